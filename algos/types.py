@@ -1,0 +1,40 @@
+"""The data a loss sees and the result it returns.
+
+Three policies by name: `logp_behavior` sampled the tokens, `logp_proximal` is the anchor of the trust
+region (None unless the loss declares `needs_proximal`), `logp_current` is being trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LossInputs:
+    """One pack: T tokens of several samples, padding-free. All per-token tensors are float32 unless said."""
+
+    logp_current: Tensor  # (T,) carries the gradient
+    logp_behavior: Tensor  # (T,) of the distribution sampled from
+    logp_proximal: Tensor | None  # (T,)
+    entropy: Tensor  # (T,) of the current policy; carries no gradient unless asked for
+    advantages: Tensor  # (T,) the sample's advantage on each of its tokens
+    mask: Tensor  # (T,) bool, true on generated tokens
+    sample: Tensor  # (T,) int64, index of the sample in this pack: 0 .. n_samples - 1
+    n_samples: int
+    staleness: Tensor  # (T,) int64, current version minus the token's policy version; 0 where masked
+    rewards: Tensor  # (n_samples,)
+
+    def masked(self, values: Tensor) -> Tensor:
+        """Values with exactly zero (value and gradient, even for inf or nan) outside the mask."""
+        return torch.where(self.mask, values, torch.zeros_like(values))
+
+
+@dataclass
+class LossResult:
+    """`per_token` is (T,); the learner sums it over the mask and divides by the global token count."""
+
+    per_token: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # (T,) tensors, averaged over the mask by the learner

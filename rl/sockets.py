@@ -1,0 +1,110 @@
+"""ZeroMQ sockets as every process opens them: limits, linger, heartbeats, CURVE, and typed messages.
+
+Payload goes over PUSH/PULL (one pair per receiver: a PUSH to many hands each message to one of them);
+what needs an address or an answer over ROUTER/DEALER. PULL of a dead process loses what was in flight,
+so whatever must not be lost is acknowledged and sent again by its sender.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from rl.messages import Message, decode, encode
+from rl.run import RunFile
+
+HIGH_WATER_MARK = 100_000  # messages; flow control is by credit, not by blocking sockets
+_SHARED_SERVER_KEY = "curve.server"
+_SHARED_CLIENT_KEY = "curve.client"
+
+
+class PeerGone(ConnectionError):
+    """A ROUTER was asked to send to a peer that is not connected."""
+
+
+def make_curve_keys(folder: Path) -> None:
+    """Per-run CURVE key pairs, readable by the owner only. The server's public key is the shared secret."""
+    for name in (_SHARED_SERVER_KEY, _SHARED_CLIENT_KEY):
+        public, secret = zmq.curve_keypair()
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(public + b"\n" + secret)
+
+
+def _secure(socket: zmq.Socket, run: RunFile, *, server: bool) -> None:
+    if run.config.network.transport != "tcp" or not run.config.network.curve:
+        return
+    server_public, server_secret = (run.folder / _SHARED_SERVER_KEY).read_bytes().split(b"\n")
+    client_public, client_secret = (run.folder / _SHARED_CLIENT_KEY).read_bytes().split(b"\n")
+    if server:
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = server_public, server_secret
+    else:
+        socket.curve_serverkey = server_public
+        socket.curve_publickey, socket.curve_secretkey = client_public, client_secret
+
+
+def open_socket(
+    kind: int,
+    run: RunFile,
+    name: str,
+    index: int | None = None,
+    *,
+    bind: bool = False,
+    identity: bytes | None = None,
+    context: zmq.Context | None = None,
+) -> zmq.Socket:
+    """A socket bound or connected to `run.endpoint(name, index)`.
+
+    With a `zmq.asyncio.Context` the socket is awaitable. ROUTERs are mandatory: unknown peers raise.
+    """
+    socket = (context or zmq.Context.instance()).socket(kind)
+    socket.linger = 500
+    socket.set_hwm(HIGH_WATER_MARK)
+    if kind == zmq.ROUTER:
+        socket.router_mandatory = True
+        socket.router_handover = True  # a restarted peer takes over its identity
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    if run.config.network.transport == "tcp":
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    _secure(socket, run, server=bind)
+    endpoint = run.endpoint(name, index)
+    if bind:
+        socket.bind(endpoint)
+    else:
+        socket.connect(endpoint)
+    return socket
+
+
+def send(socket: zmq.Socket, message: Message) -> None:
+    """Send to the one peer. Never blocks: flow control is by credit, so a full queue is an error (zmq.Again)."""
+    socket.send_multipart(encode(message), zmq.DONTWAIT, copy=False)
+
+
+def send_to(socket: zmq.Socket, peer: bytes, message: Message) -> None:
+    """Send over a ROUTER. Raises PeerGone if the peer is not connected."""
+    try:
+        socket.send_multipart([peer, *encode(message)], zmq.DONTWAIT, copy=False)
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            raise PeerGone(peer.decode(errors="replace")) from None
+        raise
+
+
+def receive(socket: zmq.Socket) -> Message:
+    return decode(socket.recv_multipart(zmq.DONTWAIT))
+
+
+def receive_from(socket: zmq.Socket) -> tuple[bytes, Message]:
+    peer, *frames = socket.recv_multipart(zmq.DONTWAIT)
+    return peer, decode(frames)
+
+
+def identity(role: str, index: int, incarnation: int = 0) -> bytes:
+    """Socket identity of a process, e.g. `generator.0.2`."""
+    return f"{role}.{index}.{incarnation}".encode()

@@ -412,7 +412,8 @@ _decoder = msgspec.msgpack.Decoder(_Envelope, dec_hook=_header_to_array)
 
 def encode(message: Message) -> list[bytes | memoryview]:
     """Frames of one message: the header, then each array's buffer (not copied)."""
-    _buffers.out = frames = [b""]
+    frames: list[bytes | memoryview] = [b""]
+    _buffers.out = frames
     frames[0] = _encoder.encode(_Envelope(PROTOCOL, message))
     _buffers.out = []
     return frames

@@ -1,0 +1,13 @@
+"""The one type that every source of maths problems produces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and its gold answer: the bare value (`42`, `\\frac{1}{2}`), without box or solution."""
+
+    question: str
+    answer: str

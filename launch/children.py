@@ -1,0 +1,104 @@
+"""Child processes of the supervisor: start, watch, kill, and leave nothing behind.
+
+Every child is a session leader with its own log file. The supervisor is made a subreaper, so that
+grandchildren whose parent died (an engine's workers) come back to it and are ended as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from launch.plan import ProcessSpec
+from rl.run import RunFile
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Child:
+    spec: ProcessSpec
+    incarnation: int
+    popen: subprocess.Popen[bytes]
+    log: Path
+    started: float  # monotonic
+    registered: bool = False
+    last_beat: float = 0.0
+    last_progress: int = -1
+    progressed: float = 0.0
+    busy: bool = False
+    stats: dict[str, float] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of grandchildren whose own parent dies (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def spawn(spec: ProcessSpec, run: RunFile, incarnation: int) -> Child:
+    """Start one process of the plan. Call from the main thread: the child dies with the calling thread."""
+    logs = run.folder / "logs"
+    logs.mkdir(exist_ok=True)
+    log = logs / f"{spec.name}.{incarnation}.log"
+    environment = os.environ | spec.environment | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as file:
+        popen = subprocess.Popen(
+            spec.command(run, incarnation),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
+        )
+    if spec.cores:
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(popen.pid, spec.cores)
+    return Child(spec, incarnation, popen, log, time.monotonic())
+
+
+def end_all(children: list[Child], patience_s: float) -> list[str]:
+    """Wait for children that were told to stop; kill what is left, and every other descendant.
+
+    Returns the names of the children that had to be killed.
+    """
+    deadline = time.monotonic() + patience_s
+    waiting = list(children)
+    while waiting and time.monotonic() < deadline:
+        waiting = [child for child in waiting if child.popen.poll() is None]
+        if waiting:
+            time.sleep(0.02)
+    killed = [child.name for child in waiting]
+    for child in children:  # the whole process group, also where only the leader has ended
+        child.kill()
+    for child in waiting:
+        child.popen.wait(timeout=5)
+    descendants = psutil.Process().children(recursive=True)
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(descendants, timeout=2)
+    return killed
+
+
+def log_tail(path: Path, lines: int = 15) -> str:
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""

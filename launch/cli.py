@@ -1,0 +1,59 @@
+"""`fresco`: the one command line.
+
+fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
+fresco doctor
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from rl.config import Config, ConfigError, load_config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0 success, 1 failure, 2 bad configuration, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="fresco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value")
+    run.add_argument("recipe", type=Path)
+    run.add_argument("overrides", nargs="*", metavar="key=value")
+    run.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
+    commands.add_parser("doctor", help="say what this machine has and what is missing")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.command == "doctor":
+        from launch.doctor import diagnose
+
+        return diagnose()
+    try:
+        return _run(load_config(arguments.recipe, arguments.overrides), dry=arguments.dry_run)
+    except ConfigError as error:
+        print(f"fresco: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(config: Config, *, dry: bool) -> int:
+    from launch.plan import make_plan
+    from launch.preflight import check, make_run, print_plan, resolve_device
+    from launch.supervisor import Supervisor
+
+    started = time.time()
+    device = resolve_device(config)
+    plan = make_plan(config, device)
+    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+    prepared, train_tasks, eval_tasks, unchecked = check(config, device, dry=dry)
+    if dry:
+        print_plan(config, device, plan, unchecked)
+        return 0
+    run = make_run(config, device, prepared, train_tasks, eval_tasks, started)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    return Supervisor(run, plan).execute()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""`fresco doctor`: what this machine has, and what is missing for which recipe."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+
+import psutil
+
+from launch.preflight import visible_gpus
+
+_REQUIRED = ("torch", "transformers", "zmq", "msgspec", "pydantic", "wandb", "rich", "xxhash")
+_OPTIONAL = {"vllm": "the real engine", "math_verify": "the maths environment", "datasets": "data sets from a hub"}
+_UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # do not match the CPU build of torch: transformers breaks
+
+
+def diagnose() -> int:
+    """Print one line per finding. Returns 1 when something required is missing, else 0."""
+    healthy = True
+    healthy &= _line(sys.version_info[:2] == (3, 11), f"Python {sys.version.split()[0]}", "the pins need Python 3.11")
+    for module in _REQUIRED:
+        healthy &= _line(_has(module), module, "run `bash tests/run.sh` or a launch script: they install it")
+    for module, purpose in _OPTIONAL.items():
+        _line(_has(module), f"{module} ({purpose})", f"missing: {purpose} does not work")
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        for module in _UNWANTED:
+            healthy &= _line(not _has(module), f"no {module}", "does not match this torch: pip uninstall it")
+    memory, cores = psutil.virtual_memory().total >> 30, len(os.sched_getaffinity(0))
+    _line(memory >= 6, f"{memory} GiB memory, {cores} cores", "math_cpu needs about 6 GiB")
+    shared = shutil.disk_usage("/dev/shm").free >> 20
+    _line(shared >= 256, f"{shared} MiB free in /dev/shm", "too little: set weights.transport=zmq or enlarge /dev/shm")
+    gpus = visible_gpus()
+    print(f"  {'+' if gpus else '-'} {gpus} GPUs" + ("" if gpus else " (the *_cpu recipes run)"))
+    return 0 if healthy else 1
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _line(good: bool, what: str, otherwise: str) -> bool:
+    print(f"  {'+' if good else '!'} {what}" + ("" if good else f": {otherwise}"))
+    return good

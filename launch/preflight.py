@@ -1,0 +1,174 @@
+"""Everything that can be wrong before a process starts, each as one clear line (ConfigError)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from envs.registry import validate_env
+from rich.console import Console
+from rich.table import Table
+from rl.weights.shm import check_space, sweep_stale
+
+from launch.plan import ProcessSpec, gpus_needed
+from launch.prepare import Prepared, prepare
+from rl.config import Config, ConfigError
+from rl.run import RunFile
+from rl.sockets import make_curve_keys
+
+_IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
+
+
+def resolve_device(config: Config) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if visible_gpus() else "cpu"
+
+
+def visible_gpus() -> int:
+    """GPUs that the driver lists; 0 without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
+
+
+def check(config: Config, device: str, *, dry: bool) -> tuple[Prepared, int, int, list[str]]:
+    """Returns (prepared model, train tasks, eval tasks, what a dry run could not check)."""
+    unchecked: list[str] = []
+    _check_ports(config)
+    if device == "cuda" and visible_gpus() < gpus_needed(config):
+        shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {visible_gpus()}"
+        if not dry:
+            raise ConfigError(f"device=cuda: {shortage}; lower generator.count or learner.ranks, or set device=cpu")
+        unchecked.append(shortage)
+    on_hub = config.model.path != "tiny" and not Path(config.model.path).exists()
+    resolve = not (dry and (on_hub or config.model.path == "tiny"))
+    if not resolve:
+        unchecked.append(f"model.path={config.model.path!r} is not resolved in a dry run")
+    prepared = prepare(config, resolve_model=resolve)
+    train_tasks, eval_tasks = _count_tasks(config, dry, unchecked)
+    sweep_stale()
+    if config.weights.transport == "shm" and prepared.weight_bytes:
+        check_space(prepared.weight_bytes, config.weights.slots)
+    return prepared, train_tasks, eval_tasks, unchecked
+
+
+def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int]:
+    source = str(config.env.options.get("source", ""))
+    on_hub = "/" in source and not source.startswith(("/", ".")) and not Path(source).exists()
+    if dry and on_hub:
+        unchecked.append(f"env.options.source={source!r} is not read in a dry run")
+        return 0, 0
+    _family, train_tasks, eval_tasks = validate_env(config)
+    if train_tasks < config.rollout.groups_per_batch:
+        raise ConfigError(
+            f"rollout.groups_per_batch={config.rollout.groups_per_batch}: env {config.env.name!r} has only "
+            f"{train_tasks} training tasks"
+        )
+    return train_tasks, eval_tasks
+
+
+def _check_ports(config: Config) -> None:
+    if config.network.transport != "tcp":
+        return
+    count = 8 + 2 * config.learner.ranks + config.generator.count
+    for port in range(config.network.base_port, config.network.base_port + count):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.network.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"network.base_port={config.network.base_port}: port {port} on {config.network.host} "
+                    f"cannot be used ({error.strerror}); choose another base_port ({count} ports are needed)"
+                ) from None
+
+
+def make_run(
+    config: Config, device: str, prepared: Prepared, train_tasks: int, eval_tasks: int, started: float
+) -> RunFile:
+    """The run's folder and run.json. An earlier folder of the same name is kept beside it, numbered."""
+    folder = (config.runs / config.name).absolute()
+    if folder.exists():
+        _refuse_live(folder)
+        number = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
+        folder.rename(folder.with_name(f"{folder.name}.{number}"))
+    folder.mkdir(parents=True)
+    (folder / "pid").write_text(str(os.getpid()))
+    run = RunFile(
+        config=config,
+        run_id=uuid.uuid4().hex[:8],
+        folder=folder,
+        socket_folder=_socket_folder(folder),
+        device=device,
+        epoch=int(time.time()) if config.resume else 0,
+        start_step=_resume_step(config),
+        model_folder=prepared.folder,
+        train_tasks=train_tasks,
+        eval_tasks=min(eval_tasks, config.eval.tasks) if eval_tasks else config.eval.tasks,
+        started_at=started,
+    )
+    if config.network.transport == "tcp":
+        make_curve_keys(folder)
+    run.save()
+    return run
+
+
+def _refuse_live(folder: Path) -> None:
+    try:
+        pid = int((folder / "pid").read_text())
+        os.kill(pid, 0)
+    except (OSError, ValueError):
+        return
+    if b"fresco" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        raise ConfigError(f"name={folder.name!r}: a run of this name is going on (process {pid}); choose another name")
+
+
+def _socket_folder(folder: Path) -> Path:
+    """The run's folder, or a short temporary one where the path would not fit into a socket address."""
+    inside = folder / "ipc"
+    if len(str(inside / "weight_status.00")) <= _IPC_PATH_LIMIT:
+        inside.mkdir()
+        return inside
+    return Path(tempfile.mkdtemp(prefix="fresco-"))
+
+
+def _resume_step(config: Config) -> int:
+    if config.resume is None:
+        return 0
+    if not (config.resume / "meta.json").exists():
+        raise ConfigError(f"resume={str(config.resume)!r}: not a checkpoint folder (no meta.json)")
+    import json
+
+    return int(json.loads((config.resume / "meta.json").read_text())["step"])
+
+
+def print_plan(config: Config, device: str, plan: list[ProcessSpec], unchecked: list[str]) -> None:
+    """What `--dry-run` shows: processes, devices, pinning, endpoints, and what could not be checked here."""
+    folder = (config.runs / config.name).absolute()
+    run = RunFile(
+        config=config, run_id="0" * 8, folder=folder, socket_folder=folder / "ipc", device=device,
+        train_tasks=0, eval_tasks=0, started_at=0.0,
+    )  # fmt: skip
+    console = Console(highlight=False)
+    processes = Table("process", "module", "device", "cores", "environment", title=f"{len(plan)} processes")
+    for spec in plan:
+        where = f"cuda:{','.join(map(str, spec.gpus))}" if spec.gpus else "cpu"
+        cores = f"{spec.cores[0]}-{spec.cores[-1]}" if spec.cores else "shared"
+        environment = " ".join(f"{key}={value}" for key, value in spec.environment.items())
+        processes.add_row(spec.name, spec.module, where, cores, environment)
+    console.print(processes)
+    sockets = Table("socket", "endpoint", title="endpoints")
+    for name, endpoint in run.endpoints().items():
+        sockets.add_row(name, endpoint)
+    console.print(sockets)
+    for line in unchecked:
+        console.print(f"not checked here: {line}", markup=False)
+    console.print("dry run: the configuration is valid; nothing was started")

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# All tests, in the same local virtual environment as the launch scripts.
+# Usage: bash tests/run.sh [pytest arguments]
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+ruff check .
+ruff format --check .
+mypy
+exec python -m pytest "$@"

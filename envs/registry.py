@@ -1,0 +1,70 @@
+"""Environment families by name, and the checks that run before any process starts.
+
+A family is loaded lazily (`name -> "module:Class"`): naming one environment never imports another's libraries.
+Anything else importable as `module:Class` works without registration.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from pydantic import ValidationError
+
+from envs.base import EnvironmentFamily
+from rl.config import Config, ConfigError, nearest
+
+FAMILIES = {
+    "math": "envs.math.environment:MathFamily",
+    "synthetic": "envs.synthetic:SyntheticFamily",
+}
+
+
+def load_family(name: str) -> type[EnvironmentFamily]:
+    """The class registered as `name`, or importable as `module:Class`. Raises ConfigError."""
+    target = FAMILIES.get(name, name)
+    module_name, separator, class_name = target.partition(":")
+    if not separator:
+        raise ConfigError(f"env.name={name!r} is not a registered environment{nearest(name, list(FAMILIES))}")
+    try:
+        family = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"env.name={name!r} cannot be loaded from {target}: {error}") from error
+    if not hasattr(family, "Options"):
+        raise ConfigError(f"env.name={name!r}: {target} has no Options and is no EnvironmentFamily")
+    return family
+
+
+def make_family(config: Config) -> EnvironmentFamily:
+    """The configured family, its options validated and its tasks loaded; nothing is started. Raises ConfigError."""
+    family = load_family(config.env.name)
+    options = _validated(family, config.env.options)
+    try:
+        return family(options, config.seed)
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(f"env {config.env.name!r}: {error}") from error
+
+
+def validate_env(config: Config) -> tuple[EnvironmentFamily, int, int]:
+    """For the preflight: (family, train tasks, eval tasks). Raises ConfigError, one line."""
+    family = make_family(config)
+    train, held_out = family.task_count("train"), family.task_count("eval")
+    if train < 1:
+        raise ConfigError(f"env {config.env.name!r} has no training task")
+    if config.eval.tasks > held_out:
+        raise ConfigError(f"eval.tasks={config.eval.tasks}: env {config.env.name!r} has only {held_out} held-out tasks")
+    return family, train, held_out
+
+
+def _validated(family: type[EnvironmentFamily], options: dict[str, Any]) -> Any:
+    known = list(family.Options.model_fields)
+    for key in options:  # here, so that a model that forgot extra="forbid" is closed as well
+        if key not in known:
+            raise ConfigError(f"unknown key 'env.options.{key}'{nearest(key, known)}")
+    try:
+        return family.Options.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["env.options", *(str(part) for part in first["loc"])])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{where}={first['input']!r}: {reason}" if first["loc"] else reason) from None

@@ -22,7 +22,9 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, use_attribute_docstrings=True, ser_json_inf_nan="strings"
+    )
 
 
 class ModelConfig(Section):
@@ -155,10 +157,13 @@ class LearnerConfig(Section):
     kind: Literal["fsdp", "simulated"] = "fsdp"
     """`simulated` trains nothing, in `simulated_step_s` seconds, without torch."""
     simulated_step_s: float = Field(0.05, ge=0)
+    """Seconds of one simulated training step."""
     simulated_weight_bytes: int = Field(1 << 20, ge=64)
+    """Size of the simulated weights, really transported."""
     ranks: int = Field(1, ge=1)
     """K: FSDP ranks, one process each."""
     lr: float = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -166,9 +171,13 @@ class LearnerConfig(Section):
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
     """Final learning rate of `linear` and `cosine`, as a fraction of lr."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch (the batch is split by whole groups)."""
     max_tokens_per_pack: int = Field(2048, ge=16)
@@ -176,11 +185,13 @@ class LearnerConfig(Section):
     logprob_chunk: int = Field(256, ge=1)
     """Tokens per chunk of the log-probability head."""
     activation_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
     threads: int = Field(1, ge=1)
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
     batch_deadline_s: float = Field(900.0, gt=0)
     """Longest wait for a batch before the run stops and says for whom it waited."""
 
@@ -200,7 +211,7 @@ class WeightsConfig(Section):
 
 class EvalConfig(Section):
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0: first and last only. Negative values do not exist: use tasks=0 for none."""
+    """Steps between evaluations; 0: first and last only (tasks=0: none at all)."""
     tasks: int = Field(0, ge=0)
     """Held-out tasks per evaluation."""
     temperature: float = Field(0.0, ge=0)
@@ -211,13 +222,16 @@ class TrackingConfig(Section):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto`: online when an account is configured, else offline."""
     project: str = "fresco"
+    """wandb project."""
     live: bool = True
     """Progress table in the terminal (plain lines when it is not a terminal)."""
 
 
 class NetworkConfig(Section):
     transport: Literal["ipc", "tcp"] = "ipc"
+    """`ipc`: Unix sockets in the run folder, one node. `tcp`: also across nodes."""
     host: str = "127.0.0.1"
+    """Address that tcp sockets bind and connect to."""
     base_port: int = Field(41000, ge=1024, le=65000)
     """First of the consecutive ports used by tcp."""
     curve: bool = True
@@ -241,9 +255,11 @@ class Config(Section):
     runs: Path = Path("runs")
     """Folder of all runs."""
     seed: int = 0
+    """Seed of data order, sampling seeds and initialisation."""
     steps: int = Field(100, ge=1)
     """Batches to train."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None
     """A checkpoint folder to continue from."""
     model: ModelConfig = Field(default_factory=ModelConfig)

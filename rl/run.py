@@ -18,7 +18,7 @@ _ENDPOINTS = ("control", "tickets", "trajectories", "usage", "steps", "frontend"
 
 
 class RunFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
     config: Config
     run_id: str
     """8 hex digits, unique per start; names shared-memory files."""

@@ -1,0 +1,55 @@
+"""Tracking: what was logged can be read back, in metrics.jsonl and in wandb's own offline file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl.config import TrackingConfig
+from rl.tracking import Tracker, wandb_mode
+
+
+def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
+    tracker = Tracker(TrackingConfig(wandb="disabled"), tmp_path, "run", {})
+    tracker.log(3, {"train/loss": 0.5, "x": float("nan")}, {"staleness": [0.0, 1.0]})
+    tracker.close()
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row["step"] == 3 and row["train/loss"] == 0.5 and row["x"] is None and row["staleness"] == [0.0, 1.0]
+
+
+def test_wandb_keeps_rows_whose_step_goes_backwards(tmp_path: Path) -> None:
+    """FACTS 5: with wandb's implicit step such rows vanish silently; ours carry their step as a metric."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    tracker = Tracker(TrackingConfig(wandb="offline"), tmp_path, "run", {"a": 1})
+    tracker.log(5, {"train/loss": 0.5}, {"staleness": [0.0, 1.0, 1.0]})
+    tracker.log(4, {"eval/accuracy": 0.25})
+    tracker.close()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(path))
+    rows = []
+    while data := store.scan_data():
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.HasField("history"):
+            rows.append(
+                {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+    assert [row["step"] for row in rows] == [5, 4]
+    assert rows[0]["train/loss"] == 0.5 and rows[1]["eval/accuracy"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "mode"), [("auto", "", "offline"), ("auto", "k", "online"), ("disabled", "k", "disabled")]
+)
+def test_wandb_is_offline_without_an_account(
+    asked: str, key: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    assert wandb_mode(asked) == mode

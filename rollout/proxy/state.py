@@ -1,0 +1,136 @@
+"""What the proxy knows (requests, generators, cached prefixes) and what it asks its shell to do (actions)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from rollout.proxy.balance import Line
+
+Client = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Send the request `key` to a generator; it answers under this key."""
+
+    generator: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAt:
+    generator: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer the client. With `forward` it is the generator's answer at hand, else an empty one. `key` is over."""
+
+    client: Client
+    request_id: int
+    key: int
+    session: int
+    forward: bool
+    finish_reason: str
+    error: str = ""
+    queued_s: float = 0.0  # spent waiting in the proxy
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """`key` is over and nobody waits for its answer."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFirstToken:
+    """First token of a training session's first turn; again if that turn was sent again."""
+
+    key: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportUsage:
+    """Tokens sampled for a training session; `lost` by a generator that died."""
+
+    session: int
+    tokens: int
+    lost: bool
+
+
+Action = SendTo | AbortAt | Reply | Forget | ReportFirstToken | ReportUsage
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    key: int
+    client: Client
+    request_id: int
+    session: int
+    train: bool
+    prompt_len: int
+    max_tokens: int
+    priority: int
+    prompt_hash: int | None
+    since: float  # start of the current wait
+    need: int  # KV tokens reserved
+    queued: bool = False
+    generator: Generator | None = None
+    work: int = 0  # its share of the generator's load
+    expected: int = 0  # response tokens expected when it was sent
+    tokens: int = 0  # sampled by the current generator, as last reported
+    aborted: bool = False
+    orphan: bool = False  # its client is dead
+    deaths: int = 0
+    overtaken: int = 0
+    queued_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Generator:
+    index: int
+    incarnation: int
+    kv_tokens: int
+    max_num_seqs: int
+    alive: bool = True
+    load: int = 0
+    reserved: int = 0
+    live: dict[int, Request] = field(default_factory=dict)
+    loyal: Line[Request] = field(default_factory=Line)  # queued requests whose prefix is cached here
+    version: Hashable = None
+    cache_epoch: int = 0  # counts what emptied the prefix cache
+
+    def has_room(self, need: int) -> bool:
+        return self.alive and len(self.live) < self.max_num_seqs and self.reserved + need <= self.kv_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that a generator's prefix cache holds for a session or a prompt."""
+
+    generator: Generator
+    cache_epoch: int
+    tokens: int
+
+    def cached(self, generator: Generator, prompt_len: int) -> int:
+        if self.generator is not generator or self.cache_epoch != generator.cache_epoch:
+            return 0
+        return min(self.tokens, prompt_len)
+
+
+class Recent(dict[int, Prefix]):
+    """The prefixes used last: a hint for routing, so the oldest may be forgotten."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def use(self, name: int, prefix: Prefix) -> None:
+        self.pop(name, None)
+        self[name] = prefix
+        if len(self) > self._limit:
+            del self[next(iter(self))]

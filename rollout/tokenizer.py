@@ -74,7 +74,7 @@ class ChatTokenizer:
         if self.turn_end is not None and self.turn_end not in self.stop_ids:
             self.stop_ids.append(self.turn_end)
         if not self.stop_ids:
-            raise TokenizerError(f"{folder} names no end-of-sequence token and its chat template closes turns with none")
+            raise TokenizerError(f"{folder} names no end-of-sequence token, nor does its chat template close turns")
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return self._encode(self._render(self._plain(messages), opens_turn=True))
@@ -96,7 +96,7 @@ class ChatTokenizer:
         text = self._render([*opening, *messages], opens_turn=opens_turn)
         before, found, after = text.partition(DUMMY_TURN)
         if not found or DUMMY_USER not in before:
-            raise TokenizerError("the chat template does not keep an assistant turn in its place; multi-turn needs that")
+            raise TokenizerError("the chat template does not keep an assistant turn in its place")
         return after
 
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, str]]:

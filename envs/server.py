@@ -1,0 +1,310 @@
+"""The environment server: many episodes at once in one asyncio loop (`python -m envs.server --run DIR --index I`).
+
+Invariants: every ticket ends exactly once, as Trajectory, TicketFailed or TicketCancelled, which share one increasing
+sequence number; a trajectory is kept, and sent again every few seconds under its number, until it is acknowledged;
+TicketCancelled leaves only after the episode's generation has ended and its environment is closed; nothing that an
+environment does ends more than its own ticket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+from msgspec.structs import replace
+
+from envs.base import EnvironmentFamily
+from envs.registry import make_family
+from rl.messages import (
+    AckTickets,
+    CancelTickets,
+    ClientHello,
+    Generated,
+    Message,
+    ProtocolError,
+    ServerHello,
+    Stop,
+    Ticket,
+    TicketCancelled,
+    TicketFailed,
+    Trajectory,
+)
+from rl.process import Process, WaitExpired
+from rl.run import Place, parse_place
+from rl.sockets import identity, open_socket, receive, send
+from rollout.episode import EpisodeFailed, Surroundings, run_episode
+from rollout.generation import GenerationClient
+from rollout.tokenizer import TokenizerError, load_tokenizer
+
+RESEND_S = 3.0  # a trajectory not acknowledged within this is sent again
+TICK_S = 0.1
+STOP_S = 4.0  # for episodes and workers to end; within timeouts.stop_s of the supervisor
+REASON_CHARS = 500  # of a failure, on the wire
+_DRAIN = 64  # messages taken from a socket before other callbacks run
+
+
+class Port:
+    """A ZeroMQ socket on the asyncio loop: `handle` is called with each message that arrives, `failed` with its errors.
+
+    The file descriptor of a ZeroMQ socket is edge-triggered and any operation may consume the edge, so after each one
+    the socket is asked again whether it is readable.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket, handle: Callable[[Message], None], failed: Callable[[Exception], None]
+    ) -> None:
+        self._socket, self._handle, self._failed = socket, handle, failed
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = socket.getsockopt(zmq.FD)
+        self._scheduled = False
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._schedule()
+
+    def send(self, message: Message) -> None:
+        send(self._socket, message)
+        self._schedule()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close()
+
+    def _schedule(self) -> None:
+        if not self._scheduled and self._readable():
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _readable(self) -> bool:
+        return not self._socket.closed and bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        try:
+            for _ in range(_DRAIN):
+                if not self._readable():
+                    return
+                self._handle(receive(self._socket))
+        except Exception as error:
+            self._failed(error)
+        self._schedule()
+
+
+@dataclass
+class Running:
+    """An episode. `ending` says why it was told to end: cancelled by the broker, or what deadline it passed."""
+
+    ticket: Ticket
+    task: asyncio.Task[Trajectory]
+    timer: asyncio.TimerHandle
+    ending: str = ""
+
+
+CANCELLED = "cancelled"
+
+
+class EnvServer:
+    """Call `run()` once, on the loop that created it."""
+
+    def __init__(self, process: Process, family: EnvironmentFamily) -> None:
+        self.process, self.config, self.family = process, process.config, family
+        self._me = {"server": process.index, "incarnation": process.incarnation}
+        self._seq = 0
+        self._episodes: dict[int, Running] = {}
+        self._unacknowledged: dict[int, tuple[Trajectory, float]] = {}  # by ticket: result, time to send it again
+        self._counts = {"episodes_done": 0, "episodes_failed": 0, "episodes_cancelled": 0, "trajectories_resent": 0}
+        self._wake = asyncio.Event()
+        self._fatal: Exception | None = None
+        self._stopped = False
+        run = process.run
+        me = identity("env_server", process.index, process.incarnation)
+        self._tickets = Port(open_socket(zmq.DEALER, run, "tickets", identity=me), self._from_broker, self._fail)
+        self._frontend = Port(open_socket(zmq.DEALER, run, "frontend", identity=me), self._from_proxy, self._fail)
+        self._trajectories = open_socket(zmq.PUSH, run, "trajectories")
+        # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
+        abort_deadline_s = self.config.timeouts.hang_s + 30
+        self._client = GenerationClient(self._frontend.send, abort_deadline_s)
+        self._around = Surroundings(self.config, load_tokenizer(run.model_folder), self._client.generate)
+
+    async def run(self) -> None:
+        """Serve until the supervisor says stop. Raises what the server cannot go on after."""
+        asyncio.get_running_loop().add_reader(self.process.wake_fd, self._wake.set)
+        try:
+            async with asyncio.timeout(self.config.timeouts.start_s):
+                await self.family.start()
+        except TimeoutError:
+            raise WaitExpired(
+                f"environment {self.config.env.name!r} did not start in {self.config.timeouts.start_s:.0f} s"
+            ) from None
+        try:
+            self._frontend.send(ClientHello(**self._me))
+            self._tickets.send(ServerHello(capacity=self.config.env.episodes_per_server, **self._me))
+            await self._serve()
+        finally:
+            await self._stop()
+
+    async def _serve(self) -> None:
+        previous = time.monotonic()
+        while not self.process.stopping:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
+            self._wake.clear()
+            for message in self.process.received():
+                if isinstance(message, Stop):
+                    return
+            if self._fatal is not None:
+                raise self._fatal
+            now = time.monotonic()
+            self._tick(now, now - previous)
+            previous = now
+
+    def _tick(self, now: float, elapsed_s: float) -> None:
+        process, activity = self.process, self._around.activity
+        process.progress += 1
+        process.busy = bool(self._episodes)
+        if not self._episodes:
+            process.waits.add("broker", elapsed_s)
+        elif not activity.environment and activity.generating:
+            process.waits.add("proxy", elapsed_s)
+        process.stats = {
+            "episodes_running": len(self._episodes), "env_s": activity.environment_s,
+            "generate_wait_s": activity.generate_s, "close_failures": activity.close_failures,
+            "unacknowledged": len(self._unacknowledged), **self._counts,
+        }  # fmt: skip
+        for ticket_id, (trajectory, due) in list(self._unacknowledged.items()):
+            if now >= due:
+                self._counts["trajectories_resent"] += 1
+                self._send_trajectory(ticket_id, trajectory)
+
+    def _from_broker(self, message: Message) -> None:
+        match message:
+            case Ticket():
+                self._begin(message)
+            case CancelTickets(ticket_ids):
+                for ticket_id in ticket_ids:
+                    self._end(ticket_id, CANCELLED)
+            case AckTickets(ticket_ids):
+                for ticket_id in ticket_ids:
+                    self._unacknowledged.pop(ticket_id, None)
+            case _:
+                raise ProtocolError(f"the broker sent {type(message).__name__} to an environment server")
+
+    def _from_proxy(self, message: Message) -> None:
+        if not isinstance(message, Generated):
+            raise ProtocolError(f"the proxy sent {type(message).__name__} to an environment server")
+        self._client.answered(message)
+
+    def _begin(self, ticket: Ticket) -> None:
+        ticket_id = ticket.ticket_id
+        if ticket_id in self._episodes or ticket_id in self._unacknowledged:
+            raise ProtocolError(f"ticket {ticket_id} was issued twice")
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._episode(ticket), name=f"ticket {ticket_id}")
+        timer = loop.call_later(
+            ticket.deadline_s, self._end, ticket_id, f"the episode ran past its deadline of {ticket.deadline_s:g} s"
+        )
+        self._episodes[ticket_id] = Running(ticket, task, timer)
+        task.add_done_callback(lambda _: self._ended(ticket_id))
+
+    async def _episode(self, ticket: Ticket) -> Trajectory:
+        task = self.family.task("eval" if ticket.kind == "eval" else "train", ticket.task_index)
+        return await run_episode(ticket, self.family.make, task, self._around)
+
+    def _end(self, ticket_id: int, why: str) -> None:
+        """Tell an episode to end, once; one that has ended already keeps its result."""
+        running = self._episodes.get(ticket_id)
+        if running is not None and not running.ending:
+            running.ending = why
+            running.task.cancel()
+
+    def _ended(self, ticket_id: int) -> None:
+        """The one place where a ticket ends."""
+        running = self._episodes.pop(ticket_id)
+        running.timer.cancel()
+        error = None if running.task.cancelled() else running.task.exception()
+        if self._stopped:
+            return
+        try:
+            self._report(running, error)
+        except Exception as failure:  # a result that cannot be sent: nothing that comes later may overtake it
+            self._fail(failure)
+
+    def _report(self, running: Running, error: BaseException | None) -> None:
+        ticket_id = running.ticket.ticket_id
+        if isinstance(error, WaitExpired):
+            self._fail(error)
+        elif running.task.cancelled() and running.ending == CANCELLED:
+            self._counts["episodes_cancelled"] += 1
+            self._tickets.send(TicketCancelled(seq=self._next_seq(), ticket_id=ticket_id, **self._me))
+        elif running.task.cancelled() or error is not None:
+            self._counts["episodes_failed"] += 1
+            reason = running.ending if error is None else _described(error)
+            self._tickets.send(
+                TicketFailed(seq=self._next_seq(), ticket_id=ticket_id, reason=reason[:REASON_CHARS], **self._me)
+            )
+        else:
+            self._counts["episodes_done"] += 1
+            self._send_trajectory(ticket_id, replace(running.task.result(), seq=self._next_seq(), **self._me))
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _send_trajectory(self, ticket_id: int, trajectory: Trajectory) -> None:
+        self._unacknowledged[ticket_id] = (trajectory, time.monotonic() + RESEND_S)
+        send(self._trajectories, trajectory)
+
+    def _fail(self, error: Exception) -> None:
+        """The server itself cannot go on: `run` raises this."""
+        if self._fatal is None:
+            self._fatal = error
+        self._wake.set()
+
+    async def _stop(self) -> None:
+        """End every episode and the family's workers, within STOP_S each."""
+        self._stopped = True
+        self._client.close()
+        tasks = [running.task for running in self._episodes.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, pending = await asyncio.wait(tasks, timeout=STOP_S)
+            for task in pending:
+                print(f"{task.get_name()} did not end in {STOP_S:g} s", file=sys.stderr)
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self.family.stop()
+        except TimeoutError:
+            print(f"environment {self.config.env.name!r} did not stop in {STOP_S:g} s", file=sys.stderr)
+        self._tickets.close()
+        self._frontend.close()
+        self._trajectories.close()
+
+
+def _described(error: BaseException) -> str:
+    """One line for the broker; what is no plain failure leaves its traceback in this process's log."""
+    if isinstance(error, EpisodeFailed | TokenizerError):
+        return str(error)
+    traceback.print_exception(error, file=sys.stderr)
+    return f"{type(error).__name__}: {error}"
+
+
+async def serve(process: Process) -> None:
+    await EnvServer(process, make_family(process.config)).run()
+
+
+def main(place: Place) -> None:
+    with Process("env_server", place) as process:
+        asyncio.new_event_loop().run_until_complete(serve(process))
+    zmq.Context.instance().term()  # what was sent last leaves, within the sockets' linger
+    sys.stdout.flush()
+    os._exit(0)  # abandoned calls and threads of an environment must not keep the process alive
+
+
+if __name__ == "__main__":
+    main(parse_place())

@@ -73,7 +73,7 @@ class ProxyCore:
         self._tree = LoadTree()
         self._sessions = Recent(remembered)
         self._prompts = Recent(remembered)
-        self._next_key = 1
+        self.next_key = 1
         self._mean_response = 0.0
         self.queue_depth = 0
         self.ignored = 0  # late, duplicate or unknown messages
@@ -192,15 +192,15 @@ class ProxyCore:
         priority: int = 0,
         prompt_hash: int | None = None,
     ) -> list[Action]:
-        """A new request; its key is `last_key`. Equal `prompt_hash`es are equal prompts (a hint)."""
+        """A new request under the key `next_key`. Equal `prompt_hash`es are equal prompts (a hint)."""
         if client in self._dead_clients or request_id in self._clients.setdefault(client, {}):
             self.ignored += 1
             return []
         request = Request(
-            self._next_key, client, request_id, session, kind == "train", prompt_len, max_tokens, priority,
+            self.next_key, client, request_id, session, kind == "train", prompt_len, max_tokens, priority,
             prompt_hash, since=now, need=prompt_len + max_tokens,
         )  # fmt: skip
-        self._next_key += 1
+        self.next_key += 1
         self._requests[request.key] = self._clients[client][request_id] = request
         actions: list[Action] = []
         error = self._never_fits(request)
@@ -210,10 +210,6 @@ class ProxyCore:
         self._enqueue(now, request)
         self._drain(now, actions)
         return actions
-
-    @property
-    def last_key(self) -> int:
-        return self._next_key - 1
 
     def abort(self, now: float, client: Client, request_id: int) -> list[Action]:
         """A queued request is answered at once, one in flight when its generator answers (or dies)."""
@@ -267,6 +263,8 @@ class ProxyCore:
         return request
 
     def _never_fits(self, request: Request) -> str:
+        if request.prompt_len < 1 or request.max_tokens < 1:
+            return f"empty request: prompt of {request.prompt_len} tokens, max_tokens={request.max_tokens}"
         if not self._kv_tokens:
             return ""  # no generator has said its limits yet
         for limit, name in ((self._max_model_len, "generator.max_model_len"), (self._largest_kv, "KV cache")):

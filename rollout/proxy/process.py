@@ -1,0 +1,269 @@
+"""The proxy process: moves requests and answers between environment servers and generators.
+
+    python -m rollout.proxy.process --run DIR
+
+`ProxyCore` decides; this shell keeps each request's message by the core's key (request ids are unique per
+client only, keys are unique here) until it is answered, so that it can be sent again after a generator's death.
+Array frames are passed on as they came. No torch; one plain poll loop that drains every socket in turn.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import zmq
+from msgspec.structs import replace
+
+from rl.messages import (
+    Abort,
+    ClientHello,
+    FirstToken,
+    Generate,
+    Generated,
+    GeneratorHello,
+    GeneratorStatus,
+    Message,
+    PeerDied,
+    ProtocolError,
+    Usage,
+    Version,
+)
+from rl.process import Process
+from rl.run import Place, parse_place
+from rl.sockets import PeerGone, identity, open_socket, receive_from, send, send_to
+from rollout.proxy.core import ProxyCore
+from rollout.proxy.state import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
+
+_Handler = Callable[[bytes, Message], None]
+_MESSAGES_PER_TURN = 512  # of one socket, so that neither side starves the other
+_POLL_MS = 100  # also the resolution of the progress counter and of waits
+
+
+class Proxy:
+    """Sockets, payloads and addresses around a `ProxyCore`."""
+
+    def __init__(self, process: Process) -> None:
+        run = process.run
+        self._process = process
+        self._core = ProxyCore(cache_survives_update=run.config.generator.on_update == "keep")
+        self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
+        self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
+        self._usage = open_socket(zmq.PUSH, run, "usage")
+        self._requests: dict[int, Generate] = {}  # by key
+        self._incarnations: dict[bytes, tuple[int, int]] = {}  # generator peers: index, incarnation
+        self._peers: dict[int, bytes] = {}  # generator index -> its peer
+        self._malformed = self._undelivered = 0
+        self._answered = self._sent_again = 0
+        self._next_stats = 0.0
+
+    def serve(self) -> None:
+        """Until the supervisor says stop."""
+        process = self._process
+        poller = zmq.Poller()
+        for source in (self._frontend, self._backend, process.wake_fd):
+            poller.register(source, zmq.POLLIN)
+        last = time.monotonic()
+        while not process.stopping:
+            poller.poll(_POLL_MS)
+            for peer_event in process.received():
+                if isinstance(peer_event, PeerDied):
+                    self._peer_died(peer_event)
+            self._drain(self._backend, self._from_generator)  # first: it frees room for requests
+            self._drain(self._frontend, self._from_client)
+            now = time.monotonic()
+            self._account(now, now - last)
+            last = now
+
+    def close(self) -> None:
+        for socket in (self._frontend, self._backend, self._usage):
+            socket.close()
+
+    # ------------------------------------------------------------ events in
+
+    def _drain(self, socket: zmq.Socket, handle: _Handler) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                peer, message = receive_from(socket)
+            except zmq.Again:
+                return
+            except ProtocolError as error:
+                self._reject(str(error))
+                continue
+            handle(peer, message)
+
+    def _reject(self, what: str) -> None:
+        """A bad message costs its sender an answer, not everyone the proxy."""
+        self._malformed += 1
+        if self._malformed <= 10 or self._malformed % 1000 == 0:
+            print(f"proxy: message {self._malformed} ignored: {what}", file=sys.stderr, flush=True)
+
+    def _from_client(self, peer: bytes, message: Message) -> None:
+        now = time.monotonic()
+        match message:
+            case Generate():
+                key = self._core.next_key
+                actions = self._core.add(
+                    now,
+                    peer,
+                    message.request_id,
+                    session=message.session,
+                    kind=message.kind,
+                    prompt_len=message.prompt_ids.size,
+                    max_tokens=message.max_tokens,
+                    priority=message.priority,
+                    prompt_hash=None if self._core.knows_session(message.session) else _hash(message.prompt_ids),
+                )
+                if self._core.next_key > key:  # else it was ignored
+                    self._requests[key] = replace(message, request_id=key)
+                self._perform(actions)
+            case Abort():
+                self._perform(self._core.abort(now, peer, message.request_id))
+            case ClientHello():
+                pass  # the identity says who it is
+            case _:
+                self._reject(f"{type(message).__name__} from client {peer!r}")
+
+    def _from_generator(self, peer: bytes, message: Message) -> None:
+        now = time.monotonic()
+        if isinstance(message, GeneratorHello):
+            index, incarnation = message.generator, message.incarnation
+            self._incarnations[peer] = (index, incarnation)
+            known = self._peers.get(index)
+            if known is None or self._incarnations[known][1] <= incarnation:
+                self._peers[index] = peer
+            self._perform(
+                self._core.generator_up(
+                    now, index, incarnation, message.kv_tokens, message.max_num_seqs, message.max_model_len
+                )
+            )
+            return
+        if peer not in self._incarnations:
+            self._reject(f"{type(message).__name__} from {peer!r} before its hello")
+            return
+        index, incarnation = self._incarnations[peer]
+        match message:
+            case Generated():
+                actions = self._core.finished(
+                    now, index, incarnation, message.request_id, message.tokens_generated, message.finish_reason
+                )
+                self._perform(actions, answer=message)
+            case FirstToken():
+                self._perform(self._core.first_token(now, index, incarnation, message.request_id), first=message)
+            case GeneratorStatus():
+                self._perform(self._core.status(now, index, incarnation, message.running, message.version))
+            case _:
+                self._reject(f"{type(message).__name__} from generator {index}")
+
+    def _peer_died(self, died: PeerDied) -> None:
+        now = time.monotonic()
+        if died.role == "generator":
+            before = self._core.queue_depth
+            self._perform(self._core.generator_died(now, died.index, died.incarnation))
+            self._sent_again += max(0, self._core.queue_depth - before)
+        elif died.role == "env_server":
+            self._perform(self._core.client_died(now, identity("env_server", died.index, died.incarnation)))
+
+    # ------------------------------------------------------------ actions out
+
+    def _perform(
+        self, actions: list[Action], *, answer: Generated | None = None, first: FirstToken | None = None
+    ) -> None:
+        for action in actions:
+            match action:
+                case SendTo():
+                    self._send_to(self._backend, self._peers[action.generator], self._requests[action.key])
+                case AbortAt():
+                    self._send_to(self._backend, self._peers[action.generator], Abort(action.key))
+                case Reply():
+                    self._reply(action, answer)
+                case Forget():
+                    del self._requests[action.key]
+                case ReportFirstToken():
+                    assert first is not None
+                    send(self._usage, FirstToken(action.key, action.session, first.version))
+                case ReportUsage():
+                    send(self._usage, Usage(action.session, action.tokens, action.lost))
+
+    def _reply(self, reply: Reply, answer: Generated | None) -> None:
+        request = self._requests.pop(reply.key)
+        self._answered += 1
+        if reply.forward:
+            assert answer is not None
+            message = replace(answer, request_id=reply.request_id, queued_s=answer.queued_s + reply.queued_s)
+        else:
+            message = _empty(reply, request.version)
+        assert isinstance(reply.client, bytes)
+        self._send_to(self._frontend, reply.client, message)
+
+    def _send_to(self, socket: zmq.Socket, peer: bytes, message: Message) -> None:
+        """A peer that is gone is reported by the supervisor; until then nothing is done on the suspicion."""
+        try:
+            send_to(socket, peer, message)
+        except PeerGone:
+            self._undelivered += 1
+
+    # ------------------------------------------------------------ accounting
+
+    def _account(self, now: float, elapsed: float) -> None:
+        process, core = self._process, self._core
+        process.progress += 1
+        process.busy = core.live_requests > 0
+        if core.queue_depth:
+            process.waits.add("generators", elapsed)
+        elif not core.in_flight:
+            process.waits.add("environments", elapsed)
+        if now < self._next_stats:
+            return
+        self._next_stats = now + process.config.timeouts.heartbeat_s
+        loads = core.loads()
+        stats = {
+            "queue_depth": core.queue_depth,
+            "in_flight": core.in_flight,
+            "generators": len(loads),
+            "outstanding_tokens": sum(load for load, _, _ in loads.values()),
+            "answered": self._answered,
+            "ignored": core.ignored,
+            "malformed": self._malformed,
+            "undelivered": self._undelivered,
+            "sent_again": self._sent_again,
+        }
+        for index, (load, reserved, live) in loads.items():
+            stats |= {f"outstanding.{index}": load, f"kv_reserved.{index}": reserved, f"live.{index}": live}
+        process.stats = {name: float(value) for name, value in stats.items()}
+
+
+def _hash(prompt_ids: np.ndarray) -> int:
+    return zlib.crc32(prompt_ids.data) << 32 | prompt_ids.size
+
+
+def _empty(reply: Reply, version: Version) -> Generated:
+    return Generated(
+        request_id=reply.request_id,
+        session=reply.session,
+        token_ids=np.empty(0, "<i4"),
+        logp=np.empty(0, "<f4"),
+        policy_version=np.empty(0, "<i4"),
+        epoch=version.epoch,
+        finish_reason=reply.finish_reason,
+        tokens_generated=0,
+        generator=-1,
+        queued_s=reply.queued_s,
+        error=reply.error,
+    )
+
+
+def main(place: Place) -> None:
+    with Process("proxy", place) as process:
+        proxy = Proxy(process)
+        try:
+            proxy.serve()
+        finally:
+            proxy.close()
+
+
+if __name__ == "__main__":
+    main(parse_place())

@@ -1,0 +1,255 @@
+"""The learner's side of its protocol with broker, generators and supervisor, without torch.
+
+    link = LearnerLink(process)
+    link.publish(link.first_version, ...)        # the initial weights reach the engines this way
+    for shard in link.batches():                 # requested, awaited, checked
+        ...train...
+        link.publish(Version(epoch, shard.step + 1), ...)
+        link.report(shard, values)
+    link.finish()
+
+Every rank receives its own shard of every batch; rank 0 alone speaks (requests, publications, metrics).
+The real learner and the simulated one drive this same object.
+
+Invariant: a shard that reaches the caller is of the step and epoch asked for, and nothing in it is older
+than `step - ceil(alpha)` (F4; the broker filters, this side asserts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import zmq
+
+from rl.messages import (
+    BatchRequest,
+    Done,
+    EvalRequest,
+    Journal,
+    Message,
+    Metrics,
+    PeerDied,
+    Published,
+    SaveRequest,
+    Shard,
+    Stop,
+    Version,
+)
+from rl.process import Process, WaitExpired
+from rl.sockets import identity, open_socket, receive, send
+from rl.weights.service import UpdaterService
+
+_POLL_MS = 100  # how soon a failed weight update is noticed while waiting
+
+
+class Stopped(Exception):
+    """The supervisor has told this process to stop."""
+
+
+class StaleBatch(AssertionError):
+    """A batch with samples older than the bound S = ceil(alpha): the broker has a bug, training must not go on."""
+
+
+def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bound: int) -> None:
+    """Raises StaleBatch for old samples, ValueError for a shard that is another one or contradicts itself."""
+    if (shard.epoch, shard.step, shard.rank) != (epoch, step, rank):
+        raise ValueError(
+            f"learner.{rank} expected its shard of step {step} in epoch {epoch}, received the one of "
+            f"rank {shard.rank}, step {shard.step}, epoch {shard.epoch}"
+        )
+    oldest = step - staleness_bound
+    stale = [row for row in shard.rows if row.version < oldest]
+    generated = shard.policy_version[shard.loss_mask != 0]
+    if stale or (generated.size and int(generated.min()) < oldest):
+        versions = sorted({row.version for row in stale}) or [int(generated.min())]
+        raise StaleBatch(
+            f"the batch of step {step} holds {len(stale)} of {len(shard.rows)} samples that are too old "
+            f"(versions {versions}): staleness may be at most {staleness_bound}"
+        )
+    samples = [row.sample_id for row in shard.rows]
+    if samples != sorted(set(samples)):
+        raise ValueError(f"the batch of step {step} is not ordered by sample id, or has a sample twice")
+    members = len(shard.members)
+    tokens = sum(shard.lengths)
+    sizes = {array.size for array in (shard.token_ids, shard.loss_mask, shard.logp_behavior, shard.policy_version)}
+    if len(shard.lengths) != members or len(shard.turn_starts) != members or sizes != {tokens}:
+        raise ValueError(
+            f"the shard of step {step} contradicts itself: {members} members, {len(shard.lengths)} lengths "
+            f"of {tokens} tokens in all, arrays of {sorted(sizes)} tokens"
+        )
+
+
+class LearnerLink:
+    """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.run, self.config = process, process.run, process.config
+        self.rank = process.index
+        self.first_step = self.run.start_step
+        self.last_step = self.run.start_step + self.config.steps  # one past the last batch
+        self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
+        self._steps: zmq.Socket | None = None
+        self._service: UpdaterService | None = None
+        if self.rank == 0:
+            name = identity("learner", 0, process.incarnation)
+            self._steps = open_socket(zmq.DEALER, self.run, "steps", identity=name)
+            self._service = UpdaterService(self.run, process)
+            self._service.start()
+        self._requested = self.first_step - 1  # newest step asked for
+        self._waited_s = 0.0  # for the current batch
+        self._began = self._reported = time.monotonic()
+        self._summary: dict[str, Any] = {}
+
+    # ------------------------------------------------------------ batches
+
+    def version(self, n: int) -> Version:
+        return Version(self.run.epoch, n)
+
+    def batches(self) -> Iterator[Shard]:
+        """This rank's shard of every remaining step, in order.
+
+        The next batch is requested as soon as one has arrived, so it is assembled and sent during training.
+        Raises WaitExpired after `learner.batch_deadline_s`, Stopped when told to stop, StaleBatch, ValueError.
+        """
+        for step in range(self.first_step, self.last_step):
+            self._request(step)
+            shard = self._receive(step)
+            if step + 1 < self.last_step:
+                self._request(step + 1)
+            self.process.busy = True
+            yield shard
+            self.process.busy = False
+
+    def _request(self, step: int) -> None:
+        if self._steps is not None and step > self._requested:
+            send(self._steps, BatchRequest(step))
+        self._requested = max(step, self._requested)
+
+    def _receive(self, step: int) -> Shard:
+        begin = time.monotonic()
+        message = self._wait(
+            self._shards, "broker", self.config.learner.batch_deadline_s, f"the batch of step {step} (learner.batch_deadline_s)"
+        )
+        self._waited_s = time.monotonic() - begin
+        if not isinstance(message, Shard):
+            raise ValueError(f"learner.{self.rank} waited for a shard and received {type(message).__name__}")
+        check_shard(
+            message, step=step, rank=self.rank, epoch=self.run.epoch,
+            staleness_bound=self.config.rollout.staleness_bound,
+        )  # fmt: skip
+        return message
+
+    # ------------------------------------------------------------ what rank 0 says
+
+    def publish(self, version: Version, checksum: int, probe_ids: list[int], probe_logp: list[float]) -> None:
+        """Every rank has written `version`: offer it to the generators, tell the broker, evaluate when due."""
+        if self._steps is None or self._service is None:
+            return
+        self._service.publish(version, checksum, probe_ids, probe_logp)
+        send(self._steps, Published(version))
+        if self._evaluation_due(version.n):
+            send(self._steps, EvalRequest(version, self.config.eval.tasks))
+
+    def _evaluation_due(self, n: int) -> bool:
+        every = self.config.eval.every
+        ends = n in (self.first_step, self.last_step)
+        return self.config.eval.tasks > 0 and (ends or (every > 0 and n % every == 0))
+
+    def journal(self, version: Version) -> bytes:
+        """The broker's journal at this version (rank 0 only). Raises WaitExpired after timeouts.hang_s."""
+        assert self._steps is not None, "only rank 0 speaks to the broker"
+        send(self._steps, SaveRequest(version))
+        message = self._wait(
+            self._steps, "broker", self.config.timeouts.hang_s, f"the journal of version {version.n} (timeouts.hang_s)"
+        )
+        if not isinstance(message, Journal) or message.version != version:
+            raise ValueError(f"asked the broker for its journal of {version}, received {message!r:.200}")
+        return message.state
+
+    def report(self, shard: Shard, values: dict[str, float]) -> None:
+        """The metrics row of one trained batch: the broker's view, `values`, and what the protocol itself took."""
+        now = time.monotonic()
+        step_s, self._reported = now - self._reported, now
+        tokens = float(sum(row.tokens for row in shard.rows))
+        row = shard.metrics | values
+        row |= {
+            "train/reward": float(np.mean([row.reward for row in shard.rows])),
+            "time/step": step_s,
+            "time/wait_batch": self._waited_s,
+            "tokens/trained": tokens,
+            "tokens_per_second": tokens / step_s,
+        }
+        if self._service is not None:
+            row |= {f"weight_sync/{key}": value for key, value in self._service.stats().items()}
+            staleness = [float(shard.step - sample.version) for sample in shard.rows]
+            self.process.send(Metrics(shard.step + 1, row, {"staleness": staleness}))
+        self._remember(row)
+        self.process.progress += 1
+        self.attend()
+
+    def _remember(self, row: dict[str, float]) -> None:
+        ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
+        self._summary.setdefault("first", ends)
+        self._summary["last"] = ends
+
+    def finish(self) -> None:
+        """Send the closing report, then serve weights until told to stop."""
+        if self._service is not None:
+            seconds = time.monotonic() - self._began
+            waits = dict(self.process.waits.seconds)
+            report = {
+                "steps": self.config.steps,
+                "seconds": seconds,
+                "waits": waits,
+                "wait_fraction": waits.get("broker", 0.0) / seconds,
+                "weight_sync": self._service.stats(),
+                **self._summary,
+            }
+            self.process.send(Done("learner", json.dumps(report).encode()))
+        self.process.busy = False
+        poller = zmq.Poller()
+        poller.register(self.process.wake_fd, zmq.POLLIN)
+        with contextlib.suppress(Stopped):
+            while True:
+                poller.poll(_POLL_MS)
+                self.attend()
+
+    # ------------------------------------------------------------ waiting
+
+    def attend(self) -> None:
+        """Act on what the supervisor said, and on a weight update that failed. Raises Stopped, or that failure."""
+        for message in self.process.received():
+            if isinstance(message, Stop):
+                raise Stopped(message.reason)
+            if isinstance(message, PeerDied) and self._service is not None:
+                self._service.peer_died(message)
+        if self.process.stopping:
+            raise Stopped("stopping")
+        if self._service is not None:
+            self._service.raise_if_failed()
+
+    def _wait(self, socket: zmq.Socket, whom: str, deadline_s: float, what: str) -> Message:
+        """The next message of `socket`, honouring Stop and failures of the weight updates meanwhile."""
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self.process.wake_fd, zmq.POLLIN)
+        deadline = time.monotonic() + deadline_s
+        with self.process.waits.on(whom):
+            while True:
+                self.attend()
+                if dict(poller.poll(_POLL_MS)).get(socket):
+                    return receive(socket)
+                if time.monotonic() >= deadline:
+                    raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {whom}: {what}")
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+        for socket in (self._shards, self._steps):
+            if socket is not None:
+                socket.close(linger=500)

@@ -58,6 +58,7 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int) -> Child:
     logs.mkdir(exist_ok=True)
     log = logs / f"{spec.name}.{incarnation}.log"
     environment = os.environ | spec.environment | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment["TMPDIR"] = str(run.socket_folder)  # what libraries drop there goes with the run
     with log.open("wb") as file:
         popen = subprocess.Popen(
             spec.command(run, incarnation),

@@ -6,10 +6,9 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from rollout.engines.environment import engine_environment
-
 from rl.config import Config
 from rl.run import RunFile
+from rollout.engines.environment import engine_environment
 
 ROLES = ("broker", "proxy", "generator", "env_server", "learner")
 
@@ -55,7 +54,7 @@ def make_plan(config: Config, device: str, cores: list[int] | None = None) -> li
 
     plan = [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
     for rank in range(config.learner.ranks):  # first: the weights it publishes are what everyone waits for
-        gpus = (first_learner_gpu + rank,) if device == "cuda" else ()
+        gpus: tuple[int, ...] = (first_learner_gpu + rank,) if device == "cuda" else ()
         environment = _environment(gpus, config.learner.threads)
         plan.append(
             ProcessSpec("learner", rank, learner_module, gpus, shares[config.generator.count + rank], environment)

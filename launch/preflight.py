@@ -132,9 +132,13 @@ def _refuse_live(folder: Path) -> None:
 
 
 def _socket_folder(folder: Path) -> Path:
-    """The run's folder, or a short temporary one where the path would not fit into a socket address."""
+    """Sockets and temporary files of the run's processes, removed at its end.
+
+    In the run's folder, or a short temporary one where the path would not fit into a socket address
+    (the longest name is an engine's own: a UUID).
+    """
     inside = folder / "ipc"
-    if len(str(inside / "weight_status.00")) <= _IPC_PATH_LIMIT:
+    if len(str(inside)) + 1 + len(str(uuid.uuid4())) <= _IPC_PATH_LIMIT:
         inside.mkdir()
         return inside
     return Path(tempfile.mkdtemp(prefix="fresco-"))

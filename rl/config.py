@@ -98,6 +98,7 @@ class SimulatedEngineConfig(Section):
 
 class GeneratorConfig(Section):
     engine: Literal["vllm", "simulated"] = "vllm"
+    """`vllm`: the real engine. `simulated`: a seeded timing model, for timing and fault tests."""
     count: int = Field(1, ge=1)
     """Generator processes: one per GPU or per tensor-parallel group."""
     tensor_parallel: int = Field(1, ge=1)

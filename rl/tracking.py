@@ -53,7 +53,7 @@ class Wandb:
         self._run.log({"step": step} | values | charts)
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class Nothing:

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
 
 from rl.config import TrackingConfig
 from rl.tracking import Tracker, wandb_mode
+
+
+def history_rows(data: bytes) -> list[dict[str, object]]:
+    """History records of a .wandb file: 7-byte header, LevelDB-style 32 KiB blocks, protobuf records."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows, position, partial = [], 7, b""
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
+        if left_in_block < 7 or kind == 0:
+            position += left_in_block
+            continue
+        partial += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # full, or last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(partial)
+            partial = b""
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
 
 
 def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
@@ -21,24 +45,12 @@ def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
 
 def test_wandb_keeps_rows_whose_step_goes_backwards(tmp_path: Path) -> None:
     """FACTS 5: with wandb's implicit step such rows vanish silently; ours carry their step as a metric."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
     tracker = Tracker(TrackingConfig(wandb="offline"), tmp_path, "run", {"a": 1})
     tracker.log(5, {"train/loss": 0.5}, {"staleness": [0.0, 1.0, 1.0]})
     tracker.log(4, {"eval/accuracy": 0.25})
     tracker.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
-    rows = []
-    while data := store.scan_data():
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.HasField("history"):
-            rows.append(
-                {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
+    rows = history_rows(path.read_bytes())
     assert [row["step"] for row in rows] == [5, 4]
     assert rows[0]["train/loss"] == 0.5 and rows[1]["eval/accuracy"] == 0.25
 

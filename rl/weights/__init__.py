@@ -1,0 +1,33 @@
+"""Weight transport and the updater; `rl.weights.base` has the interfaces and invariants."""
+
+from __future__ import annotations
+
+from rl.run import RunFile
+from rl.weights.base import Manifest, TensorSpec, WeightReader, WeightsCorrupt, WeightsError, WeightWriter
+
+__all__ = [
+    "Manifest", "TensorSpec", "WeightReader", "WeightWriter", "WeightsCorrupt", "WeightsError",
+    "make_reader", "make_writer",
+]  # fmt: skip
+
+
+def make_writer(run: RunFile, rank: int, manifest: Manifest) -> WeightWriter:
+    """The writing end of `weights.transport` for one learner rank."""
+    if run.config.weights.transport == "shm":
+        from rl.weights.shm import ShmWriter
+
+        return ShmWriter(run, rank, manifest)
+    from rl.weights.frames import FramesWriter
+
+    return FramesWriter(run, rank, manifest)
+
+
+def make_reader(run: RunFile, name: str, incarnation: int) -> WeightReader:
+    """The reading end; `name` is unique among readers, e.g. `generator-0-1` for tensor-parallel rank 1 of generator 0."""
+    if run.config.weights.transport == "shm":
+        from rl.weights.shm import ShmReader
+
+        return ShmReader(run, name, incarnation)
+    from rl.weights.frames import FramesReader
+
+    return FramesReader(run, name, incarnation)

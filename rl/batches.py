@@ -132,9 +132,8 @@ class LearnerLink:
 
     def _receive(self, step: int) -> Shard:
         begin = time.monotonic()
-        message = self._wait(
-            self._shards, "broker", self.config.learner.batch_deadline_s, f"the batch of step {step} (learner.batch_deadline_s)"
-        )
+        deadline_s = self.config.learner.batch_deadline_s
+        message = self._wait(self._shards, "broker", deadline_s, f"batch {step} (learner.batch_deadline_s)")
         self._waited_s = time.monotonic() - begin
         if not isinstance(message, Shard):
             raise ValueError(f"learner.{self.rank} waited for a shard and received {type(message).__name__}")
@@ -164,9 +163,8 @@ class LearnerLink:
         """The broker's journal at this version (rank 0 only). Raises WaitExpired after timeouts.hang_s."""
         assert self._steps is not None, "only rank 0 speaks to the broker"
         send(self._steps, SaveRequest(version))
-        message = self._wait(
-            self._steps, "broker", self.config.timeouts.hang_s, f"the journal of version {version.n} (timeouts.hang_s)"
-        )
+        deadline_s = self.config.timeouts.hang_s
+        message = self._wait(self._steps, "broker", deadline_s, f"journal of version {version.n} (timeouts.hang_s)")
         if not isinstance(message, Journal) or message.version != version:
             raise ValueError(f"asked the broker for its journal of {version}, received {message!r:.200}")
         return message.state

@@ -62,7 +62,7 @@ class Port:
     ) -> None:
         self._socket, self._handle, self._failed = socket, handle, failed
         self._loop = asyncio.get_running_loop()
-        self._descriptor = socket.getsockopt(zmq.FD)
+        self._descriptor = socket.fileno()
         self._scheduled = False
         self._loop.add_reader(self._descriptor, self._drain)
         self._schedule()
@@ -81,7 +81,7 @@ class Port:
             self._loop.call_soon(self._drain)
 
     def _readable(self) -> bool:
-        return not self._socket.closed and bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _drain(self) -> None:
         self._scheduled = False

@@ -118,5 +118,5 @@ class SyntheticEnvironment:
 def text_reward(text: str) -> float:
     """Share of even words, in [0, 1]: ids by their value, other words by their checksum; 0 for an empty text."""
     words = text.split()
-    even = sum(1 for word in words if (int(word) if word.isdecimal() else zlib.crc32(word.encode())) % 2 == 0)
+    even = sum(1 for word in words if (int(word[-1]) if word.isdecimal() else zlib.crc32(word.encode())) % 2 == 0)
     return even / len(words) if words else 0.0

@@ -1,0 +1,125 @@
+"""Maths with a verifiable answer: one question, one response; reward 1 if its last box holds the gold answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from envs.base import Message, Step
+from envs.math import arithmetic
+from envs.math.datasets import DatasetError, Source, load_problems
+from envs.math.problems import Problem
+from envs.math.verifier import Verifier
+
+INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
+
+
+class MathOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    source: str = "arithmetic"
+    """`arithmetic` (generated), a `.jsonl` or `.parquet` path, or a hub name (`openai/gsm8k`)."""
+    subset: str | None = None
+    """Subset of a hub dataset (`main`)."""
+    split: str = "train"
+    """Split of a hub dataset to train on."""
+    question_field: str = "question"
+    answer_field: str = "answer"
+    """Gold answer: bare, after `####`, or a solution whose last `\\boxed{}` holds it."""
+    eval_source: str | None = None
+    """Held-out problems: another path or hub name; None: `eval_split` of a hub source, rows held out of a file."""
+    eval_split: str = "test"
+    """Split of a hub dataset for evaluation; empty: hold rows out of the training split."""
+    tasks: int | None = Field(None, ge=1)
+    """Training problems used, from the first; None: all (10 000 of arithmetic)."""
+    eval_count: int = Field(256, ge=0)
+    """Held-out problems: generated, or the last rows of the training source where there is no other."""
+    system_prompt: str = ""
+    """Empty: none."""
+    instruction: str | None = None
+    """Appended to each question on a line of its own; None: asks for a box, nothing for `arithmetic`."""
+    verifier_workers: int = Field(1, ge=1)
+    """Processes per server for symbolic answers; they start when the first such answer comes."""
+    verify_deadline_s: float = Field(5.0, gt=0)
+    """A comparison that takes longer is killed, and its answer wrong."""
+
+
+class MathFamily:
+    Options = MathOptions
+
+    def __init__(self, options: MathOptions, seed: int) -> None:
+        self.options, self.seed = options, seed
+        self._problem: dict[str, Callable[[int], Problem]]
+        if options.source == "arithmetic":
+            self._count = {"train": options.tasks or 10_000, "eval": options.eval_count}
+            self._problem = {
+                "train": lambda index: arithmetic.problem("train", index, seed),
+                "eval": lambda index: arithmetic.problem("eval", index, seed),
+            }
+        else:
+            train, held_out = _load(options)
+            self._count = {"train": len(train), "eval": len(held_out)}
+            self._problem = {"train": train.__getitem__, "eval": held_out.__getitem__}
+        asks = INSTRUCTION if options.instruction is None and options.source != "arithmetic" else options.instruction
+        self.suffix = f"\n{asks}" if asks else ""
+        self.verifier = Verifier(options.verifier_workers, options.verify_deadline_s)
+
+    def task_count(self, split: str) -> int:
+        return self._count[split]
+
+    def task(self, split: str, index: int) -> Problem:
+        if not 0 <= index < self._count[split]:
+            raise IndexError(f"{split} problem {index} of {self._count[split]}")
+        return self._problem[split](index)
+
+    async def start(self) -> None:
+        pass
+
+    def make(self) -> MathEnvironment:
+        return MathEnvironment(self)
+
+    async def stop(self) -> None:
+        await self.verifier.stop()
+
+
+class MathEnvironment:
+    def __init__(self, family: MathFamily) -> None:
+        self._family = family
+
+    async def reset(self, task: Problem) -> list[Message]:
+        self._gold = task.answer
+        system = self._family.options.system_prompt
+        opening = [Message("system", system)] if system else []
+        return [*opening, Message("user", task.question + self._family.suffix)]
+
+    async def step(self, action: str) -> Step:
+        verdict = await self._family.verifier.verify(self._gold, action)
+        info = {
+            "correct": float(verdict.correct), "boxed": float(verdict.boxed),
+            "unverifiable": float(verdict.unverifiable),
+        }  # fmt: skip
+        return Step([], info["correct"], done=True, info=info)
+
+    async def close(self) -> None:
+        pass
+
+
+def _load(options: MathOptions) -> tuple[Sequence[Problem], Sequence[Problem]]:
+    """(train, held-out) problems of a file or a hub. Raises DatasetError."""
+    source = Source(options.source, options.question_field, options.answer_field, options.subset, options.split)
+    train = load_problems(source)
+    is_file = options.source.endswith((".jsonl", ".parquet"))
+    if options.eval_source is not None:
+        held_out = load_problems(replace(source, name=options.eval_source, split=options.eval_split or "train"))
+    elif options.eval_split and not is_file:
+        held_out = load_problems(replace(source, split=options.eval_split))
+    else:
+        if len(train) <= options.eval_count:
+            raise DatasetError(
+                f"{options.source} has {len(train)} rows: env.options.eval_count={options.eval_count} leaves none to "
+                "train on; lower it or set env.options.eval_source"
+            )
+        kept = len(train) - options.eval_count
+        train, held_out = train[:kept], train[kept:]
+    return train[: options.tasks], held_out

@@ -61,7 +61,7 @@ class _Sequence:
 
 
 class BatchModel:
-    """One engine's batch at `self.now`, in seconds of any clock: `advance` to the present, then add, remove or stall."""
+    """One engine's batch at `self.now`, in seconds of any clock: `advance`, then add, remove or stall."""
 
     def __init__(self, timing: Timing, max_num_seqs: int, now: float = 0.0) -> None:
         self._timing = timing

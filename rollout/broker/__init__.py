@@ -1,0 +1,9 @@
+"""The broker: issues tickets, enforces freshness and redundancy, assembles batches, keeps the ledger.
+
+`BrokerCore` (core.py) is the state machine, `process.py` its production shell.
+"""
+
+from rollout.broker.core import BrokerCore
+from rollout.broker.settings import Settings
+
+__all__ = ["BrokerCore", "Settings"]

@@ -1,0 +1,89 @@
+"""What goes into the broker's core with a result, and what the core asks its shell to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from rl.messages import Ticket, Version
+
+
+class Outcome(Struct, frozen=True):
+    """What the core knows of a finished episode; `payload` (the trajectory) passes through untouched."""
+
+    epoch: int
+    first_version: int  # of the first generated token; -1 when nothing was generated
+    reward: float
+    tokens_generated: int  # as the generators told the environment server: the other half of the double entry
+    length: int = 0  # generated tokens of the trajectory itself (the loss mask's sum)
+    turns: int = 1
+    success: float = 0.0
+    seconds: float = 0.0
+    payload: Any = None
+
+
+class IssueTicket(Struct, frozen=True):
+    server: int
+    ticket: Ticket
+
+
+class CancelTickets(Struct, frozen=True):
+    """Stop these episodes and their generations now; each still ends once, by its own message."""
+
+    server: int
+    ticket_ids: list[int]
+
+
+class BatchSample(Struct, frozen=True):
+    sample_id: int
+    group_id: int
+    task_index: int
+    version: int  # v(group)
+    outcome: Outcome
+
+
+class EmitBatch(Struct, frozen=True):
+    """B whole groups in the order of assembly (v, issue number); samples of a group by sample id."""
+
+    step: int
+    samples: list[BatchSample]
+    metrics: dict[str, float]
+
+
+class GroupRecord(Struct, frozen=True):
+    """The end of one group, for metrics and curricula."""
+
+    group_id: int
+    task_index: int
+    end: str  # trained | stale | filtered | redundant | failed
+    version: int | None
+    attempts: int  # times that the task had been cut off before
+    rewards: list[float]  # of the members that finished
+    seconds: float  # since it was opened
+
+
+class EvalReport(Struct, frozen=True):
+    """One evaluation: means over the tasks that were answered, and how many each version answered."""
+
+    version: Version
+    tasks: int
+    failed: int
+    reward: float
+    accuracy: float
+    length: float
+    versions: dict[int, int]
+    seconds: float
+
+
+class Finished(Struct, frozen=True):
+    report: dict[str, Any]
+
+
+class StopRun(Struct, frozen=True):
+    """The run cannot go on (or failed its books): one clear line."""
+
+    reason: str
+
+
+Action = IssueTicket | CancelTickets | EmitBatch | GroupRecord | EvalReport | Finished | StopRun

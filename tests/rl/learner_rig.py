@@ -16,11 +16,14 @@ from rl.messages import (
     BatchRequest,
     Done,
     Fatal,
+    Heartbeat,
+    Journal,
     Message,
     Metrics,
     Published,
     Register,
     SampleRow,
+    SaveRequest,
     Shard,
     Stop,
     Version,
@@ -70,7 +73,9 @@ class Rig:
             peer, message = receive_from(socket)
             if socket is self.steps:
                 self.learner = peer
-            if not isinstance(message, Register) and type(message).__name__ != "Heartbeat":
+            if isinstance(message, SaveRequest):
+                self.answer(Journal(message.version, f"journal {message.version.n}".encode()))
+            if not isinstance(message, Register | Heartbeat):
                 self.inbox.append(message)
 
     def take(self, kind: type[M], deadline_s: float = 60.0) -> M:
@@ -124,8 +129,15 @@ class Rig:
 
 
 def make_batch(
-    step: int, *, ranks: int = 1, groups: int = 4, group_size: int = 2, vocab: int = 64, version: int | None = None,
-    epoch: int = 0, seed: int = 0,
+    step: int,
+    *,
+    ranks: int = 1,
+    groups: int = 4,
+    group_size: int = 2,
+    vocab: int = 64,
+    version: int | None = None,
+    epoch: int = 0,
+    seed: int = 0,
 ) -> list[Shard]:
     """One random batch of `groups * group_size` two-turn samples, as a shard per rank (whole groups in turn)."""
     random = np.random.default_rng(1000 * seed + step)
@@ -144,14 +156,18 @@ def make_batch(
             "reward": float(random.random() < 0.5) + 0.25 * (sample % group_size),
         })  # fmt: skip
     made_by = step if version is None else version
-    rows = [
-        SampleRow(s["id"], s["group"], s["reward"], len(s["ids"]), int(s["mask"].sum()), made_by) for s in samples
-    ]
+    rows = [SampleRow(s["id"], s["group"], s["reward"], len(s["ids"]), int(s["mask"].sum()), made_by) for s in samples]
     return [_shard(step, rank, ranks, epoch, made_by, rows, samples, group_size) for rank in range(ranks)]
 
 
 def _shard(
-    step: int, rank: int, ranks: int, epoch: int, version: int, rows: list[SampleRow], samples: list[dict[str, Any]],
+    step: int,
+    rank: int,
+    ranks: int,
+    epoch: int,
+    version: int,
+    rows: list[SampleRow],
+    samples: list[dict[str, Any]],
     group_size: int,
 ) -> Shard:
     members = [i for i in range(len(samples)) if (i // group_size) % ranks == rank]

@@ -23,7 +23,7 @@ def make_writer(run: RunFile, rank: int, manifest: Manifest) -> WeightWriter:
 
 
 def make_reader(run: RunFile, name: str, incarnation: int) -> WeightReader:
-    """The reading end; `name` is unique among readers, e.g. `generator-0-1` for tensor-parallel rank 1 of generator 0."""
+    """The reading end; `name` is unique among readers: `generator-0-1` is tensor-parallel rank 1 of generator 0."""
     if run.config.weights.transport == "shm":
         from rl.weights.shm import ShmReader
 

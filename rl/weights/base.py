@@ -15,9 +15,10 @@ Adding a transport is one file with these two protocols and a line in `rl.weight
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,10 +26,13 @@ import xxhash
 from msgspec import Struct
 
 from rl.messages import Version
+from rl.process import WaitExpired
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MANIFEST_NAME = "weights.manifest"
+_POLL_S = 0.001
+_Found = TypeVar("_Found")
 
 Segment = tuple[int, int] | tuple[int, int, int]
 """(offset, length) in bytes of the slot, and the digest of those bytes if the writer has it already."""
@@ -175,6 +179,11 @@ class WeightReader(Protocol):
     def close(self) -> None: ...
 
 
+def label(version: Version) -> str:
+    """A version in messages: `epoch.n`."""
+    return f"{version.epoch}.{version.n}"
+
+
 def digest(data: bytes | memoryview) -> int:
     """64-bit digest of one byte range (XXH3; errors, not adversaries)."""
     return xxhash.xxh3_64_intdigest(data)
@@ -184,3 +193,13 @@ def combined_checksum(segments: np.ndarray) -> int:
     """One number for a version, the same on both sides: digest over its `(offset, length, digest)` rows by offset."""
     rows = segments[np.argsort(segments[:, 0])]
     return digest(np.ascontiguousarray(rows, dtype="<u8").tobytes())
+
+
+def wait_for(attempt: Callable[[], _Found | None], deadline_s: float, waiting: Callable[[], str]) -> _Found:
+    """Poll until `attempt` finds something; WaitExpired with the text of `waiting` after `deadline_s`."""
+    until = time.monotonic() + deadline_s
+    while (found := attempt()) is None:
+        if time.monotonic() > until:
+            raise WaitExpired(f"{waiting()} ({deadline_s:g} s)")
+        time.sleep(_POLL_S)
+    return found

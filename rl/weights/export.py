@@ -1,0 +1,72 @@
+"""The torch side of a slot: a rank's rows into it, the engine's tensors out of it.
+
+The only module of this package that imports torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+import xxhash
+
+from rl.weights.base import ITEM_BYTES, Manifest, Segment, TensorSpec, WeightsError
+from rl.weights.verify import CHUNK_BYTES
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DEVICE_CHUNK_BYTES = 64 << 20  # from a GPU: few large transfers
+# The engine only reads; a slot is mapped read-only on purpose.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+def write_shard(
+    view: memoryview, manifest: Manifest, name_to_local_rows: Iterable[tuple[str, torch.Tensor, int]]
+) -> list[Segment]:
+    """Copy this rank's rows into the slot and return the segments to commit.
+
+    Each item is (name, local, row): `local` (rows, ...) are the rows of tensor `name` from row `row` on, in any
+    dtype and on any device; empty shards are allowed. The cast to the engine's dtype happens in the copy, and
+    each chunk is hashed while it is in the cache. Raises WeightsError for an unknown name or rows that do not fit.
+    """
+    specs = {spec.name: spec for spec in manifest.tensors}
+    segments: list[Segment] = []
+    for name, local, row in name_to_local_rows:
+        if name not in specs:
+            raise WeightsError(f"tensor {name!r} is not in the manifest of {len(specs)} tensors")
+        if local.numel():
+            segments.append(_write_rows(view, specs[name], local, row))
+    return segments
+
+
+def _write_rows(view: memoryview, spec: TensorSpec, local: torch.Tensor, row: int) -> Segment:
+    begin = spec.offset + row * spec.row_bytes
+    length = local.numel() * ITEM_BYTES[spec.dtype]
+    if begin + length > spec.offset + spec.nbytes or tuple(local.shape[1:]) != spec.shape[1:]:
+        raise WeightsError(
+            f"tensor {spec.name!r} of shape {spec.shape}: rows from {row} on of shape {tuple(local.shape)} do not fit"
+        )
+    dtype = _DTYPES[spec.dtype]
+    source = local.detach().reshape(-1)
+    target = torch.frombuffer(view, dtype=dtype, count=source.numel(), offset=begin)
+    on_cpu = source.device.type == "cpu"
+    step = (CHUNK_BYTES if on_cpu else _DEVICE_CHUNK_BYTES) // ITEM_BYTES[spec.dtype]
+    hasher = xxhash.xxh3_64()
+    for first in range(0, source.numel(), step):
+        chunk = source[first : first + step]
+        # On a GPU the cast comes first: half the bytes cross the bus.
+        target[first : first + step].copy_(chunk if on_cpu else chunk.to(dtype))
+        here = begin + first * ITEM_BYTES[spec.dtype]
+        hasher.update(view[here : here + chunk.numel() * ITEM_BYTES[spec.dtype]])
+    return begin, length, hasher.intdigest()
+
+
+def tensors(manifest: Manifest, view: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a leased slot as (name, tensor on the view's own bytes). Read only; valid until `release()`."""
+    for spec in manifest.tensors:
+        dtype = _DTYPES[spec.dtype]
+        if not spec.nbytes:
+            yield spec.name, torch.empty(spec.shape, dtype=dtype)
+            continue
+        count = spec.nbytes // ITEM_BYTES[spec.dtype]
+        yield spec.name, torch.frombuffer(view, dtype=dtype, count=count, offset=spec.offset).view(spec.shape)

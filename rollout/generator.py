@@ -15,9 +15,9 @@ import asyncio
 import heapq
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zmq
@@ -66,9 +66,10 @@ class Generator:
     def __init__(self, process: Process, engine: Engine, context: zmq.asyncio.Context) -> None:
         run, me = process.run, identity("generator", process.index, process.incarnation)
         self._process, self._engine = process, engine
-        self._backend = open_socket(zmq.DEALER, run, "backend", identity=me, context=context)
-        self._notices = open_socket(zmq.PULL, run, "notices", process.index, bind=True, context=context)
-        self._learner = open_socket(zmq.DEALER, run, "weight_status", identity=me, context=context)
+        awaitable = partial(cast(Callable[..., zmq.asyncio.Socket], open_socket), context=context)
+        self._backend = awaitable(zmq.DEALER, run, "backend", identity=me)
+        self._notices = awaitable(zmq.PULL, run, "notices", process.index, bind=True)
+        self._learner = awaitable(zmq.DEALER, run, "weight_status", identity=me)
         self._status = WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
         self._jobs: dict[int, _Job] = {}  # by request id
         self._held: list[tuple[Version, int]] = []  # gates and request ids; answered ones are dropped lazily
@@ -214,7 +215,7 @@ class Generator:
             token_ids=np.array(sampled.token_ids, "<i4"),
             logp=np.array(sampled.logp, "<f4"),
             policy_version=np.array(sampled.policy_version, "<i4"),
-            epoch=self.version.epoch,
+            epoch=request.version.epoch,
             finish_reason=sampled.finish_reason,
             tokens_generated=sampled.tokens_generated,
             generator=self._process.index,

@@ -33,7 +33,7 @@ from rollout.proxy.state import (
     Client,
     Forget,
     Generator,
-    Prefix,
+    Home,
     Recent,
     Reply,
     ReportFirstToken,
@@ -71,8 +71,8 @@ class ProxyCore:
         self._requests: dict[int, Request] = {}
         self._line: Line[Request] = Line()
         self._tree = LoadTree()
-        self._sessions = Recent(remembered)
-        self._prompts = Recent(remembered)
+        self._sessions: Recent[Home] = Recent(remembered)
+        self._prompts: Recent[Generator] = Recent(remembered)  # where a prompt was sent last
         self.next_key = 1
         self._mean_response = 0.0
         self.queue_depth = 0
@@ -145,6 +145,7 @@ class ProxyCore:
             generator.version = version
             if not self._cache_survives_update:
                 generator.cache_epoch += 1
+                generator.prompts.clear()
         for key, tokens in running.items():
             request = generator.live.get(key)
             if request is not None and tokens > request.tokens:
@@ -169,7 +170,7 @@ class ProxyCore:
         if request.train and tokens_generated:
             actions.append(ReportUsage(request.session, tokens_generated, lost=False))
         context = request.prompt_len + tokens_generated
-        self._sessions.use(request.session, Prefix(generator, generator.cache_epoch, context))
+        self._sessions.use(request.session, Home(generator, generator.cache_epoch, context))
         if finish_reason in ("stop", "length"):
             old = self._mean_response
             self._mean_response = old + 0.02 * (tokens_generated - old) if old else float(tokens_generated)
@@ -347,22 +348,23 @@ class ProxyCore:
             return None
         chosen = self._generators[index]
         cost = chosen.load - self._cached(request, chosen)
-        for prefix in self._prefixes(request):
-            generator = prefix.generator
-            if generator is not chosen and generator.has_room(request.need):
+        home = self._sessions.get(request.session)
+        twin = self._prompts.get(request.prompt_hash) if request.prompt_hash is not None else None
+        for generator in (twin, home.generator if home is not None else None):
+            if generator is not None and generator is not chosen and generator.has_room(request.need):
                 its_cost = generator.load - self._cached(request, generator)
                 if its_cost <= cost:
                     chosen, cost = generator, its_cost
         return chosen
 
-    def _prefixes(self, request: Request) -> list[Prefix]:
-        home = self._sessions.get(request.session)
-        twin = self._prompts.get(request.prompt_hash) if request.prompt_hash is not None else None
-        return [prefix for prefix in (twin, home) if prefix is not None]
-
     def _cached(self, request: Request, generator: Generator) -> int:
         """Prompt tokens that this generator need not prefill."""
-        return max((prefix.cached(generator, request.prompt_len) for prefix in self._prefixes(request)), default=0)
+        if request.prompt_hash in generator.prompts:
+            return request.prompt_len
+        home = self._sessions.get(request.session)
+        if home is None or home.generator is not generator or home.cache_epoch != generator.cache_epoch:
+            return 0
+        return min(home.tokens, request.prompt_len)
 
     def _place(self, now: float, request: Request, generator: Generator, actions: list[Action]) -> None:
         self._dequeue(now, request)
@@ -375,7 +377,8 @@ class ProxyCore:
         generator.load += request.work
         self._update(generator)
         if request.prompt_hash is not None:
-            self._prompts.use(request.prompt_hash, Prefix(generator, generator.cache_epoch, request.prompt_len))
+            self._prompts.use(request.prompt_hash, generator)
+            generator.prompts.use(request.prompt_hash, None)
         actions.append(SendTo(generator.index, request.key))
 
     @staticmethod

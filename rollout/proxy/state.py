@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rollout.proxy.balance import Line
 
 Client = Hashable
+V = TypeVar("V")
+REMEMBERED_PROMPTS = 4096  # per generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,20 @@ class ReportUsage:
 Action = SendTo | AbortAt | Reply | Forget | ReportFirstToken | ReportUsage
 
 
+class Recent(dict[int, V]):
+    """The entries used last: hints for routing, so the oldest may be forgotten."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def use(self, name: int, value: V) -> None:
+        self.pop(name, None)
+        self[name] = value
+        if len(self) > self._limit:
+            del self[next(iter(self))]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     key: int
@@ -103,34 +120,16 @@ class Generator:
     loyal: Line[Request] = field(default_factory=Line)  # queued requests whose prefix is cached here
     version: Hashable = None
     cache_epoch: int = 0  # counts what emptied the prefix cache
+    prompts: Recent[None] = field(default_factory=lambda: Recent(REMEMBERED_PROMPTS))  # hashes of those cached here
 
     def has_room(self, need: int) -> bool:
         return self.alive and len(self.live) < self.max_num_seqs and self.reserved + need <= self.kv_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """Tokens that a generator's prefix cache holds for a session or a prompt."""
+class Home:
+    """Where the last turn of a session ran, and how many tokens of its context are cached there."""
 
     generator: Generator
     cache_epoch: int
     tokens: int
-
-    def cached(self, generator: Generator, prompt_len: int) -> int:
-        if self.generator is not generator or self.cache_epoch != generator.cache_epoch:
-            return 0
-        return min(self.tokens, prompt_len)
-
-
-class Recent(dict[int, Prefix]):
-    """The prefixes used last: a hint for routing, so the oldest may be forgotten."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def use(self, name: int, prefix: Prefix) -> None:
-        self.pop(name, None)
-        self[name] = prefix
-        if len(self) > self._limit:
-            del self[next(iter(self))]

@@ -1,0 +1,404 @@
+"""The router: invariants under random interleavings, and the decisions it is there for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.proxy.core import ProxyCore
+from rollout.proxy.state import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
+
+SEATS, CONTEXT = 3, 60
+
+
+@dataclass
+class Job:
+    """A request as the world outside sees it."""
+
+    client: str
+    request_id: int
+    session: int
+    kind: str
+    need: int
+    answers: list[Reply] = field(default_factory=list)
+    orphan: bool = False
+    sent: int = 0
+
+
+@dataclass
+class FakeGenerator:
+    incarnation: int
+    kv_tokens: int
+    running: dict[int, int] = field(default_factory=dict)  # key -> tokens sampled
+    reported: dict[int, int] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)  # aborts
+
+
+class World:
+    """Drives the core and checks every action against an independent book."""
+
+    def __init__(self) -> None:
+        self.core = ProxyCore(max_deaths=4)
+        self.now = 0.0
+        self.generators: dict[int, FakeGenerator] = {}
+        self.incarnations: Counter[int] = Counter()
+        self.dead: list[tuple[int, int, int]] = []  # generator, incarnation, key: material for late messages
+        self.jobs: dict[int, Job] = {}
+        self.request_ids: Counter[str] = Counter()
+        self.dead_clients: set[str] = set()
+        self.usage: Counter[tuple[int, bool]] = Counter()
+        self.expected_usage: Counter[tuple[int, bool]] = Counter()
+        self.forgotten: set[int] = set()
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendTo(index, key):
+                    generator = self.generators[index]  # KeyError: sent to a dead generator
+                    assert key not in self.forgotten and not self.jobs[key].answers
+                    assert all(key not in each.running for each in self.generators.values())
+                    generator.running[key] = 0
+                    self.jobs[key].sent += 1
+                    assert len(generator.running) <= SEATS
+                    assert sum(self.jobs[key].need for key in generator.running) <= generator.kv_tokens
+                case AbortAt(index, key):
+                    assert key in self.generators[index].running and key not in self.generators[index].asked
+                    self.generators[index].asked.add(key)
+                case Reply() as reply:
+                    job = self.jobs[reply.key]
+                    assert (reply.client, reply.request_id) == (job.client, job.request_id)
+                    assert not job.orphan
+                    job.answers.append(reply)
+                case Forget(key):
+                    assert self.jobs[key].orphan and key not in self.forgotten
+                    self.forgotten.add(key)
+                case ReportUsage(session, tokens, lost):
+                    self.usage[session, lost] += tokens
+                case ReportFirstToken(key, session):
+                    assert self.jobs[key].kind == "train" and self.jobs[key].session == session
+
+    # Events, chosen by hypothesis through `pick`.
+
+    def up(self, pick: random.Random) -> None:
+        index = pick.randrange(4)
+        if index not in self.generators:
+            self.generators[index] = FakeGenerator(self.incarnations[index], pick.choice([80, 120]))
+            self.incarnations[index] += 1
+            self.do(self._hello(index))
+
+    def _hello(self, index: int) -> list[Action]:
+        generator = self.generators[index]
+        return self.core.generator_up(self.now, index, generator.incarnation, generator.kv_tokens, SEATS, CONTEXT)
+
+    def hello_again(self, pick: random.Random) -> None:
+        if self.generators:
+            assert self._hello(pick.choice(list(self.generators))) == []
+
+    def die(self, pick: random.Random) -> None:
+        if not self.generators:
+            return
+        index = pick.choice(list(self.generators))
+        generator = self.generators.pop(index)
+        self.dead += [(index, generator.incarnation, key) for key in generator.running]
+        for key, tokens in generator.reported.items():
+            if self.jobs[key].kind == "train" and key in generator.running:
+                self.expected_usage[self.jobs[key].session, True] += tokens
+        if pick.random() < 0.5:
+            self.do(self.core.generator_died(self.now, index, generator.incarnation))
+        else:  # the next incarnation says hello first
+            self.generators[index] = FakeGenerator(self.incarnations[index], 120)
+            self.incarnations[index] += 1
+            self.do(self._hello(index))
+            assert self.core.generator_died(self.now, index, generator.incarnation) == []
+
+    def add(self, pick: random.Random) -> None:
+        client = pick.choice("abc")
+        prompt_len, max_tokens = pick.choice([(4, 4), (20, 20), (10, 40), (50, 20)])
+        job = Job(client, self.request_ids[client], pick.randrange(8), pick.choice(["train", "train", "eval"]), 0)
+        job.need = prompt_len + max_tokens
+        self.request_ids[client] += 1
+        key = self.core.next_key
+        self.jobs[key] = job
+        actions = self.core.add(
+            self.now, client, job.request_id, session=job.session, kind=job.kind, prompt_len=prompt_len,
+            max_tokens=max_tokens, priority=pick.randrange(3), prompt_hash=pick.choice([None, 1, 2]),
+        )  # fmt: skip
+        if client in self.dead_clients:
+            assert actions == [] and self.core.next_key == key
+            del self.jobs[key]
+        self.do(actions)
+
+    def abort(self, pick: random.Random) -> None:
+        open_jobs = [job for job in self.jobs.values() if not job.answers and not job.orphan]
+        if open_jobs:
+            job = pick.choice(open_jobs)
+            self.do(self.core.abort(self.now, job.client, job.request_id))
+        assert self.core.abort(self.now, "a", 10_000) == []
+
+    def client_dies(self, pick: random.Random) -> None:
+        if pick.random() < 0.2:
+            client = pick.choice("abc")
+            self.dead_clients.add(client)
+            for job in self.jobs.values():
+                job.orphan |= job.client == client and not job.answers
+            self.do(self.core.client_died(self.now, client))
+
+    def sample(self, pick: random.Random) -> None:
+        """Every generator moves on; it reports first tokens at once, counts in its status."""
+        for index, generator in self.generators.items():
+            for key in generator.running:
+                generator.running[key] += pick.randrange(5)
+                if generator.running[key] and not generator.reported.get(key):
+                    generator.reported[key] = 1
+                    self.do(self.core.first_token(self.now, index, generator.incarnation, key))
+            generator.reported |= {key: tokens for key, tokens in generator.running.items() if tokens}
+            self.do(
+                self.core.status(self.now, index, generator.incarnation, dict(generator.running), pick.choice("vw"))
+            )
+
+    def finish(self, pick: random.Random) -> None:
+        busy = [index for index, generator in self.generators.items() if generator.running]
+        if not busy:
+            return
+        index = pick.choice(busy)
+        generator = self.generators[index]
+        key = pick.choice(list(generator.running))
+        self._finish(index, key, pick.choice(["stop", "length"]))
+
+    def _finish(self, index: int, key: int, reason: str) -> None:
+        generator = self.generators[index]
+        tokens = generator.running.pop(key)
+        generator.reported.pop(key, None)
+        if self.jobs[key].kind == "train":
+            self.expected_usage[self.jobs[key].session, False] += tokens
+        if key in generator.asked:
+            reason = "abort"
+        self.do(self.core.finished(self.now, index, generator.incarnation, key, tokens, reason))
+        assert self.core.finished(self.now, index, generator.incarnation, key, tokens, reason) == []
+
+    def late(self, pick: random.Random) -> None:
+        """What a dead incarnation had in flight changes nothing."""
+        if self.dead:
+            index, incarnation, key = pick.choice(self.dead)
+            assert self.core.finished(self.now, index, incarnation, key, 7, "stop") == []
+            assert self.core.first_token(self.now, index, incarnation, key) == []
+            assert self.core.status(self.now, index, incarnation, {key: 9}) == []
+            assert self.core.generator_up(self.now, index, incarnation, 120, SEATS, CONTEXT) == []
+
+    def settle(self) -> None:
+        """Generators come up and answer all they hold: everything must end, in bounded time."""
+        for index in range(4):
+            if index not in self.generators:
+                self.generators[index] = FakeGenerator(self.incarnations[index], 120)
+                self.do(self._hello(index))
+        for _ in range(2 * len(self.jobs) + 1):
+            for index, generator in self.generators.items():
+                for key in list(generator.running):
+                    self._finish(index, key, "stop")
+        assert self.core.live_requests == 0 and self.core.queue_depth == 0 and self.core.in_flight == 0
+        assert all(load == (0, 0, 0) for load in self.core.loads().values())
+
+
+EVENTS = ("up", "hello_again", "die", "add", "add", "add", "abort", "client_dies", "sample", "finish", "finish", "late")
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.lists(st.sampled_from(EVENTS), max_size=120), st.randoms(use_true_random=False))
+def test_every_request_ends_once_under_any_interleaving(events: list[str], pick: random.Random) -> None:
+    world = World()
+    for event in events:
+        world.now += 0.5
+        getattr(world, event)(pick)
+        if world.generators and world.core.queue_depth:  # never idle with work that fits
+            assert any(generator.running for generator in world.generators.values())
+    world.settle()
+    for key, job in world.jobs.items():
+        if job.orphan:
+            assert key in world.forgotten and not job.answers
+        else:
+            assert len(job.answers) == 1, job
+            if job.answers[0].finish_reason == "error":
+                assert job.need > CONTEXT or job.sent == 4
+            assert job.need <= CONTEXT or job.sent == 0
+    assert +world.usage == +world.expected_usage
+
+
+def core_with(generators: int, seats: int = 8, kv_tokens: int = 10_000) -> ProxyCore:
+    core = ProxyCore()
+    for index in range(generators):
+        assert core.generator_up(0.0, index, 0, kv_tokens, seats, 4000) == []
+    return core
+
+
+def add(core: ProxyCore, request_id: int, **meta: int) -> list[Action]:
+    values = {"session": request_id, "prompt_len": 100, "max_tokens": 50} | meta
+    return core.add(0.0, "client", request_id, kind="train", **values)  # type: ignore[arg-type]
+
+
+def sent_to(actions: list[Action]) -> int:
+    (action,) = [action for action in actions if isinstance(action, SendTo)]
+    return action.generator
+
+
+def test_replicas_of_a_prompt_spread_over_idle_generators() -> None:
+    core = core_with(4)
+    places = [sent_to(add(core, i, prompt_hash=7)) for i in range(8)]
+    assert Counter(places) == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+def test_replicas_of_a_long_prompt_share_its_prefill() -> None:
+    """Once it is done, prefilling 1 000 tokens elsewhere costs more than standing behind 10."""
+    core = core_with(2)
+    assert sent_to(add(core, 1, prompt_hash=7, prompt_len=1000, max_tokens=10)) == 0
+    core.first_token(0.0, 0, 0, 1)
+    assert sent_to(add(core, 2, prompt_hash=7, prompt_len=1000, max_tokens=10)) == 0
+
+
+def turn(core: ProxyCore, request_id: int, generator: int, tokens: int) -> None:
+    core.first_token(0.0, generator, 0, request_id)
+    core.finished(0.0, generator, 0, request_id, tokens, "stop")
+
+
+def test_a_session_stays_where_its_context_is_cached() -> None:
+    core = core_with(3)
+    add(core, 1, session=1)
+    home = sent_to(add(core, 2, session=2))
+    assert home == 1
+    turn(core, 2, home, tokens=20)
+    # 30 new tokens and the work of an average response on the home generator, against all 150 elsewhere.
+    add(core, 3, session=3)
+    assert sent_to(add(core, 4, session=2, prompt_len=150)) == home
+
+
+def test_a_session_leaves_when_its_generator_is_loaded_more_than_its_context_costs() -> None:
+    core = core_with(2)
+    assert sent_to(add(core, 1, session=1)) == 0
+    turn(core, 1, 0, tokens=20)
+    assert sent_to(add(core, 2, session=2, prompt_len=3000, max_tokens=900)) == 0
+    assert sent_to(add(core, 3, session=1, prompt_len=150)) == 1
+
+
+def test_a_weight_update_empties_the_cache_unless_it_is_kept() -> None:
+    for survives in (False, True):
+        core = ProxyCore(cache_survives_update=survives)
+        for index in range(2):
+            core.generator_up(0.0, index, 0, 10_000, 8, 4000)
+            core.status(0.0, index, 0, {}, "version 0")
+        add(core, 1, session=1)
+        turn(core, 1, 0, tokens=20)
+        core.status(0.0, 0, 0, {}, "version 1")
+        assert sent_to(add(core, 2, session=2)) == 0  # makes generator 0 the more loaded one
+        core.first_token(0.0, 0, 0, 2)
+        assert sent_to(add(core, 3, session=1, prompt_len=150)) == (0 if survives else 1)
+
+
+def test_the_queue_is_served_by_priority_then_arrival() -> None:
+    core = core_with(1, seats=1)
+    add(core, 0)
+    for request_id, priority in ((1, 5), (2, 3), (3, 5), (4, 3)):
+        assert add(core, request_id, priority=priority) == []
+    order, key = [], 1
+    for _ in range(4):
+        (key,) = [action.key for action in core.finished(0.0, 0, 0, key, 5, "stop") if isinstance(action, SendTo)]
+        order.append(key)
+    assert order == [3, 5, 2, 4]  # keys: request id + 1
+
+
+def test_a_request_sent_again_keeps_its_place() -> None:
+    core = core_with(1, seats=1)
+    add(core, 0)
+    add(core, 1)
+    assert core.generator_died(1.0, 0, 0) == []
+    assert core.generator_up(2.0, 0, 1, 10_000, 1, 4000) == [SendTo(0, 1)]
+
+
+def test_a_large_request_is_not_passed_by_small_ones() -> None:
+    core = core_with(1, kv_tokens=1000)
+    add(core, 1, prompt_len=500, max_tokens=100)
+    assert add(core, 2, prompt_len=500, max_tokens=100) == []
+    assert add(core, 3, prompt_len=50, max_tokens=10) == []
+    actions = core.finished(0.0, 0, 0, 1, 100, "length")
+    assert [action.key for action in actions if isinstance(action, SendTo)] == [2, 3]
+
+
+def test_cached_turns_pass_the_head_a_bounded_number_of_times() -> None:
+    core = ProxyCore(max_overtakes=2)
+    core.generator_up(0.0, 0, 0, 10_000, 1, 4000)
+    for session in range(5):
+        add(core, session, session=session)
+    for key in range(1, 6):
+        core.finished(0.0, 0, 0, key, 10, "stop")
+    add(core, 10, session=0, prompt_len=200)  # runs: key 6
+    add(core, 11, session=99)  # head, not cached: key 7
+    for request_id in range(12, 16):
+        add(core, request_id, session=request_id - 11, prompt_len=200)  # cached: keys 8 to 11
+    order, key = [], 6
+    for _ in range(5):
+        (key,) = [a.key for a in core.finished(0.0, 0, 0, key, 10, "stop") if isinstance(a, SendTo)]
+        order.append(key)
+    assert order == [8, 9, 7, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("meta", "text"),
+    [
+        ({"prompt_len": 3990, "max_tokens": 50}, "generator.max_model_len of 4000"),
+        ({"prompt_len": 2000, "max_tokens": 1500}, "KV cache of 3000"),
+        ({"max_tokens": 0}, "empty request"),
+    ],
+)
+def test_what_can_never_fit_is_answered_at_once(meta: dict[str, int], text: str) -> None:
+    core = core_with(2, kv_tokens=3000)
+    (reply,) = add(core, 1, **meta)
+    assert isinstance(reply, Reply) and reply.finish_reason == "error" and text in reply.error
+    assert core.live_requests == 0
+
+
+def test_abort_of_a_queued_request_answers_at_once_and_in_flight_when_the_generator_does() -> None:
+    core = core_with(1, seats=1)
+    add(core, 1)
+    add(core, 2)
+    (reply,) = core.abort(0.0, "client", 2)
+    assert isinstance(reply, Reply) and (reply.request_id, reply.finish_reason, reply.forward) == (2, "abort", False)
+    assert core.abort(0.0, "client", 1) == [AbortAt(0, 1)]
+    assert core.abort(0.0, "client", 1) == []
+    usage, reply = core.finished(0.0, 0, 0, 1, 9, "abort")
+    assert usage == ReportUsage(1, 9, lost=False)
+    assert isinstance(reply, Reply) and reply.forward and reply.finish_reason == "abort"
+
+
+def test_abort_on_a_dying_generator_answers_empty_and_reports_what_was_lost() -> None:
+    core = core_with(1)
+    add(core, 1)
+    core.status(0.0, 0, 0, {1: 12})
+    core.abort(0.0, "client", 1)
+    usage, reply = core.generator_died(0.0, 0, 0)
+    assert usage == ReportUsage(1, 12, lost=True)
+    assert isinstance(reply, Reply) and (reply.finish_reason, reply.forward) == ("abort", False)
+
+
+def test_a_request_that_keeps_killing_generators_is_given_up() -> None:
+    core = ProxyCore(max_deaths=3)
+    core.generator_up(0.0, 0, 0, 1000, 4, 1000)
+    add(core, 1)
+    for incarnation in range(2):
+        core.generator_died(0.0, 0, incarnation)
+        assert core.generator_up(0.0, 0, incarnation + 1, 1000, 4, 1000) == [SendTo(0, 1)]
+    (reply,) = core.generator_died(0.0, 0, 2)
+    assert isinstance(reply, Reply) and reply.error == "3 generators died running this request"
+
+
+def test_first_tokens_are_reported_for_first_turns_of_training_sessions() -> None:
+    core = core_with(1)
+    add(core, 1, session=5)
+    assert core.first_token(0.0, 0, 0, 1) == [ReportFirstToken(1, 5)]
+    core.finished(0.0, 0, 0, 1, 4, "stop")
+    add(core, 2, session=5)
+    assert core.first_token(0.0, 0, 0, 2) == []
+    core.add(0.0, "client", 3, session=6, kind="eval", prompt_len=4, max_tokens=4)
+    assert core.first_token(0.0, 0, 0, 3) == []

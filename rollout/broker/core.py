@@ -42,7 +42,7 @@ from rollout.broker.lifecycle import Lifecycle
 from rollout.seeds import sample_seed
 
 BACKSTOP_S = 30.0  # an environment server ends its own overdue episodes; after this much longer the broker does
-_EPOCH_TICKETS = 1 << 40  # ticket ids of different epochs never meet
+_EPOCHS, _EPOCH_TICKETS = 1 << 22, 1 << 40  # ticket ids of successive epochs never meet, and fit in 62 bits
 
 
 class BrokerCore(Lifecycle):
@@ -56,7 +56,7 @@ class BrokerCore(Lifecycle):
             if version.n != self.n:
                 self._stop(f"the learner starts at version {version.n}, the broker at {self.n}")
             self.started, self.epoch = True, version.epoch
-            self._next_ticket = version.epoch * _EPOCH_TICKETS
+            self._next_ticket = version.epoch % _EPOCHS * _EPOCH_TICKETS
         elif version.epoch != self.epoch:
             self._stop(f"the learner publishes in epoch {version.epoch}, this run is in epoch {self.epoch}")
         elif version.n == self.n + 1 and self.n in self.batches:

@@ -10,7 +10,7 @@ from rl.config import Config
 
 
 class Settings(Struct, frozen=True):
-    steps: int
+    steps: int  # the version at which the run ends
     groups_per_batch: int  # B
     group_size: int  # G
     train_tasks: int
@@ -31,10 +31,10 @@ class Settings(Struct, frozen=True):
     max_groups_given_up: int = 64  # in a row, without any episode finishing: the run stops
 
     @classmethod
-    def of(cls, config: Config, train_tasks: int) -> Settings:
+    def of(cls, config: Config, train_tasks: int, start_step: int = 0) -> Settings:
         rollout = config.rollout
         return cls(
-            steps=config.steps,
+            steps=start_step + config.steps,
             groups_per_batch=rollout.groups_per_batch,
             group_size=rollout.group_size,
             train_tasks=train_tasks,

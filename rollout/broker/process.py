@@ -1,0 +1,315 @@
+"""The broker process: BrokerCore behind its sockets (`python -m rollout.broker.process --run DIR`).
+
+One poll loop. Each turn drains every socket, turns messages into events of the core, carries out its actions,
+and acknowledges the trajectories it took, one message per server. Payloads stay where they were received: the core
+passes them through, and a batch concatenates them once.
+
+What peers send is not trusted: a frame that is no message is counted and dropped, a trajectory that contradicts
+itself fails its ticket. A peer that is gone is the supervisor's to announce; until then its tickets stay open.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from rl.checkpoint_folder import read_journal
+from rl.messages import (
+    AckTickets,
+    BatchRequest,
+    Done,
+    EvalRequest,
+    FirstToken,
+    Journal,
+    Message,
+    Metrics,
+    PeerDied,
+    ProtocolError,
+    Published,
+    SaveRequest,
+    ServerHello,
+    TicketCancelled,
+    TicketFailed,
+    Trajectory,
+    Usage,
+)
+from rl.messages import CancelTickets as CancelMessage
+from rl.process import Process, WaitExpired
+from rl.run import parse_place
+from rl.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
+from rollout.broker.actions import (
+    Action,
+    CancelTickets,
+    EmitBatch,
+    EvalReport,
+    Finished,
+    IssueTicket,
+    StopRun,
+)
+from rollout.broker.assembly import fault, make_shards, outcome_of
+from rollout.broker.core import BrokerCore
+from rollout.broker.reorder import Reorder
+from rollout.broker.settings import Settings
+
+POLL_S = 0.1
+_DRAIN = 2000  # messages of one socket per turn, so that none starves the others
+_LOGGED_FAULTS = 20  # later ones are only counted
+
+ServerMessage = Trajectory | TicketFailed | TicketCancelled | ServerHello
+
+
+class RunStopped(RuntimeError):
+    """The core says that the run cannot go on."""
+
+
+class Broker:
+    """Call `run()` once, inside the process's `with` block."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.config = process, process.config
+        run = process.run
+        self.core = BrokerCore(Settings.of(self.config, run.train_tasks, run.start_step))
+        if self.config.resume is not None:
+            self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
+        self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
+        self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
+        self.usage = open_socket(zmq.PULL, run, "usage", bind=True)
+        self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True)
+        self.batches = [open_socket(zmq.PUSH, run, "batches", rank) for rank in range(self.config.learner.ranks)]
+        self._learner = b""  # address of rank 0, known from its first message
+        self._saves: list[SaveRequest] = []  # of versions that are not published yet
+        self._orders: dict[tuple[int, int], Reorder[ServerMessage]] = {}  # by server and incarnation
+        self._acks: dict[tuple[int, int], list[int]] = {}
+        self._waiting_since = time.monotonic()  # the learner's earliest possible wait for batch n
+        self.counts = {"trajectories": 0, "malformed": 0, "invalid": 0, "tickets": 0, "cancels": 0}
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        process = self.process
+        poller = zmq.Poller()
+        for source in (self.tickets, self.trajectories, self.usage, self.steps, process.wake_fd):
+            poller.register(source, zmq.POLLIN)
+        process.busy = True  # the loop turns even without messages: a frozen progress is a hang
+        while not process.stopping:
+            with process.waits.on("env_server" if self.core.requested else "learner"):
+                poller.poll(self._poll_ms())
+            # First tokens before results, results before deaths: as much as possible counts before it is tried again.
+            self._drain(self.usage, self._from_proxy)
+            self._drain(self.trajectories, self._from_server)
+            self._drain(self.tickets, self._from_server, addressed=True)
+            self._drain(self.steps, self._from_learner, addressed=True)
+            for message in process.received():
+                if isinstance(message, PeerDied) and message.role == "env_server":
+                    self._orders.pop((message.index, message.incarnation), None)
+                    self._carry_out(self.core.server_left(message.index, message.incarnation, time.monotonic()))
+            self._carry_out(self.core.tick(time.monotonic()))
+            self._acknowledge()
+            self._watch()
+            process.progress += 1
+            process.stats = self._stats()
+
+    def close(self) -> None:
+        for socket in (self.tickets, self.trajectories, self.usage, self.steps, *self.batches):
+            socket.close()
+
+    def _poll_ms(self) -> int:
+        deadline = self.core.next_deadline()
+        wait_s = POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
+        return int(wait_s * 1000)
+
+    def _drain(self, socket: zmq.Socket, handle: Callable[..., None], *, addressed: bool = False) -> None:
+        for _ in range(_DRAIN):
+            try:
+                if addressed:
+                    peer, message = receive_from(socket)
+                    handle(message, peer)
+                else:
+                    handle(receive(socket))
+            except zmq.Again:
+                return
+            except ProtocolError as error:
+                self._malformed(str(error))
+
+    def _malformed(self, what: str) -> None:
+        self.counts["malformed"] += 1
+        if self.counts["malformed"] <= _LOGGED_FAULTS:
+            print(f"broker: dropped a message: {what:.300}", file=sys.stderr, flush=True)
+
+    # ------------------------------------------------------------ messages to events
+
+    def _from_proxy(self, message: Message) -> None:
+        now = time.monotonic()
+        match message:
+            case Usage(session, tokens, lost):
+                self._carry_out(self.core.usage(session, tokens, lost, now))
+            case FirstToken(_, session, version):
+                self._carry_out(self.core.first_token(session, version, now))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} on the usage socket")
+
+    def _from_server(self, message: Message, peer: bytes = b"") -> None:
+        """Messages of one server, from either socket, in the order of their sequence numbers."""
+        if not isinstance(message, ServerMessage):
+            raise ProtocolError(f"{type(message).__name__} from an environment server")
+        key = (message.server, message.incarnation)
+        if isinstance(message, Trajectory):  # also one that was taken before: its acknowledgement was lost
+            self._acks.setdefault(key, []).append(message.ticket_id)
+        if self.core.servers.is_dead(*key):
+            return
+        order = self._orders.get(key)
+        if order is None:
+            order = self._orders[key] = Reorder()
+        try:
+            due = order.push(message.seq, message)
+        except ValueError as error:
+            raise ProtocolError(f"environment server {key}: {error}") from None
+        for each in due:
+            self._server_event(each, time.monotonic())
+
+    def _server_event(self, message: ServerMessage, now: float) -> None:
+        core = self.core
+        match message:
+            case Trajectory():
+                self.counts["trajectories"] += 1
+                wrong = fault(message)
+                if wrong:
+                    self.counts["invalid"] += 1
+                    self._carry_out(core.failed(message.ticket_id, f"invalid trajectory: {wrong}", now))
+                else:
+                    self._carry_out(core.finished(message.ticket_id, outcome_of(message), now))
+            case TicketFailed(ticket_id=ticket_id, reason=reason):
+                self._carry_out(core.failed(ticket_id, reason, now))
+            case TicketCancelled(ticket_id=ticket_id):
+                self._carry_out(core.cancelled(ticket_id, now))
+            case ServerHello(server, incarnation, capacity):
+                self._carry_out(core.server_joined(server, incarnation, capacity, now))
+
+    def _from_learner(self, message: Message, peer: bytes) -> None:
+        now = time.monotonic()
+        self._learner = peer
+        match message:
+            case BatchRequest(step):
+                self._carry_out(self.core.batch_requested(step, now))
+            case Published(version):
+                self._waiting_since = now
+                self._carry_out(self.core.published(version, now))
+                self._save()
+            case EvalRequest(version, tasks):
+                self._carry_out(self.core.eval_requested(version, tasks, now))
+            case SaveRequest():
+                self._saves.append(message)
+                self._save()
+            case _:
+                raise ProtocolError(f"{type(message).__name__} on the steps socket")
+
+    def _save(self) -> None:
+        """Answer the requests for this version's journal; those for a later one wait for its publication."""
+        n = self.core.n
+        for request in [each for each in self._saves if each.version.n <= n]:
+            if request.version.n < n:
+                raise RunStopped(f"the learner asks for the journal of version {request.version.n} at version {n}")
+            self._saves.remove(request)
+            state = msgspec.msgpack.encode(self.core.snapshot())
+            send_to(self.steps, self._learner, Journal(request.version, state))
+
+    # ------------------------------------------------------------ actions to messages
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case IssueTicket(server, ticket):
+                    self.counts["tickets"] += 1
+                    self._tell(server, ticket)
+                case CancelTickets(server, ticket_ids):
+                    self.counts["cancels"] += len(ticket_ids)
+                    self._tell(server, CancelMessage(ticket_ids))
+                case EmitBatch():
+                    shards = make_shards(action, self.core.epoch, len(self.batches))
+                    for socket, shard in zip(self.batches, shards, strict=True):
+                        send(socket, shard)
+                case EvalReport():
+                    self.process.send(Metrics(action.version.n, _eval_metrics(action)))
+                case Finished(report):
+                    self.process.send(Done("broker", json.dumps(report).encode()))
+                case StopRun(reason):
+                    raise RunStopped(reason)
+
+    def _tell(self, index: int, message: Message) -> None:
+        server = self.core.servers.by_index.get(index)
+        if server is not None:
+            self._send_to_server(index, server.incarnation, message)
+
+    def _send_to_server(self, index: int, incarnation: int, message: Message) -> None:
+        try:
+            send_to(self.tickets, identity("env_server", index, incarnation), message)
+        except PeerGone:
+            pass  # it died: its PeerDied gives back what it held
+
+    def _acknowledge(self) -> None:
+        for (index, incarnation), ticket_ids in self._acks.items():
+            self._send_to_server(index, incarnation, AckTickets(ticket_ids))
+        self._acks.clear()
+
+    # ------------------------------------------------------------ waiting
+
+    def _watch(self) -> None:
+        """The learner waits for batch n from the publication of n, if it has asked. Raises WaitExpired."""
+        core, deadline_s = self.core, self.config.learner.batch_deadline_s
+        asked = core.requested.get(core.n)
+        if asked is None or time.monotonic() - max(asked, self._waiting_since) <= deadline_s:
+            return
+        error = WaitExpired(
+            f"learner.0 waited {deadline_s:g} s for the broker: batch {core.n} (learner.batch_deadline_s); "
+            f"the broker waits for {self._whom()}"
+        )
+        error.add_note(json.dumps(core.describe(), indent=2))
+        raise error
+
+    def _whom(self) -> str:
+        core = self.core
+        if not core.started:
+            return "the learner's first version"
+        if not core.servers.by_index:
+            return "an environment server"
+        late = {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}
+        if late:
+            return f"missing messages of environment servers {late}"
+        ready, needed = core.book.ready, core.settings.groups_per_batch
+        return f"{core.servers.outstanding} episodes of the environment servers ({ready} of {needed} groups ready)"
+
+    def _stats(self) -> dict[str, float]:
+        samples = self.core.ledger.report()["samples"]
+        queue = {f"queue_{state}": float(samples[state]) for state in ("queued", "running", "waiting", "batched")}
+        return {"outstanding": float(self.core.servers.outstanding)} | queue | self.counts
+
+
+def _eval_metrics(report: EvalReport) -> dict[str, float]:
+    versions = list(report.versions) or [-1]
+    return {
+        "eval/reward": report.reward,
+        "eval/accuracy": report.accuracy,
+        "eval/length": report.length,
+        "eval/failed": float(report.failed),
+        "eval/version_min": float(min(versions)),
+        "eval/version_max": float(max(versions)),
+        "eval/seconds": report.seconds,
+    }
+
+
+def main() -> None:
+    with Process("broker", parse_place()) as process:
+        broker = Broker(process)
+        try:
+            broker.run()
+        finally:
+            broker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -64,6 +66,7 @@ class VllmEngine:
         self._flights: dict[int, _Flight] = {}
         self._salts: OrderedDict[int, str] = OrderedDict()  # session -> version under which it began (`keep`)
         self._version = Version(-1, -1)
+        self.on_update = self._config.generator.on_update  # may be changed between two loads
         self._loading = asyncio.Lock()
         self._open = False  # false while weights are exchanged: new requests wait at their gates
         self._llm: AsyncLLM
@@ -81,6 +84,7 @@ class VllmEngine:
             await self._rpc("weights_close", timeout_s=2.0)
         finally:
             self._llm.shutdown(timeout=2.0)
+            del self._llm  # its finalizer needs modules that an ending interpreter has dropped
 
     # ------------------------------------------------------------ requests
 
@@ -119,9 +123,12 @@ class VllmEngine:
         """One pass of a request through vLLM, until it finishes or is aborted there."""
         request = flight.request
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt(flight))
-        queue = await self._llm.add_request(
-            str(request.request_id), prompt, sampling_params(request), priority=request.priority
-        )
+        try:
+            queue = await self._llm.add_request(
+                str(request.request_id), prompt, sampling_params(request), priority=request.priority
+            )
+        except VLLMClientError as error:
+            raise ValueError(f"request {request.request_id} refused by vLLM: {error}") from None
         flight.engine_id = queue.request_id
         state = self._llm.output_processor.request_states.get(queue.request_id)
         flight.spans = state.weight_version_starts if state is not None else []
@@ -151,7 +158,7 @@ class VllmEngine:
 
     def _salt(self, flight: _Flight) -> str | None:
         """`keep` only: the version under which the episode began, so that its later turns find its own KV."""
-        if self._config.generator.on_update != "keep":
+        if self.on_update != "keep":
             return None  # each update empties the cache
         session = flight.request.session
         if session not in self._salts or flight.began_session:  # a restarted first request begins again
@@ -210,7 +217,7 @@ class VllmEngine:
 
     async def _pause(self) -> None:
         """Stop stepping, as `on_update` says; vLLM has processed every earlier output when this returns."""
-        match self._config.generator.on_update:
+        match self.on_update:
             case "recompute":
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
             case "abort":
@@ -242,6 +249,7 @@ class VllmEngine:
         prompt = tokens_input(probe_ids, cache_salt=f"probe {_label(self._version)}")
         async for output in self._llm.generate(prompt, parameters, "probe", priority=_PROBE_PRIORITY):
             scores = output.prompt_logprobs
+        assert isinstance(scores, FlatLogprobs)
         return list(scores.logprobs)
 
     async def _rpc(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
@@ -324,6 +332,7 @@ def _take(flight: _Flight, completion: CompletionOutput) -> None:
     total = len(completion.token_ids)
     if total == known:
         return
+    assert isinstance(completion.logprobs, FlatLogprobs)
     sampled.token_ids.extend(completion.token_ids[known:total])
     sampled.logp.extend(completion.logprobs.logprobs[known:total])
     spans = flight.spans or [(span.version, span.start) for span in completion.weight_versions or ()]

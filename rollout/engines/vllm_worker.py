@@ -29,7 +29,7 @@ import torch
 
 from rl.messages import Version
 from rl.run import RunFile
-from rl.weights import make_reader
+from rl.weights import WeightReader, make_reader
 from rl.weights.export import tensors
 
 OWNER_VARIABLE = "FRESCO_GENERATOR_PID"
@@ -44,11 +44,11 @@ class LoadsWeights:
     rank: int
 
     def weights_open(self, run_folder: str, index: int, incarnation: int, untied: bool) -> None:
-        """Open this rank's reader; before any other call. `untied`: the engine gave a tied model its own head."""
+        """Before any other call. `untied`: the engine gave a tied model its own head."""
         self._weights_untied = untied
         self._weights_run = RunFile.load(run_folder)
-        self._weights_reader = make_reader(self._weights_run, f"generator-{index}-{self.rank}", incarnation)
-        self._weights_reader.open(self._weights_run.config.weights.deadline_s)
+        self._weights_reader = self._weights_make_reader(f"generator-{index}-{self.rank}", incarnation)
+        self._weights_opened = False  # the first fetch opens it: engine and learner start side by side
 
     def weights_fetch(self, epoch: int, n: int) -> None:
         """Begin to lease a version not older than (epoch, n)."""
@@ -65,11 +65,14 @@ class LoadsWeights:
     def weights_load(self) -> dict[str, Any]:
         """Load the leased version. `intact` is false if its bytes changed meanwhile: fetch again, load again."""
         begin = time.monotonic()
-        pairs: Iterable[tuple[str, torch.Tensor]] = tensors(self._weights_reader.manifest, self._weights_view)
+        pairs = self._weights_pairs()
         if self._weights_untied:
             pairs = with_head(pairs)
-        load_all(self.model_runner, pairs)
-        return {"intact": self._weights_release(), "load_s": time.monotonic() - begin}
+        try:
+            load_all(self.model_runner, pairs)
+        finally:
+            intact = self._weights_release()
+        return {"intact": intact, "load_s": time.monotonic() - begin}
 
     def weights_drop(self) -> None:
         self._weights_release()
@@ -77,10 +80,19 @@ class LoadsWeights:
     def weights_close(self) -> None:
         self._weights_reader.close()
 
+    def _weights_make_reader(self, name: str, incarnation: int) -> WeightReader:
+        return make_reader(self._weights_run, name, incarnation)
+
+    def _weights_pairs(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return tensors(self._weights_reader.manifest, self._weights_view)
+
     def _weights_lease(self, at_least: Version) -> None:
-        begin = time.monotonic()
+        begin, deadline_s = time.monotonic(), self._weights_run.config.weights.deadline_s
         try:
-            version, view = self._weights_reader.lease(at_least, self._weights_run.config.weights.deadline_s)
+            if not self._weights_opened:
+                self._weights_reader.open(deadline_s)
+                self._weights_opened = True
+            version, view = self._weights_reader.lease(at_least, deadline_s)
             leased = time.monotonic()
             checksum = self._weights_reader.checksum()
         except Exception as error:  # travels to the engine, which raises it in the generator

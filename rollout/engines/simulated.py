@@ -14,12 +14,12 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from rl.messages import Generate, Version
 from rl.run import Place
+from rl.weights import WeightReader, make_reader
 from rollout.engines.base import EngineInfo, LoadReport, Sampled
 from rollout.engines.timing import BatchModel, Timing
 
@@ -28,16 +28,6 @@ _LONGEST_TICK_S = 0.05  # token counts are reported at least this often
 _SESSIONS_CACHED = 4096
 
 Progress = Callable[[Sampled], None]
-
-
-class WeightReader(Protocol):
-    """What the engine needs of `rl.weights` readers."""
-
-    def open(self, deadline_s: float) -> None: ...
-    def lease(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]: ...
-    def checksum(self) -> int: ...
-    def release(self) -> bool: ...
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -73,9 +63,7 @@ class SimulatedEngine:
 
     async def start(self) -> EngineInfo:
         if self._reader is None:
-            from rl.weights import make_reader
-
-            name = f"generator.{self._place.index}"
+            name = f"generator-{self._place.index}-0"
             self._reader = make_reader(self._place.run, name, self._place.incarnation)
         await asyncio.to_thread(self._reader.open, self._deadline_s)
         self._loop_task = asyncio.create_task(self._decode_loop(), name="simulated decoding")
@@ -189,7 +177,7 @@ class SimulatedEngine:
     def _response(self, request: Generate) -> tuple[list[int], str]:
         seed = request.seed
         if seed is None:
-            seed = hash((zlib.crc32(request.prompt_ids.data), request.session))
+            seed = zlib.crc32(request.prompt_ids.data) << 32 | request.session & 0xFFFFFFFF
         seed &= (1 << 63) - 1
         length = self._timing.response_length(seed)
         reason = "length" if length >= request.max_tokens else "stop"

@@ -237,7 +237,7 @@ def core_with(generators: int, seats: int = 8, kv_tokens: int = 10_000) -> Proxy
 
 def add(core: ProxyCore, request_id: int, **meta: int) -> list[Action]:
     values = {"session": request_id, "prompt_len": 100, "max_tokens": 50} | meta
-    return core.add(0.0, "client", request_id, kind="train", **values)  # type: ignore[arg-type]
+    return core.add(0.0, "client", request_id, kind="train", **values)
 
 
 def sent_to(actions: list[Action]) -> int:

@@ -33,7 +33,7 @@ PROXY = identity("proxy", 0)
 
 
 def poll(socket: zmq.Socket, seconds: float = 10) -> None:
-    assert socket.poll(seconds * 1000), "nothing arrived"
+    assert socket.poll(int(1000 * seconds)), "nothing arrived"
 
 
 class Outside:

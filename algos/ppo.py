@@ -1,0 +1,47 @@
+"""PPO's clipped objective; with group-normalised advantages it is GRPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from algos.registry import register_loss
+from algos.types import LossInputs, LossResult
+
+
+@dataclass(frozen=True)
+class PPOOptions:
+    clip_low: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = 0.2
+    """0.28 in DAPO ("clip higher", https://arxiv.org/abs/2503.14476)."""
+    dual_clip: float | None = None
+    """c > 1: bounds the loss of a token with A < 0 by -c A (https://arxiv.org/abs/1912.09729)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or (self.dual_clip is not None and self.dual_clip <= 1):
+            raise ValueError(f"{self}: 0 <= clip_low <= 1, clip_high >= 0 and dual_clip > 1 must hold")
+
+
+@register_loss("ppo", PPOOptions)
+def ppo(inputs: LossInputs, options: PPOOptions) -> LossResult:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi_current / pi_behavior.
+
+    Schulman et al. 2017, eq. 7 (https://arxiv.org/abs/1707.06347). r is taken against the policy that sampled the
+    token: against a recomputed one the correction would silently do nothing.
+    """
+    ratio = inputs.log_ratio(inputs.logp_current, inputs.logp_behavior).exp()  # (T,)
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    plain, bounded = -ratio * inputs.advantages, -clipped * inputs.advantages
+    loss = torch.maximum(plain, bounded)
+    binds = bounded > plain  # the clip has the last word, and the gradient is zero
+    if options.dual_clip is not None:
+        ceiling = -options.dual_clip * inputs.advantages
+        beyond = (inputs.advantages < 0) & (loss > ceiling)
+        loss = torch.where(beyond, ceiling, loss)
+        binds = binds | beyond
+    return LossResult(inputs.masked(loss), {"clip_fraction": binds.float()})
+
+
+register_loss("grpo", PPOOptions)(ppo)

@@ -1,0 +1,172 @@
+"""Losses and advantage estimators by name.
+
+Every module of this package is imported at the first look-up, so a new file with `@register_loss("my_loss", MyOptions)`
+is found by itself. `module:function` names a function outside the package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from algos.types import LossInputs, LossResult
+
+LossFunction = Callable[[LossInputs, Any], LossResult]
+Advantage = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of a loss that has none."""
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    name: str
+    function: LossFunction
+    options: type  # a dataclass; every field has a default
+    needs_proximal: bool = False  # logp_proximal costs one more forward per batch
+    entropy_gradient: bool = False  # LossInputs.entropy carries a gradient
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss with its options: what the learner calls."""
+
+    spec: LossSpec
+    options: Any
+
+    def __call__(self, inputs: LossInputs) -> LossResult:
+        return self.spec.function(inputs, self.options)
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.spec.needs_proximal
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return self.spec.entropy_gradient
+
+
+_losses: dict[str, LossSpec] = {}
+_advantages: dict[str, Advantage] = {}
+
+
+def register_loss(
+    name: str, options: type = NoOptions, *, needs_proximal: bool = False, entropy_gradient: bool = False
+) -> Callable[[LossFunction], LossFunction]:
+    def register(function: LossFunction) -> LossFunction:
+        _add(_losses, name, LossSpec(name, function, options, needs_proximal, entropy_gradient))
+        return function
+
+    return register
+
+
+def register_advantage(name: str) -> Callable[[Advantage], Advantage]:
+    def register(function: Advantage) -> Advantage:
+        _add(_advantages, name, function)
+        return function
+
+    return register
+
+
+def get_loss(name: str) -> LossSpec:
+    """A registered loss, or the one at `module:function`. Raises ValueError naming the nearest."""
+    found = _look_up(_losses, "loss", name)
+    if isinstance(found, LossSpec):
+        return found
+    registered = [spec for spec in _losses.values() if spec.function is found]
+    return registered[0] if registered else LossSpec(name, found, _options_of(found))
+
+
+def get_advantage(name: str) -> Advantage:
+    """A registered estimator, or the one at `module:function`. Raises ValueError naming the nearest."""
+    return _look_up(_advantages, "advantage", name)
+
+
+def make_loss(name: str, options: Mapping[str, Any]) -> Loss:
+    """`algo.loss` and `algo.options` of a configuration as one callable."""
+    spec = get_loss(name)
+    return Loss(spec, parse_options(spec, options))
+
+
+def loss_names() -> list[str]:
+    _import_all()
+    return sorted(_losses)
+
+
+def advantage_names() -> list[str]:
+    _import_all()
+    return sorted(_advantages)
+
+
+def parse_options(spec: LossSpec, options: Mapping[str, Any]) -> Any:
+    """The loss's options dataclass. Raises ValueError for an unknown name (naming the nearest) or a wrong type."""
+    hints = typing.get_type_hints(spec.options)
+    known = [field.name for field in dataclasses.fields(spec.options)]
+    values = {}
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(f"loss {spec.name!r} has no option {key!r}{_nearest(key, known)}")
+        values[key] = _checked(f"option {key!r} of loss {spec.name!r}", hints[key], value)
+    return spec.options(**values)
+
+
+def _checked(what: str, hint: Any, value: Any) -> Any:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in allowed and type(value) is int:
+        return float(value)
+    if type(value) not in allowed and not (value is None and type(None) in allowed):
+        names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in allowed)
+        raise ValueError(f"{what} must be {names}, not {value!r}")
+    return value
+
+
+def _look_up(table: Mapping[str, Any], kind: str, name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if colon:
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from None
+    _import_all()
+    if name not in table:
+        raise ValueError(f"unknown {kind} {name!r}{_nearest(name, table)}")
+    return table[name]
+
+
+def _options_of(function: LossFunction) -> type:
+    """The options dataclass of an unregistered loss: the annotation of its second parameter."""
+    parameters = list(inspect.signature(function).parameters)
+    hint = typing.get_type_hints(function).get(parameters[1]) if len(parameters) > 1 else None
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else NoOptions
+
+
+def _add(table: dict[str, Any], name: str, value: Any) -> None:
+    if name in table:
+        raise ValueError(f"{name!r} is registered twice")
+    table[name] = value
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid)) or 'none'}"
+
+
+@cache
+def _import_all() -> None:
+    import algos
+
+    for module in pkgutil.iter_modules(algos.__path__):
+        importlib.import_module(f"algos.{module.name}")

@@ -1,0 +1,30 @@
+"""Truncated importance sampling: the off-policy gradient, with the weight of one token bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from algos.registry import register_loss
+from algos.types import LossInputs, LossResult
+
+
+@dataclass(frozen=True)
+class TISOptions:
+    cap: float = 2.0
+    """C: weights above it count as C."""
+
+    def __post_init__(self) -> None:
+        if self.cap <= 0:
+            raise ValueError(f"cap={self.cap} must be positive")
+
+
+@register_loss("tis", TISOptions)
+def tis(inputs: LossInputs, options: TISOptions) -> LossResult:
+    """-sg(min(r, C)) A log pi_current with r = pi_current / pi_behavior, sg = stop gradient.
+
+    Ionides 2008 (https://doi.org/10.1198/106186008X320456); IMPALA's rho-bar (https://arxiv.org/abs/1802.01561).
+    """
+    ratio = inputs.log_ratio(inputs.logp_current, inputs.logp_behavior).detach().exp()  # (T,)
+    weight = ratio.clamp(max=options.cap)
+    loss = -weight * inputs.advantages * inputs.masked(inputs.logp_current)
+    return LossResult(inputs.masked(loss), {"clip_fraction": (ratio > options.cap).float()})

@@ -1,0 +1,95 @@
+"""Gradients of one minibatch: forward, loss and backward over its packs.
+
+Every token's loss is divided by the minibatch's *global* token count, so packs, ranks and micro-batches are only
+a way to spread one sum. FSDP averages gradients over ranks; multiplying by the world size makes that a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from algos.diagnostics import Diagnostics
+from algos.registry import Loss
+from algos.types import LossInputs
+from rl.packing import Pack
+from rl.policy import Policy, PolicyOutput
+
+
+@dataclass
+class UpdateStats:
+    """Of one rank until `all_reduce`; then of all, identically."""
+
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
+
+    def add(self, other: UpdateStats) -> None:
+        self.diagnostics.add(other.diagnostics)
+
+    def all_reduce(self) -> None:
+        self.diagnostics.all_reduce()
+
+    def metrics(self) -> dict[str, float]:
+        return self.diagnostics.metrics()
+
+
+def accumulate_gradients(
+    policy: Policy, packs: Iterable[Pack], loss: Loss, *, temperature: float, global_tokens: int, world_size: int = 1
+) -> UpdateStats:
+    """Add this rank's part of the minibatch's gradient to `policy`.
+
+    global_tokens: loss tokens of the minibatch over all ranks. Under FSDP every rank needs equally many packs
+    (`pad_packs`).
+    """
+    device = next(policy.parameters()).device
+    stats = UpdateStats()
+    for pack in packs:
+        pack = pack.to(device)
+        output = policy(
+            pack.token_ids,
+            pack.position_ids,
+            temperature=temperature,
+            select=pack.mask,
+            entropy_gradient=loss.entropy_gradient,
+        )
+        inputs = loss_inputs(pack, output)
+        result = loss(inputs)
+        total = inputs.masked(result.per_token).sum()
+        (total * (world_size / max(1, global_tokens))).backward()
+        stats.diagnostics.update(inputs, result)
+    return stats
+
+
+@torch.no_grad()
+def with_proximal(policy: Policy, packs: Iterable[Pack], *, temperature: float) -> list[Pack]:
+    """The packs with `logp_proximal` of the present weights: the trust region's anchor, before the first step.
+
+    Not under inference_mode: parameters gathered there could not be trained afterwards.
+    """
+    device = next(policy.parameters()).device
+    done = []
+    for pack in packs:
+        moved = pack.to(device)
+        logp = policy(moved.token_ids, moved.position_ids, temperature=temperature, select=moved.mask).logp
+        done.append(replace(pack, logp_proximal=logp.to(pack.token_ids.device)))
+    return done
+
+
+def loss_inputs(pack: Pack, output: PolicyOutput) -> LossInputs:
+    def clean(values: Tensor) -> Tensor:  # what stands at masked positions is nobody's business: nan there is legal
+        return torch.where(pack.mask, values, torch.zeros_like(values))
+
+    return LossInputs(
+        logp_current=clean(output.logp),
+        logp_behavior=clean(pack.logp_behavior),
+        logp_proximal=None if pack.logp_proximal is None else clean(pack.logp_proximal),
+        entropy=clean(output.entropy),
+        advantages=clean(pack.advantages),
+        mask=pack.mask,
+        sample=pack.sample,
+        n_samples=len(pack.rewards),
+        staleness=pack.staleness,
+        rewards=pack.rewards,
+    )

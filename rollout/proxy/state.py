@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from msgspec import Struct
+
 from rollout.proxy.balance import Line
 
 Client = Hashable
@@ -13,22 +15,19 @@ V = TypeVar("V")
 REMEMBERED_PROMPTS = 4096  # per generator
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class SendTo(Struct, frozen=True):
     """Send the request `key` to a generator; it answers under this key."""
 
     generator: int
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortAt:
+class AbortAt(Struct, frozen=True):
     generator: int
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """Answer the client. With `forward` it is the generator's answer at hand, else an empty one. `key` is over."""
 
     client: Client
@@ -41,23 +40,20 @@ class Reply:
     queued_s: float = 0.0  # spent waiting in the proxy
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Struct, frozen=True):
     """`key` is over and nobody waits for its answer."""
 
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFirstToken:
+class ReportFirstToken(Struct, frozen=True):
     """First token of a training session's first turn; again if that turn was sent again."""
 
     key: int
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportUsage:
+class ReportUsage(Struct, frozen=True):
     """Tokens sampled for a training session; `lost` by a generator that died."""
 
     session: int
@@ -126,8 +122,7 @@ class Generator:
         return self.alive and len(self.live) < self.max_num_seqs and self.reserved + need <= self.kv_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
+class Home(Struct, frozen=True):
     """Where the last turn of a session ran, and how many tokens of its context are cached there."""
 
     generator: Generator

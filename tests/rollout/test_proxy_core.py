@@ -25,8 +25,10 @@ class Job:
     session: int
     kind: str
     need: int
+    priority: int
     answers: list[Reply] = field(default_factory=list)
     orphan: bool = False
+    queued: bool = True
     sent: int = 0
 
 
@@ -63,6 +65,7 @@ class World:
                     assert key not in self.forgotten and not self.jobs[key].answers
                     assert all(key not in each.running for each in self.generators.values())
                     generator.running[key] = 0
+                    self.jobs[key].queued = False
                     self.jobs[key].sent += 1
                     assert len(generator.running) <= SEATS
                     assert sum(self.jobs[key].need for key in generator.running) <= generator.kv_tokens
@@ -74,13 +77,25 @@ class World:
                     assert (reply.client, reply.request_id) == (job.client, job.request_id)
                     assert not job.orphan
                     job.answers.append(reply)
+                    job.queued = False
                 case Forget(key):
                     assert self.jobs[key].orphan and key not in self.forgotten
                     self.forgotten.add(key)
+                    self.jobs[key].queued = False
                 case ReportUsage(session, tokens, lost):
                     self.usage[session, lost] += tokens
                 case ReportFirstToken(key, session):
                     assert self.jobs[key].kind == "train" and self.jobs[key].session == session
+
+    def check_head(self) -> None:
+        """No starvation, no idling: the first in the queue waits only while it fits nowhere."""
+        queue = [(job.priority, key) for key, job in self.jobs.items() if job.queued]
+        assert len(queue) == self.core.queue_depth
+        if queue:
+            need = self.jobs[min(queue)[1]].need
+            for generator in self.generators.values():
+                reserved = sum(self.jobs[key].need for key in generator.running)
+                assert len(generator.running) == SEATS or reserved + need > generator.kv_tokens
 
     # Events, chosen by hypothesis through `pick`.
 
@@ -105,6 +120,8 @@ class World:
         index = pick.choice(list(self.generators))
         generator = self.generators.pop(index)
         self.dead += [(index, generator.incarnation, key) for key in generator.running]
+        for key in generator.running:
+            self.jobs[key].queued = True
         for key, tokens in generator.reported.items():
             if self.jobs[key].kind == "train" and key in generator.running:
                 self.expected_usage[self.jobs[key].session, True] += tokens
@@ -119,14 +136,14 @@ class World:
     def add(self, pick: random.Random) -> None:
         client = pick.choice("abc")
         prompt_len, max_tokens = pick.choice([(4, 4), (20, 20), (10, 40), (50, 20)])
-        job = Job(client, self.request_ids[client], pick.randrange(8), pick.choice(["train", "train", "eval"]), 0)
-        job.need = prompt_len + max_tokens
+        kind, priority = pick.choice(["train", "train", "eval"]), pick.randrange(3)
+        job = Job(client, self.request_ids[client], pick.randrange(8), kind, prompt_len + max_tokens, priority)
         self.request_ids[client] += 1
         key = self.core.next_key
         self.jobs[key] = job
         actions = self.core.add(
             self.now, client, job.request_id, session=job.session, kind=job.kind, prompt_len=prompt_len,
-            max_tokens=max_tokens, priority=pick.randrange(3), prompt_hash=pick.choice([None, 1, 2]),
+            max_tokens=max_tokens, priority=priority, prompt_hash=pick.choice([None, 1, 2]),
         )  # fmt: skip
         if client in self.dead_clients:
             assert actions == [] and self.core.next_key == key
@@ -214,8 +231,7 @@ def test_every_request_ends_once_under_any_interleaving(events: list[str], pick:
     for event in events:
         world.now += 0.5
         getattr(world, event)(pick)
-        if world.generators and world.core.queue_depth:  # never idle with work that fits
-            assert any(generator.running for generator in world.generators.values())
+        world.check_head()
     world.settle()
     for key, job in world.jobs.items():
         if job.orphan:
@@ -281,6 +297,17 @@ def test_a_session_leaves_when_its_generator_is_loaded_more_than_its_context_cos
     turn(core, 1, 0, tokens=20)
     assert sent_to(add(core, 2, session=2, prompt_len=3000, max_tokens=900)) == 0
     assert sent_to(add(core, 3, session=1, prompt_len=150)) == 1
+
+
+def test_a_session_leaves_when_its_generator_has_no_room() -> None:
+    core = core_with(2, kv_tokens=1000)
+    assert sent_to(add(core, 1, session=1, prompt_len=40)) == 0
+    turn(core, 1, 0, tokens=20)
+    assert sent_to(add(core, 2, session=2, prompt_len=10, max_tokens=900)) == 0
+    core.status(0.0, 0, 0, {2: 19})  # nearly done, as responses have 20 tokens on average
+    assert sent_to(add(core, 3, session=1, prompt_len=60, max_tokens=30)) == 0  # 1 000 tokens reserved: full
+    core.finished(0.0, 0, 0, 3, 20, "stop")
+    assert sent_to(add(core, 4, session=1, prompt_len=61, max_tokens=30)) == 1
 
 
 def test_a_weight_update_empties_the_cache_unless_it_is_kept() -> None:
@@ -380,6 +407,27 @@ def test_abort_on_a_dying_generator_answers_empty_and_reports_what_was_lost() ->
     usage, reply = core.generator_died(0.0, 0, 0)
     assert usage == ReportUsage(1, 12, lost=True)
     assert isinstance(reply, Reply) and (reply.finish_reason, reply.forward) == ("abort", False)
+
+
+def test_tokens_lost_twice_are_counted_twice_and_no_more() -> None:
+    core = core_with(1)
+    add(core, 1)
+    core.status(0.0, 0, 0, {1: 12})
+    lost = core.generator_died(0.0, 0, 0)
+    core.generator_up(0.0, 0, 1, 1000, 4, 1000)
+    lost += core.generator_died(0.0, 0, 1)  # before it sampled anything
+    core.generator_up(0.0, 0, 2, 1000, 4, 1000)
+    core.status(0.0, 0, 2, {1: 5})
+    lost += core.generator_died(0.0, 0, 2)
+    assert [each.tokens for each in lost if isinstance(each, ReportUsage)] == [12, 5]
+
+
+def test_an_abort_at_the_head_of_the_queue_lets_the_next_one_go() -> None:
+    core = core_with(1, kv_tokens=1000)
+    add(core, 1, prompt_len=500, max_tokens=100)
+    assert add(core, 2, prompt_len=500, max_tokens=100) == []
+    assert add(core, 3, prompt_len=50, max_tokens=10) == []
+    assert [type(action) for action in core.abort(0.0, "client", 2)] == [Reply, SendTo]
 
 
 def test_a_request_that_keeps_killing_generators_is_given_up() -> None:

@@ -1,0 +1,291 @@
+"""Tokens per second through the whole rollout path against bare vLLM.
+
+    python -m experiments.bench rollout [--rounds 5] [--requests 128] [--concurrency 64] [--out FILE.json]
+
+A: `AsyncLLM.generate` in this process. B: client -> proxy process -> generator process -> vLLM and back, over
+ipc sockets. Same prompts, concurrency, sampling parameters, model shape and dtype; A and B alternate, so drift of
+the machine hits both. CPU microseconds per token, of the engine core and of everything else, are reported beside
+the rates: on a busy machine they are the steadier number. Each engine core is pinned to the first core and everything else to the last one (the
+front end of A's vLLM as well as B's client, proxy and generator). Reported: medians over rounds and ratios.
+Every response runs to `--tokens`, so both sides do the same work whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import zmq
+import zmq.asyncio
+
+from rl.config import load_config
+from rl.messages import Abort, ClientHello, Generate, Generated, Version, WeightNotice, decode, encode
+from rl.run import Place, RunFile
+from rl.sockets import identity, open_socket, send
+from rl.weights import Manifest, WeightWriter, make_writer
+from rollout.engines.environment import engine_environment
+from rollout.generation import GenerationClient
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768, "max_position_embeddings": 2048,
+}  # fmt: skip
+_PROMPT_TOKENS = 64
+_START_S = 180.0
+_VERSION = Version(0, 0)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run a request (the answer is its token count), and the processes that it keeps busy."""
+
+    generate: Callable[[Generate], Awaitable[int]]
+    engine: psutil.Process
+    others: list[psutil.Process]
+
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU seconds so far: of the engine core, of everything else."""
+        return _cpu_s(self.engine), sum(_cpu_s(process) for process in self.others)
+
+
+@dataclass
+class Measured:
+    tokens_per_s: list[float] = field(default_factory=list)
+    engine_cpu_us: list[float] = field(default_factory=list)  # per token
+    other_cpu_us: list[float] = field(default_factory=list)  # per token
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(values) for name, values in vars(self).items()}
+
+
+def main(argv: list[str]) -> None:
+    options = _options(argv)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[-1]})
+    with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
+        run = _make_run(Path(folder), options)
+        os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
+        asyncio.run(_measure(run, options, cores[0]))
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench rollout", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=128, help="per round and side")
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128, help="of each response")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    return parser.parse_args(argv)
+
+
+def _make_run(folder: Path, options: argparse.Namespace) -> RunFile:
+    config = load_config(None, [
+        f"generator.dtype={options.dtype}", "generator.max_model_len=512",
+        f"generator.max_num_seqs={options.concurrency}",
+    ])  # fmt: skip
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
+    model.save_pretrained(folder / "model")
+    run = RunFile(
+        config=config, run_id=os.urandom(4).hex(), folder=folder, socket_folder=folder, device="cpu",
+        model_folder=folder / "model", train_tasks=1, eval_tasks=1, started_at=time.time(),
+    )  # fmt: skip
+    run.save()
+    return run
+
+
+async def _measure(run: RunFile, options: argparse.Namespace, engine_core: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        bare = stack.enter_context(_bare(run))
+        path = await stack.enter_async_context(_whole_path(run))
+        sides = {"bare": bare, "path": path}
+        for side in sides.values():
+            side.engine.cpu_affinity([engine_core])
+        measured = {name: Measured() for name in sides}
+        for round_number in range(-1, options.rounds):  # the first warms up
+            for name, side in sides.items():
+                rate, engine_us, other_us = await _round(side, round_number, options)
+                if round_number < 0:
+                    continue
+                measured[name].tokens_per_s.append(rate)
+                measured[name].engine_cpu_us.append(engine_us)
+                measured[name].other_cpu_us.append(other_us)
+                print(
+                    f"round {round_number} {name}: {rate:6.0f} tokens/s, CPU per token: engine {engine_us:4.0f} µs, "
+                    f"others {other_us:4.0f} µs",
+                    flush=True,
+                )
+    _report(measured, options)
+
+
+def _report(measured: dict[str, Measured], options: argparse.Namespace) -> None:
+    medians = {name: values.medians() for name, values in measured.items()}
+    for name, values in medians.items():
+        print(f"median {name}: " + ", ".join(f"{key} {value:.0f}" for key, value in values.items()))
+    pairs = zip(measured["path"].tokens_per_s, measured["bare"].tokens_per_s, strict=True)
+    ratio = {key: medians["path"][key] / medians["bare"][key] for key in medians["bare"]}
+    ratio["tokens_per_s_paired"] = statistics.median(path / bare for path, bare in pairs)
+    print(
+        "path / bare: " + ", ".join(f"{key} {value:.3f}" for key, value in ratio.items()) + " (tokens: target >= 0.90)"
+    )
+    if options.out:
+        rounds = {name: vars(values) for name, values in measured.items()}
+        options.out.write_text(
+            json.dumps(vars(options) | {"rounds": rounds, "ratio": ratio}, indent=2, default=str) + "\n"
+        )
+
+
+async def _round(side: Side, round_number: int, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Tokens per second and CPU µs per token of `--requests` requests, `--concurrency` at a time."""
+    random = np.random.default_rng(round_number + 1)
+    slots = asyncio.Semaphore(options.concurrency)
+
+    async def one(index: int) -> int:
+        prompt = random.integers(1, _SHAPE["vocab_size"], _PROMPT_TOKENS, dtype=np.int32)
+        session = (round_number + 2) * 1_000_000 + index
+        async with slots:
+            return await side.generate(Generate(0, session, "train", _VERSION, prompt, options.tokens, 1.0, 1.0, []))
+
+    begin, cpu = time.perf_counter(), side.cpu_s()
+    tokens = sum(await asyncio.gather(*(one(index) for index in range(options.requests))))
+    seconds = time.perf_counter() - begin
+    assert tokens == options.requests * options.tokens
+    engine_us, other_us = ((after - before) / tokens * 1e6 for after, before in zip(side.cpu_s(), cpu, strict=True))
+    return tokens / seconds, engine_us, other_us
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _engine_core(pid: int) -> psutil.Process:
+    (core,) = [child for child in psutil.Process(pid).children() if "EngineCore" in child.name()]
+    return core
+
+
+@contextlib.contextmanager
+def _bare(run: RunFile) -> Iterator[Side]:
+    from vllm.inputs.engine import tokens_input
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout.engines.vllm import engine_arguments, sampling_params
+
+    engine = AsyncLLM.from_engine_args(engine_arguments(Place(run, 1, 0))[0])
+
+    async def generate(request: Generate) -> int:
+        prompt = tokens_input(request.prompt_ids.tolist())
+        async for output in engine.generate(prompt, sampling_params(request), str(request.session)):
+            last = output
+        return len(last.outputs[0].token_ids)
+
+    try:
+        yield Side(generate, _engine_core(os.getpid()), [psutil.Process()])
+    finally:
+        engine.shutdown(timeout=5)
+
+
+@contextlib.asynccontextmanager
+async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
+    """Proxy and generator as the supervisor starts them; this process stands in for supervisor, broker and learner."""
+    context = zmq.asyncio.Context()
+    sinks = [
+        open_socket(zmq.ROUTER, run, "control", bind=True),
+        open_socket(zmq.PULL, run, "usage", bind=True),
+        open_socket(zmq.ROUTER, run, "weight_status", bind=True),
+    ]
+    notices = open_socket(zmq.PUSH, run, "notices", 0)
+    writer = make_writer(run, 0, _manifest(run))
+    writer.open()
+    children = [
+        subprocess.Popen([sys.executable, "-m", module, "--run", str(run.folder)])
+        for module in ("rollout.proxy.process", "rollout.generator")
+    ]
+    frontend = cast(
+        zmq.asyncio.Socket,
+        open_socket(zmq.DEALER, run, "frontend", identity=identity("env_server", 0), context=context),
+    )
+    client = GenerationClient(lambda message: _forward(frontend, message), 30.0)
+    tasks = [asyncio.create_task(_receive(frontend, client)), asyncio.create_task(_drain(sinks))]
+    try:
+        _forward(frontend, ClientHello(0, 0))
+        _publish(run, writer)
+        send(notices, WeightNotice(_VERSION, []))
+        first = Generate(0, 0, "train", _VERSION, np.arange(1, 9, dtype=np.int32), 4, 1.0, 1.0, [])
+        await asyncio.wait_for(client.generate(first), _START_S)
+
+        async def generate(request: Generate) -> int:
+            answer = await client.generate(request)
+            assert answer.finish_reason == "length", answer.error
+            return answer.token_ids.size
+
+        others = [psutil.Process(), *(psutil.Process(child.pid) for child in children)]
+        yield Side(generate, _engine_core(children[1].pid), others)
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.wait(10)
+        for task in tasks:
+            task.cancel()
+        writer.close()
+        for socket in (*sinks, notices):
+            socket.close(linger=0)
+        context.destroy(linger=0)
+
+
+def _manifest(run: RunFile) -> Manifest:
+    from safetensors import safe_open
+
+    assert run.model_folder is not None
+    with safe_open(run.model_folder / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        shapes = [file.get_slice(name).get_shape() for name in names]
+    return Manifest.layout((name, shape, run.config.generator.dtype) for name, shape in zip(names, shapes, strict=True))
+
+
+def _publish(run: RunFile, writer: WeightWriter) -> None:
+    from safetensors.torch import load_file
+
+    from rl.weights.export import write_shard
+
+    assert run.model_folder is not None
+    weights = load_file(run.model_folder / "model.safetensors")
+    view = writer.begin(_VERSION, 10.0)
+    writer.commit(write_shard(view, _manifest(run), ((name, tensor, 0) for name, tensor in weights.items())))
+
+
+def _forward(socket: zmq.asyncio.Socket, message: Generate | Abort | ClientHello) -> None:
+    socket.send_multipart(encode(message), zmq.DONTWAIT, copy=False)
+
+
+async def _receive(socket: zmq.asyncio.Socket, client: GenerationClient) -> None:
+    while True:
+        message = decode(await socket.recv_multipart())
+        assert isinstance(message, Generated)
+        client.answered(message)
+
+
+async def _drain(sinks: list[zmq.Socket]) -> None:
+    while True:
+        for socket in sinks:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    socket.recv_multipart(zmq.DONTWAIT)
+        await asyncio.sleep(0.2)

@@ -1,0 +1,67 @@
+"""An environment that goes wrong in the way its task asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from pydantic import BaseModel
+
+from envs.base import Message, Step
+
+KINDS = ("hang", "raise", "exit", "nan", "fine", "long", "stubborn", "fine")
+
+
+class Options(BaseModel):
+    pass
+
+
+class FaultyFamily:
+    Options = Options
+
+    def __init__(self, options: Options, seed: int) -> None:
+        self.closed = 0
+
+    def task_count(self, split: str) -> int:
+        return len(KINDS)
+
+    def task(self, split: str, index: int) -> str:
+        return KINDS[index]
+
+    async def start(self) -> None:
+        pass
+
+    def make(self) -> FaultyEnvironment:
+        return FaultyEnvironment(self)
+
+    async def stop(self) -> None:
+        pass
+
+
+class FaultyEnvironment:
+    def __init__(self, family: FaultyFamily) -> None:
+        self.family = family
+
+    async def reset(self, task: str) -> list[Message]:
+        self.kind = task
+        return [Message("user", " ".join(["1"] * (100 if task == "long" else 4)))]
+
+    async def step(self, action: str) -> Step:
+        if self.kind == "hang":
+            await asyncio.Event().wait()
+        while self.kind == "stubborn":
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+        if self.kind == "raise":
+            raise ValueError("on purpose")
+        if self.kind == "exit":
+            sys.exit(3)
+        reward = float("nan") if self.kind == "nan" else 1.0
+        return Step([], reward, True, {"closed": float(self.family.closed)})
+
+    async def close(self) -> None:
+        self.family.closed += 1
+        if self.kind == "raise":
+            raise RuntimeError("close fails as well")

@@ -1,0 +1,138 @@
+"""A real environment server process with everything around it played by the test: broker, proxy and supervisor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from rl.messages import (
+    Abort,
+    AckTickets,
+    ClientHello,
+    Fatal,
+    Generate,
+    Generated,
+    Heartbeat,
+    Message,
+    ServerHello,
+    Stop,
+    Ticket,
+    TicketCancelled,
+    TicketFailed,
+    Trajectory,
+    Version,
+)
+from rl.run import RunFile
+from rl.sockets import open_socket, receive, receive_from, send_to
+
+REPOSITORY = Path(__file__).parents[2]
+Result = Trajectory | TicketFailed | TicketCancelled
+Answer = Callable[[Generate], Generated | None]
+
+
+def generated(request: Generate, ids: list[int], finish_reason: str = "stop", **fields: Any) -> Generated:
+    return Generated(
+        request_id=request.request_id, session=request.session, token_ids=np.array(ids, np.int32),
+        logp=np.full(len(ids), -0.5, np.float32), policy_version=np.full(len(ids), request.version.n, np.int32),
+        epoch=request.version.epoch, finish_reason=finish_reason, tokens_generated=len(ids), generator=0, **fields,
+    )  # fmt: skip
+
+
+def ticket(ticket_id: int, **fields: Any) -> Ticket:
+    values = {"sample_id": ticket_id, "group_id": 0, "task_index": ticket_id, "version": Version(0, 3)} | fields
+    return Ticket(ticket_id=ticket_id, **values)
+
+
+class World:
+    """Binds the sockets, starts the server and plays its peers. `answer(request)` of None leaves it unanswered."""
+
+    def __init__(self, run: RunFile, answer: Answer, *, acknowledge: bool = True) -> None:
+        self.answer, self.acknowledge = answer, acknowledge
+        self.results: list[Result] = []  # as they arrived, repeats included
+        self.requests: list[Generate] = []
+        self.aborts: list[int] = []
+        self.heartbeat: Heartbeat | None = None
+        self.fatal: Fatal | None = None
+        self.hello: ServerHello | None = None
+        self._context = zmq.Context()
+        kinds = {"control": zmq.ROUTER, "tickets": zmq.ROUTER, "trajectories": zmq.PULL, "frontend": zmq.ROUTER}
+        self.sockets = {
+            name: open_socket(kind, run, name, bind=True, context=self._context) for name, kind in kinds.items()
+        }
+        environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid())}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "envs.server", "--run", str(run.folder)], cwd=REPOSITORY, env=environment
+        )
+
+    def __enter__(self) -> World:
+        self.until(lambda: self.hello is not None, "the server's hello", 30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for socket in self.sockets.values():
+            socket.close(linger=0)
+        self._context.term()
+
+    def send(self, message: Message) -> None:
+        send_to(self.sockets["tickets"], b"env_server.0.0", message)
+
+    def reply(self, answer: Generated) -> None:
+        send_to(self.sockets["frontend"], b"env_server.0.0", answer)
+
+    def ended(self) -> dict[int, Result]:
+        """The first result of each ticket."""
+        return {result.ticket_id: result for result in reversed(self.results)}
+
+    def until(self, condition: Callable[[], bool], what: str, deadline_s: float = 20) -> None:
+        deadline = time.monotonic() + deadline_s
+        poller = zmq.Poller()
+        for socket in self.sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {deadline_s} s for {what}; results: {self.results}"
+            assert self.process.poll() is None or self.fatal is not None, f"the server ended, waiting for {what}"
+            for socket, _ in poller.poll(50):
+                self._handle(receive(socket) if socket is self.sockets["trajectories"] else receive_from(socket)[1])
+
+    def run_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= end, "the time to pass", seconds + 1)
+
+    def stop(self) -> int:
+        """Ask for a clean stop; the exit status."""
+        send_to(self.sockets["control"], b"env_server.0.0", Stop("test"))
+        return self.process.wait(timeout=10)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Trajectory():
+                self.results.append(message)
+                if self.acknowledge:
+                    self.send(AckTickets([message.ticket_id]))
+            case TicketFailed() | TicketCancelled():
+                self.results.append(message)
+            case Generate():
+                self.requests.append(message)
+                answer = self.answer(message)
+                if answer is not None:
+                    self.reply(answer)
+            case Abort(request_id):
+                self.aborts.append(request_id)
+            case ServerHello():
+                self.hello = message
+            case Heartbeat():
+                self.heartbeat = message
+            case Fatal():
+                self.fatal = message
+            case _:
+                assert isinstance(message, ClientHello) or message.role == "env_server"

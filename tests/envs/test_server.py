@@ -1,0 +1,253 @@
+"""The environment server as a real process; the test plays broker, proxy and supervisor."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from envs.math import arithmetic
+from rl.messages import (
+    AckTickets,
+    CancelTickets,
+    Generate,
+    Generated,
+    TicketCancelled,
+    TicketFailed,
+    Trajectory,
+    Version,
+)
+from rl.run import RunFile
+from tests.conftest import MakeRun
+from tests.envs.harness import World, generated, ticket
+from tests.envs.model_folder import make_model_folder
+
+SYNTHETIC = ("env.name=synthetic", "sampling.seeded=true", "env.max_turns=8")
+
+
+def even(request: Generate) -> Generated:
+    return generated(request, [2, 4, 7, 8])
+
+
+def silent(request: Generate) -> None:
+    return None
+
+
+def test_multi_turn_synthetic(make_run: MakeRun) -> None:
+    run = make_run(*SYNTHETIC, "env.options.turns=3", "env.options.prompt_tokens=5", "env.episodes_per_server=7")
+    with World(run, even) as world:
+        assert world.hello is not None and world.hello.capacity == 7 and world.hello.seq == 0
+        for ticket_id in (1, 2):
+            world.send(ticket(ticket_id, task_index=4, seed=11, temperature=0.7, group_id=9))
+        world.until(lambda: len(world.ended()) == 2, "two trajectories")
+        first, second = world.ended()[1], world.ended()[2]
+        assert isinstance(first, Trajectory) and isinstance(second, Trajectory)
+        assert [first.seq, second.seq] in ([1, 2], [2, 1])
+        assert first.stop_reason == "done" and first.tokens_generated == 12 and len(first.turns) == 3
+        # prompt 5 · turn 4 · observation 4 · turn 4 · observation 4 · turn 4
+        assert [(turn.start, turn.end) for turn in first.turns] == [(5, 9), (13, 17), (21, 25)]
+        np.testing.assert_array_equal(first.loss_mask, [0] * 5 + ([1] * 4 + [0] * 4) * 2 + [1] * 4)
+        np.testing.assert_array_equal(first.token_ids[first.loss_mask == 1], [2, 4, 7, 8] * 3)
+        np.testing.assert_array_equal(first.policy_version, np.where(first.loss_mask == 1, 3, -1))
+        np.testing.assert_allclose(first.logp_behavior, np.where(first.loss_mask == 1, -0.5, 0))
+        assert first.reward == pytest.approx(0.75)
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)  # same task, same generations
+        own = [request for request in world.requests if request.session == 1]
+        assert [len(request.prompt_ids) for request in own] == [5, 13, 21]
+        np.testing.assert_array_equal(own[2].prompt_ids, first.token_ids[:21])
+        assert len({request.seed for request in own}) == 3
+        assert [request.seed for request in own] == [r.seed for r in world.requests if r.session == 2]
+        assert {(r.temperature, r.priority, r.version) for r in own} == {(0.7, 9, Version(0, 3))}
+        world.run_for(0.6)
+        stats = world.heartbeat.stats if world.heartbeat else {}
+        assert stats["episodes_done"] == 2 and stats["episodes_running"] == 0 and stats["unacknowledged"] == 0
+        assert world.stop() == 0
+
+
+@pytest.fixture
+def math_run(make_run: MakeRun, tmp_path: Path) -> RunFile:
+    folder = make_model_folder(tmp_path / "model")
+    return make_run("env.name=math", "sampling.max_tokens=64", model_folder=folder)
+
+
+def test_math_end_to_end_without_torch(math_run: RunFile) -> None:
+    assert math_run.model_folder is not None
+    tokenizer = Tokenizer.from_file(str(math_run.model_folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+    answers = {1: "\\boxed{%s}", 2: "%s", 3: "\\boxed{%s} no, \\boxed{0}", 4: "\\boxed{%s}"}
+
+    def answer(request: Generate) -> Generated:
+        assert end in request.stop_token_ids
+        problem = arithmetic.problem("train" if request.kind == "train" else "eval", request.session, 0)
+        ids = tokenizer.encode(answers[request.session] % problem.answer, add_special_tokens=False).ids
+        return generated(request, [*ids, end])
+
+    with World(math_run, answer) as world:
+        for ticket_id in answers:
+            world.send(ticket(ticket_id, kind="eval" if ticket_id == 4 else "train"))
+        world.until(lambda: len(world.ended()) == 4, "four trajectories")
+        ended = world.ended()
+        rewards = {key: result.reward for key, result in ended.items() if isinstance(result, Trajectory)}
+        assert rewards == {1: 1.0, 2: 0.0, 3: 0.0, 4: 1.0}
+        first = ended[1]
+        assert isinstance(first, Trajectory) and first.stop_reason == "done" and first.info["boxed"] == 1
+        text = tokenizer.decode(first.token_ids.tolist(), skip_special_tokens=False)
+        question = arithmetic.problem("train", 1, 0).question
+        assert text.startswith(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n\\boxed")
+        assert text.endswith("}<|im_end|>") and first.token_ids[-1] == end and first.loss_mask[-1] == 1
+        mapped = Path(f"/proc/{world.process.pid}/maps").read_text()
+        assert "libtorch" not in mapped and "/torch/" not in mapped
+        assert psutil.Process(world.process.pid).children() == []  # plain numbers need no verifier worker
+
+
+def test_cancel_waits_for_the_abort(make_run: MakeRun) -> None:
+    with World(make_run(*SYNTHETIC), silent) as world:
+        world.send(ticket(1))
+        world.until(lambda: len(world.requests) == 1, "the request")
+        world.send(CancelTickets([1, 99]))
+        world.until(lambda: world.aborts == [world.requests[0].request_id], "the abort")
+        world.run_for(0.3)
+        assert world.results == []
+        world.reply(generated(world.requests[0], [5, 6], "abort"))
+        world.until(lambda: bool(world.results), "the cancel's answer")
+        assert world.results == [TicketCancelled(0, 0, 1, 1)]
+        # A cancel together with its ticket, and one of a finished episode: one end each.
+        world.answer = even
+        world.send(ticket(2))
+        world.send(CancelTickets([2]))
+        world.send(ticket(3))
+        world.until(lambda: {2, 3} <= world.ended().keys(), "both ends")
+        world.send(CancelTickets([2, 3]))
+        world.run_for(0.3)
+        assert sorted(result.ticket_id for result in world.results) == [1, 2, 3]
+        assert sorted(result.seq for result in world.results) == [1, 2, 3]
+        assert isinstance(world.ended()[2], TicketCancelled) and isinstance(world.ended()[3], Trajectory)
+
+
+def test_failures_stay_with_their_ticket(make_run: MakeRun) -> None:
+    """A hung environment, a raising one, a generator's error and a prompt too long; the neighbour goes on."""
+    short = ("sampling.max_tokens=8", "generator.max_model_len=64", "env.step_deadline_s=0.4")
+    run = make_run(*SYNTHETIC, *short, "env.name=tests.envs.faulty:FaultyFamily")
+
+    def answer(request: Generate) -> Generated:
+        if request.session == 5:
+            return generated(request, [], "error", error="engine is out of luck")
+        return even(request)
+
+    kinds = {1: "hang", 2: "raise", 3: "exit", 4: "nan", 5: "fine", 6: "long", 7: "stubborn", 8: "fine"}
+    with World(run, answer) as world:
+        for ticket_id, index in zip(kinds, range(len(kinds)), strict=True):
+            world.send(ticket(ticket_id, task_index=index))
+        world.until(lambda: len(world.ended()) == len(kinds), "every end")
+        reasons = {key: end.reason for key, end in world.ended().items() if isinstance(end, TicketFailed)}
+        assert reasons.keys() == {1, 2, 3, 4, 5, 6, 7}
+        overrun = "environment: step of turn 1 ran past env.step_deadline_s=0.4"
+        assert reasons[1] == reasons[7] == overrun
+        assert reasons[2] == "environment: step of turn 1 raised ValueError: on purpose"
+        assert "SystemExit" in reasons[3] and "reward nan" in reasons[4]
+        assert reasons[5] == "generation failed: engine is out of luck"
+        assert "prompt of 100 tokens" in reasons[6]
+        neighbour = world.ended()[8]
+        assert isinstance(neighbour, Trajectory) and neighbour.reward == 1
+        world.send(ticket(9, task_index=len(kinds) - 1))  # asks how often environments were closed
+        world.until(lambda: 9 in world.ended(), "the last episode")
+        last = world.ended()[9]
+        assert isinstance(last, Trajectory) and last.info == {"closed": float(len(kinds))}
+        assert sorted(result.seq for result in world.results) == list(range(1, 10))
+
+
+def test_deadline_of_an_episode(make_run: MakeRun) -> None:
+    with World(make_run(*SYNTHETIC), silent) as world:
+        world.send(ticket(1, deadline_s=0.3))
+        world.until(lambda: bool(world.aborts), "the abort")
+        world.reply(generated(world.requests[0], [], "abort"))
+        world.until(lambda: bool(world.results), "the failure")
+        (failure,) = world.results
+        assert isinstance(failure, TicketFailed) and failure.reason == "the episode ran past its deadline of 0.3 s"
+
+
+def test_sent_again_until_acknowledged(make_run: MakeRun) -> None:
+    with World(make_run(*SYNTHETIC), even, acknowledge=False) as world:
+        world.send(ticket(1))
+        world.until(lambda: len(world.results) == 2, "the repeat")
+        first, repeat = world.results
+        assert isinstance(first, Trajectory) and isinstance(repeat, Trajectory)
+        assert first.seq == repeat.seq == 1
+        np.testing.assert_array_equal(first.token_ids, repeat.token_ids)
+        world.send(AckTickets([1]))
+        world.run_for(3.5)
+        assert len(world.results) == 2
+
+
+def test_a_turn_aborted_at_an_update_goes_on(make_run: MakeRun) -> None:
+    def answer(request: Generate) -> Generated:
+        if request.request_id == 1:
+            return generated(request, [2, 3], "abort")
+        return generated(request, [4], "length")
+
+    run = make_run(*SYNTHETIC, "env.options.turns=1", "env.options.prompt_tokens=5", "sampling.max_tokens=3")
+    with World(run, answer) as world:
+        world.send(ticket(1))
+        world.until(lambda: bool(world.results), "the trajectory")
+        (result,) = world.results
+        assert isinstance(result, Trajectory) and result.stop_reason == "length" and result.tokens_generated == 3
+        assert result.token_ids[5:].tolist() == [2, 3, 4] and len(result.turns) == 1
+        assert [request.max_tokens for request in world.requests] == [3, 1]
+        assert world.requests[0].seed != world.requests[1].seed
+
+
+def test_killed_verifier_worker_is_replaced_and_none_is_orphaned(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    data = tmp_path / "roots.jsonl"
+    data.write_text('{"question": "Simplify $\\\\sqrt{12}$.", "answer": "2\\\\sqrt{3}"}\n' * 20)
+    run = make_run(
+        f"env.options.source={data}", "env.options.eval_count=2", "sampling.max_tokens=64", model_folder=folder
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    forms = ["\\sqrt{3}\\cdot 2", "\\sqrt{3}+\\sqrt{3}", "\\frac{6}{\\sqrt{3}}"]
+
+    def answer(request: Generate) -> Generated:
+        return generated(request, tokenizer.encode(f"\\boxed{{{forms[request.session]}}}").ids)
+
+    with World(run, answer) as world:
+        server = psutil.Process(world.process.pid)
+        world.send(ticket(0))
+        world.until(lambda: 0 in world.ended(), "the first verdict", 40)
+        (worker,) = server.children()
+        worker.kill()
+        world.send(ticket(1))
+        world.until(lambda: 1 in world.ended(), "the second verdict", 40)
+        results = [world.ended()[number] for number in range(2)]
+        assert [result.reward for result in results if isinstance(result, Trajectory)] == [1.0, 1.0]
+        (successor,) = server.children()
+        assert successor.pid != worker.pid
+        successor.suspend()  # not even a hung one outlives the server
+        world.send(ticket(2))
+        world.run_for(0.2)
+        world.process.kill()
+        _, alive = psutil.wait_procs([successor], timeout=5)
+        assert not alive
+
+
+def test_stop_ends_running_episodes_at_once(make_run: MakeRun) -> None:
+    run = make_run(*SYNTHETIC, "env.options.hang_probability=1", "env.options.turns=2")
+    with World(run, even) as world:
+        for ticket_id in range(20):
+            world.send(ticket(ticket_id))
+        world.until(lambda: len(world.requests) == 20, "the requests")
+        begin = time.monotonic()
+        assert world.stop() == 0
+        assert time.monotonic() - begin < 3
+
+
+def test_a_malformed_message_is_fatal_and_says_so(make_run: MakeRun) -> None:
+    with World(make_run(*SYNTHETIC), even) as world:
+        world.send(ticket(1, task_index=3))
+        world.send(Version(0, 0))  # type: ignore[arg-type]
+        world.until(lambda: world.fatal is not None, "the fatal message")
+        assert world.fatal is not None and "ProtocolError" in world.fatal.message
+        assert world.process.wait(timeout=5) == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ class Pack:
     sample: Tensor  # (T,) int64, 0 .. n - 1
     rewards: Tensor  # (n,) float32
     members: tuple[int, ...]  # row of each sample in shard.rows; empty for a dummy
-    logp_proximal: Tensor | None = None  # (T,) float32
+    logp_proximal: Tensor | None = None  # (T,) float32; `rl.update.with_proximal` adds it
 
     @property
     def tokens(self) -> int:
@@ -43,7 +44,7 @@ class Pack:
         return int(self.mask.sum())
 
     def to(self, device: torch.device | str) -> Pack:
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
@@ -109,7 +110,7 @@ def dummy_pack() -> Pack:
     """One token that is not generated: it runs through the model and contributes exactly zero."""
     one = torch.zeros(1, dtype=torch.int64)
     number = torch.zeros(1)
-    return Pack(one, one, torch.zeros(1, dtype=torch.bool), number, one, number, one, number, (), number)
+    return Pack(one, one, torch.zeros(1, dtype=torch.bool), number, one, number, one, number, ())
 
 
 def split_minibatches(shard: Shard, count: int) -> list[Shard]:

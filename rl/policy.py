@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import is_flash_attn_2_available
 
 from rl.logprob import token_logprobs
@@ -36,9 +37,13 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
+    """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, no more."""
+
+    model: Any
+
     def __init__(self, model: nn.Module, *, logprob_chunk: int = 256) -> None:
         super().__init__()
-        self.model: Any = model
+        self.model = model
         self.logprob_chunk = logprob_chunk
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded policy; FSDP casts by itself
         head = self.model.get_output_embeddings()
@@ -105,11 +110,18 @@ def load_policy(
 
     attention: transformers' name; None is FlashAttention 2 on a GPU that has it, else `sdpa`.
     The dtype is given to `from_pretrained`: `.to(dtype)` afterwards would also cast the rotary `inv_freq`.
+    Raises ValueError for architectures whose logits or parameter names this module would get wrong.
     """
     if attention is None:
         attention = "flash_attention_2" if device == "cuda" and is_flash_attn_2_available() else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation=attention)
-    for module in model.modules():  # train mode is needed for activation checkpointing, dropout never is
+    if get_checkpoint_conversion_mapping(model.config.model_type):
+        raise ValueError(
+            f"{model.config.model_type}: transformers keeps its parameters under other names and shapes than its "
+            "checkpoints, so engines could not load an export; dense models are supported"
+        )
+    modules: Iterator[Any] = model.modules()
+    for module in modules:  # train mode is needed for activation checkpointing, dropout never is
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
@@ -163,10 +175,11 @@ def local_rows(policy: Policy, *, untie: bool = True) -> Iterator[tuple[str, Ten
         assert parameter.placements == (Shard(0),), f"{name} is placed as {parameter.placements}"
         rank, ranks = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
         per_rank = -(-parameter.shape[0] // ranks)
-        yield name, parameter.detach().to_local(), min(rank * per_rank, parameter.shape[0])
+        yield name, parameter.to_local().detach(), min(rank * per_rank, parameter.shape[0])
 
 
-def _exported(policy: Policy, untie: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from policy.model.named_parameters()
+def _exported(policy: Policy, untie: bool) -> Iterator[tuple[str, Any]]:
+    parameters: Iterator[tuple[str, Any]] = policy.model.named_parameters()
+    yield from parameters
     if untie and policy.tied:
         yield "lm_head.weight", policy.model.get_output_embeddings().weight

@@ -54,7 +54,7 @@ def accumulate_gradients(
             select=pack.mask,
             entropy_gradient=loss.entropy_gradient,
         )
-        inputs = loss_inputs(pack, output)
+        inputs = loss_inputs(pack, output, loss)
         result = loss(inputs)
         total = inputs.masked(result.per_token).sum()
         (total * (world_size / max(1, global_tokens))).backward()
@@ -77,14 +77,18 @@ def with_proximal(policy: Policy, packs: Iterable[Pack], *, temperature: float) 
     return done
 
 
-def loss_inputs(pack: Pack, output: PolicyOutput) -> LossInputs:
+def loss_inputs(pack: Pack, output: PolicyOutput, loss: Loss) -> LossInputs:
+    """Raises ValueError when the loss needs `logp_proximal` and the pack (a dummy added too late?) has none."""
+    if loss.needs_proximal and pack.logp_proximal is None:
+        raise ValueError(f"loss {loss.spec.name!r} needs logp_proximal: call with_proximal on the padded packs first")
+
     def clean(values: Tensor) -> Tensor:  # what stands at masked positions is nobody's business: nan there is legal
         return torch.where(pack.mask, values, torch.zeros_like(values))
 
     return LossInputs(
         logp_current=clean(output.logp),
         logp_behavior=clean(pack.logp_behavior),
-        logp_proximal=None if pack.logp_proximal is None else clean(pack.logp_proximal),
+        logp_proximal=clean(pack.logp_proximal) if loss.needs_proximal and pack.logp_proximal is not None else None,
         entropy=clean(output.entropy),
         advantages=clean(pack.advantages),
         mask=pack.mask,

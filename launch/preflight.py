@@ -11,16 +11,16 @@ import time
 import uuid
 from pathlib import Path
 
-from envs.registry import validate_env
 from rich.console import Console
 from rich.table import Table
-from rl.weights.shm import check_space, sweep_stale
 
+from envs.registry import validate_env
 from launch.plan import ProcessSpec, gpus_needed
 from launch.prepare import Prepared, prepare
 from rl.config import Config, ConfigError
 from rl.run import RunFile
 from rl.sockets import make_curve_keys
+from rl.weights.segment import check_space, sweep_stale
 
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 

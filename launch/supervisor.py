@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass, field
 
 import zmq
-from rl.weights.shm import unlink_segments
 
 from launch.children import Child, adopt_orphans, end_all, log_tail, spawn
 from launch.live import Display
@@ -26,6 +25,7 @@ from rl.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, Peer
 from rl.run import RunFile
 from rl.sockets import PeerGone, identity, open_socket, receive_from, send_to
 from rl.tracking import Tracker
+from rl.weights.segment import unlink_segments
 
 _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts
 _POLL_MS = 50

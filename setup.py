@@ -10,6 +10,7 @@ setup(
     packages=find_packages(include=["rl*", "rollout*", "envs*", "algos*", "launch*", "experiments*"]),
     package_data={"experiments": ["*.yaml"]},
     install_requires=[
+        "jinja2",
         "msgpack",
         "msgspec>=0.19",
         "numpy",
@@ -19,6 +20,7 @@ setup(
         "pyyaml",
         "pyzmq>=26",
         "rich",
+        "tokenizers",
         "torch>=2.6",
         "transformers>=5.16.1",
         "wandb",

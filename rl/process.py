@@ -163,6 +163,7 @@ class Process:
                 self._flush(socket)
                 self._beat(socket)
                 socket.close(linger=1000)
+                context.term()
                 return
 
     def _flush(self, socket: zmq.Socket) -> None:

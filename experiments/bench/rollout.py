@@ -4,9 +4,9 @@
 
 A: `AsyncLLM.generate` in this process. B: client -> proxy process -> generator process -> vLLM and back, over
 ipc sockets. Same prompts, concurrency, sampling parameters, model shape and dtype; A and B alternate, so drift of
-the machine hits both. CPU microseconds per token, of the engine core and of everything else, are reported beside
-the rates: on a busy machine they are the steadier number. Each engine core is pinned to the first core and everything else to the last one (the
-front end of A's vLLM as well as B's client, proxy and generator). Reported: medians over rounds and ratios.
+the machine hits both. Each engine core is pinned to the first core and everything else to the last one (the
+front end of A's vLLM as well as B's client, proxy and generator). Reported: medians over rounds, and the ratios;
+CPU microseconds per token, of the engine core and of everything else, are the steadier number on a busy machine.
 Every response runs to `--tokens`, so both sides do the same work whatever the weights are.
 """
 
@@ -146,9 +146,7 @@ def _report(measured: dict[str, Measured], options: argparse.Namespace) -> None:
     )
     if options.out:
         rounds = {name: vars(values) for name, values in measured.items()}
-        options.out.write_text(
-            json.dumps(vars(options) | {"rounds": rounds, "ratio": ratio}, indent=2, default=str) + "\n"
-        )
+        options.out.write_text(json.dumps({"rounds": rounds, "median": medians, "ratio": ratio}, indent=2) + "\n")
 
 
 async def _round(side: Side, round_number: int, options: argparse.Namespace) -> tuple[float, float, float]:
@@ -199,6 +197,7 @@ def _bare(run: RunFile) -> Iterator[Side]:
         yield Side(generate, _engine_core(os.getpid()), [psutil.Process()])
     finally:
         engine.shutdown(timeout=5)
+        del engine  # its finalizer needs modules that an ending interpreter has dropped
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,7 @@ def prompts(count: int) -> list[list[int]]:
 def test_logp_is_of_the_distribution_sampled_from(rig: Rig, distribution: dict[str, float]) -> None:
     requests = [rig.request(prompt, **distribution) for prompt in prompts(8)]
     results = rig.generate(*requests)
-    assert max(rig.error(*pair, **distribution) for pair in zip(requests, results, strict=True)) < TOLERANCE
+    assert max(rig.error(a, b, **distribution) for a, b in zip(requests, results, strict=True)) < TOLERANCE
     assert {tuple(set(result.policy_version)) for result in results} == {(rig.n,)}
 
 

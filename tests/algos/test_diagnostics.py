@@ -1,0 +1,80 @@
+"""Diagnostics: values by hand, and the same values however the tokens were cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from algos.diagnostics import Diagnostics
+from algos.registry import make_loss
+from algos.types import LossInputs, LossResult
+from tests.algos.loss_rig import inputs_of, part, random_inputs
+
+
+def diagnostics(*packs: LossInputs) -> Diagnostics:
+    loss, total = make_loss("ppo", {}), Diagnostics()
+    for pack in packs:
+        total.update(pack, loss(pack))
+    return total
+
+
+def test_values() -> None:
+    ratios = [0.5, 1.0, 2.0, 4.0]
+    behavior = torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64)
+    current = behavior + torch.tensor(ratios, dtype=torch.float64).log()
+    inputs = inputs_of(current, behavior, torch.tensor([1.0, 1.0, -1.0, 9.0]).double(), torch.tensor([0, 0, 1, 2]))
+    mask = torch.tensor([True, True, True, False])
+    inputs = replace(
+        inputs, mask=mask, staleness=torch.tensor([0, 1, 2, 0]), entropy=torch.tensor([1.0, 2.0, 3.0, 9.0])
+    )
+    total = Diagnostics()
+    total.update(inputs, LossResult(torch.tensor([3.0, 4.0, 5.0, 9.0]), {"weight": torch.tensor([1.0, 0.0, 0.0, 9.0])}))
+    metrics = total.metrics()
+    assert metrics == pytest.approx(
+        {
+            "loss/objective": 4.0,
+            "loss/ratio_mean": 3.5 / 3,
+            "loss/ratio_max": 2.0,
+            "loss/ess": 3.5**2 / (3 * 5.25),
+            "loss/kl_behavior": 0.5 / 3,  # sum of r - 1 - log r; the logarithms cancel
+            "loss/kl_behavior_k1": 0.0,
+            "loss/kl_proximal_k1": (3 * 0.05) / 3,
+            "loss/entropy": 2.0,
+            "loss/advantage_abs": 1.0,
+            "loss/token_staleness": 1.0,
+            "loss/token_staleness_max": 2.0,
+            "loss/weight": 1 / 3,
+        }
+    )
+
+
+def test_cuts_and_order_do_not_matter() -> None:
+    inputs = random_inputs()
+    whole = diagnostics(inputs).metrics()
+    pieces = [part(inputs, samples) for samples in ([0, 3], [1], [2, 4, 5])]
+    assert diagnostics(*pieces).metrics() == pytest.approx(whole, rel=1e-12)
+    joined = diagnostics(pieces[2])
+    joined.add(diagnostics(pieces[1], pieces[0]))
+    assert joined.metrics() == pytest.approx(whole, rel=1e-12)
+    assert diagnostics(pieces[0]).metrics() != pytest.approx(whole, rel=1e-3)
+
+
+def test_nothing_generated_adds_nothing() -> None:
+    inputs = random_inputs()
+    empty = replace(inputs, mask=torch.zeros_like(inputs.mask))
+    assert diagnostics(inputs, empty).metrics() == diagnostics(inputs).metrics()
+    assert diagnostics(empty).metrics() == {} == Diagnostics().metrics()
+
+
+def test_one_absurd_token_leaves_numbers() -> None:
+    inputs = random_inputs()
+    inputs.logp_behavior[inputs.mask.nonzero()[0]] = -1e4
+    assert all(math.isfinite(value) for value in diagnostics(inputs).metrics().values())
+
+
+def test_no_gradient_is_kept() -> None:
+    total = diagnostics(random_inputs())
+    assert not any(value.requires_grad for value in (*total.sums.values(), *total.maxima.values()))

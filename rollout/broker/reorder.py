@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Reorder(Generic[T]):
     """`push` returns what is due, in order; a number seen before returns nothing and counts as a duplicate.
 
-    At most `limit` messages wait for a missing one: no more than a server may have open, so more is a fault of the peer.
+    At most `limit` messages wait for a missing one: a server has no more open, so more is a fault of the peer.
     """
 
     def __init__(self, limit: int = 100_000) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from algos.registry import register_loss
 from algos.types import LossInputs, LossResult
@@ -31,17 +32,21 @@ def ppo(inputs: LossInputs, options: PPOOptions) -> LossResult:
     Schulman et al. 2017, eq. 7 (https://arxiv.org/abs/1707.06347). r is taken against the policy that sampled the
     token: against a recomputed one the correction would silently do nothing.
     """
-    ratio = inputs.log_ratio(inputs.logp_current, inputs.logp_behavior).exp()  # (T,)
-    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    plain, bounded = -ratio * inputs.advantages, -clipped * inputs.advantages
-    loss = torch.maximum(plain, bounded)
-    binds = bounded > plain  # the clip has the last word, and the gradient is zero
+    ratio = inputs.log_ratio(inputs.logp_current, inputs.logp_behavior).exp()
+    loss, stopped = clipped(ratio, inputs.advantages, options)
+    return LossResult(inputs.masked(loss), {"clip_fraction": stopped.float()})
+
+
+def clipped(ratio: Tensor, advantages: Tensor, options: PPOOptions) -> tuple[Tensor, Tensor]:
+    """The clipped loss and whether the clip stops the token's gradient; all (T,)."""
+    plain = -ratio * advantages
+    bounded = -ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages
+    loss, stopped = torch.maximum(plain, bounded), bounded > plain
     if options.dual_clip is not None:
-        ceiling = -options.dual_clip * inputs.advantages
-        beyond = (inputs.advantages < 0) & (loss > ceiling)
-        loss = torch.where(beyond, ceiling, loss)
-        binds = binds | beyond
-    return LossResult(inputs.masked(loss), {"clip_fraction": binds.float()})
+        ceiling = -options.dual_clip * advantages
+        beyond = (advantages < 0) & (loss > ceiling)
+        loss, stopped = torch.where(beyond, ceiling, loss), stopped | beyond
+    return loss, stopped
 
 
 register_loss("grpo", PPOOptions)(ppo)

@@ -12,6 +12,8 @@ from algos.types import LossInputs
 RATIOS = torch.logspace(-6, 6, 25, dtype=torch.float64)
 ADVANTAGES = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0], dtype=torch.float64)
 
+PROXIMAL_OFFSET = 0.05  # logp_proximal - logp_behavior
+
 
 def grid() -> LossInputs:
     """Every ratio with every advantage, each sample one advantage, all tokens generated."""
@@ -48,7 +50,7 @@ def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Ten
     return LossInputs(
         logp_current=current,
         logp_behavior=behavior,
-        logp_proximal=behavior + 0.05,
+        logp_proximal=behavior + PROXIMAL_OFFSET,
         entropy=torch.ones_like(behavior),
         advantages=advantages,
         mask=torch.ones(len(current), dtype=torch.bool),

@@ -11,7 +11,7 @@ import torch
 
 from algos.registry import make_loss
 from algos.types import LossInputs
-from tests.algos.loss_rig import gradient, grid
+from tests.algos.loss_rig import PROXIMAL_OFFSET, gradient, grid
 
 Reference = Callable[[float, float, float], tuple[float, float]]  # (current, behavior, A) -> (loss, d loss / d current)
 
@@ -33,6 +33,18 @@ def reinforce_reference(current: float, behavior: float, advantage: float) -> tu
     return -advantage * current, -advantage
 
 
+def decoupled_reference(cap: float) -> Reference:
+    inner = ppo_reference(0.2, 0.2, None)
+
+    def loss(current: float, behavior: float, advantage: float) -> tuple[float, float]:
+        proximal = behavior + PROXIMAL_OFFSET
+        value, slope = inner(current, proximal, advantage)
+        weight = min(math.exp(proximal - behavior), cap)
+        return weight * value, weight * slope
+
+    return loss
+
+
 def tis_reference(cap: float) -> Reference:
     def loss(current: float, behavior: float, advantage: float) -> tuple[float, float]:
         weight = min(math.exp(current - behavior), cap)
@@ -47,6 +59,8 @@ CASES: list[tuple[str, dict[str, Any], Reference]] = [
     ("ppo", {"clip_low": 0.3, "clip_high": 0.28}, ppo_reference(0.3, 0.28, None)),
     ("ppo", {"clip_high": 0.28, "dual_clip": 3}, ppo_reference(0.2, 0.28, 3.0)),
     ("reinforce", {}, reinforce_reference),
+    ("decoupled_ppo", {}, decoupled_reference(5.0)),
+    ("decoupled_ppo", {"cap": 1.02}, decoupled_reference(1.02)),
     ("tis", {}, tis_reference(2.0)),
     ("tis", {"cap": 1.0}, tis_reference(1.0)),
 ]
@@ -90,7 +104,13 @@ def test_clip_fraction_counts_tokens_whose_gradient_the_clip_stops() -> None:
 
 @pytest.mark.parametrize(
     "name, options",
-    [("ppo", {"clip_low": 1.5}), ("ppo", {"clip_high": -0.1}), ("ppo", {"dual_clip": 0.5}), ("tis", {"cap": 0.0})],
+    [
+        ("ppo", {"clip_low": 1.5}),
+        ("ppo", {"clip_high": -0.1}),
+        ("ppo", {"dual_clip": 0.5}),
+        ("decoupled_ppo", {"cap": -1.0}),
+        ("tis", {"cap": 0.0}),
+    ],
 )
 def test_options_out_of_range_are_refused(name: str, options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

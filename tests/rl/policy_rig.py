@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,12 +82,18 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def backward(
-    policy: Policy, packs: list[Pack], tokens: int, *, loss: str = "grpo", world_size: int = 1
+    policy: Policy,
+    packs: list[Pack],
+    tokens: int,
+    *,
+    loss: str = "grpo",
+    options: dict[str, Any] | None = None,
+    world_size: int = 1,
 ) -> tuple[dict[str, Tensor], UpdateStats]:
     """Fresh gradients and statistics of these packs."""
     policy.zero_grad(set_to_none=True)
     stats = accumulate_gradients(
-        policy, packs, make_loss(loss, {}), temperature=0.7, global_tokens=tokens, world_size=world_size
+        policy, packs, make_loss(loss, options or {}), temperature=0.7, global_tokens=tokens, world_size=world_size
     )
     return gradients(policy), stats
 

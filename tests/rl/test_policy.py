@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from algos.registry import make_loss
+from algos.registry import Loss, LossSpec, NoOptions, make_loss
+from algos.types import LossInputs, LossResult
 from rl.packing import Pack, dummy_pack, pad_packs
 from rl.policy import Policy, export_entries, load_policy, local_rows, shard_policy
 from rl.update import accumulate_gradients, with_proximal
-from tests.rl.policy_rig import VOCAB, backward, largest_difference, make_shards, packs_of, save_tiny
+from tests.rl.policy_rig import VOCAB, backward, gradients, largest_difference, make_shards, packs_of, save_tiny
 
 TEMPERATURE = 0.7
 
@@ -173,6 +174,36 @@ def test_proximal_is_the_policy_before_the_step(policy: Policy) -> None:
         output = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE, select=pack.mask)
         assert pack.logp_proximal is not None and not pack.logp_proximal.requires_grad
         assert torch.equal(pack.logp_proximal, output.logp.detach())
+
+
+def test_a_loss_with_a_proximal_policy(policy: Policy) -> None:
+    """Anchored at the policy itself r is 1: the gradient is that of tis with the same cap."""
+    (shard,) = make_shards(1)
+    padded = pad_packs(packs_of(shard), 5)
+    with pytest.raises(ValueError, match="needs logp_proximal"):
+        backward(policy, padded, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
+    anchored = with_proximal(policy, padded, temperature=TEMPERATURE)
+    found, stats = backward(policy, anchored, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
+    expected, _ = backward(policy, padded, shard.loss_tokens, loss="tis", options={"cap": 2})
+    assert largest_difference(found, expected) < 1e-6
+    assert stats.metrics()["loss/kl_proximal_k1"] == 0
+
+
+def test_a_loss_with_an_entropy_gradient(policy: Policy) -> None:
+    """A loss of minus the entropy against autograd through the plain logits."""
+    pack = one_pack()
+
+    def bonus(inputs: LossInputs, options: object) -> LossResult:
+        return LossResult(inputs.masked(-inputs.entropy))
+
+    loss = Loss(LossSpec("bonus", bonus, NoOptions, entropy_gradient=True), NoOptions())
+    accumulate_gradients(policy, [pack], loss, temperature=TEMPERATURE, global_tokens=pack.loss_tokens)
+    found = gradients(policy)
+    policy.zero_grad()
+    logits = policy.model(pack.token_ids[None], position_ids=pack.position_ids[None], use_cache=False).logits[0]
+    entropy = torch.distributions.Categorical(logits=logits[:-1] / TEMPERATURE).entropy()
+    (-entropy[pack.mask[1:]].sum() / pack.loss_tokens).backward()
+    assert largest_difference(found, gradients(policy)) < 1e-6
 
 
 # ---------------------------------------------------------------- sharding, world size 1

@@ -7,16 +7,22 @@ hyperparameters come from the configuration of the resumed run.
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from rl.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
+from rl.policy import Policy, export_entries
 
 _MODEL_FILE_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # weights of the source model
@@ -50,6 +56,58 @@ def load(checkpoint: Path, policy: nn.Module, adamw: torch.optim.Optimizer) -> M
         group.update(values)
     torch.set_rng_state(state["rng"])
     return meta
+
+
+def export_hf(policy: Policy, folder: Path, source: Path) -> None:
+    """The policy as a model folder that transformers and vLLM load; all ranks call it together.
+
+    Weights in the dtype of the source model's files, everything else (configuration, tokenizer, chat template)
+    copied from `source`. The folder appears by one rename and replaces an earlier export.
+    """
+    partial = folder.with_name(folder.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for path in source.iterdir():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                shutil.copyfile(path, partial / path.name)
+    _write_weights(policy, partial, _source_dtype(source))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    dist.barrier()
+
+
+def _write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
+    """safetensors files of at most 4 GiB (or one tensor), and their index; one file is gathered at a time."""
+    parameters = dict(policy.model.named_parameters())
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in export_entries(policy, untie=False)}
+    files: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if files[-1] and sum(sizes[other] for other in files[-1]) + size > _MODEL_FILE_BYTES:
+            files.append([])
+        files[-1].append(name)
+    where: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        tensors = {}
+        for name in names:
+            parameter = parameters[name].detach()
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # a collective
+            if dist.get_rank() == 0:
+                tensors[name] = whole.to("cpu", dtype).contiguous()
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        where |= dict.fromkeys(names, file)
+        if dist.get_rank() == 0:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+    if dist.get_rank() == 0 and len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _source_dtype(source: Path) -> torch.dtype:
+    config = json.loads((source / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return getattr(torch, name)
 
 
 def _reason(error: BaseException) -> str:

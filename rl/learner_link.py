@@ -92,7 +92,6 @@ class LearnerLink:
                 self._request(step + 1)
             self.process.busy = True
             yield shard
-            self.process.busy = False
 
     def _request(self, step: int) -> None:
         if self._steps is not None and step > self._requested:
@@ -126,6 +125,7 @@ class LearnerLink:
         `write` copies this rank's part into the slot and returns the byte ranges written. Rank 0 waits until
         every rank has committed; nobody waits for a generator. Raises WaitExpired, WeightsError.
         """
+        self.process.busy = False  # from here on, whatever waits has a deadline of its own
         deadline_s = self.config.weights.deadline_s
         self._writer.commit(write(self._writer.begin(version, deadline_s)))
         if self._steps is None or self._service is None:
@@ -197,7 +197,6 @@ class LearnerLink:
                 **self._summary,
             }
             self.process.send(Done("learner", json.dumps(report).encode()))
-        self.process.busy = False
         poller = zmq.Poller()
         poller.register(self.process.wake_fd, zmq.POLLIN)
         with contextlib.suppress(Stopped):
@@ -212,8 +211,10 @@ class LearnerLink:
         for message in self.process.received():
             if isinstance(message, Stop):
                 raise Stopped(message.reason)
-            if isinstance(message, PeerDied) and self._service is not None:
-                self._service.peer_died(message)
+            if isinstance(message, PeerDied) and message.role == "generator":
+                self._writer.end_leases(f"generator-{message.index}", message.incarnation)
+                if self._service is not None:
+                    self._service.peer_died(message)
         if self.process.stopping:
             raise Stopped("stopping")
         if self._service is not None:

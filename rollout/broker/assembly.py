@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 
@@ -23,19 +24,25 @@ def fault(trajectory: Trajectory) -> str:
         array = getattr(trajectory, name)
         if array.ndim != 1 or array.shape != shape or array.dtype != dtype:
             return f"{name} is {array.dtype}{array.shape}, token_ids has shape {shape}"
-    generated = trajectory.loss_mask != 0
-    if trajectory.tokens_generated < int(generated.sum()):
-        return f"{int(generated.sum())} tokens in the loss mask, {trajectory.tokens_generated} generated"
-    if not np.isfinite(trajectory.logp_behavior).all():
+    mask = trajectory.loss_mask
+    if mask.size and mask.max() > 1:
+        return "loss_mask holds values other than 0 and 1"
+    generated = mask.view(np.bool_)
+    length = int(np.count_nonzero(generated))
+    if trajectory.tokens_generated < length:
+        return f"{length} tokens in the loss mask, {trajectory.tokens_generated} generated"
+    with np.errstate(invalid="ignore"):  # inf - inf
+        total = trajectory.logp_behavior.sum(dtype=np.float64)
+    if not math.isfinite(total):  # cheaper than isfinite().all(): NaN and inf persist in a sum
         return "logp_behavior is not finite"
-    if generated.any() and int(trajectory.policy_version[generated].min()) < 0:
+    if np.min(trajectory.policy_version, initial=0, where=generated) < 0:
         return "generated tokens without a policy version"
     end = 0
     for turn in trajectory.turns:
         if not end <= turn.start <= turn.end <= shape[0]:
             return f"turn [{turn.start}, {turn.end}) after {end} of {shape[0]} tokens"
         end = turn.end
-    if not np.isfinite(trajectory.reward):
+    if not math.isfinite(trajectory.reward):
         return f"reward {trajectory.reward}"
     return ""
 

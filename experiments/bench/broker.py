@@ -1,0 +1,229 @@
+"""Acknowledged trajectories per second through the real broker process, against a bare PULL loop.
+
+    python -m experiments.bench broker [--seconds 5] [--tokens 4096] [--out FILE.json]
+
+A producer process plays one environment server over ipc: it answers every ticket at once with a trajectory of
+`--tokens` tokens (13 bytes each: 54 kB at 4096) and its usage, and counts a trajectory when its acknowledgement
+arrives. This process plays supervisor and learner: it takes each batch and publishes the next version at once, so
+tickets, ledger, assembly and shards are part of what is measured. The limit is the same producer, with as many trajectories
+open, against a process that only receives and acknowledges. Also printed: the broker's memory before any data
+and, without sockets, what one event costs the core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import zmq
+
+from rl.config import load_config
+from rl.messages import (
+    AckTickets,
+    BatchRequest,
+    Published,
+    Register,
+    ServerHello,
+    Stop,
+    Ticket,
+    Trajectory,
+    Turn,
+    Usage,
+    Version,
+)
+from rl.run import RunFile
+from rl.sockets import identity, open_socket, receive, receive_from, send, send_to
+from rollout.broker import BrokerCore, Settings
+from rollout.broker.actions import EmitBatch, IssueTicket, Outcome
+
+OPEN = 512  # tickets that the producer holds at once
+SETTINGS = ["rollout.groups_per_batch=16", "rollout.group_size=8", "rollout.alpha=8", "steps=1000000"]
+
+
+def trajectory(ticket_id: int, seq: int, version: Version, tokens: int) -> Trajectory:
+    return Trajectory(
+        server=0, incarnation=0, seq=seq, ticket_id=ticket_id, sample_id=0, group_id=0, task_index=0, kind="train",
+        epoch=version.epoch, token_ids=np.zeros(tokens, np.int32), loss_mask=np.ones(tokens, np.uint8),
+        logp_behavior=np.zeros(tokens, np.float32), policy_version=np.full(tokens, version.n, np.int32),
+        turns=[Turn(0, tokens, 1.0, 0.0, 0.0, "stop", 0)], reward=float(ticket_id % 3), stop_reason="done",
+        tokens_generated=tokens, seconds=0.0,
+    )  # fmt: skip
+
+
+def produce(run: RunFile, seconds: float, tokens: int, bare: bool) -> None:
+    """The producer process; prints what it measured as one line of JSON."""
+    tickets = open_socket(zmq.DEALER, run, "tickets", identity=identity("env_server", 0, 0))
+    results = open_socket(zmq.PUSH, run, "trajectories")
+    usage = open_socket(zmq.PUSH, run, "usage")
+    send(tickets, ServerHello(0, 0, OPEN))
+    seq = acknowledged = 0
+    begin = end = None
+    while end is None or time.monotonic() < end:
+        if not tickets.poll(10_000):
+            raise SystemExit("the broker was silent for 10 s")
+        while tickets.poll(0):
+            match receive(tickets):
+                case Ticket() as ticket:
+                    seq += 1
+                    if not bare:
+                        send(usage, Usage(ticket.ticket_id, tokens))
+                    send(results, trajectory(ticket.ticket_id, seq, ticket.version, tokens))
+                case AckTickets(ticket_ids):
+                    acknowledged += len(ticket_ids)
+        if begin is None and acknowledged >= 2 * OPEN:  # warm
+            begin, acknowledged = time.monotonic(), 0
+            end = begin + seconds
+    assert begin is not None
+    print(json.dumps({"per_s": acknowledged / (time.monotonic() - begin)}))
+
+
+def bare_loop(run: RunFile) -> None:
+    """The limit: receive, acknowledge, and hand out the next ticket; trajectories are not even decoded."""
+    tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
+    results = open_socket(zmq.PULL, run, "trajectories", bind=True)
+    peer = tickets.recv_multipart()[0]
+    for ticket_id in range(OPEN):
+        send_to(tickets, peer, Ticket(ticket_id, 0, 0, 0, Version(0, 0)))
+    while True:
+        results.poll()
+        taken: list[int] = []
+        while len(taken) < OPEN:
+            try:
+                results.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            taken.append(0)
+        send_to(tickets, peer, AckTickets(taken))
+        for ticket_id in taken:
+            send_to(tickets, peer, Ticket(ticket_id, 0, 0, 0, Version(0, 0)))
+
+
+def serve_broker(run: RunFile, producer: list[str]) -> tuple[float, float]:
+    """Supervisor and learner around the broker process: (acknowledged per second, megabytes before data)."""
+    control = open_socket(zmq.ROUTER, run, "control", bind=True)
+    shards = open_socket(zmq.PULL, run, "batches", 0, bind=True)
+    broker = subprocess.Popen([sys.executable, "-m", "rollout.broker.process", "--run", str(run.folder)])
+    try:
+        while not isinstance(receive_from(_ready(control))[1], Register):
+            pass
+        learner = open_socket(zmq.DEALER, run, "steps", identity=identity("learner", 0))
+        time.sleep(1.0)  # the broker has imported and opened everything
+        memory = psutil.Process(broker.pid).memory_info().rss / 2**20
+        send(learner, Published(Version(0, 0)))
+        send(learner, BatchRequest(0))
+        child = subprocess.Popen(producer, stdout=subprocess.PIPE, text=True)
+        step = 0
+        while child.poll() is None:
+            if shards.poll(100):
+                shards.recv_multipart(copy=False)
+                step += 1
+                send(learner, Published(Version(0, step)))
+                send(learner, BatchRequest(step))
+            while control.poll(0):
+                receive_from(control)
+        send_to(control, identity("broker", 0), Stop("done"))
+        broker.wait(10)
+        assert child.stdout is not None
+        return float(json.loads(child.stdout.read())["per_s"]), memory
+    finally:
+        broker.kill()
+        for socket in (control, shards):
+            socket.close(linger=0)
+
+
+def _ready(socket: zmq.Socket) -> zmq.Socket:
+    if not socket.poll(30_000):
+        raise SystemExit("the broker did not start in 30 s")
+    return socket
+
+
+def measure_limit(run: RunFile, producer: list[str]) -> float:
+    loop = subprocess.Popen([sys.executable, "-m", "experiments.bench", "broker", "--bare-loop", str(run.folder)])
+    try:
+        return float(json.loads(subprocess.check_output([*producer, "--bare"], text=True))["per_s"])
+    finally:
+        loop.kill()
+        loop.wait()
+
+
+def core_events_per_s(episodes: int = 40_000, live: int = 20_000) -> float:
+    """Events per second of the core alone, with many live episodes (first token, usage, result per episode)."""
+    groups = live // 16
+    core = BrokerCore(Settings(steps=10**6, groups_per_batch=groups, group_size=8, train_tasks=1000, alpha=1))
+    core.server_joined(0, 0, live, 0.0)
+    issued = [a.ticket for a in core.published(Version(0, 0), 0.0) if isinstance(a, IssueTicket)]
+    core.batch_requested(0, 0.0)
+    events = step = place = 0
+    begin = time.perf_counter()
+    while place < episodes:
+        ticket = issued[place]
+        place += 1
+        core.first_token(ticket.ticket_id, ticket.version, 0.0)
+        core.usage(ticket.ticket_id, 10, False, 0.0)
+        actions = core.finished(ticket.ticket_id, Outcome(0, ticket.version.n, 1.0, 10), 0.0)
+        events += 3
+        if any(isinstance(action, EmitBatch) for action in actions):
+            step += 1
+            actions = [*actions, *core.published(Version(0, step), 0.0), *core.batch_requested(step, 0.0)]
+            events += 2
+        issued += [a.ticket for a in actions if isinstance(a, IssueTicket)]
+    return events / (time.perf_counter() - begin)
+
+
+@contextmanager
+def temporary_run() -> Iterator[RunFile]:
+    with tempfile.TemporaryDirectory(prefix="fresco-bench-") as name:
+        folder = Path(name)
+        run = RunFile(
+            config=load_config(None, SETTINGS), run_id=os.urandom(4).hex(), folder=folder, socket_folder=folder,
+            device="cpu", train_tasks=1000, eval_tasks=0, started_at=time.time(),
+        )  # fmt: skip
+        run.save()
+        yield run
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench broker", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--produce", metavar="RUN", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare-loop", metavar="RUN", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.produce:
+        return produce(RunFile.load(options.produce), options.seconds, options.tokens, options.bare)
+    if options.bare_loop:
+        return bare_loop(RunFile.load(options.bare_loop))
+
+    def producer(run: RunFile) -> list[str]:
+        amount = ["--seconds", str(options.seconds), "--tokens", str(options.tokens)]
+        return [sys.executable, "-m", "experiments.bench", "broker", "--produce", str(run.folder), *amount]
+
+    with temporary_run() as run:
+        limit = measure_limit(run, producer(run))
+    with temporary_run() as run:
+        rate, memory = serve_broker(run, producer(run))
+    result: dict[str, Any] = {
+        "trajectory_bytes": 13 * options.tokens,
+        "broker_per_s": round(rate),
+        "bare_pull_per_s": round(limit),
+        "ratio": round(rate / limit, 3),
+        "broker_mb_before_data": round(memory, 1),
+        "core_events_per_s": round(core_events_per_s()),
+        "cores": os.cpu_count(),
+    }
+    print(json.dumps(result, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")

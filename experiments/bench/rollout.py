@@ -189,15 +189,15 @@ def _bare(run: RunFile) -> Iterator[Side]:
 
     async def generate(request: Generate) -> int:
         prompt = tokens_input(request.prompt_ids.tolist())
+        tokens = 0
         async for output in engine.generate(prompt, sampling_params(request), str(request.session)):
-            last = output
-        return len(last.outputs[0].token_ids)
+            tokens += len(output.outputs[0].token_ids)
+        return tokens
 
     try:
         yield Side(generate, _engine_core(os.getpid()), [psutil.Process()])
     finally:
         engine.shutdown(timeout=5)
-        del engine  # its finalizer needs modules that an ending interpreter has dropped
 
 
 @contextlib.asynccontextmanager

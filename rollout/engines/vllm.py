@@ -270,7 +270,7 @@ def sampling_params(request: Generate) -> SamplingParams:
         logprobs=0,  # the sampled token's
         flat_logprobs=True,  # lists of numbers, no dictionary per token
         detokenize=False,
-        output_kind=RequestOutputKind.CUMULATIVE,
+        output_kind=RequestOutputKind.DELTA,  # vLLM ignores the interval for cumulative outputs
         stream_interval=_REPORT_EVERY,
         skip_clone=True,
     )
@@ -326,15 +326,14 @@ def _info(config: VllmConfig) -> EngineInfo:
 
 
 def _take(flight: _Flight, completion: CompletionOutput) -> None:
-    """Append what is new in a cumulative output; the lists of a Sampled always have one length."""
-    sampled = flight.sampled
-    known = len(sampled.token_ids)
-    total = len(completion.token_ids)
-    if total == known:
+    """Append a delta with its versions; the lists of a Sampled always have one length."""
+    sampled, new = flight.sampled, completion.token_ids
+    if not new:
         return
     assert isinstance(completion.logprobs, FlatLogprobs)
-    sampled.token_ids.extend(completion.token_ids[known:total])
-    sampled.logp.extend(completion.logprobs.logprobs[known:total])
+    known, total = len(sampled.token_ids), len(sampled.token_ids) + len(new)
+    sampled.token_ids.extend(new)
+    sampled.logp.extend(completion.logprobs.logprobs)
     spans = flight.spans or [(span.version, span.start) for span in completion.weight_versions or ()]
     for position, (label, start) in enumerate(spans):
         end = spans[position + 1][1] if position + 1 < len(spans) else total

@@ -117,7 +117,8 @@ def test_drain_lets_running_requests_end_under_the_old_weights(rig: Rig) -> None
         tasks = [rig.begin(request) for request in before]
         await asyncio.sleep(0.05)
         load = asyncio.create_task(rig.next())
-        await asyncio.sleep(0.05)
+        while rig.engine._open:
+            await asyncio.sleep(0)
         late = rig.begin(during)
         await load
         return await asyncio.gather(*tasks), await late
@@ -207,7 +208,7 @@ def test_progress_begins_at_the_first_token_and_grows(rig: Rig) -> None:
     result = rig.call(run())
     assert seen[0] == (1, 1, 1) and seen[-1] == (100, 100, 100) and len(result.token_ids) == 100
     assert seen == sorted(seen) and all(len(set(lengths)) == 1 for lengths in seen)
-    assert len(seen) > 5
+    assert 5 < len(seen) < 15  # not a task switch per token
 
 
 def test_a_request_that_does_not_fit_fails_alone(rig: Rig) -> None:

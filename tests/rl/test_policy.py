@@ -140,22 +140,27 @@ def test_dummy_packs_contribute_exactly_nothing(policy: Policy) -> None:
     assert not any(grad.any() for grad in nothing.values())
 
 
+def careless(inputs: LossInputs, options: object) -> LossResult:
+    """A user's loss that knows nothing of masks."""
+    ratio = (inputs.logp_current - inputs.logp_behavior).exp()
+    return LossResult(-ratio * inputs.advantages, {"ratio": ratio.detach()})
+
+
+@pytest.mark.parametrize("loss", ["grpo", f"{__name__}:careless"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: float) -> None:
+def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: float, loss: str) -> None:
     (shard,) = make_shards(1)
     packs = packs_of(shard)
-    clean, stats = backward(policy, packs, shard.loss_tokens)
-
-    def poisoned(values: Tensor, pack: Pack) -> Tensor:
-        return values.masked_fill(~pack.mask, poison)
-
     dirty = [
         replace(
-            pack, logp_behavior=poisoned(pack.logp_behavior, pack), advantages=poisoned(pack.advantages, pack)
+            pack,
+            logp_behavior=pack.logp_behavior.masked_fill(~pack.mask, poison),
+            advantages=pack.advantages.masked_fill(~pack.mask, poison),
         )
         for pack in packs
-    ]  # fmt: skip
-    spoilt, spoilt_stats = backward(policy, dirty, shard.loss_tokens)
+    ]
+    clean, stats = backward(policy, packs, shard.loss_tokens, loss=loss)
+    spoilt, spoilt_stats = backward(policy, dirty, shard.loss_tokens, loss=loss)
     assert largest_difference(clean, spoilt) == 0
     assert spoilt_stats.metrics() == stats.metrics()
 

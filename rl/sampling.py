@@ -1,0 +1,71 @@
+"""Batched sampling from a transformers model in this process: for references and small evaluations, not for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One completion; `logp` are of the distribution sampled from (after the temperature)."""
+
+    token_ids: list[int]  # ends with a stop id unless cut at max_tokens
+    logp: list[float]
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_ids: Sequence[int],
+    max_tokens: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> list[Sampled]:
+    """Complete all prompts together. Temperature 0 is greedy (its log-probabilities are at temperature 1)."""
+    device = next(model.parameters()).device
+    longest = max(map(len, prompts))
+    token_ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    attention = torch.zeros(len(prompts), longest + max_tokens, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):  # padded on the left, so that all rows grow at the same column
+        token_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        attention[row, longest - len(prompt) :] = 1
+    token_ids, attention = token_ids.to(device), attention.to(device)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    stops = torch.tensor(list(stop_ids), device=device)
+    running = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    chosen, chosen_logp, alive, cache = [], [], [], None
+    for column in range(longest, longest + max_tokens):
+        done = column - token_ids.shape[1]  # columns already in the cache
+        output = model(
+            token_ids,
+            attention_mask=attention[:, :column],
+            position_ids=positions[:, done:column],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = output.past_key_values
+        logits = output.logits[:, -1].float() / (temperature or 1.0)  # (prompts, vocabulary)
+        logp = logits.log_softmax(-1)
+        if temperature == 0:
+            picked = logits.argmax(-1, keepdim=True)
+        else:
+            picked = torch.multinomial(logp.exp(), 1, generator=generator)
+        chosen.append(picked[:, 0])
+        chosen_logp.append(logp.gather(1, picked)[:, 0])
+        alive.append(running)
+        running = running & ~torch.isin(picked[:, 0], stops)
+        token_ids = picked
+        if not running.any():
+            break
+    lengths = torch.stack(alive).sum(0).tolist()
+    all_ids, all_logp = torch.stack(chosen, 1).tolist(), torch.stack(chosen_logp, 1).tolist()
+    return [
+        Sampled(ids[:length], logps[:length]) for ids, logps, length in zip(all_ids, all_logp, lengths, strict=True)
+    ]

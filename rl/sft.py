@@ -1,0 +1,118 @@
+"""Supervised training on (prompt, completion) pairs: packed, loss on the completions only.
+
+Used for the warm start of tiny models; works for any decoder of transformers whose head is one linear layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Example:
+    """One demonstration, as token ids; the completion ends with the end-of-turn token."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed examples. Positions restart at each example, which keeps them apart in attention."""
+
+    token_ids: Tensor  # (rows, width) int64
+    position_ids: Tensor  # (rows, width) int64
+    targets: Tensor  # (rows, width) int64, the next token where it belongs to a completion, else IGNORED
+
+
+@dataclass(frozen=True)
+class SupervisedOptions:
+    steps: int
+    lr: float
+    """Highest learning rate: linear warm-up, then half a cosine down to a tenth."""
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    width: int = 256
+    """Tokens of a row; attention on a CPU costs width squared."""
+
+
+def pack_rows(examples: Sequence[Example], width: int, device: torch.device | str = "cpu") -> Rows:
+    """First-fit decreasing into rows of `width` tokens; a longer example widens all rows to its length."""
+    width = max(width, *(len(example) for example in examples))
+    rows: list[list[Example]] = []
+    space: list[int] = []
+    for example in sorted(examples, key=len, reverse=True):
+        row = next((index for index, free in enumerate(space) if free >= len(example)), None)
+        if row is None:
+            rows.append([])
+            space.append(width)
+            row = len(rows) - 1
+        rows[row].append(example)
+        space[row] -= len(example)
+    token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    position_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    targets = torch.full((len(rows), width), IGNORED)
+    for index, row_examples in enumerate(rows):
+        start = 0
+        for example in row_examples:
+            end = start + len(example)
+            completion = torch.tensor(example.completion)
+            token_ids[index, start:end] = torch.tensor([*example.prompt, *example.completion])
+            position_ids[index, start:end] = torch.arange(len(example))
+            targets[index, end - len(completion) - 1 : end - 1] = completion
+            start = end
+        # Padding counts on from 0 as one more example: no target looks at it, and no example sees it.
+        position_ids[index, start:] = torch.arange(width - start)
+    return Rows(token_ids.to(device), position_ids.to(device), targets.to(device))
+
+
+def supervised_loss(model: Any, rows: Rows) -> Tensor:
+    """Mean negative log-likelihood of the completion tokens, in nats; logits are computed for those only."""
+    hidden = model.base_model(
+        input_ids=rows.token_ids, position_ids=rows.position_ids, use_cache=False
+    ).last_hidden_state  # (rows, width, hidden)
+    counted = rows.targets != IGNORED
+    logits = model.get_output_embeddings()(hidden[counted])  # (targets, vocabulary)
+    return F.cross_entropy(logits.float(), rows.targets[counted])
+
+
+def train_supervised(
+    model: nn.Module,
+    next_examples: Callable[[int], Sequence[Example]],
+    options: SupervisedOptions,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train on `next_examples(step)` for `options.steps` steps of AdamW; `report(step, loss)` follows each."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    model.train()
+    for step in range(options.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * _schedule(step, options)
+        loss = supervised_loss(model, pack_rows(next_examples(step), options.width, device))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+        optimizer.step()
+        report(step, loss.item())
+    model.eval()
+
+
+def _schedule(step: int, options: SupervisedOptions) -> float:
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))

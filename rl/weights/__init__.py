@@ -28,6 +28,6 @@ def make_reader(run: RunFile, name: str, incarnation: int) -> WeightReader:
         from rl.weights.shm import ShmReader
 
         return ShmReader(run, name, incarnation)
-    from rl.weights.frames import FramesReader
+    from rl.weights.frames_reader import FramesReader
 
     return FramesReader(run, name, incarnation)

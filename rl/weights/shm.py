@@ -18,6 +18,7 @@ from rl.weights.base import (
     Segment,
     WeightsCorrupt,
     WeightsError,
+    combined_checksum,
     label,
     load_manifest,
     save_manifest,
@@ -99,15 +100,16 @@ class ShmWriter:
     def checksum(self, version: Version, deadline_s: float) -> int:
         mapped = self._opened()
 
-        def ready() -> int | None:
+        def ready() -> np.ndarray | None:
             with mapped.lock() as table:
-                return table.checksum(version)
+                return table.segments_of(version)
 
-        return wait_for(
+        segments = wait_for(
             ready,
             deadline_s,
             lambda: f"learner rank {self._rank} waits for {mapped.table.blockers()}, wants version {label(version)}",
         )
+        return combined_checksum(segments)
 
     def end_leases(self, reader: str, incarnation: int) -> None:
         with self._opened().lock() as table:

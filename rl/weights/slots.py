@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 
 from rl.messages import Version
-from rl.weights.base import WeightsError, combined_checksum, label
+from rl.weights.base import WeightsError, label
 
 _NAME_BYTES = 48
 
@@ -74,7 +74,7 @@ class Lease:
 
 
 class SlotTable:
-    """`spans`: `Manifest.spans()`, the bytes that all ranks together must have written."""
+    """`spans`: `Manifest.spans()`, the bytes that all ranks of this table together must have written."""
 
     def __init__(self, block: memoryview | bytearray, geometry: Geometry, spans: np.ndarray) -> None:
         self.geometry, self._spans = geometry, spans
@@ -130,7 +130,7 @@ class SlotTable:
         row["segments"][rank, : len(table)] = table
         row["count"][rank] = len(table)
         if int(np.count_nonzero(row["done"])) == self.geometry.ranks - 1:
-            self._check_coverage(slot)
+            check_coverage(self.segments(slot), self._spans, f"version {label(self.version(slot))}")
         row["done"][rank] = 1
         if not row["done"].all():
             return False
@@ -199,11 +199,11 @@ class SlotTable:
         table = np.concatenate(parts)
         return table[np.argsort(table[:, 0])]
 
-    def checksum(self, version: Version) -> int | None:
-        """`combined_checksum` of a version that is ready; None if it is not."""
+    def segments_of(self, version: Version) -> np.ndarray | None:
+        """`segments` of a version that is ready; None if it is not."""
         for slot in range(self.geometry.slots):
             if self._ready(slot) and self.version(slot) == version:
-                return combined_checksum(self.segments(slot))
+                return self.segments(slot)
         return None
 
     # ------------------------------------------------------------ leases of the dead
@@ -257,23 +257,20 @@ class SlotTable:
     def _end(self, name: str) -> None:
         self._leases["slot"][self._leases["name"] == name.encode()] = -1
 
-    def _check_coverage(self, slot: int) -> None:
-        # The ranges of the last rank to commit stand in the table already.
-        table = self.segments(slot)[:, :2].astype(np.int64)
-        table = table[table[:, 1] > 0]
-        starts, ends = table[:, 0], table.sum(axis=1)
-        if overlap := np.flatnonzero(starts[1:] < ends[:-1]).tolist():
+
+def check_coverage(segments: np.ndarray, spans: np.ndarray, what: str) -> None:
+    """Raises WeightsError unless the ranges (`SlotTable.segments()`) cover every span and never overlap."""
+    table = segments[segments[:, 1] > 0][:, :2].astype(np.int64)
+    starts, ends = table[:, 0], table.sum(axis=1)
+    if overlap := np.flatnonzero(starts[1:] < ends[:-1]).tolist():
+        raise WeightsError(f"{what}: bytes from {starts[overlap[0] + 1]} on were written twice")
+    # Ranges that touch are one run; each tensor must lie inside a run.
+    opens = np.ones(len(starts), bool)
+    opens[1:] = starts[1:] != ends[:-1]
+    run_starts, run_ends = starts[opens], ends[np.roll(opens, -1)]
+    for begin, end in spans.tolist():
+        run = int(np.searchsorted(run_starts, begin, side="right")) - 1
+        if run < 0 or run_ends[run] < end:
             raise WeightsError(
-                f"version {label(self.version(slot))}: bytes from {starts[overlap[0] + 1]} are written twice"
+                f"{what}: bytes {begin} to {end} (one tensor) were not wholly written; every rank must commit its rows"
             )
-        # Ranges that touch are one run; each tensor must lie inside a run.
-        first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]) if len(starts) else [])
-        run_starts = starts[first]
-        run_ends = ends[np.concatenate([first[1:] - 1, [len(ends) - 1]])] if len(starts) else ends
-        for begin, end in self._spans.tolist():
-            run = int(np.searchsorted(run_starts, begin, side="right")) - 1
-            if run < 0 or run_ends[run] < end:
-                raise WeightsError(
-                    f"version {label(self.version(slot))}: bytes {begin} to {end} (one tensor) were not wholly "
-                    f"written by the {self.geometry.ranks} ranks; every rank must commit all its rows"
-                )

@@ -1,0 +1,216 @@
+"""Who is told to load weights, and when: a state machine without sockets, clock or threads.
+
+Events go in (`publish`, `status`, `peer_died`, `tick`), actions come out. It is level-triggered: statuses arrive
+with every heartbeat and say which version each generator *has*; whoever is behind the newest version, or on
+another epoch, is told to load the newest, versions between are skipped. Invariants:
+
+* nobody is told any version but the newest at that moment, nor told twice while it loads;
+* `rolling`: of the generators that already serve this epoch at most one loads at a time, the one furthest behind
+  first. One that serves nothing yet (just started, or of another epoch) is told at once: it has no capacity to lose;
+* a generator that dies while loading, or reports that its load failed, frees the roll at once; it is told again
+  when its next incarnation reports;
+* a load has a deadline; every load is proven (`rl.weights.proof`), once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl.messages import Version, WeightNotice, WeightStatus
+from rl.weights.base import label
+from rl.weights.proof import History, Published
+
+
+@dataclass(frozen=True)
+class Notify:
+    generator: int
+    notice: WeightNotice
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One load is done and proven; `seconds` from the notice to its report."""
+
+    status: WeightStatus
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LoadedAll:
+    """Every generator of the run has this version, the newest. Once per version."""
+
+    version: Version
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    """A generator could not load; it ends by itself and its next incarnation is told again."""
+
+    generator: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Weights did not arrive as published: the run must not go on."""
+
+    generator: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A load ran past its deadline."""
+
+    generator: int
+    incarnation: int
+    message: str
+
+
+Action = Notify | Loaded | LoadedAll | LoadFailed | Mismatch | Suspect
+
+
+@dataclass
+class _Load:
+    target: Version
+    since: float
+    suspected: bool = False
+
+
+@dataclass
+class _Generator:
+    incarnation: int
+    version: Version
+    load: _Load | None = None
+    unproven: WeightStatus | None = None  # reported before `publish` said what to expect
+    failed: bool = False
+
+
+class UpdaterCore:
+    """`generators`: how many the run has; `deadline_s`: longest load."""
+
+    def __init__(self, *, generators: int, rolling: bool, deadline_s: float, tolerance: float, probe: bool) -> None:
+        self._count, self._rolling, self._deadline_s = generators, rolling, deadline_s
+        self._history = History(tolerance, probe=probe)
+        self._newest: WeightNotice | None = None
+        self._generators: dict[int, _Generator] = {}
+        self._dead: dict[int, int] = {}  # generator -> newest incarnation known to be dead
+        self._all_have: Version | None = None  # newest version announced as LoadedAll
+
+    def publish(
+        self, now: float, version: Version, checksum: int, probe_ids: list[int], probe_logp: list[float]
+    ) -> list[Action]:
+        """`version`, newer than any before, can be leased. Raises ValueError if it is not newer."""
+        if self._newest is not None and version <= self._newest.version:
+            raise ValueError(f"version {label(version)} published after {label(self._newest.version)}")
+        self._newest = WeightNotice(version, probe_ids)
+        self._history.add(Published(version, checksum, tuple(probe_ids), np.array(probe_logp, np.float64)))
+        actions: list[Action] = []
+        for generator in self._generators.values():
+            # A reader leases the newest slot, which may be complete a moment before it is announced here.
+            if generator.unproven is not None:
+                actions += self._prove(now, generator, generator.unproven)
+        return actions + self._advance(now)
+
+    def status(self, now: float, status: WeightStatus) -> list[Action]:
+        """A heartbeat. Statuses of earlier incarnations, late on the wire, are ignored."""
+        if status.incarnation <= self._dead.get(status.generator, -1):
+            return []
+        known = self._generators.get(status.generator)
+        if known is not None and status.incarnation < known.incarnation:
+            return []
+        if known is None or status.incarnation > known.incarnation:
+            known = _Generator(status.incarnation, Version(-1, -1))
+            self._generators[status.generator] = known
+        actions: list[Action] = []
+        if status.error:
+            if not known.failed:
+                actions.append(LoadFailed(status.generator, status.error))
+            known.failed, known.load = True, None
+        elif status.version != known.version:
+            known.version, known.unproven = status.version, None
+            if self._newest is None or status.version.epoch == self._newest.version.epoch:
+                actions += self._prove(now, known, status)
+        return actions + self._advance(now)
+
+    def peer_died(self, now: float, generator: int, incarnation: int) -> list[Action]:
+        """The supervisor has fenced this incarnation."""
+        self._dead[generator] = max(incarnation, self._dead.get(generator, -1))
+        known = self._generators.get(generator)
+        if known is not None and known.incarnation <= incarnation:
+            del self._generators[generator]
+        return self._advance(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Name loads that ran past their deadline, once each."""
+        actions: list[Action] = []
+        for index, generator in self._generators.items():
+            load = generator.load
+            if load is not None and not load.suspected and now - load.since > self._deadline_s:
+                load.suspected = True
+                message = (
+                    f"learner waits for generator {index} (incarnation {generator.incarnation}) to load weights "
+                    f"{label(load.target)} since {now - load.since:.0f} s, it has {label(generator.version)}; "
+                    "see its log, or raise weights.deadline_s"
+                )
+                actions.append(Suspect(index, generator.incarnation, message))
+        return actions
+
+    @property
+    def loading(self) -> list[int]:
+        """Generators that were told a version and have not reported it."""
+        return sorted(index for index, generator in self._generators.items() if generator.load is not None)
+
+    def waiting_for(self) -> dict[int, str]:
+        """What each generator is at, for a state dump."""
+        return {
+            index: f"incarnation {generator.incarnation} has {label(generator.version)}"
+            + (f", loading {label(generator.load.target)}" if generator.load else "")
+            for index, generator in sorted(self._generators.items())
+        }
+
+    def _prove(self, now: float, generator: _Generator, status: WeightStatus) -> list[Action]:
+        if self._newest is None or status.version > self._newest.version:
+            generator.unproven = status
+            return []
+        load, generator.unproven = generator.load, None
+        if load is not None and status.version >= load.target:
+            generator.load = None
+        if not self._history.knows(status.version):
+            return []
+        fault = self._history.fault(status)
+        if fault is not None:
+            return [Mismatch(status.generator, fault)]
+        return [Loaded(status, now - load.since if load is not None else 0.0)]
+
+    def _advance(self, now: float) -> list[Action]:
+        """Tell whoever is to load next, and announce a version that has reached everyone."""
+        if self._newest is None:
+            return []
+        newest = self._newest.version
+        idle = [
+            index
+            for index, generator in self._generators.items()
+            if generator.load is None
+            and not generator.failed
+            and (generator.version < newest or generator.version.epoch != newest.epoch)
+        ]
+        idle.sort(key=lambda index: (self._generators[index].version, index))
+        actions: list[Action] = []
+        for index in idle:
+            if self._rolling and self._serves(index) and any(self._serves(other) for other in self.loading):
+                continue
+            self._generators[index].load = _Load(newest, now)
+            actions.append(Notify(index, self._newest))
+        have = [g for g in self._generators.values() if g.version == newest and not g.failed]
+        if len(have) == self._count and self._all_have != newest:
+            self._all_have = newest
+            actions.append(LoadedAll(newest))
+        return actions
+
+    def _serves(self, index: int) -> bool:
+        assert self._newest is not None
+        version = self._generators[index].version
+        return version.epoch == self._newest.version.epoch and version.n >= 0

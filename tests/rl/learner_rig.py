@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import zmq
 
+from rl.config import load_config
 from rl.messages import (
     BatchRequest,
     Done,
@@ -78,7 +81,7 @@ class Rig:
             if not isinstance(message, Register | Heartbeat):
                 self.inbox.append(message)
 
-    def take(self, kind: type[M], deadline_s: float = 60.0) -> M:
+    def take(self, kind: type[M], deadline_s: float = 180.0) -> M:
         """The next message of this type; others stay. A learner that gives up instead fails the test with its log."""
         deadline = time.monotonic() + deadline_s
         while True:
@@ -180,3 +183,15 @@ def _shard(
         policy_version=np.where(mask, version, -1).astype(np.int32), loss_tokens=sum(row.loss_tokens for row in rows),
         metrics={"staleness/mean": float(step - version)},
     )  # fmt: skip
+
+
+def make_learner_run(*overrides: str, **fields: Any) -> RunFile:
+    """A saved RunFile in a new folder with a short path; the caller removes the folder."""
+    folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))
+    values = {
+        "config": load_config(None, list(overrides)), "run_id": uuid.uuid4().hex[:8], "folder": folder,
+        "socket_folder": folder, "device": "cpu", "train_tasks": 1000, "eval_tasks": 16, "started_at": time.time(),
+    }  # fmt: skip
+    run = RunFile.model_validate(values | fields)
+    run.save()
+    return run

@@ -19,9 +19,10 @@ SIMULATED = ("learner.kind=simulated", "learner.simulated_weight_bytes=4096", "w
 MODULE = "rl.simulated_learner"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, ranks: int) -> None:
-    run = make_run(*SIMULATED, "steps=3", "learner.simulated_step_s=0.01", f"learner.ranks={ranks}", "eval.tasks=5")
+@pytest.mark.parametrize("transport, ranks", [("shm", 1), ("shm", 2), ("zmq", 2)])
+def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transport: str, ranks: int) -> None:
+    settings = ("steps=3", "learner.simulated_step_s=0.01", "eval.tasks=5", f"weights.transport={transport}")
+    run = make_run(*SIMULATED, *settings, f"learner.ranks={ranks}")
     batches = [make_batch(step, ranks=ranks) for step in range(3)]
     with Rig(run, MODULE) as rig:
         rig.published(0)

@@ -75,7 +75,7 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int) -> Child:
 
 
 def end_all(children: list[Child], patience_s: float) -> list[str]:
-    """Wait for children that were told to stop; kill what is left, and every other descendant.
+    """Wait for children that were told to stop, then kill what is left of each one's process group.
 
     Returns the names of the children that had to be killed.
     """
@@ -85,17 +85,20 @@ def end_all(children: list[Child], patience_s: float) -> list[str]:
         waiting = [child for child in waiting if child.popen.poll() is None]
         if waiting:
             time.sleep(0.02)
-    killed = [child.name for child in waiting]
     for child in children:  # the whole process group, also where only the leader has ended
         child.kill()
     for child in waiting:
         child.popen.wait(timeout=5)
+    return [child.name for child in waiting]
+
+
+def end_descendants() -> None:
+    """Kill every process below this one, adopted grandchildren included."""
     descendants = psutil.Process().children(recursive=True)
     for process in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(descendants, timeout=2)
-    return killed
 
 
 def log_tail(path: Path, lines: int = 15) -> str:

@@ -25,13 +25,15 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("overrides", nargs="*", metavar="key=value")
     run.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
     commands.add_parser("doctor", help="say what this machine has and what is missing")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if unknown := [item for item in rest if item.startswith("-") or arguments.command != "run"]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.command == "doctor":
         from launch.doctor import diagnose
 
         return diagnose()
     try:
-        return _run(load_config(arguments.recipe, arguments.overrides), dry=arguments.dry_run)
+        return _run(load_config(arguments.recipe, arguments.overrides + rest), dry=arguments.dry_run)
     except ConfigError as error:
         print(f"fresco: {error}", file=sys.stderr)
         return 2

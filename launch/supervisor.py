@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from launch.children import Child, adopt_orphans, end_all, log_tail, spawn
+from launch.children import Child, adopt_orphans, end_all, end_descendants, log_tail, spawn
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Observed, build_summary
@@ -29,6 +29,8 @@ from rl.weights.segment import unlink_segments
 
 _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts
 _POLL_MS = 50
+_TRACKER_S = 30.0  # an online dashboard may still be sending
+_TRACKER_HURRIED_S = 1.5  # after Ctrl-C or a failure: with timeouts.stop_s, all ends within 10 s
 
 
 class RunFailed(RuntimeError):
@@ -76,7 +78,8 @@ class Supervisor:
         finally:
             for number in handlers:  # a second Ctrl-C must not interrupt the clean-up
                 signal.signal(number, signal.SIG_IGN)
-            self._tear_down("interrupted" if interrupted else str(error) if error else "finished")
+            reason = "interrupted" if interrupted else str(error) if error else "finished"
+            self._tear_down(reason, _TRACKER_S if reason == "finished" else _TRACKER_HURRIED_S)
         idle = self.observed.idle_fraction(self.state.children)
         summary = build_summary(self.run, self.state.reports, self.observed, str(error) if error else "", idle)
         (self.run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -205,7 +208,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ end
 
-    def _tear_down(self, reason: str) -> None:
+    def _tear_down(self, reason: str, tracker_s: float) -> None:
         children = list(self.state.children.values())
         self.display.ending(reason)
         if self._socket is not None:
@@ -222,7 +225,9 @@ class Supervisor:
         unlink_segments(self.run.run_id)
         shutil.rmtree(self.run.socket_folder, ignore_errors=True)
         (self.run.folder / "pid").unlink(missing_ok=True)
-        self.tracker.close()
+        if not self.tracker.close(tracker_s):
+            self.display.note(f"the tracker did not finish within {tracker_s:g} s; metrics.jsonl has every row")
+        end_descendants()
 
 
 def _interrupt(_number: int, _frame: object) -> None:

@@ -133,9 +133,9 @@ class Process:
         os.eventfd_write(self.wake_fd, 1)
 
     def _serve_control(self) -> None:
-        socket = open_socket(
-            zmq.DEALER, self.run, "control", identity=identity(self.role, self.index, self.incarnation)
-        )
+        context = zmq.Context()  # its own, so that ending it means that the last words have left
+        name = identity(self.role, self.index, self.incarnation)
+        socket = open_socket(zmq.DEALER, self.run, "control", identity=name, context=context)
         send(socket, Register(self.role, self.index, self.incarnation, os.getpid()))
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)

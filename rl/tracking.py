@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,6 +89,9 @@ class Tracker:
         for sink in self._sinks:
             sink.log(step, values, histograms or {})
 
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+    def close(self, deadline_s: float) -> bool:
+        """Flush everything. False if a sink did not finish in time; its thread is left to die with the process."""
+        closing = threading.Thread(target=lambda: [sink.close() for sink in self._sinks], daemon=True)
+        closing.start()
+        closing.join(deadline_s)
+        return not closing.is_alive()

@@ -38,7 +38,7 @@ def history_rows(data: bytes) -> list[dict[str, object]]:
 def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
     tracker = Tracker(TrackingConfig(wandb="disabled"), tmp_path, "run", {})
     tracker.log(3, {"train/loss": 0.5, "x": float("nan")}, {"staleness": [0.0, 1.0]})
-    tracker.close()
+    assert tracker.close(30)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["step"] == 3 and row["train/loss"] == 0.5 and row["x"] is None and row["staleness"] == [0.0, 1.0]
 
@@ -48,7 +48,7 @@ def test_wandb_keeps_rows_whose_step_goes_backwards(tmp_path: Path) -> None:
     tracker = Tracker(TrackingConfig(wandb="offline"), tmp_path, "run", {"a": 1})
     tracker.log(5, {"train/loss": 0.5}, {"staleness": [0.0, 1.0, 1.0]})
     tracker.log(4, {"eval/accuracy": 0.25})
-    tracker.close()
+    assert tracker.close(30)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = history_rows(path.read_bytes())
     assert [row["step"] for row in rows] == [5, 4]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -22,12 +23,15 @@ def sample(
     model: Any,
     prompts: Sequence[Sequence[int]],
     *,
+    seeds: Sequence[int],
     stop_ids: Sequence[int],
     max_tokens: int,
     temperature: float = 1.0,
-    generator: torch.Generator | None = None,
 ) -> list[Sampled]:
-    """Complete all prompts together. Temperature 0 is greedy (its log-probabilities are at temperature 1)."""
+    """Complete all prompts together; seeds[i] alone decides the draws of prompts[i].
+
+    Temperature 0 is greedy (its log-probabilities are at temperature 1).
+    """
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     token_ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -37,6 +41,8 @@ def sample(
         attention[row, longest - len(prompt) :] = 1
     token_ids, attention = token_ids.to(device), attention.to(device)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
+    draws = np.stack([np.random.default_rng(seed).random(max_tokens, np.float32) for seed in seeds])
+    uniform = torch.from_numpy(draws).to(device).T.contiguous()  # (max_tokens, prompts)
     stops = torch.tensor(list(stop_ids), device=device)
     running = torch.ones(len(prompts), dtype=torch.bool, device=device)
     chosen, chosen_logp, alive, cache = [], [], [], None
@@ -56,7 +62,9 @@ def sample(
         if temperature == 0:
             picked = logits.argmax(-1, keepdim=True)
         else:
-            picked = torch.multinomial(logp.exp(), 1, generator=generator)
+            # By inverting the cumulative distribution, which float rounding may leave just below 1.
+            picked = torch.searchsorted(logp.exp().cumsum(-1), uniform[column - longest, :, None])
+            picked = picked.clamp(max=logits.shape[-1] - 1)
         chosen.append(picked[:, 0])
         chosen_logp.append(logp.gather(1, picked)[:, 0])
         alive.append(running)

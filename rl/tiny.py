@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
-from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import rl.sft
@@ -32,7 +32,7 @@ from envs.math import arithmetic
 from envs.math.answers import last_box
 from rl.sampling import sample
 from rl.sft import Example, SupervisedOptions, train_supervised
-from rl.word_tokenizer import PADDING, TURN_END, build_tokenizer, save_tokenizer
+from rl.word_tokenizer import PADDING, TURN_END, build_tokenizer, id_of, save_tokenizer
 from rollout.tokenizer import ChatTokenizer
 
 _SOURCES = (arithmetic.__file__, rl.sft.__file__, rl.word_tokenizer.__file__, __file__)
@@ -43,12 +43,12 @@ class TinyRecipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    hidden_size: int = Field(128, ge=8)
-    layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
+    hidden_size: int = Field(192, ge=8)
+    layers: int = Field(2, ge=1)
+    heads: int = Field(6, ge=1)
     kv_heads: int = Field(2, ge=1)
     head_dim: int = Field(32, ge=8)
-    ffn_size: int = Field(512, ge=8)
+    ffn_size: int = Field(640, ge=8)
     max_length: int = Field(512, ge=64)
     """Longest context, in tokens."""
     seed: int = 0
@@ -105,7 +105,7 @@ def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> flo
         stop_ids=tokenizer.stop_ids,
         max_tokens=32,
         temperature=temperature,
-        generator=torch.Generator().manual_seed(seed),
+        seeds=range(seed, seed + tasks),
     )
     right = [
         last_box(tokenizer.decode(answer.token_ids)) == problem.answer
@@ -122,7 +122,7 @@ def prompt_ids(tokenizer: ChatTokenizer, problem: arithmetic.ArithmeticProblem) 
 def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
     started = time.monotonic()
     tokenizer = build_tokenizer(arithmetic.texts())
-    end, padding = tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(PADDING)
+    end, padding = (id_of(tokenizer, token) for token in (TURN_END, PADDING))
     save_tokenizer(tokenizer, folder, recipe.max_length)
     model = _initial_model(recipe, tokenizer.get_vocab_size(), end, padding)
     model.generation_config = GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding, do_sample=True)
@@ -143,7 +143,7 @@ def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
     model.save_pretrained(folder)
 
 
-def _initial_model(recipe: TinyRecipe, vocabulary: int, end: int, padding: int) -> nn.Module:
+def _initial_model(recipe: TinyRecipe, vocabulary: int, end: int, padding: int) -> Any:
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=recipe.hidden_size,
@@ -168,7 +168,7 @@ def _options(recipe: TinyRecipe) -> SupervisedOptions:
 
 
 def _demonstrations(recipe: TinyRecipe, folder: Path, words: Tokenizer) -> Callable[[int], list[Example]]:
-    tokenizer, end = ChatTokenizer(folder), words.token_to_id(TURN_END)
+    tokenizer, end = ChatTokenizer(folder), id_of(words, TURN_END)
     student = arithmetic.Student(recipe.hasty, recipe.slip)
 
     def next_examples(step: int) -> list[Example]:

@@ -48,6 +48,14 @@ def build_tokenizer(corpus: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must exist. Raises KeyError."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja as transformers and vLLM read them."""
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -190,7 +190,7 @@ def problem(split: str, index: int, seed: int = 0) -> ArithmeticProblem:
 
 def size(split: str) -> int:
     """Problems of a split: as many as there are combinations of numbers in it."""
-    return sum(len(_combinations(split, kind)) for kind in range(len(KINDS)))
+    return sum(len(combinations(split, kind)) for kind in range(len(KINDS)))
 
 
 def solution(problem: ArithmeticProblem) -> str:
@@ -219,7 +219,8 @@ def texts() -> Iterator[str]:
     """Texts that between them contain every word of questions and answers, for the tokenizer's vocabulary."""
     for kind in KINDS:
         for wording in kind.wordings:
-            for name, thing, place in product(NAMES, THINGS, PLACES):
+            for turn, (name, thing) in enumerate(zip(NAMES, THINGS, strict=True)):
+                place = PLACES[turn % len(PLACES)]
                 yield wording.format(A=name, B=name, C=name, t=thing, p=place, a=1, b=2, c=3)
     yield "1+2=3; 3-1=2; 1*2=2; \\boxed{2}"
     yield "\\boxed{2}"
@@ -262,7 +263,7 @@ def _kind(name: str) -> Kind:
 
 
 @cache
-def _combinations(split: str, kind_index: int) -> tuple[tuple[int, ...], ...]:
+def combinations(split: str, kind_index: int) -> tuple[tuple[int, ...], ...]:
     """All numbers of a kind that belong to the split and stay within 0 .. LARGEST in every step."""
     if split not in ("train", "eval"):
         raise ValueError(f"split={split!r}: must be train or eval")
@@ -279,6 +280,6 @@ def _combinations(split: str, kind_index: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def _order(split: str, kind_index: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    shuffled = list(_combinations(split, kind_index))
+    shuffled = list(combinations(split, kind_index))
     random.Random(f"{split} {kind_index} {seed}").shuffle(shuffled)
     return tuple(shuffled)

@@ -1,0 +1,225 @@
+"""Rollout, then train, in one process: what the asynchronous system must equal at alpha = 0.
+
+    python -m experiments.plain_loop experiments/math_cpu.yaml [--lag 1] [--rows FILE] [key=value ...]
+
+It reads the same configuration and uses the same tasks, seeds, advantages, loss and optimizer as a run of the
+system, but no process, socket, broker or transport. Left out: multi-turn environments, filtering, redundancy,
+sharding, minibatches and checkpoints. `lag` trains each batch that many versions after it was sampled: what the
+learner sees at alpha = lag when it is the bottleneck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from algos.registry import Advantage, Loss, get_advantage, make_loss
+from envs.math.environment import MathEnvironment, MathFamily
+from envs.registry import make_family
+from rl.config import Config, load_config
+from rl.messages import SampleRow, Shard
+from rl.optimizer import Optimizer
+from rl.packing import batch_advantages, make_packs
+from rl.policy import Policy, load_policy
+from rl.sampling import Sampled, sample
+from rl.tiny import TinyRecipe, ensure_tiny_model
+from rl.update import accumulate_gradients
+from rollout.seeds import sample_seed, task_order, turn_seed
+from rollout.tokenizer import ChatTokenizer
+
+
+class Generate(Protocol):
+    """Completes all prompts under the present weights; completion i depends on prompts[i] and seeds[i] only."""
+
+    def __call__(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], temperature: float, max_tokens: int
+    ) -> list[Sampled]: ...
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One episode: a prompt, its completion and what the verifier said."""
+
+    prompt: list[int]
+    completion: Sampled
+    reward: float
+
+
+class PlainLoop:
+    """Policy, tasks and optimizer of one process. `generate` None: the policy itself samples."""
+
+    def __init__(self, config: Config, folder: Path, generate: Generate | None = None) -> None:
+        if config.learner.minibatches != 1 or config.rollout.filter_constant_groups:
+            raise ValueError("the plain loop knows neither minibatches nor filtering")
+        self.config = config
+        family = make_family(config)
+        if not isinstance(family, MathFamily):
+            raise ValueError(f"env.name={config.env.name!r}: the plain loop runs one-turn maths only")
+        self.family: MathFamily = family
+        self.tokenizer: ChatTokenizer = ChatTokenizer(folder)
+        self.policy: Policy = load_policy(folder, logprob_chunk=config.learner.logprob_chunk)
+        self.optimizer: Optimizer = Optimizer(self.policy, config.learner, config.steps)
+        self.loss: Loss = make_loss(config.algo.loss, config.algo.options)
+        self.advantage: Advantage = get_advantage(config.algo.advantage)
+        self.generate: Generate = generate or self._sample_here
+
+    def rollout(self, step: int) -> list[Attempt]:
+        """The batch of `step`: the tasks and seeds that a run of the system gives the same sample ids."""
+        settings, count = self.config.rollout, self.family.task_count("train")
+        first = step * settings.groups_per_batch
+        tasks = []
+        for group in range(first, first + settings.groups_per_batch):
+            data_pass, place = divmod(group, count)
+            tasks += [int(task_order(self.config.seed, data_pass, count)[place])] * settings.group_size
+        ids = range(first * settings.group_size, first * settings.group_size + len(tasks))
+        return self._attempts("train", tasks, ids, self.config.sampling.temperature)
+
+    def evaluate(self, temperature: float) -> float:
+        """Share of held-out tasks answered right."""
+        tasks = range(min(self.config.eval.tasks, self.family.task_count("eval")))
+        attempts = self._attempts("eval", tasks, [-1 - task for task in tasks], temperature)
+        return sum(attempt.reward for attempt in attempts) / max(1, len(attempts))
+
+    def train(self, step: int, batch: Sequence[Attempt], lag: int = 0) -> dict[str, float]:
+        """One optimizer step on a batch sampled `lag` versions ago; the update's metrics."""
+        group_size = self.config.rollout.group_size
+        shard = make_shard(step, batch, group_size, step - lag)
+        advantages = batch_advantages(shard, self.advantage)
+        packs = make_packs(shard, advantages, self.config.learner.max_tokens_per_pack, step)
+        temperature, tokens = self.config.sampling.temperature, shard.loss_tokens
+        stats = accumulate_gradients(self.policy, packs, self.loss, temperature=temperature, global_tokens=tokens)
+        grad_norm, rate = self.optimizer.step(step)
+        rewards = [attempt.reward for attempt in batch]
+        lengths = [len(attempt.completion.token_ids) for attempt in batch]
+        return stats.metrics() | {
+            "train/grad_norm": grad_norm,
+            "train/lr": rate,
+            "reward/mean": sum(rewards) / len(rewards),
+            "length/mean": sum(lengths) / len(lengths),
+            "batch/tokens": float(sum(shard.lengths)),
+        }
+
+    def _attempts(self, split: str, tasks: Sequence[int], ids: Sequence[int], temperature: float) -> list[Attempt]:
+        problems = [self.family.task(split, task) for task in tasks]
+        prompts = asyncio.run(self._prompts(problems))
+        seeds = [turn_seed(sample_seed(self.config.seed, sample_id), 0) for sample_id in ids]
+        completions = self.generate(prompts, seeds, temperature, self.config.sampling.max_tokens)
+        texts = [self.tokenizer.decode(completion.token_ids) for completion in completions]
+        rewards = asyncio.run(self._rewards(problems, texts))
+        return [Attempt(*fields) for fields in zip(prompts, completions, rewards, strict=True)]
+
+    async def _prompts(self, problems: Sequence[Any]) -> list[list[int]]:
+        return [self.tokenizer.prompt(await MathEnvironment(self.family).reset(problem)) for problem in problems]
+
+    async def _rewards(self, problems: Sequence[Any], texts: Sequence[str]) -> list[float]:
+        rewards = []
+        for problem, text in zip(problems, texts, strict=True):
+            environment = MathEnvironment(self.family)
+            await environment.reset(problem)
+            rewards.append((await environment.step(text)).reward)
+        await self.family.stop()
+        return rewards
+
+    def _sample_here(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], temperature: float, max_tokens: int
+    ) -> list[Sampled]:
+        return sample(
+            self.policy.model,
+            prompts,
+            seeds=seeds,
+            stop_ids=self.tokenizer.stop_ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+        )
+
+
+def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: int) -> Shard:
+    """The batch as the broker would send it to a single rank; whole groups stand together."""
+    lengths = [len(attempt.prompt) + len(attempt.completion.token_ids) for attempt in batch]
+    starts = [len(attempt.prompt) for attempt in batch]
+    mask = [np.arange(length) >= start for length, start in zip(lengths, starts, strict=True)]
+    first = step * len(batch)
+    rows = [
+        SampleRow(
+            first + place, (first + place) // group_size, attempt.reward, lengths[place],
+            len(attempt.completion.token_ids), version,
+        )
+        for place, attempt in enumerate(batch)
+    ]  # fmt: skip
+    return Shard(
+        step=step,
+        rank=0,
+        epoch=0,
+        rows=rows,
+        members=list(range(len(batch))),
+        lengths=lengths,
+        turn_starts=[[start] for start in starts],
+        token_ids=np.concatenate([[*one.prompt, *one.completion.token_ids] for one in batch]).astype(np.int32),
+        loss_mask=np.concatenate(mask).astype(np.uint8),
+        logp_behavior=np.concatenate([[0.0] * len(one.prompt) + one.completion.logp for one in batch]).astype(
+            np.float32
+        ),
+        policy_version=np.where(np.concatenate(mask), version, -1).astype(np.int32),
+        loss_tokens=sum(row.loss_tokens for row in rows),
+    )
+
+
+def run(loop: PlainLoop, lag: int = 0) -> Iterator[dict[str, float]]:
+    """Train `config.steps` batches; yields one row of metrics per step, with held-out accuracy when it is due."""
+    config = loop.config
+    waiting: deque[list[Attempt]] = deque()
+    sampled = 0
+    for step in range(config.steps + 1):
+        begin = time.process_time()
+        row = {"step": float(step)}
+        due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
+        if due and config.eval.tasks:
+            row |= {"eval/greedy": loop.evaluate(0.0), "eval/sampled": loop.evaluate(1.0)}
+        if step == config.steps:
+            yield row
+            return
+        while sampled <= min(step + lag, config.steps - 1):
+            waiting.append(loop.rollout(sampled))
+            sampled += 1
+        rolled_out = time.process_time()
+        row |= loop.train(step, waiting.popleft(), min(step, lag))
+        yield row | {"cpu_s/rollout": rolled_out - begin, "cpu_s/train": time.process_time() - rolled_out}
+
+
+def model_folder(config: Config) -> Path:
+    if config.model.path != "tiny":
+        return Path(config.model.path)
+    return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
+
+
+def main(print_line: Callable[[str], None] = print) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--lag", type=int, default=0, help="versions between sampling and training")
+    parser.add_argument("--rows", type=Path, help="write one JSON line per step to this file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    config = load_config(arguments.recipe, arguments.overrides)
+    torch.set_num_threads(config.learner.threads)
+    rows = []
+    shown = ("eval/greedy", "eval/sampled", "reward/mean", "length/mean", "train/grad_norm", "batch/tokens")
+    for row in run(PlainLoop(config, model_folder(config)), arguments.lag):
+        rows.append(json.dumps(row))
+        if "eval/greedy" in row or int(row["step"]) % 10 == 0:
+            print_line(f"{int(row['step']):4d}  " + "  ".join(f"{k} {row[k]:.3f}" for k in shown if k in row))
+    if arguments.rows:
+        arguments.rows.write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -148,6 +148,7 @@ class ShmReader:
         self._mapped: Mapped | None = None
         self._row = -1
         self._lease: Lease | None = None
+        self._segments = np.empty((0, 3), np.uint64)  # of the leased slot, as it was when leased
         self._dead = _DeadReaders()
 
     @property
@@ -171,13 +172,13 @@ class ShmReader:
     def checksum(self) -> int:
         """As in `WeightReader`; 0 if the slot was overwritten meanwhile, which `release` then tells."""
         mapped, lease = self._held()
-        return self._verified(Verifier(mapped.slot(lease.slot), mapped.table.segments(lease.slot), mapped.manifest))
+        return self._verified(Verifier(mapped.slot(lease.slot), self._segments, mapped.manifest))
 
     def copy(self, into: memoryview) -> int:
         """Copy the leased bytes into `into` and verify the copy chunk by chunk; returns as `checksum()`."""
         mapped, lease = self._held()
         source, target = np.frombuffer(mapped.slot(lease.slot), np.uint8), np.frombuffer(into, np.uint8)
-        verifier = Verifier(into, mapped.table.segments(lease.slot), mapped.manifest)
+        verifier = Verifier(into, self._segments, mapped.manifest)
 
         def chunks() -> Iterator[int]:
             for begin in range(0, len(source), CHUNK_BYTES):
@@ -221,6 +222,8 @@ class ShmReader:
             lease = table.lease(self._row, self._incarnation, at_least)
             if lease is None:
                 self._dead.end(table)
+            else:
+                self._segments = table.segments(lease.slot)
             return lease
 
     def _waiting(self, at_least: Version) -> str:

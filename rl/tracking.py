@@ -55,6 +55,7 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # its service ends now, in order, not at exit when it has been killed
 
 
 class Nothing:

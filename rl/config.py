@@ -224,6 +224,8 @@ class TrackingConfig(Section):
     """`auto`: online when an account is configured, else offline."""
     project: str = "fresco"
     """wandb project."""
+    save_batches: bool = False
+    """Keep every trained batch as `<run>/batches/<step>.<rank>.msgpack` (rl/batch_files.py reads them)."""
     live: bool = True
     """Progress table in the terminal (plain lines when it is not a terminal)."""
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from rl.batch_files import write_shard_file
 from rl.batches import check_shard
 from rl.messages import (
     BatchRequest,
@@ -109,6 +110,8 @@ class LearnerLink:
             message, step=step, rank=self.rank, epoch=self.run.epoch,
             staleness_bound=self.config.rollout.staleness_bound,
         )  # fmt: skip
+        if self.config.tracking.save_batches:
+            write_shard_file(self.run.folder, message)
         return message
 
     # ------------------------------------------------------------ weights, journal, metrics

@@ -31,11 +31,9 @@ def fault(trajectory: Trajectory) -> str:
     length = int(np.count_nonzero(generated))
     if trajectory.tokens_generated < length:
         return f"{length} tokens in the loss mask, {trajectory.tokens_generated} generated"
-    with np.errstate(invalid="ignore"):  # inf - inf
-        total = trajectory.logp_behavior.sum(dtype=np.float64)
-    if not math.isfinite(total):  # cheaper than isfinite().all(): NaN and inf persist in a sum
+    if not np.isfinite(trajectory.logp_behavior).all():
         return "logp_behavior is not finite"
-    if np.min(trajectory.policy_version, initial=0, where=generated) < 0:
+    if length and trajectory.policy_version[generated].min() < 0:
         return "generated tokens without a policy version"
     end = 0
     for turn in trajectory.turns:
@@ -48,13 +46,18 @@ def fault(trajectory: Trajectory) -> str:
 
 
 def outcome_of(trajectory: Trajectory) -> Outcome:
-    """What the core needs to know. Success is the environment's `info["success"]`, else a positive reward."""
+    """What the core needs to know of a trajectory without fault.
+
+    Success is the environment's `info["success"]`, else a positive reward.
+    """
+    generated = trajectory.loss_mask.view(np.bool_)
+    length = int(np.count_nonzero(generated))
     return Outcome(
         epoch=trajectory.epoch,
-        first_version=trajectory.first_version,
+        first_version=int(trajectory.policy_version[generated.argmax()]) if length else -1,
         reward=trajectory.reward,
         tokens_generated=trajectory.tokens_generated,
-        length=int(np.count_nonzero(trajectory.loss_mask)),
+        length=length,
         turns=len(trajectory.turns),
         success=float(trajectory.info.get("success", trajectory.reward > 0)),
         seconds=trajectory.seconds,

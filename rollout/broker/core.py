@@ -36,9 +36,8 @@ from typing import Any
 from rl.messages import Ticket, Version
 from rollout.broker import journal
 from rollout.broker.actions import Action, CancelTickets, IssueTicket, Outcome
-from rollout.broker.groups import Group
-from rollout.broker.ledger import Attempt, State
 from rollout.broker.lifecycle import Lifecycle
+from rollout.broker.records import Attempt, Group, State
 from rollout.seeds import sample_seed
 
 BACKSTOP_S = 30.0  # an environment server ends its own overdue episodes; after this much longer the broker does

@@ -7,43 +7,8 @@ matter span S + 1 values, so walking the buckets' keys is cheap, and each group 
 from __future__ import annotations
 
 import heapq
-from enum import Enum, auto
 
-from rollout.broker.ledger import Sample, State
-from rollout.broker.tasks import Assignment
-
-_LIVE = (State.RUNNING, State.WAITING)
-
-
-class Phase(Enum):
-    OPEN = auto()  # some of its G results are missing
-    READY = auto()  # G results, not in a batch
-    BATCHED = auto()
-    ENDED = auto()
-
-
-class Group:
-    """G + g samples of one task. `version` is v(group): the smallest first-token version of its live members."""
-
-    __slots__ = ("alive", "assignment", "done", "group_id", "members", "opened_at", "phase", "rank", "version")
-
-    def __init__(self, group_id: int, assignment: Assignment, size: int, rank: float, now: float) -> None:
-        self.group_id = group_id  # also its issue number
-        self.assignment = assignment
-        self.members = [Sample(group_id * size + member, self) for member in range(size)]
-        self.phase = Phase.OPEN
-        self.version: int | None = None
-        self.done = 0  # accepted results
-        self.alive = size  # members that have not failed for good
-        self.rank = rank  # issue priority, lower first
-        self.opened_at = now
-
-    def live_version(self) -> int | None:
-        versions = [m.version for m in self.members if m.version is not None and m.state in _LIVE]
-        return min(versions) if versions else None
-
-    def accepted(self) -> list[Sample]:
-        return [member for member in self.members if member.outcome is not None]
+from rollout.broker.records import Group, Phase
 
 
 class GroupBook:

@@ -19,28 +19,10 @@ All transitions pass through `move`, the only place that changes a state.
 from __future__ import annotations
 
 from collections import deque
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rollout.broker.actions import Outcome
-    from rollout.broker.groups import Group
+from rollout.broker.records import ENDS, NAMES, Attempt, Sample, State
 
-
-class State(IntEnum):
-    QUEUED = 0
-    RUNNING = 1
-    WAITING = 2
-    BATCHED = 3
-    TRAINED = 4
-    STALE = 5
-    FILTERED = 6
-    REDUNDANT = 7
-    FAILED = 8
-
-
-NAMES = tuple(state.name.lower() for state in State)
-ENDS = frozenset({State.TRAINED, State.STALE, State.FILTERED, State.REDUNDANT, State.FAILED})
 _CUT_OFF = {State.STALE, State.REDUNDANT, State.FAILED}
 _ALLOWED: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING} | _CUT_OFF),
@@ -54,36 +36,6 @@ RETAINED_TICKETS = 32_768  # ended tickets whose late usage can still be attribu
 
 class LedgerError(AssertionError):
     """The books do not close: a defect of the broker, never of its peers."""
-
-
-class Sample:
-    """A place in a group. `attempt` is the current ticket; `version` the first-token version of that attempt."""
-
-    __slots__ = ("attempt", "failures", "group", "outcome", "sample_id", "state", "version")
-
-    def __init__(self, sample_id: int, group: Group) -> None:
-        self.sample_id = sample_id
-        self.group = group
-        self.state = State.QUEUED
-        self.attempt: Attempt | None = None
-        self.version: int | None = None
-        self.failures = 0
-        self.outcome: Outcome | None = None
-
-
-class Attempt:
-    """One ticket. `live` until its one end; `claimed` is the trajectory's token count (-1: none came)."""
-
-    __slots__ = ("claimed", "live", "sample", "server", "stamp", "ticket_id", "tokens")
-
-    def __init__(self, ticket_id: int, sample: Sample, server: int, stamp: int) -> None:
-        self.ticket_id = ticket_id
-        self.sample = sample
-        self.server = server
-        self.stamp = stamp
-        self.tokens = 0
-        self.claimed = -1
-        self.live = True
 
 
 class Ledger:

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from rollout.broker.actions import Action, BatchSample, EmitBatch, Finished, GroupRecord, Outcome, StopRun
 from rollout.broker.evaluation import Evaluations
-from rollout.broker.groups import Group, GroupBook, Phase
-from rollout.broker.ledger import ENDS, NAMES, Attempt, Ledger, LedgerError, Sample, State
+from rollout.broker.groups import GroupBook
+from rollout.broker.ledger import Ledger, LedgerError
+from rollout.broker.records import ENDS, NAMES, Attempt, Group, Phase, Sample, State
 from rollout.broker.servers import Servers
 from rollout.broker.settings import Settings
 from rollout.broker.statistics import Statistics, batch_metrics, sample_version

@@ -7,7 +7,8 @@ from typing import Any
 from msgspec import Struct, field
 
 from rollout.broker.actions import BatchSample, EvalReport, Outcome
-from rollout.broker.ledger import Ledger, State
+from rollout.broker.ledger import Ledger
+from rollout.broker.records import State
 
 
 class Tally(Struct):

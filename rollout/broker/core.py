@@ -34,8 +34,8 @@ import heapq
 from typing import Any
 
 from rl.messages import Ticket, Version
-from rollout.broker import journal
 from rollout.broker.actions import Action, CancelTickets, IssueTicket, Outcome
+from rollout.broker.journal import restore, snapshot
 from rollout.broker.lifecycle import Lifecycle
 from rollout.broker.records import Attempt, Group, State
 from rollout.seeds import sample_seed
@@ -181,11 +181,11 @@ class BrokerCore(Lifecycle):
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint at version n (`journal.py`)."""
-        return journal.snapshot(self)
+        return snapshot(self)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a snapshot; only a core that has seen no event may do so."""
-        journal.restore(self, state)
+        restore(self, state)
 
     # ------------------------------------------------------------ one turn
 

@@ -129,15 +129,26 @@ class LearnerLink:
         every rank has committed; nobody waits for a generator. Raises WaitExpired, WeightsError.
         """
         self.process.busy = False  # from here on, whatever waits has a deadline of its own
-        deadline_s = self.config.weights.deadline_s
-        self._writer.commit(write(self._writer.begin(version, deadline_s)))
+        self._writer.commit(write(self._slot(version)))
         if self._steps is None or self._service is None:
             return
-        checksum = self._writer.checksum(version, deadline_s)
+        checksum = self._writer.checksum(version, self.config.weights.deadline_s)
         self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
         send(self._steps, Published(version))
         if self._evaluation_due(version.n):
             send(self._steps, EvalRequest(version, self.config.eval.tasks))
+
+    def _slot(self, version: Version) -> memoryview:
+        """A free slot. The wait listens to the supervisor: the death of a generator may be what frees one."""
+        deadline_s = self.config.weights.deadline_s
+        deadline = time.monotonic() + deadline_s
+        while True:
+            self.attend()
+            try:
+                return self._writer.begin(version, _POLL_MS / 1000)
+            except WaitExpired as error:
+                if time.monotonic() >= deadline:
+                    raise WaitExpired(f"no slot within weights.deadline_s={deadline_s:g} s: {error}") from None
 
     def _evaluation_due(self, n: int) -> bool:
         every = self.config.eval.every

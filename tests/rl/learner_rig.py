@@ -23,6 +23,7 @@ from rl.messages import (
     Journal,
     Message,
     Metrics,
+    PeerDied,
     Published,
     Register,
     SampleRow,
@@ -51,7 +52,7 @@ class Rig:
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=self.context)
         self.shards = [open_socket(zmq.PUSH, run, "batches", rank, context=self.context) for rank in range(self.ranks)]
 
-    def __enter__(self) -> Rig:
+    def start(self) -> Rig:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "FRESCO_PARENT_PID": str(os.getpid()),
         }  # fmt: skip
@@ -61,7 +62,13 @@ class Rig:
             self.children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
         return self
 
+    def __enter__(self) -> Rig:
+        return self.start()
+
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for child in self.children:
             child.kill()
             child.wait()
@@ -117,6 +124,11 @@ class Rig:
     def answer(self, message: Message) -> None:
         send_to(self.steps, self.learner, message)
 
+    def tell(self, message: Stop | PeerDied) -> None:
+        """As the supervisor, to every rank."""
+        for rank in range(self.ranks):
+            send_to(self.control, identity("learner", rank), message)
+
     def finish(self) -> Done:
         done = self.take(Done)
         self.stop()
@@ -124,8 +136,7 @@ class Rig:
 
     def stop(self, deadline_s: float = 20.0) -> None:
         """Tell every rank to stop, and require that all exit cleanly."""
-        for rank in range(self.ranks):
-            send_to(self.control, identity("learner", rank), Stop("test"))
+        self.tell(Stop("test"))
         deadline = time.monotonic() + deadline_s
         codes = [child.wait(max(0.1, deadline - time.monotonic())) for child in self.children]
         assert codes == [0] * self.ranks, self.logs()

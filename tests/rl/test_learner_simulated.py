@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from rl.checkpoint_folder import latest, read_journal, read_meta
-from rl.messages import BatchRequest, EvalRequest, Fatal, Metrics, Published, Version
+from rl.messages import BatchRequest, EvalRequest, Fatal, Metrics, PeerDied, Published, Version
 from rl.simulated_learner import simulated_weights
-from rl.weights import make_reader
+from rl.weights import WeightReader, make_reader
 from tests.conftest import MakeRun
 from tests.rl.learner_rig import Rig, make_batch
 
@@ -112,3 +113,38 @@ def test_a_learner_that_waits_for_a_batch_stops_when_told(make_run: MakeRun) -> 
     with Rig(run, MODULE) as rig:
         rig.take(BatchRequest)
         rig.stop(deadline_s=3)
+
+
+def leased_slot(make_run: MakeRun, *overrides: str) -> tuple[Rig, WeightReader]:
+    """A learner with two slots, one of them leased by a reader that never gives it back."""
+    run = make_run(*SIMULATED, "steps=3", "learner.simulated_step_s=0", "weights.slots=2", *overrides)
+    rig = Rig(run, MODULE).start()
+    rig.published(0)
+    reader = make_reader(run, "generator-0-0", 0)
+    reader.open(5)
+    reader.lease(Version(0, 0), 5)
+    return rig, reader
+
+
+def test_the_death_of_a_generator_frees_what_it_leased(make_run: MakeRun) -> None:
+    rig, _reader = leased_slot(make_run)
+    with contextlib.closing(rig):
+        rig.train([make_batch(0)])
+        rig.published(1)
+        assert rig.take(BatchRequest).step == 1
+        rig.send_batch(make_batch(1))
+        rig.pump(0.5)
+        assert not [message for message in rig.inbox if isinstance(message, Published)]  # waits for the slot
+        rig.tell(PeerDied("generator", 0, 0))
+        rig.published(2)
+        rig.stop()
+
+
+def test_a_slot_that_does_not_become_free_names_its_holder(make_run: MakeRun) -> None:
+    rig, _reader = leased_slot(make_run, "weights.deadline_s=0.5")
+    with contextlib.closing(rig):
+        rig.train([make_batch(0)])
+        rig.send_batch(make_batch(1))
+        message = rig.take(Fatal).message
+        assert message.startswith("WaitExpired: no slot within weights.deadline_s=0.5 s")
+        assert "generator-0-0" in message

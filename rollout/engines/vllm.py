@@ -16,6 +16,7 @@ vLLM runs its engine core in a child process; this file is its asyncio front end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import OrderedDict
@@ -31,6 +32,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl.messages import Generate, Version
 from rl.run import Place
@@ -80,11 +82,13 @@ class VllmEngine:
         return _info(self._llm.vllm_config)
 
     async def stop(self) -> None:
-        try:
+        if not hasattr(self, "_llm"):  # start did not get that far
+            return
+        # An engine that has failed cannot answer, and its failure is the one to report, not this.
+        with contextlib.suppress(EngineDeadError, TimeoutError):
             await self._rpc("weights_close", timeout_s=2.0)
-        finally:
-            self._llm.shutdown(timeout=2.0)
-            del self._llm  # its finalizer needs modules that an ending interpreter has dropped
+        self._llm.shutdown(timeout=2.0)
+        del self._llm  # its finalizer needs modules that an ending interpreter has dropped
 
     # ------------------------------------------------------------ requests
 

@@ -1,7 +1,7 @@
 """The learner's side of its protocol with broker, generators and supervisor, without torch.
 
     link = LearnerLink(process, manifest)
-    link.publish(link.first_version, write)      # the initial weights reach the engines this way
+    link.publish(link.version(link.first_step), write)  # the initial weights reach the engines this way
     for shard in link.batches():                 # requested, awaited, checked
         ...train...
         link.publish(link.version(shard.step + 1), write)

@@ -155,7 +155,7 @@ def make_batch(
 ) -> list[Shard]:
     """One random batch of `groups * group_size` two-turn samples, as a shard per rank (whole groups in turn)."""
     random = np.random.default_rng(1000 * seed + step)
-    samples = []
+    samples: list[dict[str, Any]] = []
     for sample in range(groups * group_size):
         lengths = random.integers(2, 7, size=4)  # prompt, answer, observation, answer
         mask = np.repeat(np.array([0, 1, 0, 1], np.uint8), lengths)

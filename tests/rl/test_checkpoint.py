@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def step(model: nn.Module, adamw: torch.optim.Optimizer) -> None:
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]  # type: ignore[operator]
+    parameters: Iterator[Any] = model.parameters()
+    return [parameter.full_tensor().detach().clone() for parameter in parameters]
 
 
 def test_model_optimizer_and_rng_continue_exactly(one_rank: None, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from algos.registry import Advantage, Loss, get_advantage, make_loss
-from envs.math.environment import MathEnvironment, MathFamily
+from envs.base import EnvironmentFamily
 from envs.registry import make_family
 from rl.config import Config, load_config
 from rl.messages import SampleRow, Shard
@@ -62,10 +62,9 @@ class PlainLoop:
         if config.learner.minibatches != 1 or config.rollout.filter_constant_groups:
             raise ValueError("the plain loop knows neither minibatches nor filtering")
         self.config = config
-        family = make_family(config)
-        if not isinstance(family, MathFamily):
-            raise ValueError(f"env.name={config.env.name!r}: the plain loop runs one-turn maths only")
-        self.family: MathFamily = family
+        if config.env.max_turns != 1:
+            raise ValueError(f"env.max_turns={config.env.max_turns}: the plain loop runs one turn only")
+        self.family: EnvironmentFamily = make_family(config)
         self.tokenizer: ChatTokenizer = ChatTokenizer(folder)
         self.policy: Policy = load_policy(folder, logprob_chunk=config.learner.logprob_chunk)
         self.optimizer: Optimizer = Optimizer(self.policy, config.learner, config.steps)
@@ -119,12 +118,12 @@ class PlainLoop:
         return [Attempt(*fields) for fields in zip(prompts, completions, rewards, strict=True)]
 
     async def _prompts(self, problems: Sequence[Any]) -> list[list[int]]:
-        return [self.tokenizer.prompt(await MathEnvironment(self.family).reset(problem)) for problem in problems]
+        return [self.tokenizer.prompt(await self.family.make().reset(problem)) for problem in problems]
 
     async def _rewards(self, problems: Sequence[Any], texts: Sequence[str]) -> list[float]:
         rewards = []
         for problem, text in zip(problems, texts, strict=True):
-            environment = MathEnvironment(self.family)
+            environment = self.family.make()
             await environment.reset(problem)
             rewards.append((await environment.step(text)).reward)
         await self.family.stop()

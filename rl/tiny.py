@@ -58,9 +58,9 @@ class TinyRecipe(BaseModel):
     """Demonstrations of one step."""
     sft_lr: float = Field(3e-3, gt=0)
     sft_warmup_steps: int = Field(20, ge=1)
-    hasty: float = Field(0.55, ge=0, le=1)
+    hasty: float = Field(0.62, ge=0, le=1)
     """Share of demonstrations that answer after the first step; see `arithmetic.Student`."""
-    slip: float = Field(0.2, ge=0, le=1)
+    slip: float = Field(0.13, ge=0, le=1)
     """Share of demonstrations with a wrong operation."""
 
     def fingerprint(self) -> str:

@@ -58,14 +58,14 @@ class ArithmeticProblem(Problem):
 class Student:
     """Habits of the demonstrator, as probabilities; what is left over is careful and right."""
 
-    hasty: float = 0.55
+    hasty: float = 0.62
     """Answers with the result of the first step (right for one-step problems only), without working."""
-    slip: float = 0.2
+    slip: float = 0.13
     """Writes the working down, but takes a wrong operation in one step."""
 
 
-_SMALL, _NUMBER, _FACTOR = range(2, 10), range(2, 21), range(2, 10)
-_LARGE = range(10, 41)
+_SMALL, _NUMBER, _LARGE = range(2, 10), range(2, 21), range(10, 31)
+_TIMES = range(2, 7)
 
 KINDS = (
     Kind(
@@ -88,7 +88,7 @@ KINDS = (
     ),
     Kind(
         "multiply",
-        (_FACTOR, _FACTOR),
+        (_SMALL, _TIMES),
         (("*", 0, 1),),
         (
             "{A} has {a} {p} with {b} {t} in each. How many {t} are there?",
@@ -133,7 +133,7 @@ KINDS = (
     ),
     Kind(
         "multiply, add",
-        (_FACTOR, _FACTOR, _NUMBER),
+        (_SMALL, _TIMES, _SMALL),
         (("*", 0, 1), ("+", 3, 2)),
         (
             "{A} has {a} {p} with {b} {t} in each and buys {c} more. How many {t} does {A} have?",
@@ -142,7 +142,7 @@ KINDS = (
     ),
     Kind(
         "multiply, subtract",
-        (_FACTOR, _FACTOR, _SMALL),
+        (_SMALL, _TIMES, _SMALL),
         (("*", 0, 1), ("-", 3, 2)),
         (
             "{A} has {a} {p} with {b} {t} in each and gives {c} to {B}. How many {t} are left?",
@@ -160,7 +160,7 @@ KINDS = (
     ),
     Kind(
         "fewer, total",
-        (_LARGE, _SMALL),
+        (range(10, 25), _SMALL),
         (("-", 0, 1), ("+", 0, 2)),
         (
             "{A} has {a} {t}. {B} has {b} fewer than {A}. How many {t} do they have together?",

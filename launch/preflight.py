@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rich.table import Table
 from envs.registry import validate_env
 from launch.plan import ProcessSpec, gpus_needed
 from launch.prepare import Prepared, prepare
+from rl.checkpoint_folder import CheckpointError, Meta, read_meta
 from rl.config import Config, ConfigError
 from rl.run import RunFile
 from rl.sockets import make_curve_keys
@@ -96,10 +96,9 @@ def make_run(
 ) -> RunFile:
     """The run's folder and run.json. An earlier folder of the same name is kept beside it, numbered."""
     folder = (config.runs / config.name).absolute()
+    meta = _resume_from(config)
     if folder.exists():
-        _refuse_live(folder)
-        number = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
+        config = _set_aside(folder, config)
     folder.mkdir(parents=True)
     (folder / "pid").write_text(str(os.getpid()))
     run = RunFile(
@@ -108,8 +107,8 @@ def make_run(
         folder=folder,
         socket_folder=_socket_folder(folder),
         device=device,
-        epoch=int(time.time()) if config.resume else 0,
-        start_step=_resume_step(config),
+        epoch=meta.epoch + 1 if meta else 0,
+        start_step=meta.step if meta else 0,
         model_folder=prepared.folder,
         train_tasks=train_tasks,
         eval_tasks=min(eval_tasks, config.eval.tasks) if eval_tasks else config.eval.tasks,
@@ -144,14 +143,24 @@ def _socket_folder(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="fresco-"))
 
 
-def _resume_step(config: Config) -> int:
+def _resume_from(config: Config) -> Meta | None:
     if config.resume is None:
-        return 0
-    if not (config.resume / "meta.json").exists():
-        raise ConfigError(f"resume={str(config.resume)!r}: not a checkpoint folder (no meta.json)")
-    import json
+        return None
+    try:
+        return read_meta(config.resume)
+    except CheckpointError as error:
+        raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
 
-    return int(json.loads((config.resume / "meta.json").read_text())["step"])
+
+def _set_aside(folder: Path, config: Config) -> Config:
+    """Keep an earlier folder of the same name, numbered; a checkpoint to resume from may move with it."""
+    _refuse_live(folder)
+    number = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
+    moved = folder.with_name(f"{folder.name}.{number}")
+    folder.rename(moved)
+    if config.resume is not None and config.resume.absolute().is_relative_to(folder):
+        return config.model_copy(update={"resume": moved / config.resume.absolute().relative_to(folder)})
+    return config
 
 
 def print_plan(config: Config, device: str, plan: list[ProcessSpec], unchecked: list[str]) -> None:

@@ -92,7 +92,12 @@ class Tracker:
 
     def close(self, deadline_s: float) -> bool:
         """Flush everything. False if a sink did not finish in time; its thread is left to die with the process."""
-        closing = threading.Thread(target=lambda: [sink.close() for sink in self._sinks], daemon=True)
+
+        def close_all() -> None:
+            for sink in self._sinks:
+                sink.close()
+
+        closing = threading.Thread(target=close_all, daemon=True)
         closing.start()
         closing.join(deadline_s)
         return not closing.is_alive()

@@ -83,8 +83,8 @@ def pid_of(tmp_path: Path, role: str, index: int = 0) -> int:
     raise AssertionError(f"{role} did not appear")
 
 
-def wait_for_step(tmp_path: Path, step: int) -> None:
-    path, deadline = tmp_path / "simulated" / "metrics.jsonl", time.monotonic() + 30
+def wait_for_step(tmp_path: Path, step: int, deadline_s: float = 30) -> None:
+    path, deadline = tmp_path / "simulated" / "metrics.jsonl", time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         if path.exists() and f'"step": {step},' in path.read_text():
             return

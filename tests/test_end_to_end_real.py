@@ -1,0 +1,153 @@
+"""The complete system with real vLLM, two FSDP ranks and the maths environment, on a tiny untrained model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rl import checkpoint
+from rl.batch_files import read_shard_files
+from rl.config import load_config
+from rl.messages import Shard
+from rl.optimizer import Optimizer
+from rl.policy import Policy, load_policy
+from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6
+TEMPERATURE = 0.8
+RECIPE = f"""
+name: simulated
+device: cpu
+steps: {STEPS}
+model: {{path: tiny, dtype: float32, tiny: {{hidden_size: 32, layers: 2, ffn_size: 64, sft_steps: 0}}}}
+sampling: {{max_tokens: 64, temperature: {TEMPERATURE}}}
+rollout: {{groups_per_batch: 2, group_size: 3, alpha: 1}}
+generator: {{dtype: float32, max_model_len: 256, max_num_seqs: 16, kv_cache_bytes: 16777216, on_update: recompute}}
+env: {{name: math, options: {{source: arithmetic}}}}
+algo: {{loss: grpo}}
+learner: {{ranks: 2, lr: 3.0e-3, checkpoint_every: 1, keep_checkpoints: 100}}
+eval: {{tasks: 8}}
+tracking: {{wandb: offline, save_batches: true}}
+"""
+
+
+@contextmanager
+def system(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    (folder / "recipe.yaml").write_text(RECIPE)
+    command = [sys.executable, "-m", "launch.cli", "run", str(folder / "recipe.yaml"), f"runs={folder}", *overrides]
+    environment = os.environ | {"FRESCO_CACHE": str(folder.parent / "cache")}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def nothing_is_left(folder: Path) -> None:
+    run = json.loads((folder / "simulated" / "run.json").read_text())
+    assert not list(Path("/dev/shm").glob(f"fresco-{run['run_id']}*"))
+    assert not Path(run["socket_folder"]).exists()
+    left = [
+        info
+        for info in (process.info for process in psutil.process_iter(["pid", "name", "cmdline"]))
+        if str(folder) in " ".join(info["cmdline"] or []) or "EngineCore" in (info["name"] or "")
+    ]
+    assert not left, left
+
+
+def behaviour_and_learner(shards: list[Shard], folder: Path, model: Path) -> tuple[float, int]:
+    """Largest |difference| between behaviour logprobs and those of the version each token names; spanning samples."""
+    config = load_config(None, ["learner.lr=3e-3"])
+    policies: dict[int, Policy] = {0: load_policy(model)}
+    for n in range(1, STEPS + 1):
+        policies[n] = load_policy(model)
+        adamw = Optimizer(policies[n], config.learner, STEPS).adamw
+        checkpoint.load(folder / "checkpoints" / f"step-{n}", policies[n], adamw)
+    worst, spanning = 0.0, 0
+    for shard in shards:
+        starts = np.cumsum([0, *shard.lengths])
+        for begin, end in itertools.pairwise(starts):
+            ids = torch.from_numpy(shard.token_ids[begin:end].copy()).long()
+            versions = shard.policy_version[begin:end]
+            used = sorted(set(versions[versions >= 0].tolist()))
+            spanning += len(used) > 1
+            for version in used:
+                with torch.no_grad():
+                    output = policies[version](ids, torch.arange(len(ids)), temperature=TEMPERATURE)
+                here = versions == version
+                gap = np.abs(output.logp.numpy()[here] - shard.logp_behavior[begin:end][here])
+                worst = max(worst, float(gap.max()))
+    return worst, spanning
+
+
+def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
+    with system(tmp_path) as process:
+        output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output[-5000:]
+    folder = tmp_path / "simulated"
+    summary = json.loads((folder / "summary.json").read_text())
+    nothing_is_left(tmp_path)
+
+    samples, tokens = summary["ledger"]["samples"], summary["ledger"]["tokens"]
+    assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES) and samples["trained"] == STEPS * 6
+    assert tokens["generated"] == sum(tokens[state] for state in TOKEN_STATES)
+    assert summary["freshness_violations"] == 0 and summary["staleness"]["max"] <= 1
+    sync = summary["weight_sync"]
+    assert sync["count"] >= 2 and sync["mean_s"] > 0 and sync["pause_mean_s"] > 0 and sync["bytes"] > 0
+
+    run = json.loads((folder / "run.json").read_text())
+    worst, spanning = behaviour_and_learner(read_shard_files(folder), folder, Path(run["model_folder"]))
+    assert spanning > 0, "no request spanned an update: the test does not test what it should"
+    assert worst < 1e-4
+
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    last = load_policy(folder / "model").model.state_dict()
+    assert all(torch.equal(tensor, last[name]) for name, tensor in exported.state_dict().items())
+
+
+def test_ctrl_c_ends_vllm_s_children_too(tmp_path: Path) -> None:
+    with system(tmp_path, "steps=100000", "learner.checkpoint_every=0") as process:
+        wait_for_step(tmp_path, 2, deadline_s=200)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 10
+    assert process.returncode == 130, output[-3000:]
+    nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["model.path=/no/such/model"], "model.path='/no/such/model': no such folder"),
+        (["algo.loss=grop"], "did you mean 'grpo'?"),
+        (["algo.options={clip_hihg: 0.3}"], "clip_hihg"),
+        (["model.path=none/such"], "model.path='none/such'"),
+        (["weights.slots=100000000"], "/dev/shm"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_starts(tmp_path: Path, overrides: list[str], text: str) -> None:
+    with system(tmp_path, *overrides) as process:
+        output, _ = process.communicate(timeout=100)
+    (line,) = [line for line in output.splitlines() if line.startswith("fresco:")]
+    assert process.returncode == 2 and text in line
+    assert not (tmp_path / "simulated").exists()

@@ -171,13 +171,16 @@ def print_plan(config: Config, device: str, plan: list[ProcessSpec], unchecked: 
         train_tasks=0, eval_tasks=0, started_at=0.0,
     )  # fmt: skip
     console = Console(highlight=False)
-    processes = Table("process", "module", "device", "cores", "environment", title=f"{len(plan)} processes")
+    processes = Table("process", "module", "device", "cores", title=f"{len(plan)} processes")
     for spec in plan:
         where = f"cuda:{','.join(map(str, spec.gpus))}" if spec.gpus else "cpu"
         cores = f"{spec.cores[0]}-{spec.cores[-1]}" if spec.cores else "shared"
-        environment = " ".join(f"{key}={value}" for key, value in spec.environment.items())
-        processes.add_row(spec.name, spec.module, where, cores, environment)
+        processes.add_row(spec.name, spec.module, where, cores)
     console.print(processes)
+    for role in dict.fromkeys(spec.role for spec in plan if spec.environment):
+        shared = next(spec.environment for spec in plan if spec.role == role)
+        variables = " ".join(f"{key}={value}" for key, value in shared.items() if key != "CUDA_VISIBLE_DEVICES")
+        console.print(f"environment of each {role}: {variables}", markup=False, soft_wrap=True)
     sockets = Table("socket", "endpoint", title="endpoints")
     for name, endpoint in run.endpoints().items():
         sockets.add_row(name, endpoint)

@@ -29,6 +29,7 @@ from rl.messages import Version
 from rl.process import WaitExpired
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+CHUNK_BYTES = 512 << 10  # unit of copying and hashing: what was just copied is hashed while the cache holds it
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MANIFEST_NAME = "weights.manifest"
 _POLL_S = 0.001
@@ -185,14 +186,21 @@ def label(version: Version) -> str:
 
 
 def digest(data: bytes | memoryview) -> int:
-    """64-bit digest of one byte range (XXH3; errors, not adversaries)."""
-    return xxhash.xxh3_64_intdigest(data)
+    """64-bit digest of one byte range: XXH3 of the XXH3 of its chunks (errors, not adversaries)."""
+    return chain([xxhash.xxh3_64_intdigest(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES)])
+
+
+def chain(chunk_digests: Sequence[int]) -> int:
+    """The digest of a range from those of its chunks, in order."""
+    if len(chunk_digests) == 1:
+        return chunk_digests[0]
+    return xxhash.xxh3_64_intdigest(np.array(chunk_digests, "<u8").tobytes())
 
 
 def combined_checksum(segments: np.ndarray) -> int:
     """One number for a version, the same on both sides: digest over its `(offset, length, digest)` rows by offset."""
     rows = segments[np.argsort(segments[:, 0])]
-    return digest(np.ascontiguousarray(rows, dtype="<u8").tobytes())
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows, dtype="<u8").tobytes())
 
 
 def wait_for(attempt: Callable[[], _Found | None], deadline_s: float, waiting: Callable[[], str]) -> _Found:

@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
-import xxhash
 
-from rl.weights.base import ITEM_BYTES, Manifest, Segment, TensorSpec, WeightsError
-from rl.weights.verify import CHUNK_BYTES
+from rl.weights.base import CHUNK_BYTES, ITEM_BYTES, Manifest, Segment, TensorSpec, WeightsError
+from rl.weights.verify import RangeDigest
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DEVICE_CHUNK_BYTES = 64 << 20  # from a GPU: few large transfers
@@ -27,7 +26,7 @@ def write_shard(
 
     Each item is (name, local, row): `local` (rows, ...) are the rows of tensor `name` from row `row` on, in any
     dtype and on any device; empty shards are allowed. The cast to the engine's dtype happens in the copy, and
-    each chunk is hashed while it is in the cache. Raises WeightsError for an unknown name or rows that do not fit.
+    each chunk is hashed while the cache holds it. Raises WeightsError for an unknown name or rows that do not fit.
     """
     specs = {spec.name: spec for spec in manifest.tensors}
     segments: list[Segment] = []
@@ -51,14 +50,13 @@ def _write_rows(view: memoryview, spec: TensorSpec, local: torch.Tensor, row: in
     target = torch.frombuffer(view, dtype=dtype, count=source.numel(), offset=begin)
     on_cpu = source.device.type == "cpu"
     step = (CHUNK_BYTES if on_cpu else _DEVICE_CHUNK_BYTES) // ITEM_BYTES[spec.dtype]
-    hasher = xxhash.xxh3_64()
-    for first in range(0, source.numel(), step):
-        chunk = source[first : first + step]
+    range_digest, at = RangeDigest(view, begin, begin + length), begin
+    for chunk, into in zip(source.split(step), target.split(step), strict=True):
         # On a GPU the cast comes first: half the bytes cross the bus.
-        target[first : first + step].copy_(chunk if on_cpu else chunk.to(dtype))
-        here = begin + first * ITEM_BYTES[spec.dtype]
-        hasher.update(view[here : here + chunk.numel() * ITEM_BYTES[spec.dtype]])
-    return begin, length, hasher.intdigest()
+        into.copy_(chunk if on_cpu else chunk.to(dtype))
+        at += chunk.numel() * ITEM_BYTES[spec.dtype]
+        range_digest.advance(at)
+    return begin, length, range_digest.result()
 
 
 def tensors(manifest: Manifest, view: memoryview) -> Iterator[tuple[str, torch.Tensor]]:

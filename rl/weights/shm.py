@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from rl.weights.segment import (
     unlink_segments,
 )
 from rl.weights.slots import Lease, SlotTable
-from rl.weights.verify import CHUNK_BYTES, Verifier, with_digests
+from rl.weights.verify import Verifier, with_digests
 
 __all__ = ["ShmReader", "ShmWriter", "check_space", "sweep_stale", "unlink_segments"]
 
@@ -172,20 +172,13 @@ class ShmReader:
     def checksum(self) -> int:
         """As in `WeightReader`; 0 if the slot was overwritten meanwhile, which `release` then tells."""
         mapped, lease = self._held()
-        return self._verified(Verifier(mapped.slot(lease.slot), self._segments, mapped.manifest))
-
-    def copy(self, into: memoryview) -> int:
-        """Copy the leased bytes into `into` and verify the copy chunk by chunk; returns as `checksum()`."""
-        mapped, lease = self._held()
-        source, target = np.frombuffer(mapped.slot(lease.slot), np.uint8), np.frombuffer(into, np.uint8)
-        verifier = Verifier(into, self._segments, mapped.manifest)
-
-        def chunks() -> Iterator[int]:
-            for begin in range(0, len(source), CHUNK_BYTES):
-                target[begin : begin + CHUNK_BYTES] = source[begin : begin + CHUNK_BYTES]
-                yield begin + CHUNK_BYTES
-
-        return self._verified(verifier, chunks())
+        try:
+            return Verifier(mapped.slot(lease.slot), self._segments, mapped.manifest).finish()
+        except WeightsCorrupt as error:
+            with mapped.lock() as table:
+                if not table.intact(lease):
+                    return 0
+            raise WeightsCorrupt(f"{self._name}, version {label(lease.version)}: {error}") from None
 
     def release(self) -> bool:
         mapped, lease = self._held()
@@ -200,18 +193,6 @@ class ShmReader:
             table.unregister(self._row, self._incarnation)
         self._mapped.close()
         self._mapped = self._lease = None
-
-    def _verified(self, verifier: Verifier, chunks: Iterable[int] = ()) -> int:
-        mapped, lease = self._held()
-        try:
-            for upto in chunks:
-                verifier.advance(upto)
-            return verifier.finish()
-        except WeightsCorrupt as error:
-            with mapped.lock() as table:
-                if not table.intact(lease):
-                    return 0
-            raise WeightsCorrupt(f"{self._name}, version {label(lease.version)}: {error}") from None
 
     def _find(self) -> Mapped | None:
         manifest = load_manifest(self._run.folder, self._run.run_id)

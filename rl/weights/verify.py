@@ -1,4 +1,4 @@
-"""Check received bytes against the writers' digests, as they arrive, while they are still in the cache."""
+"""Hash bytes while they are copied, and check received bytes against the writers' digests."""
 
 from __future__ import annotations
 
@@ -7,48 +7,56 @@ from collections.abc import Iterable
 import numpy as np
 import xxhash
 
-from rl.weights.base import Manifest, Segment, WeightsCorrupt, combined_checksum, digest
+from rl.weights.base import CHUNK_BYTES, Manifest, Segment, WeightsCorrupt, chain, combined_checksum, digest
 
-CHUNK_BYTES = 256 << 10  # copied, then hashed: fits the second-level cache beside its source
+
+class RangeDigest:
+    """`digest(data[begin:end])` of bytes that become available in ascending order."""
+
+    def __init__(self, data: memoryview, begin: int, end: int) -> None:
+        self._data, self._at, self._end = data, begin, end
+        self._chunks: list[int] = []
+
+    def advance(self, upto: int) -> bool:
+        """All bytes below `upto` are there; true once that is the whole range."""
+        while self._at < self._end:
+            stop = min(self._at + CHUNK_BYTES, self._end)
+            if stop > upto:
+                return False
+            self._chunks.append(xxhash.xxh3_64_intdigest(self._data[self._at : stop]))
+            self._at = stop
+        return True
+
+    def result(self) -> int:
+        assert self._at == self._end
+        return chain(self._chunks)
 
 
 class Verifier:
     """Follows bytes that fill `data` in ascending order.
 
-    `advance(upto)` says that all bytes of `segments` below `upto` are there. `segments` is
-    `SlotTable.segments()`: (ranges, 3) of offset, length, digest, by offset.
+    `segments` is `SlotTable.segments()`: (ranges, 3) of offset, length, digest, by offset.
     """
 
     def __init__(self, data: memoryview, segments: np.ndarray, manifest: Manifest) -> None:
-        self._data, self._manifest, self._table = data, manifest, segments
-        self._segments: list[list[int]] = segments.tolist()
-        self._index = 0  # first segment that is not verified yet
-        self._done = 0  # bytes of it that are hashed
-        self._hash = xxhash.xxh3_64()
+        self._manifest, self._table = manifest, segments
+        self._rows: list[list[int]] = segments.tolist()
+        self._digests = [RangeDigest(data, offset, offset + length) for offset, length, _ in self._rows]
+        self._next = 0  # first range that is not complete
 
     def advance(self, upto: int) -> None:
-        """Raises WeightsCorrupt naming the tensor of the first range that differs."""
-        while self._index < len(self._segments):
-            offset, length, expected = self._segments[self._index]
-            end = min(offset + length, upto)
-            if end > offset + self._done:
-                self._hash.update(self._data[offset + self._done : end])
-                self._done = end - offset
-            if self._done < length:
-                return
-            if self._hash.intdigest() != expected:
+        """All bytes of the segments below `upto` are there."""
+        while self._next < len(self._digests) and self._digests[self._next].advance(upto):
+            self._next += 1
+
+    def finish(self) -> int:
+        """All bytes are there: the combined checksum. Raises WeightsCorrupt naming the first tensor that differs."""
+        for (offset, length, expected), range_digest in zip(self._rows, self._digests, strict=True):
+            range_digest.advance(offset + length)
+            if range_digest.result() != expected:
                 raise WeightsCorrupt(
                     f"{self._tensor_at(offset)}: {length} bytes at offset {offset} differ from what the learner wrote"
                 )
-            self._hash.reset()
-            self._index, self._done = self._index + 1, 0
-
-    def finish(self) -> int:
-        """Verify what is left; the combined checksum."""
-        while self._index < len(self._segments):
-            offset, length, _ = self._segments[self._index]
-            done = offset + self._done
-            self.advance(min(done + CHUNK_BYTES, offset + length))
         return combined_checksum(self._table)
 
     def _tensor_at(self, offset: int) -> str:

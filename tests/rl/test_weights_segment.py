@@ -144,9 +144,6 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
     for spec in MANIFEST.tensors:
         assert arrived[spec.name].dtype == (torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
         assert torch.equal(arrived[spec.name], masters[spec.name].to(arrived[spec.name].dtype))
-    private = bytearray(MANIFEST.total_bytes)
-    assert reader.copy(memoryview(private)) == checksum
-    assert torch.equal(dict(tensors(MANIFEST, memoryview(private)))["a"], arrived["a"])
     del arrived, view
     assert reader.release()
     reader.close()

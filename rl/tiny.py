@@ -24,6 +24,7 @@ from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 import rl.sft
 import rl.word_tokenizer
@@ -58,7 +59,7 @@ class TinyRecipe(BaseModel):
     """Demonstrations of one step."""
     sft_lr: float = Field(3e-3, gt=0)
     sft_warmup_steps: int = Field(20, ge=1)
-    hasty: float = Field(0.62, ge=0, le=1)
+    hasty: float = Field(0.65, ge=0, le=1)
     """Share of demonstrations that answer after the first step; see `arithmetic.Student`."""
     slip: float = Field(0.13, ge=0, le=1)
     """Share of demonstrations with a wrong operation."""
@@ -189,6 +190,7 @@ def _to_stderr(line: str) -> None:
 
 def main(arguments: list[str]) -> None:
     fields = dict(argument.partition("=")[::2] for argument in arguments)
+    disable_progress_bar()
     folder = ensure_tiny_model(TinyRecipe.model_validate(fields))
     print(folder)
     for temperature in (0.0, 1.0):

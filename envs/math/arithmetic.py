@@ -20,7 +20,7 @@ from itertools import product
 
 from envs.math.problems import Problem
 
-EVAL_SHARE = 0.2
+EVAL_SHARE = 0.25
 """Share of all (kind, numbers) combinations that is held out."""
 LARGEST = 99
 """Largest number in a problem or in its working."""
@@ -58,13 +58,13 @@ class ArithmeticProblem(Problem):
 class Student:
     """Habits of the demonstrator, as probabilities; what is left over is careful and right."""
 
-    hasty: float = 0.62
+    hasty: float = 0.65
     """Answers with the result of the first step (right for one-step problems only), without working."""
     slip: float = 0.13
     """Writes the working down, but takes a wrong operation in one step."""
 
 
-_SMALL, _NUMBER, _LARGE = range(2, 10), range(2, 21), range(10, 31)
+_SMALL, _NUMBER, _LARGE = range(2, 10), range(2, 17), range(10, 28)
 _TIMES = range(2, 7)
 
 KINDS = (
@@ -124,7 +124,7 @@ KINDS = (
     ),
     Kind(
         "add, add",
-        (_NUMBER, _NUMBER, _NUMBER),
+        (_NUMBER, _NUMBER, _SMALL),
         (("+", 0, 1), ("+", 3, 2)),
         (
             "{A} has {a} {t}. {B} has {b} and {C} has {c}. How many {t} do they have together?",
@@ -160,7 +160,7 @@ KINDS = (
     ),
     Kind(
         "fewer, total",
-        (range(10, 25), _SMALL),
+        (_NUMBER, _SMALL),
         (("-", 0, 1), ("+", 0, 2)),
         (
             "{A} has {a} {t}. {B} has {b} fewer than {A}. How many {t} do they have together?",

@@ -47,7 +47,6 @@ class _Stream:
         self.granted: Granted | None = None
         self.released: Released | None = None
         self.torn = False
-        self.fault: WeightsCorrupt | None = None
         self._ask = 0
         self._wanted: deque[tuple[int, int]] = deque()
         self._coming: deque[tuple[int, int]] = deque()
@@ -56,7 +55,7 @@ class _Stream:
 
     def ask(self, at_least: Version) -> None:
         self._ask += 1
-        self.granted = self.released = self.fault = None
+        self.granted = self.released = None
         self.torn = False
         self._wanted.clear()
         self._coming.clear()
@@ -73,6 +72,15 @@ class _Stream:
 
     def release(self) -> None:
         self._send(Release(self._ask))
+
+    def fault(self) -> WeightsCorrupt | None:
+        """Once fetched: whether what arrived is what the rank wrote."""
+        assert self._verifier is not None
+        try:
+            self._verifier.finish()
+        except WeightsCorrupt as error:
+            return error
+        return None
 
     @property
     def fetched(self) -> bool:
@@ -104,11 +112,7 @@ class _Stream:
         if self.torn:
             self._wanted.clear()
             return
-        if self.fault is None:
-            try:
-                self._verifier.advance(offset + length)
-            except WeightsCorrupt as error:
-                self.fault = error
+        self._verifier.advance(offset + length)
         self._ask_next()
 
     def _ask_next(self) -> None:
@@ -190,7 +194,7 @@ class FramesReader:
         table = table[np.argsort(table[:, 0])]
         check_coverage(table, manifest.spans(), f"version {label(version)}")
         self._version, self._checksum = version, combined_checksum(table)
-        self._fault = next((stream.fault for stream in self._streams if stream.fault is not None), None)
+        self._fault = next((fault for stream in self._streams if (fault := stream.fault()) is not None), None)
         return version, view.toreadonly()
 
     def checksum(self) -> int:

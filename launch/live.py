@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 
 from rich.console import Console
 from rich.live import Live
@@ -25,6 +26,7 @@ class Display:
         self._row: dict[str, float] = {}
         self._eval: dict[int, float] = {}
         self._step = run.start_step
+        self._times: deque[float] = deque(maxlen=20)  # when the last steps ended
         self._drawn = 0.0
         live = config.tracking.live and sys.stdout.isatty()
         self._live = Live(console=self._console, auto_refresh=False) if live else None
@@ -38,6 +40,7 @@ class Display:
             self._print(f"step {step:4d}  held-out accuracy {values['eval/accuracy']:.3f}")
         if "train/loss" in values:
             self._step, self._row = step, values
+            self._times.append(time.monotonic())
             self._print(self._line(step, values))
 
     def note(self, text: str) -> None:
@@ -77,29 +80,29 @@ class Display:
         if self._live is None:
             self._console.print(text, markup=False)
 
-    def _remaining(self, elapsed: float) -> str:
-        done = self._step - self._run.start_step
-        if not done:
+    def _remaining(self) -> str:
+        """From the pace of the last steps; the start of the processes says nothing about it."""
+        if len(self._times) < 2:
             return "?"
-        seconds = elapsed / done * (self._config.steps - done)
+        pace_s = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        seconds = pace_s * (self._run.start_step + self._config.steps - self._step)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
 
     def _line(self, step: int, values: dict[str, float]) -> str:
-        elapsed = values.get("time/elapsed", 0.0)
         last = self._run.start_step + self._config.steps
         return (
             f"step {step:4d}/{last}  reward {values.get('rollout/reward', float('nan')):.3f}  "
             f"loss {values['train/loss']:+.4f}  kl {values.get('loss/kl_behavior', float('nan')):.4f}  "
             f"entropy {values.get('loss/entropy', float('nan')):.3f}  stale {values.get('staleness/mean', 0.0):.2f}  "
             f"{values.get('tokens_per_second', 0.0):5.0f} tok/s  {values.get('time/step', 0.0):.2f} s/step  "
-            f"left {self._remaining(elapsed)}"
+            f"left {self._remaining()}"
         )
 
     def _table(self, observed: Observed, children: dict[tuple[str, int], Child]) -> Table:
         elapsed = time.time() - observed.started_at
         last = self._run.start_step + self._config.steps
         table = Table(
-            title=f"{self._config.name}  step {self._step}/{last}  {elapsed:.0f} s, left {self._remaining(elapsed)}"
+            title=f"{self._config.name}  step {self._step}/{last}  {elapsed:.0f} s, left {self._remaining()}"
         )
         table.add_column("process")
         table.add_column("state")

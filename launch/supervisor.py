@@ -201,6 +201,19 @@ class Supervisor:
             if role in ("broker", "proxy", "learner") and child.registered:
                 self._send(child, message)
 
+    def _collect_reports(self) -> None:
+        """Closing reports of a run that did not get to its end; after the first cause nothing else matters."""
+        assert self._socket is not None
+        while True:
+            try:
+                _peer, message = receive_from(self._socket)
+            except zmq.Again:
+                return
+            except ProtocolError:
+                continue
+            if isinstance(message, Done):
+                self.state.reports.setdefault(message.role, message.report)
+
     def _send(self, child: Child, message: Message) -> None:
         assert self._socket is not None
         with contextlib.suppress(PeerGone, zmq.Again):
@@ -218,6 +231,8 @@ class Supervisor:
             if not child.registered:  # it cannot hear a Stop yet
                 child.kill()
         killed = end_all(children, self.config.timeouts.stop_s)
+        if self._socket is not None:
+            self._collect_reports()
         if killed:
             self.display.note(f"killed after {self.config.timeouts.stop_s:g} s: {', '.join(killed)}")
         if self._socket is not None:

@@ -248,7 +248,7 @@ class TimeoutsConfig(Section):
     """Period of heartbeats."""
     hang_s: float = Field(60.0, gt=0)
     """A process whose heartbeats stop, or which is busy without progress for this long, is killed."""
-    stop_s: float = Field(8.0, gt=0)
+    stop_s: float = Field(6.0, gt=0)
     """Orderly shutdown before what is left is killed."""
 
 

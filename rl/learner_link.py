@@ -15,7 +15,6 @@ Every rank receives its own shard of every batch and writes its own part of the 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from rl.batch_files import write_shard_file
 from rl.batches import check_shard
 from rl.messages import (
     BatchRequest,
-    Done,
     EvalRequest,
     Journal,
     Message,
@@ -70,10 +68,11 @@ class LearnerLink:
             self._steps = open_socket(zmq.DEALER, self.run, "steps", identity=name)
             self._service = UpdaterService(self.run, process)
             self._service.start()
+            process.closing_report = self._closing_report
         self._requested = self.first_step - 1  # newest step asked for
         self._waited_s = 0.0  # for the current batch
         self._began = self._reported = time.monotonic()
-        self._summary: dict[str, Any] = {}
+        self._summary: dict[str, Any] = {"steps": 0}
 
     # ------------------------------------------------------------ batches
 
@@ -196,21 +195,24 @@ class LearnerLink:
         ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
         self._summary.setdefault("first", ends)
         self._summary["last"] = ends
+        self._summary["steps"] += 1
+
+    def _closing_report(self) -> dict[str, Any]:
+        assert self._service is not None
+        seconds = time.monotonic() - self._began
+        waits = dict(self.process.waits.seconds)
+        return {
+            "seconds": seconds,
+            "waits": waits,
+            "wait_fraction": waits.get("broker", 0.0) / seconds,
+            "weight_sync": self._service.stats(),
+            **self._summary,
+        }
 
     def finish(self) -> None:
         """Send the closing report, then serve weights until told to stop."""
-        if self._service is not None:
-            seconds = time.monotonic() - self._began
-            waits = dict(self.process.waits.seconds)
-            report = {
-                "steps": self.config.steps,
-                "seconds": seconds,
-                "waits": waits,
-                "wait_fraction": waits.get("broker", 0.0) / seconds,
-                "weight_sync": self._service.stats(),
-                **self._summary,
-            }
-            self.process.send(Done("learner", json.dumps(report).encode()))
+        self.process.send_closing_report()
+        self.process.busy = False
         poller = zmq.Poller()
         poller.register(self.process.wake_fd, zmq.POLLIN)
         with contextlib.suppress(Stopped):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import queue
 import signal
@@ -23,8 +24,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 import zmq
 
@@ -85,6 +87,7 @@ class Process:
         self.stats: dict[str, float] = {}
         self.waits = Waits()
         self.stopping = False
+        self.closing_report: Callable[[], dict[str, Any]] | None = None  # for the summary, however the run ends
         self.inbox: queue.SimpleQueue[PeerUp | PeerDied | Stop] = queue.SimpleQueue()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -105,6 +108,7 @@ class Process:
         if error is not None and not self.stopping:
             detail = "".join(traceback.format_exception(kind, error, trace))
             self.send(Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail))
+        self.send_closing_report()
         self._finished = True
         os.eventfd_write(self._outbox_fd, 1)
         self._thread.join(timeout=2)
@@ -117,6 +121,12 @@ class Process:
         """To the supervisor; from any thread."""
         self._outbox.put(message)
         os.eventfd_write(self._outbox_fd, 1)
+
+    def send_closing_report(self) -> None:
+        """Tell the supervisor that this role is done, with its part of the summary; only once."""
+        if self.closing_report is not None:
+            report, self.closing_report = self.closing_report(), None
+            self.send(Done(self.role, json.dumps(report).encode()))
 
     def received(self) -> Iterator[PeerUp | PeerDied | Stop]:
         """Drain the inbox; call when `wake_fd` is readable, or at every turn of a loop."""

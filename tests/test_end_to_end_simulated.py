@@ -115,8 +115,11 @@ def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path: Path) -> None:
     wait_for_step(tmp_path, 2)
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
-    finish(process, tmp_path, code=130)
+    summary = finish(process, tmp_path, code=130)
     assert time.monotonic() - begin < 10
+    samples = summary["ledger"]["samples"]  # also an interrupted run has its books
+    assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES) and samples["trained"] >= 32
+    assert summary["weight_sync"]["count"] > 0
 
 
 @pytest.mark.parametrize(

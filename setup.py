@@ -10,6 +10,7 @@ setup(
     packages=find_packages(include=["rl*", "rollout*", "envs*", "algos*", "launch*", "experiments*"]),
     package_data={"experiments": ["*.yaml"]},
     install_requires=[
+        "filelock",
         "jinja2",
         "msgpack",
         "msgspec>=0.19",
@@ -32,7 +33,16 @@ setup(
         "flash-attn": ["flash-attn"],
         "math": ["math-verify==0.9.0"],
         "hub": ["datasets", "huggingface_hub"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil"],
+        "test": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "types-PyYAML",
+            "types-psutil",
+        ],
     },
     entry_points={"console_scripts": ["fresco=launch.cli:main"]},
 )

@@ -7,6 +7,7 @@ torch. Prints progress on stderr and one JSON line on stdout: {"folder", "weight
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -61,15 +62,18 @@ def _model_folder(config: Config) -> Path:
 
 
 def _weight_bytes(folder: Path, dtype: str) -> int:
-    """Parameters times the engine's element size, from the shapes alone (no weight is read)."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Elements of the checkpoint's tensors (and of the head that engines of tied models get) times the element size."""
+    from safetensors import safe_open
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    tied = model.get_output_embeddings().weight.numel() if model.config.tie_word_embeddings else 0
-    count = sum(parameter.numel() for parameter in model.parameters()) + tied
-    return count * (4 if dtype == "float32" else 2)
+    sizes: dict[str, int] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not sizes:
+        raise ConfigError(f"model.path: no safetensors file in {str(folder)!r}")
+    if "lm_head.weight" not in sizes:
+        sizes["lm_head.weight"] = sizes.get("model.embed_tokens.weight", 0)
+    return sum(sizes.values()) * (4 if dtype == "float32" else 2)
 
 
 def _check_algorithm(config: Config) -> None:

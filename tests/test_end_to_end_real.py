@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +64,13 @@ def nothing_is_left(folder: Path) -> None:
     run = json.loads((folder / "simulated" / "run.json").read_text())
     assert not list(Path("/dev/shm").glob(f"fresco-{run['run_id']}*"))
     assert not Path(run["socket_folder"]).exists()
-    left = [
-        info
-        for info in (process.info for process in psutil.process_iter(["pid", "name", "cmdline"]))
-        if str(folder) in " ".join(info["cmdline"] or []) or "EngineCore" in (info["name"] or "")
-    ]
+    left = []
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(psutil.Error):  # an engine's core renames itself, but keeps its environment
+            if str(folder) in " ".join(process.info["cmdline"] or []) or str(folder) in process.environ().get(
+                "TMPDIR", ""
+            ):
+                left.append(process)
     assert not left, left
 
 

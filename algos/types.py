@@ -13,9 +13,6 @@ from torch import Tensor
 
 LOG_RATIO_BOUND = 30.0  # e^30 = 1e13, far beyond any clip range; its square still fits a float32
 
-MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8: beyond any ratio that carries information, well inside float32."""
-
 
 @dataclass
 class LossInputs:
@@ -31,11 +28,6 @@ class LossInputs:
     n_samples: int
     staleness: Tensor  # (T,) int64, current version minus the token's policy version; 0 where masked
     rewards: Tensor  # (n_samples,)
-
-    def ratio(self, logp: Tensor) -> Tensor:
-        """(T,) exp(logp_current - logp), exactly 1 outside the mask; the exponent is held within ±MAX_LOG_RATIO."""
-        difference = self.masked(self.logp_current - logp)
-        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     def masked(self, values: Tensor) -> Tensor:
         """Values with exactly zero (value and gradient, even for inf or nan) outside the mask."""

@@ -1,9 +1,9 @@
 """Everything that crosses a socket, as typed structs.
 
 A message is one multipart ZeroMQ message: a MessagePack header (msgspec, validated on decode, with
-the protocol version) followed by one raw buffer per array field. Nothing is ever pickled.
+the protocol version), a frame with all smaller arrays, and one frame per large array. Nothing is ever pickled.
 
-Array fields are annotated `np.ndarray`; in the header they stand as `(frame index, dtype, shape)`.
+Array fields are annotated `np.ndarray`; in the header they stand as `(frame index, offset, dtype, shape)`.
 Decoded arrays are read-only views of the received frames: copying is the receiver's decision.
 """
 
@@ -18,7 +18,9 @@ import numpy as np
 from msgspec import Struct
 
 PROTOCOL = 1
-_DTYPES = frozenset({"<i4", "<i8", "<f4", "|u1"})  # int32, int64, float32, uint8
+_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1")}  # int32, int64, float32, uint8
+_JOINED_BYTES = 1 << 16  # smaller arrays share a frame: a copy of them costs less than a frame each
+_ALIGNMENT = 8
 
 Frames = Sequence[bytes | memoryview]
 
@@ -127,9 +129,11 @@ class Trajectory(Struct, frozen=True, tag="trajectory"):
 
     @property
     def first_version(self) -> int:
-        """Version of the first generated token (F3)."""
-        generated = np.flatnonzero(self.loss_mask)
-        return int(self.policy_version[generated[0]]) if generated.size else -1
+        """Version of the first generated token (F3); -1 when nothing was generated."""
+        if not self.loss_mask.size:
+            return -1
+        first = self.loss_mask.argmax()
+        return int(self.policy_version[first]) if self.loss_mask[first] else -1
 
 
 # ---------------------------------------------------------------- generation: env server <-> proxy <-> generator
@@ -378,9 +382,11 @@ class _Envelope(Struct, array_like=True):
 
 
 class _Buffers(threading.local):
-    """Arrays met while encoding (out) or decoding (frames) the message of this thread."""
+    """Arrays met while encoding (joined, large) or decoding (frames) the message of this thread."""
 
-    out: list[bytes | memoryview]
+    joined: list[bytes | memoryview]  # content of frame 1, padding included
+    size: int  # of what is joined
+    large: list[bytes | memoryview]  # frames 2, 3, ...
     frames: Frames
 
 
@@ -390,20 +396,27 @@ _buffers = _Buffers()
 def _array_to_header(value: object) -> object:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"{type(value).__name__} cannot cross a socket")
-    if value.dtype.str not in _DTYPES:
+    dtype, size = value.dtype.str, value.nbytes
+    if dtype not in _DTYPES:
         raise ProtocolError(f"dtype {value.dtype} is not allowed on the wire")
-    out = _buffers.out
-    out.append(np.ascontiguousarray(value).data.cast("B") if value.size else b"")
-    return len(out) - 1, value.dtype.str, value.shape
+    data = np.ascontiguousarray(value).data.cast("B") if size else b""
+    if size >= _JOINED_BYTES:
+        _buffers.large.append(data)
+        return 1 + len(_buffers.large), 0, dtype, value.shape
+    offset, padding = _buffers.size, -size % _ALIGNMENT
+    _buffers.joined += (data, bytes(padding)) if padding else (data,)
+    _buffers.size = offset + size + padding
+    return 1, offset, dtype, value.shape
 
 
 def _header_to_array(kind: type, value: Any) -> object:
     if kind is not np.ndarray:
         raise NotImplementedError
-    index, dtype, shape = value
-    if dtype not in _DTYPES or not 0 < index < len(_buffers.frames):
-        raise ProtocolError(f"array frame {index} of dtype {dtype!r} does not exist")
-    return np.frombuffer(_buffers.frames[index], dtype=dtype).reshape(shape)
+    index, offset, name, shape = value
+    dtype = _DTYPES.get(name)
+    if dtype is None or not 0 < index < len(_buffers.frames):
+        raise ProtocolError(f"array frame {index} of dtype {name!r} does not exist")
+    return np.ndarray(shape, dtype, _buffers.frames[index], offset)  # raises TypeError beyond the frame's end
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_header)
@@ -411,12 +424,13 @@ _decoder = msgspec.msgpack.Decoder(_Envelope, dec_hook=_header_to_array)
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """Frames of one message: the header, then each array's buffer (not copied)."""
-    frames: list[bytes | memoryview] = [b""]
-    _buffers.out = frames
-    frames[0] = _encoder.encode(_Envelope(PROTOCOL, message))
-    _buffers.out = []
-    return frames
+    """Frames of one message: the header, the smaller arrays, then each large array's buffer (not copied)."""
+    joined: list[bytes | memoryview] = []
+    large: list[bytes | memoryview] = []
+    _buffers.joined, _buffers.size, _buffers.large = joined, 0, large
+    header = _encoder.encode(_Envelope(PROTOCOL, message))
+    _buffers.joined, _buffers.large = [], []
+    return [header, b"".join(joined), *large] if joined or large else [header]
 
 
 def decode(frames: Frames) -> Message:

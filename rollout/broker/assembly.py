@@ -10,7 +10,12 @@ import numpy as np
 from rl.messages import SampleRow, Shard, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, Outcome
 
-_DTYPES = {"token_ids": np.int32, "loss_mask": np.uint8, "logp_behavior": np.float32, "policy_version": np.int32}
+_DTYPES = {
+    "token_ids": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.uint8),
+    "logp_behavior": np.dtype(np.float32),
+    "policy_version": np.dtype(np.int32),
+}
 
 
 def fault(trajectory: Trajectory) -> str:
@@ -22,19 +27,18 @@ def fault(trajectory: Trajectory) -> str:
     shape = trajectory.token_ids.shape
     for name, dtype in _DTYPES.items():
         array = getattr(trajectory, name)
-        if array.ndim != 1 or array.shape != shape or array.dtype != dtype:
+        if len(shape) != 1 or array.shape != shape or array.dtype != dtype:
             return f"{name} is {array.dtype}{array.shape}, token_ids has shape {shape}"
-    mask = trajectory.loss_mask
-    if mask.size and mask.max() > 1:
-        return "loss_mask holds values other than 0 and 1"
-    generated = mask.view(np.bool_)
-    length = int(np.count_nonzero(generated))
+    mask, versions = trajectory.loss_mask, trajectory.policy_version
+    if np.count_nonzero(mask > (versions >= 0).view(np.uint8)):  # one pass for both faults
+        if mask.max() > 1:
+            return "loss_mask holds values other than 0 and 1"
+        return "generated tokens without a policy version"
+    length = np.count_nonzero(mask)
     if trajectory.tokens_generated < length:
         return f"{length} tokens in the loss mask, {trajectory.tokens_generated} generated"
-    if not np.isfinite(trajectory.logp_behavior).all():
+    if np.count_nonzero(np.isfinite(trajectory.logp_behavior)) < shape[0]:
         return "logp_behavior is not finite"
-    if length and trajectory.policy_version[generated].min() < 0:
-        return "generated tokens without a policy version"
     end = 0
     for turn in trajectory.turns:
         if not end <= turn.start <= turn.end <= shape[0]:
@@ -50,14 +54,12 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
 
     Success is the environment's `info["success"]`, else a positive reward.
     """
-    generated = trajectory.loss_mask.view(np.bool_)
-    length = int(np.count_nonzero(generated))
     return Outcome(
         epoch=trajectory.epoch,
-        first_version=int(trajectory.policy_version[generated.argmax()]) if length else -1,
+        first_version=trajectory.first_version,
         reward=trajectory.reward,
         tokens_generated=trajectory.tokens_generated,
-        length=length,
+        length=int(np.count_nonzero(trajectory.loss_mask)),
         turns=len(trajectory.turns),
         success=float(trajectory.info.get("success", trajectory.reward > 0)),
         seconds=trajectory.seconds,
@@ -127,11 +129,14 @@ def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 
 def _means(trajectories: list[Trajectory]) -> dict[str, float]:
     """Means of what the environments counted, over the samples that have it."""
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = {}  # of the environments' own numbers, where a sample has them
     for trajectory in trajectories:
         for name, value in trajectory.info.items():
             sums.setdefault(f"env/{name}", []).append(value)
-        sums.setdefault("rollout/truncated", []).append(float(trajectory.stop_reason != "done"))
-        sums.setdefault("rollout/generate_s", []).append(sum(turn.generate_s for turn in trajectory.turns))
-        sums.setdefault("rollout/env_s", []).append(sum(turn.env_s for turn in trajectory.turns))
-    return {name: sum(values) / len(values) for name, values in sums.items()}
+    count = len(trajectories)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    return {name: sum(values) / len(values) for name, values in sums.items()} | {
+        "rollout/truncated": sum([t.stop_reason != "done" for t in trajectories]) / count,
+        "rollout/generate_s": sum([turn.generate_s for turn in turns]) / count,
+        "rollout/env_s": sum([turn.env_s for turn in turns]) / count,
+    }

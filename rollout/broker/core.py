@@ -194,21 +194,21 @@ class BrokerCore(Lifecycle):
         if self.started and not self.stopped:
             while self._assemble(now):
                 pass
-            self._admit(now)
+            if len(self.groups) < self.limit:
+                self._admit(now)
             self._issue(now)
             if self.n == self.settings.steps:
                 self._drain(now)
-        for server, ticket_ids in self._cancels.items():
-            self._out.append(CancelTickets(server, ticket_ids))
-        self._cancels = {}
+        if self._cancels:
+            self._out += [CancelTickets(server, ticket_ids) for server, ticket_ids in self._cancels.items()]
+            self._cancels = {}
         out, self._out = self._out, []
         return out
 
     def _admit(self, now: float) -> None:
         if self.e == self.settings.steps:
             return  # all steps are assembled
-        limit = self.settings.admitted(self.n)
-        while len(self.groups) < limit:
+        while len(self.groups) < self.limit:
             group_id, assignment = self.tasks.take()
             group = Group(group_id, assignment, self.settings.members, self._rank(assignment), now)
             self.groups[group_id] = group

@@ -45,7 +45,8 @@ def restore(core: Lifecycle, state: dict[str, Any]) -> None:
     for name, size in sizes.items():
         if state[name] != size:
             raise ValueError(f"the checkpoint has {name}={state[name]}, the configuration {size}")
-    core.n = core.e = state["n"]
+    core.e = state["n"]
+    core.advance(state["n"])
     core.tasks.restore(state["tasks"])
     core.ledger.restore(state["ledger"])
     core.stats = msgspec.convert(state["stats"], Statistics, strict=False)

@@ -38,9 +38,10 @@ class Lifecycle:
         audit: bool = False,
     ) -> None:
         self.settings = settings
+        self._bound = settings.staleness_bound  # S
         self.epoch = -1
-        self.n = 0  # published version
         self.e = 0  # next step to be assembled
+        self.advance(0)
         self.started = False
         self.stopped = False
         self.finished_at: float | None = None
@@ -64,10 +65,15 @@ class Lifecycle:
         self._cancels: dict[int, list[int]] = {}
         self._out: list[Action] = []
 
+    def advance(self, version: int) -> None:
+        """The published version n is now `version`."""
+        self.n = version
+        self.limit = self.settings.admitted(version)  # F1
+
     @property
     def floor(self) -> int:
         """e - S: an unbatched group with a smaller v fits no later batch."""
-        return self.e - self.settings.staleness_bound
+        return self.e - self._bound
 
     # ------------------------------------------------------------ tickets
 
@@ -189,6 +195,8 @@ class Lifecycle:
         )
         self.tasks.source.ended(record)
         self._out.append(record)
+        for member in group.members:
+            member.outcome = None  # with its payload, which else would wait for the garbage collector
 
     # ------------------------------------------------------------ batches
 
@@ -206,7 +214,7 @@ class Lifecycle:
         samples = [self._batch(sample) for group in groups for sample in group.accepted()]
         kept = [replace(sample, outcome=replace(sample.outcome, payload=None)) for sample in samples]
         for sample in samples:  # independent of the book: from what each episode itself says
-            if step - sample_version(sample) > settings.staleness_bound:
+            if step - sample_version(sample) > self._bound:
                 self.stats.freshness_violations += 1
         self.batches[step] = (groups, kept)
         metrics = batch_metrics(step, kept) | self._state_metrics(now)
@@ -240,7 +248,7 @@ class Lifecycle:
         for group in groups:
             self._end_group(group, State.TRAINED, now)
         self.stats.trained(self.n, samples)
-        self.n += 1
+        self.advance(self.n + 1)
 
     # ------------------------------------------------------------ the end
 

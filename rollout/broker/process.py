@@ -1,8 +1,8 @@
 """The broker process: BrokerCore behind its sockets (`python -m rollout.broker.process --run DIR`).
 
 One poll loop. Each turn drains every socket, turns messages into events of the core, carries out its actions,
-and acknowledges the trajectories it took, one message per server. Payloads stay where they were received: the core
-passes them through, and a batch concatenates them once.
+and then sends the servers their tickets, with one message each that acknowledges what was taken. Payloads stay where
+they were received: the core passes them through, and a batch concatenates them once.
 
 What peers send is not trusted: a frame that is no message is counted and dropped, a trajectory that contradicts
 itself fails its ticket. A peer that is gone is the supervisor's to announce; until then its tickets stay open.
@@ -22,7 +22,6 @@ from rl.checkpoint_folder import read_journal
 from rl.messages import (
     AckTickets,
     BatchRequest,
-    Done,
     EvalRequest,
     FirstToken,
     Journal,
@@ -53,11 +52,12 @@ from rollout.broker.actions import (
 )
 from rollout.broker.assembly import fault, make_shards, outcome_of
 from rollout.broker.core import BrokerCore
+from rollout.broker.memory import tune_memory
 from rollout.broker.reorder import Reorder
 from rollout.broker.settings import Settings
 
 POLL_S = 0.1
-_DRAIN = 2000  # messages of one socket per turn, so that none starves the others
+_DRAIN = 500  # messages of one socket per turn, so that none starves the others
 _LOGGED_FAULTS = 20  # later ones are only counted
 
 ServerMessage = Trajectory | TicketFailed | TicketCancelled | ServerHello
@@ -74,6 +74,7 @@ class Broker:
         self.process, self.config = process, process.config
         run = process.run
         self.core = BrokerCore(Settings.of(self.config, run.train_tasks, run.start_step))
+        process.closing_report = self.core.report
         if self.config.resume is not None:
             self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
@@ -85,6 +86,7 @@ class Broker:
         self._saves: list[SaveRequest] = []  # of versions that are not published yet
         self._orders: dict[tuple[int, int], Reorder[ServerMessage]] = {}  # by server and incarnation
         self._acks: dict[tuple[int, int], list[int]] = {}
+        self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._waiting_since = time.monotonic()  # the learner's earliest possible wait for batch n
         self.counts = {"trajectories": 0, "malformed": 0, "invalid": 0, "tickets": 0, "cancels": 0}
 
@@ -109,7 +111,7 @@ class Broker:
                     self._orders.pop((message.index, message.incarnation), None)
                     self._carry_out(self.core.server_left(message.index, message.incarnation, time.monotonic()))
             self._carry_out(self.core.tick(time.monotonic()))
-            self._acknowledge()
+            self._send_to_servers()
             self._watch()
             process.progress += 1
             process.stats = self._stats()
@@ -235,26 +237,27 @@ class Broker:
                         send(socket, shard)
                 case EvalReport():
                     self.process.send(Metrics(action.version.n, _eval_metrics(action)))
-                case Finished(report):
-                    self.process.send(Done("broker", json.dumps(report).encode()))
+                case Finished():
+                    self.process.send_closing_report()
                 case StopRun(reason):
                     raise RunStopped(reason)
 
     def _tell(self, index: int, message: Message) -> None:
         server = self.core.servers.by_index.get(index)
         if server is not None:
-            self._send_to_server(index, server.incarnation, message)
+            self._outgoing.append((index, server.incarnation, message))
 
-    def _send_to_server(self, index: int, incarnation: int, message: Message) -> None:
-        try:
-            send_to(self.tickets, identity("env_server", index, incarnation), message)
-        except PeerGone:
-            pass  # it died: its PeerDied gives back what it held
-
-    def _acknowledge(self) -> None:
+    def _send_to_servers(self) -> None:
+        """All at once: the socket's thread is woken once, and writes many messages in one call."""
         for (index, incarnation), ticket_ids in self._acks.items():
-            self._send_to_server(index, incarnation, AckTickets(ticket_ids))
+            self._outgoing.append((index, incarnation, AckTickets(ticket_ids)))
+        for index, incarnation, message in self._outgoing:
+            try:
+                send_to(self.tickets, identity("env_server", index, incarnation), message)
+            except PeerGone:
+                pass  # it died: its PeerDied gives back what it held
         self._acks.clear()
+        self._outgoing.clear()
 
     # ------------------------------------------------------------ waiting
 
@@ -303,12 +306,14 @@ def _eval_metrics(report: EvalReport) -> dict[str, float]:
 
 
 def main() -> None:
+    tune_memory()
     with Process("broker", parse_place()) as process:
         broker = Broker(process)
         try:
             broker.run()
         finally:
             broker.close()
+    zmq.Context.instance().term()  # no shard is being sent any more, within the linger, from memory that the exit frees
 
 
 if __name__ == "__main__":

@@ -34,6 +34,19 @@ def test_round_trip(length: int) -> None:
     assert received.first_version == (7 if length > 1 else -1)
 
 
+@pytest.mark.parametrize("length", [3, 8, 20_000])
+def test_smaller_arrays_share_an_aligned_frame(length: int) -> None:
+    sent = trajectory(length)
+    frames = [bytes(frame) for frame in encode(sent)]
+    assert len(frames) == (5 if length == 20_000 else 2)  # of 20 000 tokens, three arrays have 80 kB
+    received = decode(frames)
+    assert isinstance(received, Trajectory)
+    for name in ("token_ids", "loss_mask", "logp_behavior", "policy_version"):
+        array = getattr(received, name)
+        np.testing.assert_array_equal(array, getattr(sent, name))
+        assert array.flags.aligned and not array.flags.writeable
+
+
 @given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=4))
 def test_garbage_is_refused_with_one_error(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):

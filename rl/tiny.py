@@ -23,8 +23,6 @@ import torch
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 import rl.sft
 import rl.word_tokenizer
@@ -54,7 +52,7 @@ class TinyRecipe(BaseModel):
     """Longest context, in tokens."""
     seed: int = 0
     """Of the initial weights and of the demonstrations."""
-    sft_steps: int = Field(600, ge=0)
+    sft_steps: int = Field(500, ge=0)
     sft_batch: int = Field(64, ge=1)
     """Demonstrations of one step."""
     sft_lr: float = Field(3e-3, gt=0)
@@ -97,6 +95,8 @@ def ensure_tiny_model(
 
 def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> float:
     """Share of held-out problems that the model in `folder` answers right, one sample each."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = ChatTokenizer(folder)
     problems = [arithmetic.problem("eval", index, seed) for index in range(tasks)]
@@ -121,6 +121,10 @@ def prompt_ids(tokenizer: ChatTokenizer, problem: arithmetic.ArithmeticProblem) 
 
 
 def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
+    from transformers import GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     started = time.monotonic()
     tokenizer = build_tokenizer(arithmetic.texts())
     end, padding = (id_of(tokenizer, token) for token in (TURN_END, PADDING))
@@ -145,6 +149,8 @@ def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
 
 
 def _initial_model(recipe: TinyRecipe, vocabulary: int, end: int, padding: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # here: a cached model costs no import of seconds
+
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=recipe.hidden_size,
@@ -190,7 +196,6 @@ def _to_stderr(line: str) -> None:
 
 def main(arguments: list[str]) -> None:
     fields = dict(argument.partition("=")[::2] for argument in arguments)
-    disable_progress_bar()
     folder = ensure_tiny_model(TinyRecipe.model_validate(fields))
     print(folder)
     for temperature in (0.0, 1.0):

@@ -12,8 +12,8 @@ from rl.messages import Version
 from rl.weights.base import Manifest, WeightsError
 from rl.weights.slots import Geometry, Lease, SlotTable, check_coverage
 
-RANKS, BYTES = 2, 8  # each rank writes half of a slot, byte by byte
-READERS = 4
+RANKS, BYTES = 2, 4  # each rank writes half of a slot, byte by byte
+READERS = 3
 
 
 class Reader:
@@ -40,6 +40,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.readers: dict[int, Reader] = {}
         self.incarnations = [0] * READERS
         self.zombies: list[Reader] = []  # fenced, but still holding what they read
+        for index in range(READERS):
+            self.start(index)
 
     def protected(self) -> set[int]:
         return {reader.lease.slot for reader in self.readers.values() if reader.lease is not None}
@@ -65,14 +67,22 @@ class SlotMachine(RuleBasedStateMachine):
         if self.written[rank] < half:
             self.data[slot, rank * half + self.written[rank]] = version
             self.written[rank] += 1
-            return
-        if self.written[rank] == half:
+            if self.written[rank] < half:
+                return
             assert self.table.writing(Version(0, version)) == slot
-            self.written[rank] += 1
             ready = self.table.commit(slot, rank, [(rank * half, half, version)])
-            assert ready == all(count > half for count in self.written)
+            assert ready == all(count == half for count in self.written)
             if ready:
                 self.published, self.writing = version, None
+
+    @rule()
+    def publish(self) -> None:
+        """A whole version, or the rest of one, so that random steps reach many versions."""
+        if self.writing is None:
+            self.claim()
+        for rank in range(RANKS):
+            while self.writing is not None and self.written[rank] < BYTES // RANKS:
+                self.write(rank)
 
     @rule(index=st.integers(0, READERS - 1))
     def start(self, index: int) -> None:
@@ -167,7 +177,7 @@ class FourSlotMachine(SlotMachine):
 
 
 for machine in (SlotMachine, TwoSlotMachine, FourSlotMachine):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+    machine.TestCase.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
 TestThreeSlots, TestTwoSlots, TestFourSlots = SlotMachine.TestCase, TwoSlotMachine.TestCase, FourSlotMachine.TestCase
 
 
@@ -219,6 +229,36 @@ def test_two_slots_name_the_reader_they_wait_for() -> None:
     assert slots.claim(Version(0, 2)) is None
     slots.end_leases("generator-3", 2)
     assert slots.claim(Version(0, 2)) is not None
+
+
+def test_three_slots_never_block_however_the_readers_lease() -> None:
+    """A second reader joins the version that a slow one holds, or waits: two old versions are never held."""
+    slots = table(slots=3)
+    slow, quick = (slots.register(f"generator-{i}", 0, 0, 0) for i in range(2))
+    put(slots, Version(0, 0))
+    held = slots.lease(slow, 0, Version(0, 0))
+    put(slots, Version(0, 1))
+    assert slots.lease(quick, 0, Version(0, 1)) is None
+    joined = slots.lease(quick, 0, Version(0, 0))
+    assert held is not None and joined is not None and joined.version == Version(0, 0)
+    for n in range(2, 6):
+        put(slots, Version(0, n))
+    assert slots.release(joined) and slots.release(held)
+    newest = slots.lease(quick, 0, Version(0, 1))
+    assert newest is not None and newest.version == Version(0, 5)
+
+
+def test_a_fenced_incarnation_cannot_end_the_lease_of_its_successor() -> None:
+    slots = table()
+    put(slots, Version(0, 0))
+    row = slots.register("generator-0", 0, 0, 0)
+    old = slots.lease(row, 0, Version(0, 0))
+    assert slots.register("generator-0", 1, 0, 0) == row
+    new = slots.lease(row, 1, Version(0, 0))
+    assert old is not None and new is not None
+    assert slots.release(old)  # its bytes were intact
+    slots.unregister(row, 0)
+    assert slots.leased() == [new.slot]
 
 
 def test_end_leases_does_not_match_longer_numbers() -> None:

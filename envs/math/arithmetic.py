@@ -64,6 +64,7 @@ class Student:
     """Writes the working down, but takes a wrong operation in one step."""
 
 
+# Few enough equations that a minute of demonstrations covers them; it is their combinations that are held out.
 _SMALL, _NUMBER, _LARGE = range(2, 10), range(2, 17), range(10, 28)
 _TIMES = range(2, 7)
 
@@ -79,7 +80,7 @@ KINDS = (
     ),
     Kind(
         "subtract",
-        (_LARGE, _NUMBER),
+        (_LARGE, _SMALL),
         (("-", 0, 1),),
         (
             "{A} has {a} {t} and gives {b} to {B}. How many {t} are left?",
@@ -106,7 +107,7 @@ KINDS = (
     ),
     Kind(
         "subtract, add",
-        (_LARGE, _SMALL, _NUMBER),
+        (_LARGE, _SMALL, _SMALL),
         (("-", 0, 1), ("+", 3, 2)),
         (
             "{A} has {a} {t} and loses {b}. Then {A} buys {c}. How many {t} does {A} have?",
@@ -150,21 +151,21 @@ KINDS = (
         ),
     ),
     Kind(
-        "more, total",
-        (_NUMBER, _SMALL),
-        (("+", 0, 1), ("+", 0, 2)),
+        "more, add",
+        (_NUMBER, _SMALL, _SMALL),
+        (("+", 0, 1), ("+", 3, 2)),
         (
-            "{A} has {a} {t}. {B} has {b} more than {A}. How many {t} do they have together?",
-            "{A} finds {a} {t} and {B} finds {b} more than {A}. How many {t} do they find together?",
+            "{A} has {a} {t}. {B} has {b} more than {A} and buys {c}. How many {t} does {B} have?",
+            "{A} finds {a} {t}. {B} finds {b} more than {A} and then {c} more. How many {t} does {B} find?",
         ),
     ),
     Kind(
-        "fewer, total",
-        (_NUMBER, _SMALL),
-        (("-", 0, 1), ("+", 0, 2)),
+        "fewer, subtract",
+        (_LARGE, _SMALL, _SMALL),
+        (("-", 0, 1), ("-", 3, 2)),
         (
-            "{A} has {a} {t}. {B} has {b} fewer than {A}. How many {t} do they have together?",
-            "{A} finds {a} {t} and {B} finds {b} fewer than {A}. How many {t} do they find together?",
+            "{A} has {a} {t}. {B} has {b} fewer than {A} and loses {c}. How many {t} does {B} have?",
+            "{A} finds {a} {t}. {B} finds {b} fewer than {A} and gives {c} to {C}. How many {t} does {B} have?",
         ),
     ),
 )

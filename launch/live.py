@@ -101,9 +101,7 @@ class Display:
     def _table(self, observed: Observed, children: dict[tuple[str, int], Child]) -> Table:
         elapsed = time.time() - observed.started_at
         last = self._run.start_step + self._config.steps
-        table = Table(
-            title=f"{self._config.name}  step {self._step}/{last}  {elapsed:.0f} s, left {self._remaining()}"
-        )
+        table = Table(title=f"{self._config.name}  step {self._step}/{last}  {elapsed:.0f} s, left {self._remaining()}")
         table.add_column("process")
         table.add_column("state")
         table.add_column("waited for (s)")

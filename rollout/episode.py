@@ -63,9 +63,7 @@ class Surroundings:
     activity: Activity = field(default_factory=Activity)
 
 
-async def run_episode(
-    ticket: Ticket, make: Callable[[], Environment], task: Any, around: Surroundings
-) -> Trajectory:
+async def run_episode(ticket: Ticket, make: Callable[[], Environment], task: Any, around: Surroundings) -> Trajectory:
     """The finished trajectory of this ticket (server, incarnation and seq left 0 for the sender).
 
     Raises EpisodeFailed; CancelledError when cancelled, after the running generation was aborted.

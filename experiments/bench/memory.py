@@ -1,6 +1,6 @@
 """Resident memory of broker and proxy before any data, against the bound of 150 MB each.
 
-    python -m experiments.bench memory [--out FILE.json]
+python -m experiments.bench memory [--out FILE.json]
 """
 
 from __future__ import annotations

@@ -21,13 +21,14 @@ from launch.children import Child, adopt_orphans, end_all, end_descendants, log_
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Observed, build_summary
-from rl.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, PeerUp, ProtocolError, Register, Stop
+from rl.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, ProtocolError, Register, Stop
 from rl.run import RunFile
 from rl.sockets import PeerGone, identity, open_socket, receive_from, send_to
 from rl.tracking import Tracker
 from rl.weights.segment import unlink_segments
 
 _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts
+_TOLD = ("broker", "proxy", "learner")  # who hears of the replaceable ones
 _POLL_MS = 50
 _TRACKER_S = 30.0  # an online dashboard may still be sending
 _TRACKER_HURRIED_S = 1.5  # after Ctrl-C or a failure: with timeouts.stop_s, all ends within 10 s
@@ -51,6 +52,7 @@ class _State:
     restarts: dict[str, int] = field(default_factory=dict)
     reports: dict[str, bytes] = field(default_factory=dict)  # closing reports by role
     suspected: dict[str, str] = field(default_factory=dict)  # why a child was killed by us
+    deaths: list[PeerDied] = field(default_factory=list)  # for whoever registers later
 
 
 class Supervisor:
@@ -122,7 +124,7 @@ class Supervisor:
                 child = self._child(message.role, message.index, message.incarnation)
                 if child is not None:
                     child.registered, child.last_beat = True, time.monotonic()
-                    self._tell_peers(PeerUp(message.role, message.index, message.incarnation), message.role)
+                    self._catch_up(child)
             case Metrics():
                 self._record(message)
             case Fatal():
@@ -189,17 +191,21 @@ class Supervisor:
         child.kill()  # what is left of its process group
         self.display.note(f"{child.name} {how}; starting it again ({used + 1} of {allowed})")
         self.observed.bury(child)
-        self._tell_peers(PeerDied(role, child.spec.index, child.incarnation), role)
+        self.state.deaths.append(PeerDied(role, child.spec.index, child.incarnation))
+        self._tell_peers(self.state.deaths[-1])
         replacement = spawn(child.spec, self.run, child.incarnation + 1)
         self.state.children[role, child.spec.index] = replacement
 
-    def _tell_peers(self, message: PeerUp | PeerDied, about: str) -> None:
-        """Broker, proxy and every learner rank hear of generators and environment servers."""
-        if about not in _REPLACEABLE:
-            return
-        for (role, _index), child in self.state.children.items():
-            if role in ("broker", "proxy", "learner") and child.registered:
-                self._send(child, message)
+    def _tell_peers(self, death: PeerDied) -> None:
+        """Broker, proxy and every learner rank hear of generators and environment servers that died."""
+        for child in self.state.children.values():
+            if child.spec.role in _TOLD and child.registered:
+                self._send(child, death)
+
+    def _catch_up(self, child: Child) -> None:
+        """What a process that registers late has missed."""
+        for death in self.state.deaths if child.spec.role in _TOLD else ():
+            self._send(child, death)
 
     def _collect_reports(self) -> None:
         """Closing reports of a run that did not get to its end; after the first cause nothing else matters."""

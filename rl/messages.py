@@ -349,12 +349,6 @@ class Done(Struct, frozen=True, tag="done"):
     report: bytes = b""
 
 
-class PeerUp(Struct, frozen=True, tag="peer_up"):
-    role: str
-    index: int
-    incarnation: int
-
-
 class PeerDied(Struct, frozen=True, tag="peer_died"):
     """The supervisor has fenced this incarnation: it is dead for certain."""
 
@@ -372,7 +366,7 @@ Message = (
     | Generate | Abort | Generated | ClientHello | GeneratorHello | FirstToken | GeneratorStatus | Usage
     | BatchRequest | Published | EvalRequest | SaveRequest | Journal | Shard
     | WeightNotice | WeightStatus
-    | Register | Heartbeat | Metrics | Fatal | Done | PeerUp | PeerDied | Stop
+    | Register | Heartbeat | Metrics | Fatal | Done | PeerDied | Stop
 )  # fmt: skip
 
 

@@ -37,7 +37,6 @@ from rl.messages import (
     Message,
     Metrics,
     PeerDied,
-    PeerUp,
     Register,
     Stop,
 )
@@ -88,7 +87,7 @@ class Process:
         self.waits = Waits()
         self.stopping = False
         self.closing_report: Callable[[], dict[str, Any]] | None = None  # for the summary, however the run ends
-        self.inbox: queue.SimpleQueue[PeerUp | PeerDied | Stop] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[PeerDied | Stop] = queue.SimpleQueue()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -128,7 +127,7 @@ class Process:
             report, self.closing_report = self.closing_report(), None
             self.send(Done(self.role, json.dumps(report).encode()))
 
-    def received(self) -> Iterator[PeerUp | PeerDied | Stop]:
+    def received(self) -> Iterator[PeerDied | Stop]:
         """Drain the inbox; call when `wake_fd` is readable, or at every turn of a loop."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
@@ -164,7 +163,7 @@ class Process:
                 self._flush(socket)
             if socket in ready:
                 message = receive(socket)
-                assert isinstance(message, PeerUp | PeerDied | Stop)
+                assert isinstance(message, PeerDied | Stop)
                 self.inbox.put(message)
                 if isinstance(message, Stop):
                     self.stopping = True

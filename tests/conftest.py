@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -15,6 +16,15 @@ from rl.config import load_config
 from rl.run import RunFile
 
 MakeRun = Callable[..., RunFile]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_environment() -> Iterator[None]:
+    """What a module's libraries put into the environment (vLLM: LD_PRELOAD) stays in that module."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,13 +162,12 @@ def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
     )
     reference = tmp_path / "reference"
     reference.mkdir()
-    import os
-
-    environment = os.environ | engine_environment(config, "cpu") | {"TMPDIR": str(reference)}
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(reference), str(model_folder)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="fresco-test-") as sockets:  # short: a socket's path has 107 characters
+        environment = os.environ | engine_environment(config, "cpu") | {"TMPDIR": sockets}
+        ended = subprocess.run(
+            [sys.executable, "-c", program, str(reference), str(model_folder)],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:]
     plain = [
         (

@@ -14,8 +14,11 @@ from rl.run import parse_place
 
 
 def main(role: str) -> None:
+    if os.environ.get(f"FAKE_{role.upper()}", "").startswith("late"):
+        time.sleep(2)
     with Process(role, parse_place(sys.argv[2:])) as process:
         behaviour = os.environ.get(f"FAKE_{role.upper()}", "")
+        behaviour = behaviour.removeprefix("late ")
         if behaviour == "raise":
             time.sleep(0.3)
             raise ValueError("the first cause")

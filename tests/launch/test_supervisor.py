@@ -77,6 +77,11 @@ def test_a_killed_worker_is_replaced_and_its_peers_are_told(run: RunFile, role: 
     assert (run.folder / "logs" / f"{role}.0.1.log").exists()
 
 
+def test_who_registers_late_hears_of_earlier_deaths(run: RunFile) -> None:
+    code, _ = execute(run, generator="die", broker="late done1", learner="late done1")
+    assert code == 0
+
+
 def test_restarts_are_limited(run: RunFile) -> None:
     code, summary = execute(run, generator="die always")
     assert code == 1 and "generator.0 ended: killed by SIGKILL; it was restarted 3 times already" in str(

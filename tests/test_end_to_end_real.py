@@ -27,16 +27,16 @@ from rl.policy import Policy, load_policy
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
 
 ROOT = Path(__file__).parent.parent
-STEPS = 6
+STEPS = 6  # responses are long, so that sampling takes longer than a step: requests span updates
 TEMPERATURE = 0.8
 RECIPE = f"""
 name: simulated
 device: cpu
 steps: {STEPS}
 model: {{path: tiny, dtype: float32, tiny: {{hidden_size: 32, layers: 2, ffn_size: 64, sft_steps: 0}}}}
-sampling: {{max_tokens: 64, temperature: {TEMPERATURE}}}
+sampling: {{max_tokens: 384, temperature: {TEMPERATURE}}}
 rollout: {{groups_per_batch: 2, group_size: 3, alpha: 1}}
-generator: {{dtype: float32, max_model_len: 256, max_num_seqs: 16, kv_cache_bytes: 16777216, on_update: recompute}}
+generator: {{dtype: float32, max_model_len: 512, max_num_seqs: 16, kv_cache_bytes: 16777216, on_update: recompute}}
 env: {{name: math, options: {{source: arithmetic}}}}
 algo: {{loss: grpo}}
 learner: {{ranks: 2, lr: 3.0e-3, checkpoint_every: 1, keep_checkpoints: 100}}

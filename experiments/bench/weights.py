@@ -2,12 +2,12 @@
 
     python -m experiments.bench weights [--gigabytes 1] [--tensors 253] [--rounds 7] [--out FILE.json]
 
-A round of the transport casts fp32 to bf16 into a slot and publishes it; the reader leases it, verifies every byte
-in place and copies it into touched private memory, as an engine does when it loads. Both sides hash every byte.
-The limit is a cast copy into touched memory followed by a plain copy out of it. All on one thread of one process,
-alternating, so that other load hits both alike; medians are compared, of seconds and of CPU seconds (which other
-load disturbs less). The zmq transport (ipc) is reported beside them: its sender works in a thread of its own,
-and the copy into private memory is its reception.
+A round of the transport casts fp32 to bf16 into a slot and publishes it; the reader leases it and copies it into
+touched private memory, as an engine does when it loads. Both sides hash every byte, in a second thread beside the
+copy, as learner and engine do. The limit is a cast copy into touched memory followed by a plain copy out of it.
+Writer and reader take turns in one process, alternating with the limit, so that other load hits both alike;
+medians are compared. CPU seconds tell what the hashing costs where no second core is free. The zmq transport
+(ipc) is reported beside them: its sender works in a thread of its own, and its reception is the copy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -79,9 +80,11 @@ def transport(kind: str, manifest: Manifest, masters: dict[str, torch.Tensor]) -
         view = writer.begin(version, 30)
         writer.commit(write_shard(view, manifest, ((name, master, 0) for name, master in masters.items())))
         _, received = reader.lease(version, 30)
-        reader.checksum()
+        checking = threading.Thread(target=reader.checksum)
+        checking.start()
         if kind == "shm":
             private.copy_(torch.frombuffer(received, dtype=torch.uint8))
+        checking.join()
         if not reader.release():
             raise RuntimeError("torn in a benchmark with one reader")
 
@@ -123,7 +126,7 @@ def main(argv: list[str]) -> None:
     wall = {name: statistics.median(seconds for seconds, _ in values) for name, values in measured.items()}
     cpu = {name: statistics.median(seconds for _, seconds in values) for name, values in measured.items()}
     gigabytes = manifest.total_bytes / 1e9
-    print(f"{gigabytes:.2f} GB bf16 in {options.tensors} tensors, {options.rounds} rounds, one thread; medians")
+    print(f"{gigabytes:.2f} GB bf16 in {options.tensors} tensors, {options.rounds} rounds; medians")
     for name, what in (("bare", "two bare copies"), ("shm", "shared memory, verified"), ("zmq", "zmq ipc, verified")):
         print(f"  {what:24} {wall[name]:6.3f} s  {gigabytes / wall[name]:5.2f} GB/s  CPU {cpu[name]:6.3f} s")
     of_limit = {"wall": wall["bare"] / wall["shm"], "cpu": cpu["bare"] / cpu["shm"]}

@@ -29,7 +29,7 @@ from rl.messages import Version
 from rl.process import WaitExpired
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
-CHUNK_BYTES = 512 << 10  # unit of copying and hashing: what was just copied is hashed while the cache holds it
+CHUNK_BYTES = 4 << 20  # unit of hashing: large enough that the hash releases the interpreter lock
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MANIFEST_NAME = "weights.manifest"
 _POLL_S = 0.001

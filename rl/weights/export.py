@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from rl.weights.base import CHUNK_BYTES, ITEM_BYTES, Manifest, Segment, TensorSpec, WeightsError
-from rl.weights.verify import RangeDigest
+from rl.weights.base import ITEM_BYTES, Manifest, Segment, TensorSpec, WeightsError, digest
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DEVICE_CHUNK_BYTES = 64 << 20  # from a GPU: few large transfers
@@ -25,20 +25,24 @@ def write_shard(
     """Copy this rank's rows into the slot and return the segments to commit.
 
     Each item is (name, local, row): `local` (rows, ...) are the rows of tensor `name` from row `row` on, in any
-    dtype and on any device; empty shards are allowed. The cast to the engine's dtype happens in the copy, and
-    each chunk is hashed while the cache holds it. Raises WeightsError for an unknown name or rows that do not fit.
+    dtype and on any device; empty shards are allowed. The cast to the engine's dtype happens in the copy, and a
+    second thread hashes what is written (both release the interpreter lock). Raises WeightsError for an unknown
+    name or rows that do not fit.
     """
     specs = {spec.name: spec for spec in manifest.tensors}
-    segments: list[Segment] = []
-    for name, local, row in name_to_local_rows:
-        if name not in specs:
-            raise WeightsError(f"tensor {name!r} is not in the manifest of {len(specs)} tensors")
-        if local.numel():
-            segments.append(_write_rows(view, specs[name], local, row))
-    return segments
+    written: list[tuple[int, int, Future[int]]] = []
+    with ThreadPoolExecutor(1, "weights-digest") as hashing:
+        for name, local, row in name_to_local_rows:
+            if name not in specs:
+                raise WeightsError(f"tensor {name!r} is not in the manifest of {len(specs)} tensors")
+            if local.numel():
+                begin, length = _write_rows(view, specs[name], local, row)
+                written.append((begin, length, hashing.submit(digest, view[begin : begin + length])))
+        return [(begin, length, hashed.result()) for begin, length, hashed in written]
 
 
-def _write_rows(view: memoryview, spec: TensorSpec, local: torch.Tensor, row: int) -> Segment:
+def _write_rows(view: memoryview, spec: TensorSpec, local: torch.Tensor, row: int) -> tuple[int, int]:
+    """The bytes written: offset and length."""
     begin = spec.offset + row * spec.row_bytes
     length = local.numel() * ITEM_BYTES[spec.dtype]
     if begin + length > spec.offset + spec.nbytes or tuple(local.shape[1:]) != spec.shape[1:]:
@@ -48,15 +52,13 @@ def _write_rows(view: memoryview, spec: TensorSpec, local: torch.Tensor, row: in
     dtype = _DTYPES[spec.dtype]
     source = local.detach().reshape(-1)
     target = torch.frombuffer(view, dtype=dtype, count=source.numel(), offset=begin)
-    on_cpu = source.device.type == "cpu"
-    step = (CHUNK_BYTES if on_cpu else _DEVICE_CHUNK_BYTES) // ITEM_BYTES[spec.dtype]
-    range_digest, at = RangeDigest(view, begin, begin + length), begin
-    for chunk, into in zip(source.split(step), target.split(step), strict=True):
-        # On a GPU the cast comes first: half the bytes cross the bus.
-        into.copy_(chunk if on_cpu else chunk.to(dtype))
-        at += chunk.numel() * ITEM_BYTES[spec.dtype]
-        range_digest.advance(at)
-    return begin, length, range_digest.result()
+    if source.device.type == "cpu":
+        target.copy_(source)
+    else:
+        step = _DEVICE_CHUNK_BYTES // ITEM_BYTES[spec.dtype]
+        for chunk, into in zip(source.split(step), target.split(step), strict=True):
+            into.copy_(chunk.to(dtype))  # the cast comes first: half the bytes cross the bus
+    return begin, length
 
 
 def tensors(manifest: Manifest, view: memoryview) -> Iterator[tuple[str, torch.Tensor]]:

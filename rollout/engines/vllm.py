@@ -187,6 +187,7 @@ class VllmEngine:
                 parts = await self._rpc("weights_load")
                 load_s += max(part["load_s"] for part in parts)
                 if all(part["intact"] for part in parts):
+                    checked = self._checked(version, parts)
                     break
                 fetched = await self._fetch(version)  # torn: the writer took the slot back
             self._version = Version(fetched["epoch"], fetched["n"])
@@ -199,8 +200,19 @@ class VllmEngine:
                 _open_gate(flight)
             pause_s = time.monotonic() - begin
             return LoadReport(
-                self._version, fetched["checksum"], await probe, fetched["wait_s"], pause_s, fetched["copy_s"], load_s
+                self._version, checked["checksum"], await probe, fetched["wait_s"], pause_s, checked["copy_s"], load_s
             )
+
+    def _checked(self, version: Version, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the slowest rank found. Raises if a rank found damage, or ranks found different bytes."""
+        if errors := [part["error"] for part in parts if "error" in part]:
+            raise self._unreadable(version, errors[0])
+        if len(sums := {part["checksum"] for part in parts}) > 1:
+            raise self._unreadable(version, f"its ranks received different bytes: checksums {sorted(sums)}")
+        return max(parts, key=lambda part: part["copy_s"])
+
+    def _unreadable(self, version: Version, why: str) -> RuntimeError:
+        return RuntimeError(f"generator {self._place.index} could not read weights {version}: {why}")
 
     async def _fetch(self, version: Version) -> dict[str, Any]:
         """Lease the newest version on every rank, while generation goes on; the ranks agree on one."""
@@ -212,9 +224,9 @@ class VllmEngine:
                     raise TimeoutError(f"generator {self._place.index} waited for weights {version}")
                 await asyncio.sleep(_FETCH_POLL_S)
             if errors := [part["error"] for part in parts if "error" in part]:
-                raise RuntimeError(f"generator {self._place.index} could not read weights {version}: {errors[0]}")
+                raise self._unreadable(version, errors[0])
             newest = max(Version(part["epoch"], part["n"]) for part in parts)
-            if len({(part["epoch"], part["n"], part["checksum"]) for part in parts}) == 1:
+            if len({(part["epoch"], part["n"]) for part in parts}) == 1:
                 return max(parts, key=lambda part: part["wait_s"])
             await self._rpc("weights_drop")
             version = newest

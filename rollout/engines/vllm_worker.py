@@ -6,9 +6,9 @@ only: every rank opens its own reader and takes the bytes from the transport.
 
 A load has two parts, so that generation pauses for the second one only:
 
-    weights_fetch   starts a thread that leases the newest version and checksums it
-    weights_fetched polls that thread
-    weights_load    copies the leased bytes into the model; false if they were overwritten meanwhile
+    weights_fetch   starts a thread that leases the newest version and then checksums it
+    weights_fetched polls that thread for the lease
+    weights_load    copies the leased bytes into the model, while the checksum goes on beside it
     weights_drop    gives a lease back without loading it
 
 Importing this module in a child of a generator also ties that child to the generator's life: vLLM leaves
@@ -53,14 +53,15 @@ class LoadsWeights:
     def weights_fetch(self, epoch: int, n: int) -> None:
         """Begin to lease a version not older than (epoch, n)."""
         self._weights_outcome: dict[str, Any] = {}
+        self._weights_checked: dict[str, Any] = {}
         self._weights_thread = threading.Thread(
             target=self._weights_lease, args=(Version(epoch, n),), name="weights", daemon=True
         )
         self._weights_thread.start()
 
     def weights_fetched(self) -> dict[str, Any]:
-        """Empty while the lease is awaited; then its version, checksum and seconds, or `error`."""
-        return {} if self._weights_thread.is_alive() else self._weights_outcome
+        """Empty while the lease is awaited; then its version and the seconds waited, or `error`."""
+        return self._weights_outcome
 
     def weights_load(self) -> dict[str, Any]:
         """Load the leased version. `intact` is false if its bytes changed meanwhile: fetch again, load again."""
@@ -71,8 +72,8 @@ class LoadsWeights:
         try:
             load_all(self.model_runner, pairs)
         finally:
-            intact = self._weights_release()
-        return {"intact": intact, "load_s": time.monotonic() - begin}
+            checked, intact = self._weights_release()
+        return {"intact": intact, "load_s": time.monotonic() - begin, **checked}
 
     def weights_drop(self) -> None:
         self._weights_release()
@@ -92,24 +93,25 @@ class LoadsWeights:
             if not self._weights_opened:
                 self._weights_reader.open(deadline_s)
                 self._weights_opened = True
-            version, view = self._weights_reader.lease(at_least, deadline_s)
-            leased = time.monotonic()
-            checksum = self._weights_reader.checksum()
+            version, self._weights_view = self._weights_reader.lease(at_least, deadline_s)
         except Exception as error:  # travels to the engine, which raises it in the generator
             self._weights_outcome = {"error": f"{type(error).__name__}: {error}"}
             return
-        self._weights_view = view
-        self._weights_outcome = {
-            "epoch": version.epoch,
-            "n": version.n,
-            "checksum": checksum,
-            "wait_s": leased - begin,
-            "copy_s": time.monotonic() - leased,
-        }
+        leased = time.monotonic()
+        self._weights_outcome = {"epoch": version.epoch, "n": version.n, "wait_s": leased - begin}
+        try:
+            self._weights_checked = {"checksum": self._weights_reader.checksum(), "copy_s": time.monotonic() - leased}
+        except Exception as error:
+            self._weights_checked = {"error": f"{type(error).__name__}: {error}"}
 
-    def _weights_release(self) -> bool:
+    def _weights_release(self) -> tuple[dict[str, Any], bool]:
+        """Checksum (or `error`) of the leased bytes, and whether they stayed as they were."""
+        deadline_s = self._weights_run.config.weights.deadline_s
+        self._weights_thread.join(deadline_s)
+        if self._weights_thread.is_alive():
+            raise TimeoutError(f"the weights were not checked within weights.deadline_s={deadline_s:g} s")
         del self._weights_view  # no view may outlive the lease
-        return self._weights_reader.release()
+        return self._weights_checked, self._weights_reader.release()
 
 
 def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -125,6 +125,28 @@ def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
     last = load_policy(folder / "model").model.state_dict()
     assert all(torch.equal(tensor, last[name]) for name, tensor in exported.state_dict().items())
 
+    goes_on_from_a_checkpoint(tmp_path)
+
+
+def goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Weights, optimizer and the broker's books continue at step 4; the earlier run's folder is kept."""
+    folder = tmp_path / "simulated"
+    with system(tmp_path, "steps=2", f"resume={folder / 'checkpoints' / 'step-4'}") as process:
+        output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output[-5000:]
+    nothing_is_left(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    samples = summary["ledger"]["samples"]
+    assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES)
+    assert samples["trained"] == (4 + 2) * 6 and summary["freshness_violations"] == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
+    (aside,) = [path for path in tmp_path.glob("simulated*") if path != folder]
+    assert (aside / "checkpoints" / f"step-{STEPS}").is_dir()
+    before = {row.sample_id for shard in read_shard_files(aside) if shard.step < 4 for row in shard.rows}
+    after = {row.sample_id for shard in read_shard_files(folder) for row in shard.rows}
+    assert len(before) == 4 * 6 and len(after) == 2 * 6 and not before & after
+
 
 def test_ctrl_c_ends_vllm_s_children_too(tmp_path: Path) -> None:
     with system(tmp_path, "steps=100000", "learner.checkpoint_every=0") as process:

@@ -1,4 +1,4 @@
-"""Losses and advantage estimators by name.
+"""Losses, advantage estimators and reward shaping by name.
 
 Every module of this package is imported at the first look-up, so a new file with `@register_loss("my_loss", MyOptions)`
 is found by itself. `module:function` names a function outside the package.
@@ -16,28 +16,53 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from algos.types import LossInputs, LossResult
 
 LossFunction = Callable[[LossInputs, Any], LossResult]
-Advantage = Callable[[Tensor, Tensor], Tensor]
+Level = Literal["sample", "turn", "token"]
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a loss that has none."""
+    """Options of a plug-in that has none."""
 
 
 @dataclass(frozen=True)
 class LossSpec:
+    kind: ClassVar[str] = "loss"
     name: str
     function: LossFunction
     options: type  # a dataclass; every field has a default
     needs_proximal: bool = False  # logp_proximal costs one more forward per batch
     entropy_gradient: bool = False  # LossInputs.entropy carries a gradient
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """`function` by level: sample (rewards (N,), group (N,)) -> (N,), turn (Episodes, options) -> (M,), token
+    (Episodes, options) -> (T,); see `algos.advantages`."""
+
+    kind: ClassVar[str] = "advantage"
+    name: str
+    function: Callable[..., Tensor]
+    options: type = NoOptions
+    level: Level = "sample"
+    needs_values: bool = False  # a critic
+    needs_group: bool = False  # compares members of a group: 0 everywhere in groups of one
+
+
+@dataclass(frozen=True)
+class ShapingSpec:
+    """`function`: (RewardInputs, options) -> rewards (N,); see `algos.rewards`."""
+
+    kind: ClassVar[str] = "shaping"
+    name: str
+    function: Callable[..., Tensor]
+    options: type = NoOptions
 
 
 @dataclass(frozen=True)
@@ -60,7 +85,8 @@ class Loss:
 
 
 _losses: dict[str, LossSpec] = {}
-_advantages: dict[str, Advantage] = {}
+_advantages: dict[str, AdvantageSpec] = {}
+_shapings: dict[str, ShapingSpec] = {}
 
 
 def register_loss(
@@ -73,9 +99,24 @@ def register_loss(
     return register
 
 
-def register_advantage(name: str) -> Callable[[Advantage], Advantage]:
-    def register(function: Advantage) -> Advantage:
-        _add(_advantages, name, function)
+def register_advantage(
+    name: str,
+    options: type = NoOptions,
+    *,
+    level: Level = "sample",
+    needs_values: bool = False,
+    needs_group: bool = False,
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        _add(_advantages, name, AdvantageSpec(name, function, options, level, needs_values, needs_group))
+        return function
+
+    return register
+
+
+def register_shaping(name: str, options: type = NoOptions) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        _add(_shapings, name, ShapingSpec(name, function, options))
         return function
 
     return register
@@ -84,15 +125,22 @@ def register_advantage(name: str) -> Callable[[Advantage], Advantage]:
 def get_loss(name: str) -> LossSpec:
     """A registered loss, or the one at `module:function`. Raises ValueError naming the nearest."""
     found = _look_up(_losses, "loss", name)
-    if isinstance(found, LossSpec):
-        return found
-    registered = [spec for spec in _losses.values() if spec.function is found]
-    return registered[0] if registered else LossSpec(name, found, _options_of(found))
+    return found if isinstance(found, LossSpec) else LossSpec(name, found, _options_of(found))
 
 
-def get_advantage(name: str) -> Advantage:
-    """A registered estimator, or the one at `module:function`. Raises ValueError naming the nearest."""
-    return _look_up(_advantages, "advantage", name)
+def get_advantage(name: str) -> AdvantageSpec:
+    """A registered estimator, or the one at `module:function` (level "sample" unless it is registered).
+
+    Raises ValueError naming the nearest.
+    """
+    found = _look_up(_advantages, "advantage", name)
+    return found if isinstance(found, AdvantageSpec) else AdvantageSpec(name, found)
+
+
+def get_shaping(name: str) -> ShapingSpec:
+    """A registered reward shaping, or the one at `module:function`. Raises ValueError naming the nearest."""
+    found = _look_up(_shapings, "shaping", name)
+    return found if isinstance(found, ShapingSpec) else ShapingSpec(name, found, _options_of(found))
 
 
 def make_loss(name: str, options: Mapping[str, Any]) -> Loss:
@@ -111,15 +159,20 @@ def advantage_names() -> list[str]:
     return sorted(_advantages)
 
 
-def parse_options(spec: LossSpec, options: Mapping[str, Any]) -> Any:
-    """The loss's options dataclass. Raises ValueError for an unknown name (naming the nearest) or a wrong type."""
+def shaping_names() -> list[str]:
+    _import_all()
+    return sorted(_shapings)
+
+
+def parse_options(spec: LossSpec | AdvantageSpec | ShapingSpec, options: Mapping[str, Any]) -> Any:
+    """The plug-in's options dataclass. Raises ValueError for an unknown name (naming the nearest) or a wrong type."""
     hints = typing.get_type_hints(spec.options)
     known = [field.name for field in dataclasses.fields(spec.options)]
     values = {}
     for key, value in options.items():
         if key not in known:
-            raise ValueError(f"loss {spec.name!r} has no option {key!r}{_nearest(key, known)}")
-        values[key] = _checked(f"option {key!r} of loss {spec.name!r}", hints[key], value)
+            raise ValueError(f"{spec.kind} {spec.name!r} has no option {key!r}{_nearest(key, known)}")
+        values[key] = _checked(f"option {key!r} of {spec.kind} {spec.name!r}", hints[key], value)
     return spec.options(**values)
 
 
@@ -137,17 +190,18 @@ def _look_up(table: Mapping[str, Any], kind: str, name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if colon:
         try:
-            return getattr(importlib.import_module(module), attribute)
+            found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from None
+        return next((spec for spec in table.values() if spec.function is found), found)
     _import_all()
     if name not in table:
         raise ValueError(f"unknown {kind} {name!r}{_nearest(name, table)}")
     return table[name]
 
 
-def _options_of(function: LossFunction) -> type:
-    """The options dataclass of an unregistered loss: the annotation of its second parameter."""
+def _options_of(function: Callable[..., Any]) -> type:
+    """The options dataclass of an unregistered plug-in: the annotation of its second parameter."""
     parameters = list(inspect.signature(function).parameters)
     hint = typing.get_type_hints(function).get(parameters[1]) if len(parameters) > 1 else None
     return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else NoOptions

@@ -28,6 +28,7 @@ class LossInputs:
     n_samples: int
     staleness: Tensor  # (T,) int64, current version minus the token's policy version; 0 where masked
     rewards: Tensor  # (n_samples,)
+    logp_reference: Tensor | None = None  # (T,) of a frozen policy, where `algo.kl` asks for one
 
     def masked(self, values: Tensor) -> Tensor:
         """Values with exactly zero (value and gradient, even for inf or nan) outside the mask."""

@@ -4,7 +4,7 @@
 
 It reads the same configuration and uses the same tasks, seeds, advantages, loss and optimizer as a run of the
 system, but no process, socket, broker or transport. Left out: multi-turn environments, filtering, redundancy,
-sharding, minibatches and checkpoints. `lag` trains each batch that many versions after it was sampled: what the
+sharding and checkpoints. `lag` trains each batch that many versions after it was sampled: what the
 learner sees at alpha = lag when it is the bottleneck.
 """
 
@@ -23,17 +23,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from algos.registry import Advantage, Loss, get_advantage, make_loss
 from envs.base import EnvironmentFamily
 from envs.registry import make_family
 from rl.config import Config, load_config
 from rl.messages import SampleRow, Shard
-from rl.optimizer import Optimizer
-from rl.packing import batch_advantages, make_packs
-from rl.policy import Policy, load_policy
+from rl.policy import Policy
 from rl.sampling import Sampled, sample
 from rl.tiny import TinyRecipe, ensure_tiny_model
-from rl.update import accumulate_gradients
+from rl.trainer import Trainer
+from rl.update import UpdateStats
 from rollout.seeds import sample_seed, task_order, turn_seed
 from rollout.tokenizer import ChatTokenizer
 
@@ -53,23 +51,22 @@ class Attempt:
     prompt: list[int]
     completion: Sampled
     reward: float
+    truncated: bool
 
 
 class PlainLoop:
     """Policy, tasks and optimizer of one process. `generate` None: the policy itself samples."""
 
     def __init__(self, config: Config, folder: Path, generate: Generate | None = None) -> None:
-        if config.learner.minibatches != 1 or config.rollout.filter_constant_groups:
-            raise ValueError("the plain loop knows neither minibatches nor filtering")
+        if config.rollout.filter_constant_groups:
+            raise ValueError("the plain loop knows no filtering")
         self.config = config
         if config.env.max_turns != 1:
             raise ValueError(f"env.max_turns={config.env.max_turns}: the plain loop runs one turn only")
         self.family: EnvironmentFamily = make_family(config)
         self.tokenizer: ChatTokenizer = ChatTokenizer(folder)
-        self.policy: Policy = load_policy(folder, logprob_chunk=config.learner.logprob_chunk)
-        self.optimizer: Optimizer = Optimizer(self.policy, config.learner, config.steps)
-        self.loss: Loss = make_loss(config.algo.loss, config.algo.options)
-        self.advantage: Advantage = get_advantage(config.algo.advantage)
+        self.trainer: Trainer = Trainer(config, folder, last_step=config.steps)
+        self.policy: Policy = self.trainer.policy
         self.generate: Generate = generate or self._sample_here
 
     def rollout(self, step: int) -> list[Attempt]:
@@ -90,19 +87,15 @@ class PlainLoop:
         return sum(attempt.reward for attempt in attempts) / max(1, len(attempts))
 
     def train(self, step: int, batch: Sequence[Attempt], lag: int = 0) -> dict[str, float]:
-        """One optimizer step on a batch sampled `lag` versions ago; the update's metrics."""
+        """The optimizer steps of a batch sampled `lag` versions ago; the update's metrics."""
         group_size = self.config.rollout.group_size
         shard = make_shard(step, batch, group_size, step - lag)
-        advantages = batch_advantages(shard, self.advantage)
-        packs = make_packs(shard, advantages, self.config.learner.max_tokens_per_pack, step)
-        temperature, tokens = self.config.sampling.temperature, shard.loss_tokens
-        stats = accumulate_gradients(self.policy, packs, self.loss, temperature=temperature, global_tokens=tokens)
-        grad_norm, rate = self.optimizer.step(step)
+        stats = UpdateStats()
+        for minibatch in self.trainer.minibatches(shard):
+            stats.add(self.trainer.update(minibatch, step))
         rewards = [attempt.reward for attempt in batch]
         lengths = [len(attempt.completion.token_ids) for attempt in batch]
         return stats.metrics() | {
-            "train/grad_norm": grad_norm,
-            "train/lr": rate,
             "reward/mean": sum(rewards) / len(rewards),
             "length/mean": sum(lengths) / len(lengths),
             "batch/tokens": float(sum(shard.lengths)),
@@ -115,7 +108,9 @@ class PlainLoop:
         completions = self.generate(prompts, seeds, temperature, self.config.sampling.max_tokens)
         texts = [self.tokenizer.decode(completion.token_ids) for completion in completions]
         rewards = asyncio.run(self._rewards(problems, texts))
-        return [Attempt(*fields) for fields in zip(prompts, completions, rewards, strict=True)]
+        stop_ids = self.tokenizer.stop_ids
+        truncated = [completion.token_ids[-1] not in stop_ids for completion in completions]
+        return [Attempt(*fields) for fields in zip(prompts, completions, rewards, truncated, strict=True)]
 
     async def _prompts(self, problems: Sequence[Any]) -> list[list[int]]:
         return [self.tokenizer.prompt(await self.family.make().reset(problem)) for problem in problems]
@@ -151,7 +146,7 @@ def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: in
     rows = [
         SampleRow(
             first + place, (first + place) // group_size, attempt.reward, lengths[place],
-            len(attempt.completion.token_ids), version,
+            len(attempt.completion.token_ids), version, attempt.truncated,
         )
         for place, attempt in enumerate(batch)
     ]  # fmt: skip

@@ -77,12 +77,11 @@ def _weight_bytes(folder: Path, dtype: str) -> int:
 
 
 def _check_algorithm(config: Config) -> None:
-    from algos.registry import get_advantage, get_loss, parse_options
+    from rl.algorithm import make_algorithm
 
     try:
-        parse_options(get_loss(config.algo.loss), config.algo.options)
-        get_advantage(config.algo.advantage)
-    except (ValueError, KeyError) as error:
+        make_algorithm(config)
+    except ValueError as error:
         raise ConfigError(f"algo: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""What torch adds to a checkpoint: model, AdamW state and RNG, and the export to a folder that others load.
+"""What torch adds to a checkpoint: models, their AdamW states and RNG, and the export to a folder that others load.
 
 Saved by all ranks (torch.distributed.checkpoint, one file per rank); any number of ranks can load what any
 other number saved. The learning rate is a function of the step, so the schedule needs no state; AdamW's
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +29,36 @@ _MODEL_FILE_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # weights of the source model
 
 
-def save(folder: Path, policy: nn.Module, adamw: torch.optim.Optimizer, meta: Meta, journal: bytes, keep: int) -> None:
+Trained = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # policy, critic
+
+
+def save(folder: Path, trained: Trained, meta: Meta, journal: bytes, keep: int) -> None:
     """Write `folder/step-N`; all ranks call it together, `journal` counts on rank 0. Keeps the newest `keep`."""
     if dist.get_rank() == 0:
         begin(folder, meta.step)
     dist.barrier()
-    dcp.save(_state(policy, adamw), checkpoint_id=partial_path(folder, meta.step) / "state")
+    dcp.save(_state(trained), checkpoint_id=partial_path(folder, meta.step) / "state")
     if dist.get_rank() == 0:
         commit(folder, meta, journal, keep)
     dist.barrier()
 
 
-def load(checkpoint: Path, policy: nn.Module, adamw: torch.optim.Optimizer) -> Meta:
-    """Load model, optimizer state and RNG in place; all ranks call it together.
+def load(checkpoint: Path, trained: Trained) -> Meta:
+    """Load models, optimizer states and RNG in place; all ranks call it together.
 
-    Raises CheckpointError if the checkpoint is missing, damaged or of another model.
+    Raises CheckpointError if the checkpoint is missing, damaged, of another model or without one of these.
     """
     meta = read_meta(checkpoint)
-    configured = [{key: value for key, value in group.items() if key != "params"} for group in adamw.param_groups]
-    state = _state(policy, adamw)
+    configured = {name: _hyperparameters(adamw) for name, (_model, adamw) in trained.items()}
+    state = _state(trained)
     try:
         dcp.load(state, checkpoint_id=checkpoint / "state")
     except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception; damage has many types
         raise CheckpointError(f"{checkpoint} cannot be loaded: {_reason(error)}") from error
-    set_state_dict(policy, adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for group, values in zip(adamw.param_groups, configured, strict=True):
-        group.update(values)
+    for name, (model, adamw) in trained.items():
+        set_state_dict(model, adamw, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"])
+        for group, values in zip(adamw.param_groups, configured[name], strict=True):
+            group.update(values)
     torch.set_rng_state(state["rng"])
     return meta
 
@@ -118,6 +123,13 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
-def _state(policy: nn.Module, adamw: torch.optim.Optimizer) -> dict[str, Any]:
-    model, optimizer = get_state_dict(policy, adamw)
-    return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state()}
+def _hyperparameters(adamw: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in adamw.param_groups]
+
+
+def _state(trained: Trained) -> dict[str, Any]:
+    state: dict[str, Any] = {"rng": torch.get_rng_state()}
+    for name, (model, adamw) in trained.items():
+        weights, optimizer = get_state_dict(model, adamw)
+        state[name] = {"model": weights, "optimizer": optimizer}
+    return state

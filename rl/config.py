@@ -11,20 +11,17 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
+
+from rl.config_algo import AlgoConfig
+from rl.config_section import Section
 
 
 class ConfigError(ValueError):
     """Bad configuration: one line naming the field, the value and the fix."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, use_attribute_docstrings=True, ser_json_inf_nan="strings"
-    )
 
 
 class ModelConfig(Section):
@@ -143,15 +140,6 @@ class EnvConfig(Section):
     """Times that a dead server is started again before the run stops."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment, validated against its own model."""
-
-
-class AlgoConfig(Section):
-    loss: str = "grpo"
-    """A registered loss (`algos/`) or an importable `module:function`."""
-    advantage: str = "group"
-    """A registered advantage estimator (`algos/advantages.py`)."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the loss (clip ranges, caps), validated against its own dataclass."""
 
 
 class LearnerConfig(Section):
@@ -377,7 +365,8 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         section: Any = Config
         for part in first["loc"][:-1]:
-            section = section.model_fields[str(part)].annotation
+            listed = isinstance(part, int)
+            section = get_args(section)[0] if listed else section.model_fields[str(part)].annotation
         key = str(first["loc"][-1])
         return f"unknown key {where!r}{nearest(key, list(section.model_fields))}"
     if not where:

@@ -3,8 +3,8 @@
 `train` is the algorithm. What a rank needs for it stands in `Learner`, its conversation with the rest of the
 run in `rl.learner_link`: batches are requested one ahead, so they are assembled and sent during training.
 
-Advantages and token counts are of the whole batch and identical on every rank; ranks, packs and minibatches
-only spread one sum. Metrics are all-reduced: `train/loss` is the mean over the batch's generated tokens.
+Models and their update are `rl.trainer`'s. Metrics are all-reduced: `train/loss` is the mean over the batch's
+generated tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from algos.registry import get_advantage, make_loss
 from rl import checkpoint
 from rl.checkpoint_folder import CheckpointError, Meta
 from rl.learner_link import LearnerLink, Stopped
-from rl.messages import Shard
-from rl.optimizer import Optimizer
-from rl.packing import Pack, batch_advantages, make_packs, pad_packs, split_minibatches
-from rl.policy import load_policy, shard_policy
 from rl.process import Process
 from rl.publish import Publisher, weight_manifest
 from rl.run import RunFile, parse_place
-from rl.update import UpdateStats, accumulate_gradients, with_proximal
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from rl.trainer import Trainer
+from rl.update import UpdateStats
 
 
 def train(learner: Learner, link: LearnerLink) -> None:
@@ -39,13 +33,11 @@ def train(learner: Learner, link: LearnerLink) -> None:
     publisher.publish(link.version(link.first_step))
     for shard in link.batches():  # step s: samples of versions s - ceil(alpha) .. s
         begin = time.monotonic()
-        stats, norms = UpdateStats(), []
-        for packs, tokens in learner.minibatches(shard):
-            stats.add(learner.accumulate(packs, tokens))
-            grad_norm, rate = learner.optimizer.step(shard.step)
-            norms.append(grad_norm)
+        stats = UpdateStats()
+        for minibatch in learner.trainer.minibatches(shard):
+            stats.add(learner.trainer.update(minibatch, shard.step))
         stats.all_reduce()
-        values = stats.metrics() | {"train/lr": rate, "train/grad_norm": sum(norms) / len(norms)}
+        values = stats.metrics()
         values["train/loss"] = values.get("loss/objective", 0.0)
         trained = time.monotonic()
 
@@ -59,30 +51,26 @@ def train(learner: Learner, link: LearnerLink) -> None:
 
 
 class Learner:
-    """Policy, loss and optimizer of one rank. All ranks call the same methods in the same order."""
+    """The trainer of one rank, and its place in the run. All ranks call the same methods in the same order."""
 
     def __init__(self, process: Process) -> None:
         run = process.run
         self.run, self.config, self._process = run, run.config, process
-        self.ranks, self.device = run.config.learner.ranks, run.device
+        self.ranks = run.config.learner.ranks
         if run.model_folder is None:
             raise ValueError("the learner has no model: run.json names no model_folder")
         torch.set_num_threads(self.config.learner.threads)
         torch.manual_seed(self.config.seed)
-        mesh = _join_ranks(run, process.index)
-        policy = load_policy(run.model_folder, logprob_chunk=self.config.learner.logprob_chunk, device=self.device)
-        self.manifest = weight_manifest(policy, run)
-        self.policy = shard_policy(
-            policy,
-            compute_dtype=_DTYPES[self.config.model.dtype],
-            activation_checkpointing=self.config.learner.activation_checkpointing,
-            mesh=mesh,
-            device=self.device,
+        self.trainer = Trainer(
+            self.config,
+            run.model_folder,
+            last_step=run.start_step + self.config.steps,
+            mesh=_join_ranks(run, process.index),
+            device=run.device,
+            before_forward=self._advance,
         )
-        self.policy.register_forward_pre_hook(self._advance)
-        self.loss = make_loss(self.config.algo.loss, self.config.algo.options)
-        self.advantage = get_advantage(self.config.algo.advantage)
-        self.optimizer = Optimizer(self.policy, self.config.learner, run.start_step + self.config.steps)
+        self.policy = self.trainer.policy
+        self.manifest = weight_manifest(self.policy, run)
         if self.config.resume is not None:
             self._resume()
 
@@ -94,38 +82,18 @@ class Learner:
 
     def _resume(self) -> None:
         assert self.config.resume is not None
-        meta = checkpoint.load(self.config.resume, self.policy, self.optimizer.adamw)
+        meta = checkpoint.load(self.config.resume, self.trainer.trained())
         if meta.step != self.run.start_step:
             raise CheckpointError(
                 f"{self.config.resume} is of step {meta.step}, this run starts at step {self.run.start_step}"
             )
-
-    def minibatches(self, shard: Shard) -> list[tuple[list[Pack], int]]:
-        """(this rank's packs, loss tokens of all ranks) per optimizer step; every rank gets equally many packs."""
-        settings = self.config.learner
-        advantages = batch_advantages(shard, self.advantage)  # (N,)
-        parts = split_minibatches(shard, settings.minibatches)
-        packed = [make_packs(part, advantages, settings.max_tokens_per_pack, shard.step) for part in parts]
-        counts = torch.tensor([max(1, len(packs)) for packs in packed], device=self.device)  # (minibatches,)
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
-        padded = [pad_packs(packs, int(count)) for packs, count in zip(packed, counts, strict=True)]
-        if self.loss.needs_proximal:  # of the weights before the first of these optimizer steps
-            temperature = self.config.sampling.temperature
-            padded = [with_proximal(self.policy, packs, temperature=temperature) for packs in padded]
-        return [(packs, part.loss_tokens) for packs, part in zip(padded, parts, strict=True)]
-
-    def accumulate(self, packs: list[Pack], global_tokens: int) -> UpdateStats:
-        return accumulate_gradients(
-            self.policy, packs, self.loss,
-            temperature=self.config.sampling.temperature, global_tokens=global_tokens, world_size=self.ranks,
-        )  # fmt: skip
 
     def save(self, link: LearnerLink, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""
         journal = link.journal(link.version(step))
         meta = Meta(step, self.run.epoch, self.ranks)
         keep = self.config.learner.keep_checkpoints
-        checkpoint.save(self.run.folder / "checkpoints", self.policy, self.optimizer.adamw, meta, journal, keep)
+        checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
     def export(self) -> None:
         """The trained model as `<run>/model`, for transformers and vLLM."""

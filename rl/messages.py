@@ -255,6 +255,8 @@ class SampleRow(Struct, frozen=True, array_like=True):
     tokens: int  # T
     loss_tokens: int
     version: int  # v(group)
+    truncated: bool = False  # cut by a limit of length or turns instead of ending by itself
+    turn_rewards: list[float] = []  # `reward` is their sum; empty: all of it is the last turn's
 
 
 class Shard(Struct, frozen=True, tag="shard"):

@@ -34,8 +34,9 @@ def learning_rate(config: LearnerConfig, step: int, last_step: int) -> float:
 class Optimizer:
     """`step` clips, sets the learning rate and updates; gradients are cleared afterwards."""
 
-    def __init__(self, policy: nn.Module, config: LearnerConfig, last_step: int) -> None:
-        self._config, self._last_step = config, last_step
+    def __init__(self, policy: nn.Module, config: LearnerConfig, last_step: int, still_steps: int = 0) -> None:
+        """still_steps: batches during which nothing moves yet, though AdamW's moments already follow the gradient."""
+        self._config, self._last_step, self._still_steps = config, last_step, still_steps
         self._parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in self._parameters if parameter.ndim >= 2]
         vectors = [parameter for parameter in self._parameters if parameter.ndim < 2]  # norms and biases: no decay
@@ -53,7 +54,9 @@ class Optimizer:
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm of step {batch_step} is {grad_norm}")
-        rate = learning_rate(self._config, batch_step, self._last_step)
+        rate = 0.0
+        if batch_step >= self._still_steps:
+            rate = learning_rate(self._config, batch_step - self._still_steps, self._last_step - self._still_steps)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()

@@ -1,12 +1,12 @@
 """Samples of a shard as packs: flat, padding-free token axes of bounded length, one forward each.
 
-Whatever is normalised over the batch (advantages, the token count) is computed from `shard.rows` before, so how
-samples are spread over packs, ranks and minibatches changes no gradient.
+Whatever is normalised over the batch (`rl.credit`: advantages, weights, the token count) is computed from the whole
+batch, so how samples are spread over packs, ranks and minibatches changes no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from rl.messages import Shard
-
-Advantage = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,15 @@ class Pack:
     logp_behavior: Tensor  # (T,) float32
     staleness: Tensor  # (T,) int64, version being trained minus the token's version; 0 where masked
     advantages: Tensor  # (T,) float32
+    weights: Tensor  # (T,) float32 of the token's loss in the sum over the minibatch (`algos.aggregation`)
     sample: Tensor  # (T,) int64, 0 .. n - 1
+    turn: Tensor  # (T,) int64, turn within the sample; a prompt or observation belongs to the turn before it, if any
     rewards: Tensor  # (n,) float32
     members: tuple[int, ...]  # row of each sample in shard.rows; empty for a dummy
-    logp_proximal: Tensor | None = None  # (T,) float32; `rl.update.with_proximal` adds it
+    logp_proximal: Tensor | None = None  # (T,) float32; `rl.update.with_logp` adds this and the next
+    logp_reference: Tensor | None = None  # (T,) float32
+    values: Tensor | None = None  # (T,) float32 of the critic before the batch; `rl.critic.with_values` adds it
+    returns: Tensor | None = None  # (T,) float32, what the critic regresses to
 
     @property
     def tokens(self) -> int:
@@ -52,21 +55,14 @@ class Pack:
         return replace(self, **moved)
 
 
-def batch_advantages(shard: Shard, estimator: Advantage) -> Tensor:
-    """(N,) float32 for `shard.rows`, the same on every rank: each sees the rewards of the whole batch."""
-    rewards = torch.tensor([row.reward for row in shard.rows], dtype=torch.float32)
-    group = torch.tensor([row.group_id for row in shard.rows], dtype=torch.int64)
-    return estimator(rewards, group)
-
-
-def make_packs(shard: Shard, advantages: Tensor, max_tokens: int, version: int) -> list[Pack]:
+def make_packs(shard: Shard, max_tokens: int, version: int) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
-    advantages (N,) belong to shard.rows. `version` is the version being trained. Deterministic.
+    `version` is the version being trained. Deterministic. Advantages are 0 and weights 1 until `rl.credit.assign`.
     """
     offsets = np.concatenate(([0], np.cumsum(shard.lengths, dtype=np.int64)))
     return [
-        _pack(shard, [slice(offsets[i], offsets[i + 1]) for i in chosen], chosen, advantages, version)
+        _pack(shard, [slice(offsets[i], offsets[i + 1]) for i in chosen], chosen, version)
         for chosen in assign(shard.lengths, max_tokens)
     ]
 
@@ -110,7 +106,7 @@ def dummy_pack() -> Pack:
     """One token that is not generated: it runs through the model and contributes exactly zero."""
     one = torch.zeros(1, dtype=torch.int64)
     number = torch.zeros(1)
-    return Pack(one, one, torch.zeros(1, dtype=torch.bool), number, one, number, one, number, ())
+    return Pack(one, one, torch.zeros(1, dtype=torch.bool), number, one, number, number, one, one, number, ())
 
 
 def split_minibatches(shard: Shard, count: int) -> list[Shard]:
@@ -119,15 +115,21 @@ def split_minibatches(shard: Shard, count: int) -> list[Shard]:
     `rows` stay those of the whole batch (members and advantages index them); `members` and `loss_tokens`, the
     global normaliser, are the minibatch's. Raises ValueError when `count` does not divide the groups.
     """
+    part_of = minibatch_of(shard, count)
+    return [_restrict(shard, {row for row, place in enumerate(part_of) if place == part}) for part in range(count)]
+
+
+def minibatch_of(shard: Shard, count: int) -> list[int]:
+    """(N,) minibatch of each row. Raises ValueError when `count` does not divide the groups."""
     groups = list(dict.fromkeys(row.group_id for row in shard.rows))
     if len(groups) % count:
         raise ValueError(f"{len(groups)} groups cannot be split into {count} minibatches")
     part_of = {group: i * count // len(groups) for i, group in enumerate(groups)}
-    return [_restrict(shard, {group for group in groups if part_of[group] == part}) for part in range(count)]
+    return [part_of[row.group_id] for row in shard.rows]
 
 
-def _restrict(shard: Shard, groups: set[int]) -> Shard:
-    kept = [i for i, row in enumerate(shard.members) if shard.rows[row].group_id in groups]
+def _restrict(shard: Shard, rows: set[int]) -> Shard:
+    kept = [i for i, row in enumerate(shard.members) if row in rows]
     tokens = np.repeat(np.isin(np.arange(len(shard.members)), kept), shard.lengths)  # (sum T,) bool
     return msgspec.structs.replace(
         shard,
@@ -138,11 +140,11 @@ def _restrict(shard: Shard, groups: set[int]) -> Shard:
         loss_mask=shard.loss_mask[tokens],
         logp_behavior=shard.logp_behavior[tokens],
         policy_version=shard.policy_version[tokens],
-        loss_tokens=sum(row.loss_tokens for row in shard.rows if row.group_id in groups),
+        loss_tokens=sum(shard.rows[row].loss_tokens for row in rows),
     )
 
 
-def _pack(shard: Shard, spans: list[slice], chosen: list[int], advantages: Tensor, version: int) -> Pack:
+def _pack(shard: Shard, spans: list[slice], chosen: list[int], version: int) -> Pack:
     def gather(values: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate([values[span] for span in spans])).to(dtype)
 
@@ -155,8 +157,17 @@ def _pack(shard: Shard, spans: list[slice], chosen: list[int], advantages: Tenso
         mask=mask,
         logp_behavior=gather(shard.logp_behavior, torch.float32),
         staleness=(version - gather(shard.policy_version, torch.int64)) * mask,
-        advantages=advantages[members].float().repeat_interleave(lengths),
+        advantages=torch.zeros(len(mask)),
+        weights=torch.ones(len(mask)),
         sample=torch.arange(len(chosen)).repeat_interleave(lengths),
+        turn=torch.cat([_turns(shard.lengths[i], shard.turn_starts[i]) for i in chosen]),
         rewards=torch.tensor([shard.rows[i].reward for i in members], dtype=torch.float32),
         members=tuple(members),
     )
+
+
+def _turns(length: int, starts: list[int]) -> Tensor:
+    """(length,) int64: turns that have started at each token, less one; 0 before the first."""
+    begun = torch.zeros(length, dtype=torch.int64)
+    begun[[start for start in starts if start < length]] = 1
+    return (begun.cumsum(0) - 1).clamp(min=0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from rl.logprob import token_logprobs
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
+M = TypeVar("M", bound="PackedModel")
+
+
 class PolicyOutput(NamedTuple):
     """A tuple, because FSDP finds the tensors whose backward it must prepare for in tuples, not in dataclasses."""
 
@@ -36,21 +39,52 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor  # (T,) float32
 
 
-class Policy(nn.Module):
-    """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, no more."""
+class PackedModel(nn.Module):
+    """A model of transformers that reads packs; `rl.critic.Critic` is the other one."""
 
-    model: Any
+    model: Any  # a decoder, or a causal language model around one
 
-    def __init__(self, model: nn.Module, *, logprob_chunk: int = 256) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
+        self._uses_flash = "flash" in str(self.model.config._attn_implementation)
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.get_decoder()
+
+    def hidden_states(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """(T, H) of several samples one after another, each blind to the others; both arguments (T,) int64."""
+        return self.decoder(
+            token_ids[None], position_ids=position_ids[None], use_cache=False, **self._flash_arguments(position_ids)
+        ).last_hidden_state[0]
+
+    def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast_dtype)
+
+    def _flash_arguments(self, position_ids: Tensor) -> dict[str, Any]:
+        """FlashAttention's own description of the samples, once per forward instead of once per layer."""
+        if not self._uses_flash:
+            return {}
+        starts = (position_ids == 0).nonzero()[:, 0].int()
+        bounds = torch.cat((starts, starts.new_tensor([len(position_ids)])))  # (samples + 1,)
+        longest = int(bounds.diff().max())
+        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+class Policy(PackedModel):
+    """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, no more."""
+
+    def __init__(self, model: nn.Module, *, logprob_chunk: int = 256) -> None:
+        super().__init__(model)
         self.logprob_chunk = logprob_chunk
-        self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded policy; FSDP casts by itself
         head = self.model.get_output_embeddings()
         changed = [name for name in _LOGIT_CHANGES if getattr(self.model.config, name, None) not in (None, 1, 1.0)]
         if head is None or getattr(head, "bias", None) is not None or changed:
             raise ValueError(f"{type(model).__name__}: the logits must be a plain product ({changed or 'bias'})")
-        self._uses_flash = "flash" in str(self.model.config._attn_implementation)
 
     @property
     def tied(self) -> bool:
@@ -73,10 +107,8 @@ class Policy(nn.Module):
         """
         wanted = position_ids > 0 if select is None else select & (position_ids > 0)
         targets = wanted.nonzero()[:, 0]  # (S,)
-        with self._autocast(token_ids.device.type):
-            hidden = self.model.get_decoder()(
-                token_ids[None], position_ids=position_ids[None], use_cache=False, **self._flash_arguments(position_ids)
-            ).last_hidden_state[0]  # (T, H)
+        with self.autocast(token_ids.device.type):
+            hidden = self.hidden_states(token_ids, position_ids)  # (T, H)
         logp, entropy = token_logprobs(
             hidden[targets - 1],
             self.model.get_output_embeddings().weight,
@@ -87,20 +119,6 @@ class Policy(nn.Module):
         )
         zeros = torch.zeros(len(token_ids), dtype=logp.dtype, device=logp.device)
         return PolicyOutput(zeros.index_copy(0, targets, logp), zeros.index_copy(0, targets, entropy))
-
-    def _autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device_type, dtype=self.autocast_dtype)
-
-    def _flash_arguments(self, position_ids: Tensor) -> dict[str, Any]:
-        """FlashAttention's own description of the samples, once per forward instead of once per layer."""
-        if not self._uses_flash:
-            return {}
-        starts = (position_ids == 0).nonzero()[:, 0].int()
-        bounds = torch.cat((starts, starts.new_tensor([len(position_ids)])))  # (samples + 1,)
-        longest = int(bounds.diff().max())
-        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 def load_policy(
@@ -130,14 +148,14 @@ def load_policy(
 
 
 def shard_policy(
-    policy: Policy,
+    policy: M,
     *,
     compute_dtype: torch.dtype = torch.float32,
     activation_checkpointing: bool = False,
     mesh: DeviceMesh | None = None,
     device: str = "cpu",
-) -> Policy:
-    """Shard in place over a one-dimensional mesh (world size 1 works); without a mesh only move to the device.
+) -> M:
+    """Shard a policy or a critic in place over a one-dimensional mesh; without one only move it to the device.
 
     Master weights, gradients and their reduction stay float32; forward and backward run in `compute_dtype`.
     """
@@ -147,7 +165,7 @@ def shard_policy(
         policy.autocast_dtype = None if compute_dtype == torch.float32 else compute_dtype
         return policy.to(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in policy.model.get_decoder().layers:
+    for layer in policy.decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     # FSDP's default keeps the root's parameters gathered after a forward: a later one without gradients would
     # leave them so through the optimizer's step, and the next forward would see old embeddings.

@@ -1,7 +1,7 @@
 """Gradients of one minibatch: forward, loss and backward over its packs.
 
-Every token's loss is divided by the minibatch's *global* token count, so packs, ranks and micro-batches are only
-a way to spread one sum. FSDP averages gradients over ranks; multiplying by the world size makes that a sum.
+Every token's weighted loss is divided by the minibatch's *global* token count, so packs, ranks and micro-batches are
+only a way to spread one sum. FSDP averages gradients over ranks; multiplying by the world size makes that a sum.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from torch import Tensor
 
 from algos.diagnostics import Diagnostics
 from algos.registry import Loss
+from algos.regularisation import Regularisation
 from algos.types import LossInputs
+from rl.critic import CriticStats
 from rl.packing import Pack
 from rl.policy import Policy, PolicyOutput
+
+NO_REGULARISATION = Regularisation()
 
 
 @dataclass
@@ -24,19 +28,33 @@ class UpdateStats:
     """Of one rank until `all_reduce`; then of all, identically."""
 
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    critic: CriticStats = field(default_factory=CriticStats)
+    steps: dict[str, list[float]] = field(default_factory=dict)  # of each optimizer step, the same on every rank
 
     def add(self, other: UpdateStats) -> None:
         self.diagnostics.add(other.diagnostics)
+        self.critic.add(other.critic)
+        for name, values in other.steps.items():
+            self.steps[name] = self.steps.get(name, []) + values
 
     def all_reduce(self) -> None:
         self.diagnostics.all_reduce()
+        self.critic.all_reduce()
 
     def metrics(self) -> dict[str, float]:
-        return self.diagnostics.metrics()
+        steps = {name: sum(values) / len(values) for name, values in self.steps.items()}
+        return self.diagnostics.metrics() | self.critic.metrics() | steps
 
 
 def accumulate_gradients(
-    policy: Policy, packs: Iterable[Pack], loss: Loss, *, temperature: float, global_tokens: int, world_size: int = 1
+    policy: Policy,
+    packs: Iterable[Pack],
+    loss: Loss,
+    *,
+    temperature: float,
+    global_tokens: int,
+    world_size: int = 1,
+    regularisation: Regularisation = NO_REGULARISATION,
 ) -> UpdateStats:
     """Add this rank's part of the minibatch's gradient to `policy`.
 
@@ -52,20 +70,21 @@ def accumulate_gradients(
             pack.position_ids,
             temperature=temperature,
             select=pack.mask,
-            entropy_gradient=loss.entropy_gradient,
+            entropy_gradient=loss.entropy_gradient or regularisation.entropy_gradient,
         )
         inputs = loss_inputs(pack, output, loss)
-        result = loss(inputs)
-        total = inputs.masked(result.per_token).sum()
+        result = regularisation(inputs, loss(inputs))
+        total = (inputs.masked(result.per_token) * pack.weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
         stats.diagnostics.update(inputs, result)
     return stats
 
 
 @torch.no_grad()
-def with_proximal(policy: Policy, packs: Iterable[Pack], *, temperature: float) -> list[Pack]:
-    """The packs with `logp_proximal` of the present weights: the trust region's anchor, before the first step.
+def with_logp(policy: Policy, packs: Iterable[Pack], field_name: str, *, temperature: float) -> list[Pack]:
+    """The packs with the log-probabilities of their tokens under the policy's present weights.
 
+    field_name: `logp_proximal` (the trust region's anchor: before the first step) or `logp_reference`.
     Not under inference_mode: parameters gathered there could not be trained afterwards.
     """
     device = next(policy.parameters()).device
@@ -73,14 +92,14 @@ def with_proximal(policy: Policy, packs: Iterable[Pack], *, temperature: float) 
     for pack in packs:
         moved = pack.to(device)
         logp = policy(moved.token_ids, moved.position_ids, temperature=temperature, select=moved.mask).logp
-        done.append(replace(pack, logp_proximal=logp.to(pack.token_ids.device)))
+        done.append(replace(pack, **{field_name: logp.to(pack.token_ids.device)}))
     return done
 
 
 def loss_inputs(pack: Pack, output: PolicyOutput, loss: Loss) -> LossInputs:
     """Raises ValueError when the loss needs `logp_proximal` and the pack (a dummy added too late?) has none."""
     if loss.needs_proximal and pack.logp_proximal is None:
-        raise ValueError(f"loss {loss.spec.name!r} needs logp_proximal: call with_proximal on the padded packs first")
+        raise ValueError(f"loss {loss.spec.name!r} needs logp_proximal: call with_logp on the padded packs first")
 
     def clean(values: Tensor) -> Tensor:  # what stands at masked positions is nobody's business: nan there is legal
         return torch.where(pack.mask, values, torch.zeros_like(values))
@@ -96,4 +115,5 @@ def loss_inputs(pack: Pack, output: PolicyOutput, loss: Loss) -> LossInputs:
         n_samples=len(pack.rewards),
         staleness=pack.staleness,
         rewards=pack.rewards,
+        logp_reference=None if pack.logp_reference is None else clean(pack.logp_reference),
     )

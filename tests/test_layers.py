@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "rollout", "envs", "algos", "launch", "experiments")
 TORCH_SIDE = {
     "rl.policy", "rl.logprob", "rl.packing", "rl.update", "rl.optimizer", "rl.learner", "rl.checkpoint",
-    "rl.publish", "rl.tiny", "rl.sft", "rl.sampling",
+    "rl.publish", "rl.tiny", "rl.sft", "rl.sampling", "rl.algorithm", "rl.credit", "rl.critic", "rl.trainer",
 }  # fmt: skip
 
 

@@ -128,9 +128,8 @@ def fresco_step(learner: Learner, link: LearnerLink, frames: list[bytes | memory
     shard = decode(frames)
     assert isinstance(shard, Shard)
     stats = UpdateStats()
-    for packs, tokens in learner.minibatches(shard):
-        stats.add(learner.accumulate(packs, tokens))
-        learner.optimizer.step(shard.step)
+    for minibatch in learner.trainer.minibatches(shard):
+        stats.add(learner.trainer.update(minibatch, shard.step))
     stats.all_reduce()
     link.report(shard, stats.metrics())
 
@@ -151,7 +150,7 @@ def measure(run: RunFile, rounds: int) -> dict[str, Any]:
     publisher = Publisher(learner.policy, learner.manifest, link)
     shard = make_shard(run.config.rollout.groups_per_batch)
     frames = encode(shard)
-    packs = [pack for part, _ in learner.minibatches(shard) for pack in part]
+    packs = [pack for minibatch in learner.trainer.minibatches(shard) for pack in minibatch.packs]
     bare = bare_step(run, packs, shard.loss_tokens)
     versions = itertools.count()
     samples: dict[str, list[tuple[float, float]]] = {"bare": [], "fresco": [], "publish": []}

@@ -120,6 +120,8 @@ def _row(sample: BatchSample) -> SampleRow:
         tokens=len(trajectory.token_ids),
         loss_tokens=sample.outcome.length,
         version=sample.version,
+        truncated=trajectory.stop_reason != "done",
+        turn_rewards=[turn.reward for turn in trajectory.turns],
     )
 
 

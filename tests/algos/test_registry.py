@@ -42,7 +42,7 @@ def test_names() -> None:
     assert {"ppo", "grpo", "reinforce", "tis"} <= set(loss_names())
     assert {"group", "group_mean"} <= set(advantage_names())
     assert get_loss("grpo").function is ppo and get_loss("grpo").options is PPOOptions
-    assert get_advantage("group") is group_normalised
+    assert get_advantage("group").function is group_normalised
 
 
 @pytest.mark.parametrize(

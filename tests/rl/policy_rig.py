@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from algos.registry import get_advantage, make_loss
+from algos.registry import make_loss
+from rl.algorithm import make_algorithm
+from rl.config import load_config
+from rl.credit import assign
 from rl.messages import SampleRow, Shard
-from rl.packing import Pack, batch_advantages, make_packs
+from rl.packing import Pack, dummy_pack, make_packs
 from rl.policy import Policy
 from rl.update import UpdateStats, accumulate_gradients
 
@@ -70,7 +73,9 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
 
 
 def packs_of(shard: Shard, max_tokens: int = 64) -> list[Pack]:
-    return make_packs(shard, batch_advantages(shard, get_advantage("group")), max_tokens, version=5)
+    """With group advantages; of one minibatch, or of the part that `shard` is."""
+    packs = make_packs(shard, max_tokens, version=5) or [dummy_pack()]
+    return assign(shard, [packs], make_algorithm(load_config(None)))[0].packs
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:

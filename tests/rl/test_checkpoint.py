@@ -49,7 +49,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 def test_model_optimizer_and_rng_continue_exactly(one_rank: None, tmp_path: Path) -> None:
     model, adamw = trained_model(seed=0)
-    checkpoint.save(tmp_path / "c", model, adamw, Meta(2, 0, 1), b"journal", keep=1)
+    checkpoint.save(tmp_path / "c", {"policy": (model, adamw)}, Meta(2, 0, 1), b"journal", keep=1)
     drawn = torch.rand(3)
     for _ in range(3):
         step(model, adamw)
@@ -58,7 +58,7 @@ def test_model_optimizer_and_rng_continue_exactly(one_rank: None, tmp_path: Path
     other_adamw.param_groups[0]["lr"] = 0.1  # the resumed run's configuration, not the checkpoint's, decides
     saved = latest(tmp_path / "c")
     assert saved is not None and saved.name == "step-2"
-    assert checkpoint.load(saved, other, other_adamw) == Meta(2, 0, 1)
+    assert checkpoint.load(saved, {"policy": (other, other_adamw)}) == Meta(2, 0, 1)
     assert torch.equal(torch.rand(3), drawn)
     for _ in range(3):
         step(other, other_adamw)
@@ -68,10 +68,10 @@ def test_model_optimizer_and_rng_continue_exactly(one_rank: None, tmp_path: Path
 
 def test_hyperparameters_come_from_the_configuration(one_rank: None, tmp_path: Path) -> None:
     model, adamw = trained_model(seed=0)
-    checkpoint.save(tmp_path, model, adamw, Meta(2, 0, 1), b"", keep=1)
+    checkpoint.save(tmp_path, {"policy": (model, adamw)}, Meta(2, 0, 1), b"", keep=1)
     before = copy.deepcopy(adamw.state_dict()["param_groups"])
     adamw.param_groups[0].update(lr=0.5, weight_decay=0.25)
-    checkpoint.load(tmp_path / "step-2", model, adamw)
+    checkpoint.load(tmp_path / "step-2", {"policy": (model, adamw)})
     assert adamw.param_groups[0]["lr"] == 0.5 and adamw.param_groups[0]["weight_decay"] == 0.25
     assert before[0]["lr"] == 0.1
 
@@ -79,7 +79,7 @@ def test_hyperparameters_come_from_the_configuration(one_rank: None, tmp_path: P
 @pytest.mark.parametrize("damage", ["truncated", "state missing", "other model"])
 def test_damage_is_one_clear_error(one_rank: None, tmp_path: Path, damage: str) -> None:
     model, adamw = trained_model(seed=0)
-    checkpoint.save(tmp_path, model, adamw, Meta(2, 0, 1), b"", keep=1)
+    checkpoint.save(tmp_path, {"policy": (model, adamw)}, Meta(2, 0, 1), b"", keep=1)
     data = next((tmp_path / "step-2" / "state").glob("*.distcp"))
     if damage == "truncated":
         data.write_bytes(data.read_bytes()[:100])
@@ -89,7 +89,7 @@ def test_damage_is_one_clear_error(one_rank: None, tmp_path: Path, damage: str) 
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
         adamw = torch.optim.AdamW(model.parameters())
     with pytest.raises(CheckpointError, match=r"step-2 cannot be loaded: .") as raised:
-        checkpoint.load(tmp_path / "step-2", model, adamw)
+        checkpoint.load(tmp_path / "step-2", {"policy": (model, adamw)})
     assert "\n" not in str(raised.value)
 
 

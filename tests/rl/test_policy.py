@@ -17,7 +17,7 @@ from algos.registry import Loss, LossSpec, NoOptions, make_loss
 from algos.types import LossInputs, LossResult
 from rl.packing import Pack, dummy_pack, pad_packs
 from rl.policy import Policy, export_entries, load_policy, local_rows, shard_policy
-from rl.update import accumulate_gradients, with_proximal
+from rl.update import accumulate_gradients, with_logp
 from tests.rl.policy_rig import VOCAB, backward, gradients, largest_difference, make_shards, packs_of, save_tiny
 
 TEMPERATURE = 0.7
@@ -80,7 +80,7 @@ def test_a_pack_equals_its_samples_one_by_one(policy: Policy) -> None:
         expected = plain_logp(policy, ids)
         assert logp[0] == 0
         torch.testing.assert_close(logp[1:], expected, rtol=0, atol=2e-5)
-        (expected * advantage[0]).sum().backward()
+        (expected * advantage[1:]).sum().backward()
     alone = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in alone.values())
     assert largest_difference(packed, alone) < 2e-6 * scale
@@ -175,7 +175,7 @@ def test_activation_checkpointing_changes_no_gradient(policy: Policy, folder: Pa
 
 def test_proximal_is_the_policy_before_the_step(policy: Policy) -> None:
     packs = packs_of(make_shards(1)[0])
-    anchored = with_proximal(policy, packs, temperature=TEMPERATURE)
+    anchored = with_logp(policy, packs, "logp_proximal", temperature=TEMPERATURE)
     for pack in anchored:
         output = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE, select=pack.mask)
         assert pack.logp_proximal is not None and not pack.logp_proximal.requires_grad
@@ -188,7 +188,7 @@ def test_a_loss_with_a_proximal_policy(policy: Policy) -> None:
     padded = pad_packs(packs_of(shard), 5)
     with pytest.raises(ValueError, match="needs logp_proximal"):
         backward(policy, padded, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
-    anchored = with_proximal(policy, padded, temperature=TEMPERATURE)
+    anchored = with_logp(policy, padded, "logp_proximal", temperature=TEMPERATURE)
     found, stats = backward(policy, anchored, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
     expected, _ = backward(policy, padded, shard.loss_tokens, loss="tis", options={"cap": 2})
     assert largest_difference(found, expected) < 1e-6

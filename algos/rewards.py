@@ -1,0 +1,120 @@
+"""Reward shaping: what is done to the rewards of a batch before advantages are computed from them.
+
+    @register_shaping("double")
+    def double(inputs: RewardInputs, options: NoOptions) -> Tensor:
+        return 2 * inputs.rewards
+
+`algo.shaping` lists names (or `module:function`) with their options; each sees the rewards the one before it returned.
+Every rank shapes the whole batch. What is added to a sample's reward counts as earned at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.registry import ShapingSpec, get_shaping, parse_options, register_shaping
+
+
+@dataclass(frozen=True)
+class RewardInputs:
+    """N samples: the whole batch."""
+
+    rewards: Tensor  # (N,) float64
+    group: Tensor  # (N,) int64
+    tokens: Tensor  # (N,) int64, generated tokens
+    turns: Tensor  # (N,) int64
+    truncated: Tensor  # (N,) bool, cut by a limit of length or turns instead of ending by itself
+    max_tokens: int  # most tokens that an episode can generate: sampling.max_tokens * env.max_turns
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """A shaping with its options."""
+
+    spec: ShapingSpec
+    options: Any
+
+    def __call__(self, inputs: RewardInputs) -> Tensor:
+        """(N,) float64. Raises ValueError for an answer of another shape or with a number that is not finite."""
+        shaped = self.spec.function(inputs, self.options)
+        if shaped.shape != inputs.rewards.shape or not torch.isfinite(shaped).all():
+            raise ValueError(
+                f"shaping {self.spec.name!r} must answer {tuple(inputs.rewards.shape)} finite rewards, "
+                f"answered {tuple(shaped.shape)} with {int((~torch.isfinite(shaped)).sum())} that are not finite"
+            )
+        return shaped.double()
+
+
+def make_shaping(name: str, options: Mapping[str, Any]) -> Shaping:
+    spec = get_shaping(name)
+    return Shaping(spec, parse_options(spec, options))
+
+
+def shape(inputs: RewardInputs, shapings: Iterable[Shaping]) -> Tensor:
+    """(N,) float64 rewards after all of them, in order."""
+    for shaping in shapings:
+        inputs = replace(inputs, rewards=shaping(inputs))
+    return inputs.rewards
+
+
+@dataclass(frozen=True)
+class OverlongOptions:
+    max_tokens: int | None = None
+    """Generated tokens of an episode from which the penalty is whole; None: the most it can generate."""
+    buffer: int | None = None
+    """The penalty grows from 0 to `penalty` over this many tokens; None: a fifth of max_tokens, as in the paper."""
+    penalty: float = 1.0
+    """Taken off the reward of an episode of max_tokens."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if self.buffer is not None and not 1 <= self.buffer <= (self.max_tokens or self.buffer):
+            raise ValueError(f"buffer={self.buffer} must be at least 1 and at most max_tokens={self.max_tokens}")
+        if self.penalty < 0:
+            raise ValueError(f"penalty={self.penalty} must not be negative")
+
+
+@register_shaping("overlong", OverlongOptions)
+def overlong(inputs: RewardInputs, options: OverlongOptions) -> Tensor:
+    """Soft over-long punishment: DAPO, eq. 13 (https://arxiv.org/abs/2503.14476).
+
+    r - penalty * clip((tokens - (max_tokens - buffer)) / buffer, 0, 1).
+    """
+    longest = options.max_tokens or inputs.max_tokens
+    buffer = options.buffer or max(1, longest // 5)
+    beyond = (inputs.tokens - (longest - buffer)).double() / buffer
+    return inputs.rewards - options.penalty * beyond.clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class AffineOptions:
+    scale: float = 1.0
+    shift: float = 0.0
+    low: float | None = None
+    """Rewards below it count as this much, after scale and shift."""
+    high: float | None = None
+    """Likewise above."""
+
+    def __post_init__(self) -> None:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}")
+
+
+@register_shaping("affine", AffineOptions)
+def affine(inputs: RewardInputs, options: AffineOptions) -> Tensor:
+    """clip(scale * r + shift, low, high): such as -1 and 1 instead of 0 and 1."""
+    shaped = options.scale * inputs.rewards + options.shift
+    bounded = options.low is not None or options.high is not None
+    return shaped.clamp(options.low, options.high) if bounded else shaped
+
+
+@register_shaping("truncation", AffineOptions)
+def truncation(inputs: RewardInputs, options: AffineOptions) -> Tensor:
+    """`affine` for truncated samples only; scale 0 takes their reward away."""
+    return torch.where(inputs.truncated, affine(inputs, options), inputs.rewards)

@@ -51,7 +51,7 @@ class Attempt:
     prompt: list[int]
     completion: Sampled
     reward: float
-    truncated: bool
+    truncated: bool = False  # cut at sampling.max_tokens
 
 
 class PlainLoop:

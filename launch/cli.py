@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(config: Config, *, dry: bool) -> int:
     from launch.plan import make_plan
     from launch.preflight import check, make_run, print_plan, resolve_device
-    from launch.supervisor import Supervisor
+    from launch.recovery import execute
 
     started = time.time()
     device = resolve_device(config)
@@ -53,8 +53,7 @@ def _run(config: Config, *, dry: bool) -> int:
         print_plan(config, device, plan, unchecked)
         return 0
     run = make_run(config, device, prepared, train_tasks, eval_tasks, started)
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    return Supervisor(run, plan).execute()
+    return execute(run, plan, prepared)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -117,6 +118,7 @@ def make_run(
     if config.network.transport == "tcp":
         make_curve_keys(folder)
     run.save()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     return run
 
 

@@ -70,6 +70,7 @@ def build_summary(
     training_s = learner.get("seconds", seconds)
     summary = {
         "name": run.config.name,
+        "start_step": run.start_step,
         "steps": observed.step - run.start_step,
         "seconds": round(seconds, 3),
         "seconds_to_first_update": observed.first_update_s,

@@ -3,7 +3,8 @@
 It is the one fence of a run: a process is dead when the kernel says so here, and only then do its peers
 hear `PeerDied`. A *killed* generator or environment server is started again (its work is issued again by
 broker and proxy); a Python exception in any role, or the death of broker, proxy or learner, ends the run
-with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared memory.
+with the first cause (`launch.recovery` goes on from a checkpoint after such a death). Every end - success,
+failure, Ctrl-C - leaves no process, socket or shared memory.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Supervisor:
         self.observed = Observed(run.started_at, run.start_step)
         self.tracker = Tracker(self.config.tracking, run.folder, self.config.name, self.config.model_dump(mode="json"))
         self.display = Display(self.config, run)
+        self.lost = False  # broker, proxy or learner was killed: the run may go on from a checkpoint
         self._socket: zmq.Socket | None = None
 
     def execute(self) -> int:
@@ -181,6 +183,7 @@ class Supervisor:
         why = self.state.suspected.get(f"{child.name}.{child.incarnation}")
         how = why or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
         role = child.spec.role
+        self.lost = role not in _REPLACEABLE and (code < 0 or why is not None)
         if role not in _REPLACEABLE or (code >= 0 and why is None):
             raise RunFailed(f"{child.name} ended: {how}", log_tail(child.log))
         allowed = getattr(self.config, _REPLACEABLE[role]).max_restarts

@@ -181,6 +181,8 @@ class LearnerConfig(Section):
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    max_restarts: int = Field(3, ge=0)
+    """How often the run goes on from its newest checkpoint after broker, proxy or learner was killed."""
     batch_deadline_s: float = Field(900.0, gt=0)
     """Longest wait for a batch before the run stops and says for whom it waited."""
 
@@ -248,7 +250,7 @@ class Config(Section):
     seed: int = 0
     """Seed of data order, sampling seeds and initialisation."""
     steps: int = Field(100, ge=1)
-    """Batches to train."""
+    """Batches to train; a run with `resume` trains as many more."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None

@@ -110,6 +110,20 @@ def test_the_death_of_a_single_role_names_the_first_cause(tmp_path: Path, role: 
     assert "killed by SIGKILL" in summary["error"]
 
 
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """After the death of a role that cannot be replaced: the ledger rolls back with the checkpoint, and closes."""
+    process = start(tmp_path, "steps=40", "learner.checkpoint_every=5")
+    wait_for_step(tmp_path, 8)
+    os.kill(pid_of(tmp_path, "rollout.broker.process"), signal.SIGKILL)
+    summary = finish(process, tmp_path)
+    assert summary["start_step"] in (5, 10)
+    summary["steps"] += summary["start_step"]
+    check_books(summary, steps=40)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
+    assert min(steps) >= summary["start_step"] and max(steps) == 40
+    assert (tmp_path / "simulated.1" / "metrics.jsonl").exists()
+
+
 def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path: Path) -> None:
     process = start(tmp_path, "steps=1000")
     wait_for_step(tmp_path, 2)

@@ -12,6 +12,7 @@ setup(
     install_requires=[
         "filelock",
         "jinja2",
+        "matplotlib",
         "msgpack",
         "msgspec>=0.19",
         "numpy",

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -44,6 +43,7 @@ from rl.run import Place, parse_place
 from rl.sockets import identity, open_socket
 from rollout.engines import make_engine
 from rollout.engines.base import Engine, Sampled
+from rollout.gate import Gate
 
 NOTHING_LOADED = Version(-1, -1)  # older than any gate
 
@@ -72,7 +72,7 @@ class Generator:
         self._learner = awaitable(zmq.DEALER, run, "weight_status", identity=me)
         self._status = WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
         self._jobs: dict[int, _Job] = {}  # by request id
-        self._held: list[tuple[Version, int]] = []  # gates and request ids; answered ones are dropped lazily
+        self._gate: Gate[int] = Gate()  # request ids; answered ones are dropped lazily
         self._running = 0
         self._loading = False
         self._loads = self._malformed = self._tokens = 0
@@ -148,16 +148,14 @@ class Generator:
             match await self._receive(self._backend):
                 case Generate() as request:
                     job = self._jobs[request.request_id] = _Job(request)
-                    if request.version <= self.version:
+                    if self._gate.admit(request.version, request.request_id, self.version):
                         self._run(job)
-                    else:
-                        heapq.heappush(self._held, (request.version, request.request_id))
                 case Abort(request_id):
                     self._abort(request_id)
 
     def _release_held(self) -> None:
-        while self._held and self._held[0][0] <= self.version:
-            job = self._jobs.get(heapq.heappop(self._held)[1])
+        for request_id in self._gate.release(self.version):
+            job = self._jobs.get(request_id)
             if job is not None:
                 self._run(job)
 

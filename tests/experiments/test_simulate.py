@@ -1,0 +1,92 @@
+"""The virtual-time system: what must hold in every run, and what arithmetic says of simple ones."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from experiments.simulate.laws import Constant, Empirical, Gaussian, LogNormal, normal
+from experiments.simulate.setting import Engine, Servers, Setting, Trainer, Work
+from experiments.simulate.world import SimulationStopped, World
+from rollout.broker import Settings
+
+BROKER = Settings(
+    steps=6, groups_per_batch=4, group_size=4, train_tasks=100, alpha=1.0, episode_deadline_s=1e6, hold_deadline_s=1e6
+)
+CALM = Setting(
+    broker=BROKER,
+    engine=Engine(count=2, decode_base_s=0.02),
+    work=Work(length=LogNormal(200, 1.0), task_share=0.5),
+    trainer=Trainer(per_sample_s=0.1),
+)
+STORM = replace(
+    CALM,
+    broker=replace(
+        BROKER, steps=8, redundant_groups=2, redundant_episodes=2, episode_deadline_s=300, max_groups_given_up=10**6,
+        filter_constant_groups=True, max_attempts=50,
+    ),
+    engine=replace(CALM.engine, count=4, mtbf_s=120, restart_s=10, load_s=0.5, copy_s=0.2),
+    work=replace(
+        CALM.work, turns=Gaussian(3, 1), step_s=Gaussian(2, 4), hang_probability=0.02, fail_probability=0.02,
+        step_deadline_s=30, success_spread=2.0,
+    ),
+    servers=Servers(count=3, capacity=20, slow_fraction=0.34, slow_factor=3, mtbf_s=200, restart_s=5),
+    hop_s=0.01,
+    status_s=3.0,
+)  # fmt: skip
+
+
+def test_means_and_reproducibility_of_laws() -> None:
+    draws = [normal(seed, 3) for seed in range(20_000)]
+    for law in (Gaussian(10, 10), LogNormal(3000, 1.0), Gaussian(5, 0), Constant(2), Empirical((1.0, 2.0, 4.0))):
+        mean = sum(law.at(z) for z in draws) / len(draws)
+        expected = 2.25 if isinstance(law, Empirical) else law.mean  # interpolated: (1.5 + 3) / 2
+        assert mean == pytest.approx(expected, rel=0.05), law
+    assert [normal(7, i) for i in range(4)] == [normal(7, i) for i in range(4)]
+
+
+def test_a_step_takes_what_arithmetic_says() -> None:
+    """16 equal responses of 50 tokens on 2 engines, alpha 0: 50 decode steps, prefill, then training."""
+    engine = Engine(count=2, decode_base_s=0.02, decode_per_seq_s=0.001, prefill_tokens_per_s=1e9)
+    setting = Setting(
+        broker=replace(BROKER, alpha=0.0),
+        engine=engine,
+        work=Work(length=Constant(50)),
+        trainer=Trainer(step_s=3.0, publish_s=0.5),
+    )
+    result = World(setting).run()
+    assert result.step_s == pytest.approx(49 * (0.02 + 7 * 0.001) + 3.5, rel=1e-3)
+    assert result.staleness == 0 and result.wasted == 0 and result.kept_over_issued == 1
+
+
+def test_asynchrony_overlaps_training_and_generation() -> None:
+    calm = World(CALM.with_broker(steps=40)).run()
+    synchronous = World(CALM.with_broker(steps=40, alpha=0.0)).run()
+    assert calm.useful_tokens_per_s > 1.1 * synchronous.useful_tokens_per_s
+    assert 0 < calm.staleness <= 1
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("cancellation", [True, False])
+def test_storms_of_failures_break_no_rule(alpha: float, cancellation: bool) -> None:
+    """Every run ends, its books close, nothing stale is trained."""
+    setting = replace(STORM.with_broker(alpha=alpha), cancellation=cancellation)
+    world = World(setting)
+    result = world.run()
+    world.broker.ledger.check()
+    assert result.report["freshness_violations"] == 0
+    assert result.report["steps"] == setting.broker.steps
+    assert result.report["ledger"]["tokens"]["lost"] > 0, "generators died"
+    assert world.record.failures > 0
+
+
+def test_the_same_setting_gives_the_same_run() -> None:
+    assert World(STORM).run().summary() == World(STORM).run().summary()
+
+
+def test_a_run_that_cannot_end_says_so() -> None:
+    hopeless = CALM.with_work(fail_probability=1.0)
+    with pytest.raises(SimulationStopped, match="failed every attempt"):
+        World(hopeless).run()
+    with pytest.raises(SimulationStopped, match="no end within"):
+        World(CALM, limit_s=1.0).run()

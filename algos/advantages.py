@@ -67,15 +67,23 @@ class Estimator:
     options: Any
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        """(T,) float32, 0 on tokens that were not generated. Raises ValueError when it needs values and has none."""
+        """(T,) float32, 0 on tokens that were not generated.
+
+        Raises ValueError when it needs values and has none, and for numbers that are too few or not finite.
+        """
         if self.spec.needs_values and episodes.values is None:
             raise ValueError(f"advantage {self.spec.name!r} needs the values of a critic")
-        if self.spec.level == "sample":
-            advantages = self.spec.function(episodes.rewards, episodes.group)[episodes.token_sample]
-        elif self.spec.level == "turn":
-            advantages = self.spec.function(episodes, self.options)[episodes.token_turn]
-        else:
-            advantages = self.spec.function(episodes, self.options)
+        function, level = self.spec.function, self.spec.level
+        found = function(episodes.rewards, episodes.group) if level == "sample" else function(episodes, self.options)
+        expected = {"sample": episodes.group, "turn": episodes.turn_sample, "token": episodes.mask}[level].shape
+        if found.shape != expected or not torch.isfinite(found).all():
+            raise ValueError(
+                f"advantage {self.spec.name!r} must give {expected[0]} finite numbers, one per {level}; gave "
+                f"{tuple(found.shape)}, {int((~torch.isfinite(found)).sum())} of them not finite"
+            )
+        advantages = found
+        if level != "token":
+            advantages = found[episodes.token_sample if level == "sample" else episodes.token_turn]
         return torch.where(episodes.mask, advantages, torch.zeros_like(advantages)).float()
 
 

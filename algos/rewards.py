@@ -55,6 +55,17 @@ def make_shaping(name: str, options: Mapping[str, Any]) -> Shaping:
     return Shaping(spec, parse_options(spec, options))
 
 
+def check_shaping(shaping: Shaping, max_tokens: int) -> None:
+    """Try it on two samples, so that what is wrong with it is known before anything starts. Raises ValueError."""
+    group, tokens = torch.zeros(2, dtype=torch.int64), torch.tensor([1, max_tokens])
+    rewards, truncated = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([False, True])
+    inputs = RewardInputs(rewards, group, tokens, torch.ones_like(group), truncated, max_tokens)
+    try:
+        shaping(inputs)
+    except Exception as error:
+        raise ValueError(f"shaping {shaping.spec.name!r} fails on two samples: {error}") from error
+
+
 def shape(inputs: RewardInputs, shapings: Iterable[Shaping]) -> Tensor:
     """(N,) float64 rewards after all of them, in order."""
     for shaping in shapings:
@@ -88,6 +99,8 @@ def overlong(inputs: RewardInputs, options: OverlongOptions) -> Tensor:
     """
     longest = options.max_tokens or inputs.max_tokens
     buffer = options.buffer or max(1, longest // 5)
+    if buffer > longest:
+        raise ValueError(f"buffer={buffer} is more than the {longest} tokens of an episode")
     beyond = (inputs.tokens - (longest - buffer)).double() / buffer
     return inputs.rewards - options.penalty * beyond.clamp(0, 1)
 

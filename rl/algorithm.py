@@ -8,7 +8,7 @@ from algos.advantages import Estimator, make_estimator
 from algos.aggregation import Aggregation
 from algos.registry import Loss, make_loss
 from algos.regularisation import Regularisation
-from algos.rewards import Shaping, make_shaping
+from algos.rewards import Shaping, check_shaping, make_shaping
 from rl.config import Config
 from rl.config_algo import CriticConfig, KLConfig
 
@@ -46,11 +46,14 @@ def make_algorithm(config: Config) -> Algorithm:
     if kl.reference != "start" and not kl.coef:
         raise ValueError(f"algo.kl.reference={kl.reference!r} is never used with algo.kl.coef=0: set the coefficient")
     max_tokens = config.sampling.max_tokens * config.env.max_turns
+    shapings = tuple(make_shaping(one.name, one.options) for one in algo.shaping)
+    for shaping in shapings:
+        check_shaping(shaping, max_tokens)
     charged = bool(kl.coef) and kl.place == "reward"
     return Algorithm(
         loss=make_loss(algo.loss, algo.options),
         estimator=estimator,
-        shapings=tuple(make_shaping(one.name, one.options) for one in algo.shaping),
+        shapings=shapings,
         regularisation=Regularisation(0.0 if charged else kl.coef, kl.estimator, algo.entropy_coef),
         aggregation=algo.aggregation,
         constant=algo.aggregation_constant or max_tokens,

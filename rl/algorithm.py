@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from algos.advantages import Estimator, make_estimator
 from algos.aggregation import Aggregation
@@ -43,6 +44,8 @@ def make_algorithm(config: Config) -> Algorithm:
             f"algo.aggregation_constant={algo.aggregation_constant} has no meaning with "
             f"algo.aggregation={algo.aggregation!r}: remove it, or set algo.aggregation=constant"
         )
+    _check_folder("algo.kl.reference", kl.reference)
+    _check_folder("algo.critic.path", algo.critic.path)
     if kl.reference != "start" and not kl.coef:
         raise ValueError(f"algo.kl.reference={kl.reference!r} is never used with algo.kl.coef=0: set the coefficient")
     max_tokens = config.sampling.max_tokens * config.env.max_turns
@@ -63,6 +66,11 @@ def make_algorithm(config: Config) -> Algorithm:
         reference=kl.reference if kl.coef else None,
         critic=algo.critic if algo.critic.enabled else None,
     )
+
+
+def _check_folder(field: str, path: str) -> None:
+    if path != "start" and not (Path(path) / "config.json").exists():
+        raise ValueError(f"{field}={path!r}: no config.json in this folder; give a model's folder, or 'start'")
 
 
 def _check_critic(config: Config, estimator: Estimator) -> None:

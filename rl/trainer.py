@@ -50,13 +50,12 @@ class Trainer:
         )
         self.reference: Policy | None = None
         if self.algorithm.reference is not None:
-            path = self._model("algo.kl.reference", self.algorithm.reference)
-            frozen = load_policy(path, logprob_chunk=chunk, device=device)
+            frozen = load_policy(self._model(self.algorithm.reference), logprob_chunk=chunk, device=device)
             self._check_vocabulary("algo.kl.reference", frozen)
             self.reference = self._place(frozen.requires_grad_(False))
         self.critic: Critic | None = None
         if critic is not None:
-            head = load_critic(self._model("algo.critic.path", critic.path), device=device)
+            head = load_critic(self._model(critic.path), device=device)
             self._check_vocabulary("algo.critic.path", head)
             self.critic = self._place(head)
             settings = config.learner.model_copy(update={"lr": critic.lr, "warmup_steps": critic.warmup_steps})
@@ -128,12 +127,8 @@ class Trainer:
             device=self._device,
         )
 
-    def _model(self, field: str, path: str) -> Path:
-        """`start` or a folder. Raises ValueError."""
-        folder = self._folder if path == "start" else Path(path)
-        if not (folder / "config.json").exists():
-            raise ValueError(f"{field}={path!r}: no config.json in this folder")
-        return folder
+    def _model(self, path: str) -> Path:
+        return self._folder if path == "start" else Path(path)
 
     def _check_vocabulary(self, field: str, model: PackedModel) -> None:
         theirs, ours = model.model.config.vocab_size, self.policy.model.config.vocab_size

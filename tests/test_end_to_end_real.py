@@ -81,7 +81,7 @@ def behaviour_and_learner(shards: list[Shard], folder: Path, model: Path) -> tup
     for n in range(1, STEPS + 1):
         policies[n] = load_policy(model)
         adamw = Optimizer(policies[n], config.learner, STEPS).adamw
-        checkpoint.load(folder / "checkpoints" / f"step-{n}", policies[n], adamw)
+        checkpoint.load(folder / "checkpoints" / f"step-{n}", {"policy": (policies[n], adamw)})
     worst, spanning = 0.0, 0
     for shard in shards:
         starts = np.cumsum([0, *shard.lengths])

@@ -69,7 +69,11 @@ class Rig:
         vllm._WORKER_EXTENSION = "tests.rollout.file_weights.FileWeights"
         before = set(psutil.Process().children(recursive=True))
         self.engine = vllm.VllmEngine(Place(self.run, 0, 0))
-        self.info = self.call(self.engine.start(), 120)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", str(self.folder))  # its sockets go with the rig
+            patch.setattr(tempfile, "tempdir", None)
+            patch.setenv("LD_PRELOAD", "")  # vLLM's addition is for its own child, not for other tests'
+            self.info = self.call(self.engine.start(), 120)
         self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before and _is_engine(p)]
         self.update()
 

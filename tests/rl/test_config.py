@@ -75,3 +75,8 @@ def test_every_field_has_help() -> None:
         for name, field in section.model_fields.items():
             is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
             assert field.description or is_section, f"{section.__name__}.{name} has no help text"
+
+
+def test_keys_within_lists_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'algo\.shaping\.0\.option'; did you mean 'options'\?"):
+        load_config(None, ["algo.shaping=[{name: overlong, option: {}}]"])

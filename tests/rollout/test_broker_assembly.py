@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rl.messages import Ticket, Turn, Version
-from rollout.broker.assembly import balance, fault
+from rollout.broker.actions import BatchSample, EmitBatch
+from rollout.broker.assembly import balance, fault, make_shards, outcome_of
 from rollout.broker.reorder import Reorder
 from tests.rollout.test_broker_process import make_trajectory
 
@@ -40,6 +41,17 @@ def test_a_good_trajectory_has_no_fault() -> None:
 )
 def test_faults_are_named(change: dict, what: str) -> None:
     assert what in fault(replace(GOOD, **change))
+
+
+def test_every_rank_knows_the_rewards_of_every_turn_and_who_was_cut() -> None:
+    turns = [Turn(2, 4, 0.25, 0.0, 0.0, "stop", 0), Turn(4, 6, 0.5, 0.0, 0.0, "length", 0)]
+    cut = replace(GOOD, turns=turns, reward=0.75, stop_reason="length")
+    samples = [BatchSample(i, 0, 0, 3, outcome_of(one)) for i, one in enumerate((GOOD, cut))]
+    for rank, shard in enumerate(make_shards(EmitBatch(5, samples, {}), epoch=0, ranks=2)):
+        assert len(shard.members) == 1 and shard.rank == rank
+        assert [row.turn_rewards for row in shard.rows] == [[1.0], [0.25, 0.5]]
+        assert [row.truncated for row in shard.rows] == [False, True]
+        assert shard.turn_starts == [[2] if shard.members == [0] else [2, 4]]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 8))

@@ -22,7 +22,7 @@ class LossInputs:
     logp_behavior: Tensor  # (T,) of the distribution sampled from
     logp_proximal: Tensor | None  # (T,)
     entropy: Tensor  # (T,) of the current policy; carries no gradient unless asked for
-    advantages: Tensor  # (T,) the sample's advantage on each of its tokens
+    advantages: Tensor  # (T,) of each token; see algos/advantages.py
     mask: Tensor  # (T,) bool, true on generated tokens
     sample: Tensor  # (T,) int64, index of the sample in this pack: 0 .. n_samples - 1
     n_samples: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -294,3 +296,9 @@ def test_import_path() -> None:
     found = make_estimator("tests.algos.test_advantages:sign_of_reward", {})(episodes)
     assert torch.equal(found[episodes.mask], episodes.rewards.sign().float()[episodes.token_sample][episodes.mask])
     assert get_advantage("algos.advantages:gae").needs_values
+
+
+def test_the_guide_lists_every_estimator_at_its_level() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+)` \| (sample|turn|token) \|", guide, re.MULTILINE))
+    assert listed == {name: get_advantage(name).level for name in advantage_names()}

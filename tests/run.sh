@@ -2,6 +2,7 @@
 # All tests, in the same local virtual environment as the launch scripts.
 # Usage: bash tests/run.sh [pytest arguments]
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
+source launch/sandbox.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 ruff check .
 ruff format --check .

@@ -1,0 +1,1 @@
+"""Single-turn programming problems, scored by their tests in a fresh sandbox."""

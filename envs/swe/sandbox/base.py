@@ -1,0 +1,107 @@
+"""What a sandbox is, whatever makes it: a private copy of a file tree in which hostile commands run.
+
+Invariants every backend keeps: the template is never written; no network; nothing of the host is readable but the
+runtime; when `run` returns, no process that it started is alive; a sandbox that is closed leaves nothing behind.
+Everything that comes out of a sandbox (output, file contents, diffs) is hostile input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+WORKSPACE = "/workspace"
+"""Where the template's copy stands inside a sandbox, and the working directory of every command."""
+
+
+class SandboxError(RuntimeError):
+    """A sandbox cannot be made or used; one line that says what is missing or went wrong on the host's side."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one sandbox; bytes and seconds."""
+
+    timeout_s: float = 30.0  # of one command, unless the call says less
+    memory_bytes: int = 1 << 30  # of the whole process tree
+    processes: int = 64  # threads included
+    file_bytes: int = 64 << 20  # largest file a command may write
+    disk_bytes: int = 256 << 20  # everything written, /tmp included
+    output_bytes: int = 64 << 10  # kept of each stream; the middle is left out
+    open_files: int = 256
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one command left. `output` is stdout with stderr, or stdout alone where `stderr` was kept apart."""
+
+    exit_code: int  # 128 + signal for a command that a signal ended; 137 for one that a limit ended
+    output: bytes
+    stderr: bytes = b""
+    left_out_bytes: int = 0  # of the middle of both streams
+    seconds: float = 0.0
+    timed_out: bool = False
+    out_of_memory: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+    def text(self) -> str:
+        return self.output.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a sandbox starts from: a folder (bubblewrap) or an image (Docker, Podman)."""
+
+    folder: Path | None = None
+    image: str | None = None
+    workspace: str = WORKSPACE  # inside an image, where the repository stands
+
+
+@dataclass(frozen=True)
+class Call:
+    """One command."""
+
+    argv: Sequence[str]
+    stdin: bytes = b""
+    timeout_s: float | None = None  # None: the sandbox's limit; never more than that
+    environment: Mapping[str, str] = field(default_factory=dict)
+    separate_stderr: bool = False
+
+
+class Sandbox(Protocol):
+    def run(self, call: Call) -> Result:
+        """Run a command to its end or its limit. Blocks. Raises SandboxError only for faults of the host."""
+        ...
+
+    def close(self) -> None:
+        """Kill what runs, drop all changes. Idempotent."""
+        ...
+
+
+class Backend(Protocol):
+    name: str
+
+    def open(self, template: Template, limits: Limits) -> Sandbox:
+        """A new sandbox on `template`. Blocks while all slots are taken, at most the backend's deadline."""
+        ...
+
+    def close(self) -> None:
+        """Close every sandbox and release the host's resources. Idempotent."""
+        ...
+
+
+def read_file(sandbox: Sandbox, path: str) -> bytes | None:
+    """A file as the sandbox's own user sees it; None if it cannot be read or is larger than the output limit."""
+    result = sandbox.run(Call(["cat", "--", path], separate_stderr=True))
+    return result.output if result.ok and not result.left_out_bytes else None
+
+
+def write_file(sandbox: Sandbox, path: str, content: bytes) -> bool:
+    """Write as the sandbox's own user, so that a link planted inside leads nowhere outside. False: refused."""
+    script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+    return sandbox.run(Call(["sh", "-c", script, "sh", path], stdin=content)).ok

@@ -1,0 +1,255 @@
+"""Sandboxes from bubblewrap and overlayfs: no image, no daemon, about 10 ms for a command.
+
+    slot = uid + memory tree + folder        create:  sized tmpfs → overlay(template, upper)
+                                             run:     sh → prlimit → setpriv (uid) → bwrap → command
+                                             close:   kill, unmount
+
+All mounts live in a mount namespace that only this backend's threads are in: they are invisible to the host and end
+with this process, however it ends. Commands die with it too (PR_SET_PDEATHSIG at each step of the chain).
+Why root and not a user namespace: root mounts the overlay, then gives up everything *before* bubblewrap starts, so
+that what bubblewrap maps in is readable to the slot's uid only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import envs.swe.sandbox.memory as memory
+import envs.swe.sandbox.syscalls as syscalls
+from envs.swe.sandbox.base import WORKSPACE, Call, Limits, Result, Sandbox, SandboxError, Template
+from envs.swe.sandbox.process import run_command
+from envs.swe.sandbox.runtime import HOME, UID, Runtime, build_root, default_runtime
+
+STATE = Path("/run/fresco-sandbox")
+FIRST_UID = 1_879_048_192  # far above what systems and containers hand out
+BLOCK = 4096  # uids of one process
+_BLOCKS = 64
+_SLOT_DEADLINE_S = 600.0
+_INODES = 100_000
+T = TypeVar("T")
+
+
+class BubblewrapBackend:
+    """`slots`: sandboxes alive at once; `threads`: commands running at once."""
+
+    name = "bubblewrap"
+
+    def __init__(
+        self, slots: int = 64, threads: int = 8, runtime: Runtime | None = None, *, control_groups: bool = True
+    ) -> None:
+        if not 1 <= slots <= BLOCK:
+            raise SandboxError(f"slots={slots}: must be 1 to {BLOCK}")
+        self.runtime = runtime or default_runtime()
+        self._lock, self._uid_base = _claim_uids()
+        controller = memory.memory_controller() if control_groups else None
+        if controller:
+            memory.sweep_groups(controller[0])
+        self._controller = controller
+        self._trees: dict[int, memory.Tree] = {}
+        self._templates: dict[Path, Path] = {}
+        self._template_lock = threading.Lock()
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()
+        for slot in reversed(range(slots)):
+            self._free.put(slot)
+        self._live: set[BubblewrapSandbox] = set()
+        self._closed = False
+        STATE.mkdir(mode=0o711, parents=True, exist_ok=True)
+        first = ThreadPoolExecutor(1, "sandbox-mounts")
+        self._namespace = first.submit(self._build).result()
+        first.shutdown()
+        self._pool = ThreadPoolExecutor(
+            threads, "sandbox", initializer=syscalls.join_mount_namespace, initargs=(self._namespace,)
+        )
+
+    def open(self, template: Template, limits: Limits) -> Sandbox:
+        if template.folder is None:
+            raise SandboxError(f"image {template.image!r} needs the docker backend; bubblewrap takes a folder")
+        try:
+            slot = self._free.get(timeout=_SLOT_DEADLINE_S)
+        except queue.Empty:
+            raise SandboxError(f"no sandbox slot became free within {_SLOT_DEADLINE_S:.0f} s") from None
+        try:
+            sandbox = self.call(lambda: BubblewrapSandbox(self, slot, template.folder or Path(), limits))
+        except BaseException:
+            self._free.put(slot)
+            raise
+        self._live.add(sandbox)
+        return sandbox
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for sandbox in list(self._live):
+            sandbox.close()
+        self._closed = True
+        self._pool.shutdown()
+        for tree in self._trees.values():
+            tree.remove()
+        os.close(self._namespace)  # the last of the mounts' users: they end here
+        os.close(self._lock)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Do `work` in a thread that sees the mounts. Raises SandboxError for the host's errors."""
+        if self._closed:
+            raise SandboxError("the sandbox backend is closed")
+        try:
+            return self._pool.submit(work).result()
+        except OSError as error:
+            raise SandboxError(f"the host refused a sandbox operation: {error}") from error
+
+    def uid(self, slot: int) -> int:
+        return self._uid_base + slot
+
+    def tree(self, slot: int) -> memory.Tree:
+        if slot not in self._trees:
+            if self._controller:
+                folder, version = self._controller
+                self._trees[slot] = memory.ControlGroup(folder / f"fresco-{os.getpid()}-{self.uid(slot)}", version)
+            else:
+                self._trees[slot] = memory.Watchdog(self.uid(slot))
+        return self._trees[slot]
+
+    def lower(self, folder: Path) -> Path:
+        """A read-only mount of a template, under a name free of the characters that overlay options reserve."""
+        with self._template_lock:
+            folder = folder.resolve()
+            if folder not in self._templates:
+                if not folder.is_dir():
+                    raise SandboxError(f"template {folder} is no folder")
+                target = STATE / "templates" / str(len(self._templates))
+                target.mkdir(parents=True)
+                syscalls.bind(folder, target, read_only=True)
+                self._templates[folder] = target
+            return self._templates[folder]
+
+    def released(self, sandbox: BubblewrapSandbox, slot: int) -> None:
+        self._live.discard(sandbox)
+        self._free.put(slot)
+
+    def _build(self) -> int:
+        namespace = syscalls.enter_new_mount_namespace()
+        syscalls.mount("tmpfs", STATE, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0711")
+        root = STATE / "root"
+        root.mkdir(mode=0o755)
+        for source, target in build_root(self.runtime, root):
+            syscalls.bind(source, target, read_only=True)
+        return namespace
+
+
+class BubblewrapSandbox:
+    """Made and used through the backend's threads."""
+
+    def __init__(self, backend: BubblewrapBackend, slot: int, template: Path, limits: Limits) -> None:
+        self._backend, self._slot, self.limits = backend, slot, limits
+        self._uid = backend.uid(slot)
+        self._tree = backend.tree(slot)
+        self._tree.set_limits(limits)
+        self._folder = STATE / f"slot-{slot}"
+        self._mounted: list[Path] = []
+        self._lock = threading.Lock()
+        self._open = True
+        try:
+            self._mount(backend.lower(template))
+        except BaseException:
+            self._unmount()
+            raise
+
+    def run(self, call: Call) -> Result:
+        with self._lock:
+            if not self._open:
+                raise SandboxError("this sandbox is closed")
+            return self._backend.call(lambda: self._run(call))
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self._backend.call(self._unmount)
+            self._backend.released(self, self._slot)
+
+    def _run(self, call: Call) -> Result:
+        limits = self.limits
+        timeout_s = min(limits.timeout_s, call.timeout_s or limits.timeout_s)
+        watched = self._tree.watched
+        for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):  # which an earlier command may have locked
+            (self._folder / name).chmod(0o755)
+        result = run_command(
+            self._chain(call), call.stdin, timeout_s, limits.output_bytes, separate_stderr=call.separate_stderr,
+            environment={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            kill=lambda: memory.kill_tree(self._tree), exceeded=self._tree.exceeded if watched else None,
+        )  # fmt: skip
+        if not watched and self._tree.exceeded():
+            result = replace(result, out_of_memory=True)
+        return result
+
+    def _chain(self, call: Call) -> list[str]:
+        limits, uid = self.limits, str(self._uid)
+        place = self._tree.prefix()
+        limit = [
+            "prlimit", f"--nproc={limits.processes}", f"--fsize={limits.file_bytes}", f"--nofile={limits.open_files}",
+            "--core=0", "--memlock=65536", "--rttime=1000000",
+        ]  # fmt: skip
+        drop = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--pdeathsig=KILL"]
+        wrap = [
+            "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
+            "--cap-drop", "ALL", "--clearenv", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox",
+            "--ro-bind", str(STATE / "root"), "/", "--proc", "/proc", "--dev", "/dev",
+            "--bind", str(self._folder / "disk/shm"), "/dev/shm", "--remount-ro", "/dev",
+            "--bind", str(self._folder / "disk/tmp"), "/tmp", "--bind", str(self._folder / "disk/home"), HOME,
+            "--bind", str(self._folder / "merged"), WORKSPACE, "--chdir", WORKSPACE,
+        ]  # fmt: skip
+        for name, value in (self._backend.runtime.environment() | dict(call.environment)).items():
+            wrap += ["--setenv", name, value]
+        return [*place, *limit, *drop, *wrap, "--", *call.argv]
+
+    def _mount(self, lower: Path) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        os.chown(self._folder, self._uid, self._uid)
+        disk, merged = self._folder / "disk", self._folder / "merged"
+        disk.mkdir(exist_ok=True)
+        merged.mkdir(exist_ok=True)
+        options = f"size={self.limits.disk_bytes},nr_inodes={_INODES},mode=0755"
+        syscalls.mount("tmpfs", disk, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+        self._mounted.append(disk)
+        for name in ("upper", "tmp", "home", "shm"):
+            (disk / name).mkdir()
+            os.chown(disk / name, self._uid, self._uid)
+        (disk / "work").mkdir()
+        layers = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work"
+        syscalls.mount("overlay", merged, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, layers)
+        self._mounted.append(merged)
+
+    def _unmount(self) -> None:
+        memory.kill_tree(self._tree)
+        for target in reversed(self._mounted):
+            syscalls.unmount(target)
+        self._mounted.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _claim_uids() -> tuple[int, int]:
+    """(descriptor of the lock, first uid) of a block that no other process uses."""
+    try:
+        STATE.mkdir(mode=0o711, parents=True, exist_ok=True)
+        for block in range(_BLOCKS):
+            descriptor = os.open(
+                STATE.parent / f"fresco-uids-{block}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor, FIRST_UID + block * BLOCK
+            os.close(descriptor)
+    except OSError as error:
+        raise SandboxError(f"{STATE} cannot be used: {error}") from error
+    raise SandboxError(f"{_BLOCKS} processes of this machine use sandboxes already")

@@ -1,0 +1,102 @@
+"""What a sandbox sees of the host: system libraries and tools, a Python, and the test harness. Nothing else.
+
+Inside, the interpreter stands at its path on the host (a relocated Python would look for its libraries there), and
+`HARNESS` holds pytest with what it needs, copied from the environment that runs Fresco, and the harness's scripts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HARNESS = "/opt/fresco"
+USER = "agent"
+HOME = f"/home/{USER}"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
+_PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "Pygments")
+_SCRIPTS = Path(__file__).parents[1] / "harness"
+UID = 1000  # inside; outside, each slot has its own
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Host folders by their path inside, and links; all read-only."""
+
+    folders: tuple[tuple[Path, str], ...]
+    links: tuple[tuple[str, str], ...]  # (path, target)
+    python: str
+
+    def environment(self) -> dict[str, str]:
+        """Of every command; nothing is inherited from the host."""
+        folder = str(Path(self.python).parent)
+        return {
+            "PATH": ":".join(dict.fromkeys([folder, "/usr/local/bin", "/usr/bin", "/bin"])),
+            "HOME": HOME, "USER": USER, "LANG": "C.UTF-8", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PAGER": "cat", "GIT_PAGER": "cat",
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
+        }  # fmt: skip
+
+
+@functools.cache
+def default_runtime() -> Runtime:
+    """The host's system folders and the Python that runs Fresco."""
+    folders: list[tuple[Path, str]] = []
+    links: list[tuple[str, str]] = []
+    for name in _SYSTEM:
+        path = Path(name)
+        if path.is_symlink():
+            links.append((name, os.readlink(path)))
+        elif path.is_dir():
+            folders.append((path, name))
+    base = Path(sys.base_prefix).resolve()
+    if not base.is_relative_to("/usr"):
+        folders.append((base, str(base)))
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return Runtime(tuple(folders), tuple(links), str(base / "bin" / version))
+
+
+def build_root(runtime: Runtime, root: Path) -> list[tuple[Path, Path]]:
+    """Lay out the root folder that all sandboxes share; the (source, target) bind mounts that it still needs."""
+    for name in ("proc", "dev", "tmp", "etc", "workspace", "home/agent", "opt/fresco", "run", "var/tmp"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for name, leads_to in runtime.links:
+        (root / name.lstrip("/")).symlink_to(leads_to)
+    binds = []
+    for source, inside in runtime.folders:
+        target = root / inside.lstrip("/")
+        target.mkdir(parents=True, exist_ok=True)
+        binds.append((source, target))
+    _write_etc(root / "etc")
+    _write_harness(root / HARNESS.lstrip("/"))
+    for folder in [root, *(path for path in root.rglob("*") if path.is_dir() and not path.is_symlink())]:
+        folder.chmod(0o755)
+    return binds
+
+
+def _write_etc(etc: Path) -> None:
+    (etc / "passwd").write_text(f"root:x:0:0::/:/bin/sh\n{USER}:x:{UID}:{UID}::{HOME}:/bin/sh\n")
+    (etc / "group").write_text(f"root:x:0:\n{USER}:x:{UID}:\n")
+    (etc / "hosts").write_text("127.0.0.1 localhost\n")
+    (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+    cache = Path("/etc/ld.so.cache")
+    if cache.exists():
+        shutil.copyfile(cache, etc / "ld.so.cache")
+
+
+def _write_harness(folder: Path) -> None:
+    site = folder / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    for package in _PACKAGES:
+        for file in importlib.metadata.files(package) or []:
+            if file.parts[0] != ".." and "__pycache__" not in file.parts:
+                target = site / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(str(file.locate()), target)
+    for script in _SCRIPTS.glob("*.py"):
+        shutil.copyfile(script, folder / script.name)

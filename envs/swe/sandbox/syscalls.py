@@ -1,0 +1,53 @@
+"""The few Linux calls that Python 3.11 does not have: mounts and mount namespaces of a thread."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+CLONE_NEWNS, CLONE_FS = 0x00020000, 0x00000200
+
+
+def mount(source: str, target: str | Path, kind: str, flags: int = 0, data: str = "") -> None:
+    """mount(2). Raises OSError naming the target."""
+    _check(
+        _libc.mount(source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), data.encode()),
+        f"mount {kind or 'bind'} on {target}",
+    )
+
+
+def bind(source: str | Path, target: str | Path, *, read_only: bool = False) -> None:
+    """A bind mount of a folder or file, without setuid and devices."""
+    mount(str(source), target, "", MS_BIND | MS_REC)
+    if read_only:
+        mount("none", target, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def unmount(target: str | Path) -> None:
+    """Detach a mount at once; its file system ends with its last user."""
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"unmount {target}")
+
+
+def enter_new_mount_namespace() -> int:
+    """Give the calling thread mounts of its own, unseen outside; a descriptor of the namespace for other threads."""
+    _check(_libc.unshare(CLONE_NEWNS), "unshare(CLONE_NEWNS)")
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    return os.open(f"/proc/self/task/{threading.get_native_id()}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def join_mount_namespace(descriptor: int) -> None:
+    """Move the calling thread, and the processes it starts from now on, into the namespace."""
+    _check(_libc.unshare(CLONE_FS), "unshare(CLONE_FS)")
+    _check(_libc.setns(descriptor, CLONE_NEWNS), "setns(mount namespace)")
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

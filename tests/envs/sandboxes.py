@@ -1,0 +1,24 @@
+"""Shared by the tests of sandboxes: short ways to run shell and Python, and templates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from envs.swe.sandbox import Call, Result, Sandbox
+
+PYTHON = str(Path(sys.base_prefix).resolve() / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def sh(sandbox: Sandbox, script: str, timeout_s: float | None = None) -> Result:
+    return sandbox.run(Call(["sh", "-c", script], timeout_s=timeout_s))
+
+
+def python(sandbox: Sandbox, code: str, timeout_s: float | None = None) -> Result:
+    return sandbox.run(Call([PYTHON, "-I", "-c", code], timeout_s=timeout_s))
+
+
+def world_writable(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o777)
+    return folder

@@ -49,4 +49,9 @@ def clipped(ratio: Tensor, advantages: Tensor, options: PPOOptions) -> tuple[Ten
     return loss, stopped
 
 
-register_loss("grpo", PPOOptions)(ppo)
+# The same function on other advantages and sums:
+register_loss("grpo", PPOOptions)(ppo)  # https://arxiv.org/abs/2402.03300: normalised by group
+# https://arxiv.org/abs/2503.20783: neither the group's deviation nor the length divides
+register_loss("dr_grpo", PPOOptions, advantage="group_mean", aggregation="constant")(ppo)
+# REINFORCE++, https://arxiv.org/abs/2501.03262: rewards to go, normalised over the batch
+register_loss("reinforce_pp", PPOOptions, advantage="batch")(ppo)

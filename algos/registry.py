@@ -20,9 +20,11 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from algos.aggregation import Aggregation
 from algos.types import LossInputs, LossResult
 
 LossFunction = Callable[[LossInputs, Any], LossResult]
+NeedsProximal = bool | Callable[[Any], bool]  # of the options
 Level = Literal["sample", "turn", "token"]
 
 
@@ -37,8 +39,10 @@ class LossSpec:
     name: str
     function: LossFunction
     options: type  # a dataclass; every field has a default
-    needs_proximal: bool = False  # logp_proximal costs one more forward per batch
+    needs_proximal: NeedsProximal = False  # logp_proximal costs one more forward per batch
     entropy_gradient: bool = False  # LossInputs.entropy carries a gradient
+    advantage: str = "group"  # what its paper pairs it with: used unless `algo.advantage` says otherwise
+    aggregation: Aggregation = "token"  # likewise
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Loss:
 
     @property
     def needs_proximal(self) -> bool:
-        return self.spec.needs_proximal
+        needs = self.spec.needs_proximal
+        return needs if isinstance(needs, bool) else needs(self.options)
 
     @property
     def entropy_gradient(self) -> bool:
@@ -90,10 +95,17 @@ _shapings: dict[str, ShapingSpec] = {}
 
 
 def register_loss(
-    name: str, options: type = NoOptions, *, needs_proximal: bool = False, entropy_gradient: bool = False
+    name: str,
+    options: type = NoOptions,
+    *,
+    needs_proximal: NeedsProximal = False,
+    entropy_gradient: bool = False,
+    advantage: str = "group",
+    aggregation: Aggregation = "token",
 ) -> Callable[[LossFunction], LossFunction]:
     def register(function: LossFunction) -> LossFunction:
-        _add(_losses, name, LossSpec(name, function, options, needs_proximal, entropy_gradient))
+        spec = LossSpec(name, function, options, needs_proximal, entropy_gradient, advantage, aggregation)
+        _add(_losses, name, spec)
         return function
 
     return register

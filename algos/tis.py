@@ -28,3 +28,13 @@ def tis(inputs: LossInputs, options: TISOptions) -> LossResult:
     weight = ratio.clamp(max=options.cap)
     loss = -weight * inputs.advantages * inputs.masked(inputs.logp_current)
     return LossResult(inputs.masked(loss), {"clip_fraction": (ratio > options.cap).float()})
+
+
+@dataclass(frozen=True)
+class AIPOOptions(TISOptions):
+    cap: float = 4.0
+    """rho; the paper uses 2 to 10."""
+
+
+# LlamaRL's AIPO, eq. 3 (https://arxiv.org/abs/2505.24034): TIS with a wider cap.
+register_loss("aipo", AIPOOptions)(tis)

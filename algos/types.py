@@ -38,6 +38,14 @@ class LossInputs:
         """(T,) log(pi_numerator / pi_denominator), 0 outside the mask, bounded so that its exponential stays finite."""
         return self.masked(numerator - denominator).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
+    def sample_sum(self, values: Tensor) -> Tensor:
+        """(n_samples,) sums of (T,) values over each sample's generated tokens."""
+        return values.new_zeros(self.n_samples).index_add(0, self.sample, self.masked(values))
+
+    def sample_mean(self, values: Tensor) -> Tensor:
+        """(n_samples,) means of (T,) values over each sample's generated tokens; 0 for a sample without any."""
+        return self.sample_sum(values) / self.sample_sum(torch.ones_like(values)).clamp(min=1)
+
 
 @dataclass
 class LossResult:

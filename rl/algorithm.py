@@ -7,6 +7,7 @@ from pathlib import Path
 
 from algos.advantages import Estimator, make_estimator
 from algos.aggregation import Aggregation
+from algos.correction import Correction
 from algos.registry import Loss, make_loss
 from algos.regularisation import Regularisation
 from algos.rewards import Shaping, check_shaping, make_shaping
@@ -17,6 +18,7 @@ from rl.config_algo import CriticConfig, KLConfig
 @dataclass(frozen=True)
 class Algorithm:
     loss: Loss
+    correction: Correction
     estimator: Estimator
     shapings: tuple[Shaping, ...]
     regularisation: Regularisation
@@ -28,21 +30,31 @@ class Algorithm:
     reference: str | None  # `start` or a folder
     critic: CriticConfig | None
 
+    @property
+    def needs_proximal(self) -> bool:
+        return self.loss.needs_proximal or self.correction.active
+
 
 def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, in one line, for unknown names and options and for settings that contradict each other."""
     algo, kl = config.algo, config.algo.kl
-    estimator = make_estimator(algo.advantage, algo.advantage_options)
+    loss = make_loss(algo.loss, algo.options)
+    estimator = make_estimator(algo.advantage or loss.spec.advantage, algo.advantage_options)
+    aggregation = algo.aggregation or loss.spec.aggregation
     _check_critic(config, estimator)
+    if algo.correction.low >= algo.correction.high:
+        raise ValueError(
+            f"algo.correction.low={algo.correction.low:g} must be below algo.correction.high={algo.correction.high:g}"
+        )
     if estimator.spec.needs_group and config.rollout.group_size == 1:
         raise ValueError(
-            f"algo.advantage={algo.advantage!r} compares members of a group and is 0 for rollout.group_size=1: "
+            f"algo.advantage={estimator.spec.name!r} compares members of a group and is 0 for rollout.group_size=1: "
             "raise the group size, or use 'batch' or 'gae'"
         )
-    if algo.aggregation_constant is not None and algo.aggregation != "constant":
+    if algo.aggregation_constant is not None and aggregation != "constant":
         raise ValueError(
             f"algo.aggregation_constant={algo.aggregation_constant} has no meaning with "
-            f"algo.aggregation={algo.aggregation!r}: remove it, or set algo.aggregation=constant"
+            f"algo.aggregation={aggregation!r}: remove it, or set algo.aggregation=constant"
         )
     _check_folder("algo.kl.reference", kl.reference)
     _check_folder("algo.critic.path", algo.critic.path)
@@ -54,11 +66,12 @@ def make_algorithm(config: Config) -> Algorithm:
         check_shaping(shaping, max_tokens)
     charged = bool(kl.coef) and kl.place == "reward"
     return Algorithm(
-        loss=make_loss(algo.loss, algo.options),
+        loss=loss,
+        correction=Correction(**algo.correction.model_dump()),
         estimator=estimator,
         shapings=shapings,
         regularisation=Regularisation(0.0 if charged else kl.coef, kl.estimator, algo.entropy_coef),
-        aggregation=algo.aggregation,
+        aggregation=aggregation,
         constant=algo.aggregation_constant or max_tokens,
         mask_truncated=algo.mask_truncated,
         max_tokens=max_tokens,
@@ -74,7 +87,7 @@ def _check_folder(field: str, path: str) -> None:
 
 
 def _check_critic(config: Config, estimator: Estimator) -> None:
-    critic, name = config.algo.critic, config.algo.advantage
+    critic, name = config.algo.critic, estimator.spec.name
     if estimator.spec.needs_values and not critic.enabled:
         raise ValueError(f"algo.advantage={name!r} needs the values of a critic: set algo.critic.enabled=true")
     if critic.enabled and not estimator.spec.needs_values:

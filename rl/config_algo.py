@@ -46,18 +46,34 @@ class CriticConfig(Section):
     """Values move at most this far from those before the batch, as far as the loss can see; None: no clip."""
 
 
+class CorrectionConfig(Section):
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Importance weight from the policy that sampled to the learner's at the start of the batch, truncated at `cap`: of
+    each token, or of its whole sequence (`algos/correction.py`). Anything but none costs one more forward per batch."""
+    cap: float = Field(2.0, gt=0)
+    """Largest weight."""
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leave out tokens (IcePop), or samples by their ratio (MIS) or by its geometric mean, outside [low, high]."""
+    low: float = Field(0.5, ge=0)
+    """Least ratio that is kept."""
+    high: float = Field(2.0, gt=0)
+    """Largest ratio that is kept."""
+
+
 class AlgoConfig(Section):
     loss: str = "grpo"
     """A registered loss (`algos/`) or an importable `module:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss (clip ranges, caps), validated against its own dataclass."""
-    advantage: str = "group"
-    """A registered advantage estimator (`algos/advantages.py`) or an importable `module:function`."""
+    advantage: str | None = None
+    """A registered advantage estimator (`algos/advantages.py`) or an importable `module:function`; None: the loss's own
+    (`group` for most, `leave_one_out` for rloo)."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator (discount, lam), validated against its own dataclass."""
-    aggregation: Literal["token", "sequence", "constant"] = "token"
-    """From tokens to the loss of a minibatch: mean over tokens, mean over samples of each one's mean over its tokens,
-    or mean over samples of each one's sum over a constant (`algos/aggregation.py`)."""
+    aggregation: Literal["token", "sequence", "constant"] | None = None
+    """From tokens to the loss of a minibatch: `token` mean over tokens, `sequence` mean over samples of each one's
+    mean, `constant` mean over samples of each one's sum over a constant (see `algos/aggregation.py`); None: the
+    loss's own."""
     aggregation_constant: int | None = Field(None, ge=1)
     """The constant; None: the most tokens an episode can generate, sampling.max_tokens * env.max_turns."""
     entropy_coef: float = 0.0
@@ -67,5 +83,6 @@ class AlgoConfig(Section):
     (over-long filtering, https://arxiv.org/abs/2503.14476)."""
     shaping: list[ShapingConfig] = Field(default_factory=list)
     """Reward shaping, in this order (`overlong` is DAPO's soft penalty)."""
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)

@@ -77,7 +77,7 @@ class Trainer:
         ]
         counts = all_reduce(torch.tensor([max(1, len(packs)) for packs in packed]), "max")  # (minibatches,)
         parts = [pad_packs(packs, int(count)) for packs, count in zip(packed, counts, strict=True)]
-        if self.algorithm.loss.needs_proximal:
+        if self.algorithm.needs_proximal:
             parts = [with_logp(self.policy, part, "logp_proximal", temperature=temperature) for part in parts]
         if self.reference is not None:
             parts = [with_logp(self.reference, part, "logp_reference", temperature=temperature) for part in parts]
@@ -88,7 +88,8 @@ class Trainer:
     def accumulate(self, minibatch: Minibatch) -> UpdateStats:
         """Add this rank's part of the policy's gradient."""
         return accumulate_gradients(
-            self.policy, minibatch.packs, self.algorithm.loss, regularisation=self.algorithm.regularisation,
+            self.policy, minibatch.packs, self.algorithm.loss,
+            correction=self.algorithm.correction, regularisation=self.algorithm.regularisation,
             temperature=self._config.sampling.temperature, global_tokens=minibatch.loss_tokens, world_size=self._ranks,
         )  # fmt: skip
 

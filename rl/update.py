@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from algos.correction import Correction
 from algos.diagnostics import Diagnostics
 from algos.registry import Loss
 from algos.regularisation import Regularisation
@@ -20,7 +21,7 @@ from rl.critic import CriticStats
 from rl.packing import Pack
 from rl.policy import Policy, PolicyOutput
 
-NO_REGULARISATION = Regularisation()
+NO_CORRECTION, NO_REGULARISATION = Correction(), Regularisation()
 
 
 @dataclass
@@ -54,6 +55,7 @@ def accumulate_gradients(
     temperature: float,
     global_tokens: int,
     world_size: int = 1,
+    correction: Correction = NO_CORRECTION,
     regularisation: Regularisation = NO_REGULARISATION,
 ) -> UpdateStats:
     """Add this rank's part of the minibatch's gradient to `policy`.
@@ -72,8 +74,8 @@ def accumulate_gradients(
             select=pack.mask,
             entropy_gradient=loss.entropy_gradient or regularisation.entropy_gradient,
         )
-        inputs = loss_inputs(pack, output, loss)
-        result = regularisation(inputs, loss(inputs))
+        inputs = loss_inputs(pack, output, needs_proximal=loss.needs_proximal or correction.active)
+        result = regularisation(inputs, correction(inputs, loss))
         total = (inputs.masked(result.per_token) * pack.weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
         stats.diagnostics.update(inputs, result)
@@ -96,10 +98,10 @@ def with_logp(policy: Policy, packs: Iterable[Pack], field_name: str, *, tempera
     return done
 
 
-def loss_inputs(pack: Pack, output: PolicyOutput, loss: Loss) -> LossInputs:
-    """Raises ValueError when the loss needs `logp_proximal` and the pack (a dummy added too late?) has none."""
-    if loss.needs_proximal and pack.logp_proximal is None:
-        raise ValueError(f"loss {loss.spec.name!r} needs logp_proximal: call with_logp on the padded packs first")
+def loss_inputs(pack: Pack, output: PolicyOutput, *, needs_proximal: bool) -> LossInputs:
+    """Raises ValueError when `logp_proximal` is needed and the pack (a dummy added too late?) has none."""
+    if needs_proximal and pack.logp_proximal is None:
+        raise ValueError("this algorithm needs logp_proximal: call with_logp on the padded packs first")
 
     def clean(values: Tensor) -> Tensor:  # what stands at masked positions is nobody's business: nan there is legal
         return torch.where(pack.mask, values, torch.zeros_like(values))
@@ -107,7 +109,7 @@ def loss_inputs(pack: Pack, output: PolicyOutput, loss: Loss) -> LossInputs:
     return LossInputs(
         logp_current=clean(output.logp),
         logp_behavior=clean(pack.logp_behavior),
-        logp_proximal=clean(pack.logp_proximal) if loss.needs_proximal and pack.logp_proximal is not None else None,
+        logp_proximal=clean(pack.logp_proximal) if needs_proximal and pack.logp_proximal is not None else None,
         entropy=clean(output.entropy),
         advantages=clean(pack.advantages),
         mask=pack.mask,

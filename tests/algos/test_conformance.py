@@ -1,89 +1,93 @@
-"""What every registered loss must hold: a new file in `algos` is picked up by itself."""
+"""Every registered loss passes every check - a new file in `algos` is picked up by itself - and each check can fail."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
-import torch
 
-from algos.registry import loss_names, make_loss
-from tests.algos.loss_rig import gradient, grid, part, random_inputs
+from algos.conformance import CHECKS, check_loss
+from algos.correction import Correction
+from algos.registry import Loss, LossSpec, NoOptions, loss_names, make_loss
+from algos.types import LossInputs, LossResult
 
-every_loss = pytest.mark.parametrize("name", loss_names())
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-
-
-@every_loss
-@every_dtype
-def test_finite_for_ratios_from_1e_minus_6_to_1e6(name: str, dtype: torch.dtype) -> None:
-    inputs = grid()
-    assert inputs.logp_proximal is not None
-    inputs = replace(
-        inputs,
-        logp_current=inputs.logp_current.detach().to(dtype).requires_grad_(),
-        logp_behavior=inputs.logp_behavior.to(dtype),
-        logp_proximal=inputs.logp_proximal.to(dtype),
-        advantages=inputs.advantages.to(dtype),
-        entropy=inputs.entropy.to(dtype),
-    )
-    result = make_loss(name, {})(inputs)
-    assert result.per_token.shape == inputs.logp_current.shape
-    assert torch.isfinite(result.per_token).all()
-    assert torch.isfinite(gradient(result.per_token, inputs)).all()
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in loss_names()),
+    ("ppo", {"dual_clip": 3.0}),
+    ("decoupled_ppo", {"proximal": "interpolated"}),
+    ("topr", {"ratio": "token"}),
+    ("cispo", {"clip_low": 0.5}),
+]
 
 
-@every_loss
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_masked_tokens_change_nothing(name: str, poison: float) -> None:
-    inputs = random_inputs()
-    clean = make_loss(name, {})(inputs)
-    clean_gradient = gradient(clean.per_token, inputs)
-    assert inputs.logp_proximal is not None
-    dirty = replace(
-        inputs,
-        logp_current=inputs.logp_current.detach().masked_fill(~inputs.mask, poison).requires_grad_(),
-        logp_behavior=inputs.logp_behavior.masked_fill(~inputs.mask, poison),
-        logp_proximal=inputs.logp_proximal.masked_fill(~inputs.mask, poison),
-        entropy=inputs.entropy.masked_fill(~inputs.mask, poison),
-    )
-    result = make_loss(name, {})(dirty)
-    assert torch.equal(result.per_token, clean.per_token)
-    assert not result.per_token[~inputs.mask].any()
-    found = gradient(result.per_token, dirty)
-    assert torch.equal(found, clean_gradient)
-    assert not found[~inputs.mask].any()
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name, options", VARIANTS, ids=lambda value: str(value) if value else "")
+def test_every_loss(name: str, options: dict[str, Any], check: str) -> None:
+    assert CHECKS[check](make_loss(name, options)) == ""
 
 
-@every_loss
-def test_how_samples_are_cut_into_packs_changes_nothing(name: str) -> None:
-    inputs = random_inputs()
-    loss = make_loss(name, {})
-    whole = loss(inputs)
-    cuts = [[0, 3], [1], [2, 4, 5]]
-    parts = [loss(part(inputs, samples)) for samples in cuts]
-    for samples, result in zip(cuts, parts, strict=True):
-        torch.testing.assert_close(
-            result.per_token, whole.per_token[torch.isin(inputs.sample, torch.tensor(samples))], rtol=1e-12, atol=1e-12
-        )
-        assert result.metrics.keys() == whole.metrics.keys()
-    total = sum((result.per_token.sum() for result in parts), torch.zeros((), dtype=torch.float64))
-    (found,) = torch.autograd.grad(total, inputs.logp_current)
-    torch.testing.assert_close(found, gradient(loss(inputs).per_token, inputs), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "correction",
+    [
+        Correction(weight="token"),
+        Correction(weight="sequence"),
+        Correction(mask="token", weight="token", cap=2.0),
+        Correction(mask="sequence", low=0.2, high=5),
+        Correction(mask="geometric", low=0.9, high=1.1),
+    ],
+    ids=lambda c: f"{c.weight}-{c.mask}",
+)
+@pytest.mark.parametrize("name", ["reinforce", "ppo", "gspo"])
+def test_every_correction(name: str, correction: Correction, check: str) -> None:
+    inner = make_loss(name, {})
+
+    def corrected(inputs: LossInputs, options: NoOptions) -> LossResult:
+        return correction(inputs, inner)
+
+    assert CHECKS[check](Loss(LossSpec(name, corrected, NoOptions), NoOptions())) == ""
 
 
-@every_loss
-def test_descent_raises_good_tokens_and_lowers_bad_ones_on_policy(name: str) -> None:
-    inputs = random_inputs()
-    on_policy = inputs.logp_current.detach()
-    slope = gradient(
-        make_loss(name, {})(replace(inputs, logp_behavior=on_policy, logp_proximal=on_policy)).per_token, inputs
-    )
-    assert (slope[inputs.mask] * inputs.advantages[inputs.mask] < 0).all()
+@dataclass(frozen=True)
+class Bad:
+    """Losses that are wrong, each in one way that one check finds."""
+
+    @staticmethod
+    def finite(inputs: LossInputs) -> LossResult:
+        ratio = (inputs.logp_current - inputs.logp_behavior).exp()
+        return LossResult(inputs.masked(-inputs.advantages * ratio**60))
+
+    @staticmethod
+    def masked_tokens(inputs: LossInputs) -> LossResult:
+        return LossResult(-inputs.advantages * inputs.logp_current)
+
+    @staticmethod
+    def cuts(inputs: LossInputs) -> LossResult:
+        advantages = inputs.advantages - inputs.masked(inputs.advantages).mean()
+        return LossResult(inputs.masked(-advantages * inputs.masked(inputs.logp_current)))
+
+    @staticmethod
+    def direction(inputs: LossInputs) -> LossResult:
+        return LossResult(inputs.masked(inputs.advantages * inputs.masked(inputs.logp_current)))
+
+    @staticmethod
+    def nothing_generated(inputs: LossInputs) -> LossResult:
+        return LossResult(inputs.logp_current * 0 + 1)
+
+    @staticmethod
+    def no_signal(inputs: LossInputs) -> LossResult:
+        return LossResult(inputs.masked((-inputs.advantages - 0.1) * inputs.masked(inputs.logp_current)))
+
+    @staticmethod
+    def metrics(inputs: LossInputs) -> LossResult:
+        loss = inputs.masked(-inputs.advantages * inputs.masked(inputs.logp_current))
+        return LossResult(loss, {"mean": loss.mean()})
 
 
-@every_loss
-def test_a_pack_without_generated_tokens(name: str) -> None:
-    inputs = replace(random_inputs(), mask=torch.zeros(54, dtype=torch.bool))
-    per_token = make_loss(name, {})(inputs).per_token
-    assert not per_token.any() and not gradient(per_token, inputs).any()
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_check_can_fail(check: str) -> None:
+    wrong = getattr(Bad, check)
+    spec = LossSpec("bad", lambda inputs, _: wrong(inputs), NoOptions)
+    findings = {finding.check: finding.problem for finding in check_loss(Loss(spec, NoOptions()))}
+    assert findings.keys() == CHECKS.keys() and findings[check]

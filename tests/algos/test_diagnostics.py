@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from algos.conformance import inputs_of, part, random_inputs
 from algos.diagnostics import Diagnostics
 from algos.registry import make_loss
 from algos.types import LossInputs, LossResult
-from tests.algos.loss_rig import inputs_of, part, random_inputs
 
 
 def diagnostics(*packs: LossInputs) -> Diagnostics:

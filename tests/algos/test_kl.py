@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from algos.conformance import gradient, random_inputs
 from algos.kl import KLEstimator, kl_estimate, kl_loss
 from algos.regularisation import Regularisation
 from algos.types import LossResult
-from tests.algos.loss_rig import gradient, random_inputs
 
 KINDS: list[KLEstimator] = ["k1", "k2", "k3"]
 

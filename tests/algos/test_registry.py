@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from algos.advantages import group_normalised
+from algos.conformance import random_inputs
 from algos.ppo import PPOOptions, ppo
 from algos.registry import (
     NoOptions,
@@ -20,7 +21,6 @@ from algos.registry import (
     register_loss,
 )
 from algos.types import LossInputs, LossResult
-from tests.algos.loss_rig import random_inputs
 
 
 @dataclass(frozen=True)

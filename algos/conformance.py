@@ -1,0 +1,229 @@
+"""What every loss must hold, as checks that run in seconds: `fresco check-loss NAME`, and the project's own tests.
+
+Checks are about the contract with the learner, not about a paper: whether the value is the formula's is for a test
+of one's own, like `tests/algos/test_losses.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from algos.registry import Loss
+from algos.types import LossInputs
+
+RATIOS = torch.logspace(-6, 6, 25, dtype=torch.float64)
+ADVANTAGES = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0], dtype=torch.float64)
+PROXIMAL_OFFSET = 0.05  # logp_proximal - logp_behavior
+_POISONS = (float("nan"), float("inf"), -float("inf"))
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    problem: str  # empty: it holds
+
+
+def check_loss(loss: Loss) -> list[Finding]:
+    """One finding per check of `CHECKS`."""
+    return [Finding(name, run(loss)) for name, run in CHECKS.items()]
+
+
+def finite(loss: Loss) -> str:
+    """Values and gradients are finite for ratios from 1e-6 to 1e6, in float32 and float64."""
+    for dtype in (torch.float32, torch.float64):
+        inputs = cast(grid(), dtype)
+        result = loss(inputs)
+        if result.per_token.shape != inputs.logp_current.shape:
+            return f"per_token has shape {tuple(result.per_token.shape)}, not one value per token"
+        bad = ~(result.per_token.isfinite() & gradient(result.per_token, inputs).isfinite())
+        if bad.any():
+            at = int(bad.nonzero()[0])
+            ratio = float((inputs.logp_current.detach() - inputs.logp_behavior)[at].exp())
+            advantage = float(inputs.advantages[at])
+            return f"{dtype}: value or gradient is not finite at ratio {ratio:.1e}, advantage {advantage:g}"
+    return ""
+
+
+def masked_tokens(loss: Loss) -> str:
+    """Masked tokens contribute exactly nothing, whatever stands there."""
+    inputs = random_inputs()
+    clean = loss(inputs).per_token
+    slope = gradient(clean, inputs)
+    if clean[~inputs.mask].any():
+        return "per_token is not 0 on masked tokens: wrap it in inputs.masked(...)"
+    assert inputs.logp_proximal is not None
+    for poison in _POISONS:
+        hidden = ~inputs.mask
+        dirty = replace(
+            inputs,
+            logp_current=inputs.logp_current.detach().masked_fill(hidden, poison).requires_grad_(),
+            logp_behavior=inputs.logp_behavior.masked_fill(hidden, poison),
+            logp_proximal=inputs.logp_proximal.masked_fill(hidden, poison),
+            entropy=inputs.entropy.masked_fill(hidden, poison),
+        )
+        found = loss(dirty).per_token
+        if not torch.equal(found, clean) or not torch.equal(gradient(found, dirty), slope):
+            return f"{poison} on a masked token changes value or gradient: use inputs.log_ratio and inputs.masked"
+    return ""
+
+
+def cuts(loss: Loss) -> str:
+    """How samples are cut into packs changes neither value nor gradient."""
+    inputs = random_inputs()
+    whole = loss(inputs)
+    slope = gradient(whole.per_token, inputs)
+    groups = [[0, 3], [1], [2, 4, 5]]
+    parts = [loss(part(inputs, samples)) for samples in groups]
+    for samples, result in zip(groups, parts, strict=True):
+        expected = whole.per_token[torch.isin(inputs.sample, torch.tensor(samples))]
+        if not _equal(result.per_token, expected):
+            return "a sample's loss depends on which other samples are in its pack"
+        if result.metrics.keys() != whole.metrics.keys():
+            return f"metrics {sorted(result.metrics)} of one pack, {sorted(whole.metrics)} of another"
+    total = sum((result.per_token.sum() for result in parts), torch.zeros((), dtype=torch.float64))
+    (found,) = torch.autograd.grad(total, inputs.logp_current)
+    return "" if _equal(found, slope) else "the gradient depends on how samples are cut into packs"
+
+
+def direction(loss: Loss) -> str:
+    """On policy, a step raises tokens of positive and lowers tokens of negative advantage."""
+    inputs = on_policy(random_inputs())
+    slope = gradient(loss(inputs).per_token, inputs)
+    wrong = inputs.mask & (slope * inputs.advantages >= 0)
+    return "on policy, descent does not raise good tokens and lower bad ones" if wrong.any() else ""
+
+
+def nothing_generated(loss: Loss) -> str:
+    """A pack without generated tokens has no loss and no gradient."""
+    inputs = random_inputs()
+    inputs = replace(inputs, mask=torch.zeros_like(inputs.mask))
+    per_token = loss(inputs).per_token
+    return "a pack of masked tokens has a loss" if per_token.any() or gradient(per_token, inputs).any() else ""
+
+
+def no_signal(loss: Loss) -> str:
+    """Constant groups (advantage 0) give finite values, and no gradient on policy."""
+    inputs = random_inputs()
+    inputs = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
+    if not loss(inputs).per_token.isfinite().all():
+        return "advantage 0 gives values that are not finite"
+    still = on_policy(inputs)
+    return "advantage 0 has a gradient on policy" if gradient(loss(still).per_token, still).abs().max() > 1e-9 else ""
+
+
+def metrics(loss: Loss) -> str:
+    """Metrics are (T,) tensors without a gradient."""
+    inputs = random_inputs()
+    for name, values in loss(inputs).metrics.items():
+        if values.shape != inputs.mask.shape:
+            return f"metric {name!r} has shape {tuple(values.shape)}, not one value per token"
+        if values.requires_grad:
+            return f"metric {name!r} carries a gradient: detach it"
+    return ""
+
+
+CHECKS: dict[str, Callable[[Loss], str]] = {
+    check.__name__: check for check in (finite, masked_tokens, cuts, direction, nothing_generated, no_signal, metrics)
+}
+
+
+# ------------------------------------------------------------ inputs, in float64
+
+
+def grid() -> LossInputs:
+    """Every ratio with every advantage, each sample one advantage, all tokens generated."""
+    n, per_sample = len(ADVANTAGES), len(RATIOS)
+    behavior = torch.linspace(-4, -1, n * per_sample, dtype=torch.float64)
+    return inputs_of(
+        (behavior + RATIOS.log().repeat(n)).requires_grad_(),
+        behavior,
+        ADVANTAGES.repeat_interleave(per_sample),
+        torch.arange(n).repeat_interleave(per_sample),
+    )
+
+
+def random_inputs(tokens_per_sample: int = 9, samples: int = 6, seed: int = 0) -> LossInputs:
+    """Samples near the policy, with prompts and observations masked."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (samples * tokens_per_sample,)
+    behavior = -3 * torch.rand(shape, generator=generator, dtype=torch.float64) - 0.1
+    current = behavior + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    per_sample = torch.randn(samples, generator=generator, dtype=torch.float64)
+    inputs = inputs_of(
+        current.requires_grad_(),
+        behavior,
+        per_sample.repeat_interleave(tokens_per_sample),
+        torch.arange(samples).repeat_interleave(tokens_per_sample),
+    )
+    mask = torch.rand(shape, generator=generator) < 0.7
+    staleness = torch.randint(0, 3, shape, generator=generator) * mask
+    return replace(inputs, mask=mask, staleness=staleness)
+
+
+def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Tensor) -> LossInputs:
+    n_samples = int(sample.max()) + 1
+    return LossInputs(
+        logp_current=current,
+        logp_behavior=behavior,
+        logp_proximal=behavior + PROXIMAL_OFFSET,
+        entropy=torch.ones_like(behavior),
+        advantages=advantages,
+        mask=torch.ones(len(current), dtype=torch.bool),
+        sample=sample,
+        n_samples=n_samples,
+        staleness=torch.zeros(len(current), dtype=torch.int64),
+        rewards=torch.stack([advantages[sample == i][0] for i in range(n_samples)]),
+    )
+
+
+def on_policy(inputs: LossInputs) -> LossInputs:
+    current = inputs.logp_current.detach()
+    return replace(inputs, logp_behavior=current, logp_proximal=current)
+
+
+def cast(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
+    assert inputs.logp_proximal is not None
+    return replace(
+        inputs,
+        logp_current=inputs.logp_current.detach().to(dtype).requires_grad_(),
+        logp_behavior=inputs.logp_behavior.to(dtype),
+        logp_proximal=inputs.logp_proximal.to(dtype),
+        advantages=inputs.advantages.to(dtype),
+        entropy=inputs.entropy.to(dtype),
+        rewards=inputs.rewards.to(dtype),
+    )
+
+
+def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
+    """The given samples only, as a pack of their own; `logp_current` stays on the graph."""
+    chosen = torch.isin(inputs.sample, torch.tensor(samples))
+    assert inputs.logp_proximal is not None
+    return replace(
+        inputs,
+        logp_current=inputs.logp_current[chosen],
+        logp_behavior=inputs.logp_behavior[chosen],
+        logp_proximal=inputs.logp_proximal[chosen],
+        entropy=inputs.entropy[chosen],
+        advantages=inputs.advantages[chosen],
+        mask=inputs.mask[chosen],
+        sample=torch.searchsorted(torch.tensor(samples), inputs.sample[chosen]),
+        n_samples=len(samples),
+        staleness=inputs.staleness[chosen],
+        rewards=inputs.rewards[samples],
+    )
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def gradient(per_token: Tensor, inputs: LossInputs) -> Tensor:
+    """(T,) of the sum; 0 where the loss does not depend on `logp_current`."""
+    if not per_token.requires_grad:
+        return torch.zeros_like(inputs.logp_current)
+    (found,) = torch.autograd.grad(per_token.sum(), inputs.logp_current, allow_unused=True, retain_graph=True)
+    return torch.zeros_like(inputs.logp_current) if found is None else found

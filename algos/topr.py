@@ -1,0 +1,61 @@
+"""TOPR: good samples as in supervised learning, bad ones only as far as the policy still produces them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from algos.registry import register_loss
+from algos.types import LossInputs, LossResult
+
+
+@dataclass(frozen=True)
+class TOPROptions:
+    ratio: str = "sequence"
+    """Of the whole `sequence`, as in the paper, or of each `token`."""
+    cap: float = 1.0
+    """Weights of bad samples are at most this."""
+
+    def __post_init__(self) -> None:
+        if self.ratio not in ("sequence", "token") or self.cap <= 0:
+            raise ValueError(f"{self}: ratio must be 'sequence' or 'token', and cap positive")
+
+
+@dataclass(frozen=True)
+class WeightedTOPROptions(TOPROptions):
+    positive_weight: float = 1.0
+    negative_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positive_weight < 0 or self.negative_weight < 0:
+            raise ValueError(f"{self}: positive_weight and negative_weight must not be negative")
+
+
+@register_loss("topr", TOPROptions)
+def topr(inputs: LossInputs, options: TOPROptions) -> LossResult:
+    """reward > 0: -A log pi_current; otherwise -sg(clip(r, 0, cap)) A log pi_current, r = pi_current / pi_behavior.
+
+    Le Roux et al. 2025, eq. 7 (https://arxiv.org/abs/2503.14286): the tapered ratio bounds what stale bad samples can
+    do, and good ones need no ratio at all. r is that of the whole sequence.
+    """
+    return _tapered(inputs, options, 1.0, 1.0)
+
+
+@register_loss("weighted_topr", WeightedTOPROptions)
+def weighted_topr(inputs: LossInputs, options: WeightedTOPROptions) -> LossResult:
+    """TOPR with a weight on each of its two parts (ROLL Flash, section 2, https://arxiv.org/abs/2510.11345)."""
+    return _tapered(inputs, options, options.positive_weight, options.negative_weight)
+
+
+def _tapered(inputs: LossInputs, options: TOPROptions, positive: float, negative: float) -> LossResult:
+    log_ratio = inputs.log_ratio(inputs.logp_current, inputs.logp_behavior).detach()  # (T,)
+    if options.ratio == "sequence":
+        log_ratio = inputs.sample_sum(log_ratio)[inputs.sample]
+    tapered = log_ratio.clamp(max=0.0 if options.cap == 1 else torch.tensor(options.cap).log().item()).exp()
+    good = (inputs.rewards > 0)[inputs.sample]  # (T,)
+    weight = torch.where(good, positive, negative * tapered)
+    loss = -weight * inputs.advantages * inputs.masked(inputs.logp_current)
+    cut = ~good & (log_ratio.exp() > options.cap)
+    return LossResult(inputs.masked(loss), {"clip_fraction": cut.float(), "good_fraction": good.float()})

@@ -1,0 +1,126 @@
+"""Table (markdown and JSON) of the study's runs; the figure is drawn by `figure.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+from experiments.staleness.grid import ALIASES, FINALISTS, LAGS, ON_POLICY
+from experiments.staleness.records import FINAL_EVALS, Record, setting
+from experiments.staleness.statistics import Estimate, estimate, paired, separates
+
+STALE_LAGS = (4, 8)
+"""Lags whose runs are pooled when two losses are compared."""
+
+
+def select(records: Sequence[Record], loss: str, lag: float, system: bool = False) -> list[Record]:
+    """All seeds of one loss at one lag (alpha, for the system)."""
+    return [record for record in records if (record.loss, record.lag, record.system) == (loss, lag, system)]
+
+
+def summarise(records: Sequence[Record], loss: str, lag: float, system: bool = False) -> dict[str, Any] | None:
+    """One row of the table; None without a run."""
+    runs = select(records, loss, lag, system)
+    if not runs:
+        return None
+    final = estimate([run.final for run in runs])
+    return {
+        "loss": loss,
+        "alpha" if system else "lag": lag,
+        "runs": len(runs),
+        "final": round(final.mean, 4),
+        "half_width": round(final.half_width, 4) if len(runs) > 1 else None,
+        "best": round(sum(max(run.evals.values()) for run in runs) / len(runs), 4),
+        "measured_lag": round(sum(run.mean("lag") for run in runs) / len(runs), 3),
+        "ess": round(sum(run.mean("ess") for run in runs) / len(runs), 4),
+        "kl": round(sum(run.mean("kl") for run in runs) / len(runs), 5),
+        "ended": sorted({run.ended for run in runs}),
+    }
+
+
+def forced_at(records: Sequence[Record], loss: str, lag: float, field: str) -> float | None:
+    """The forced-lag value of `field` at a measured lag, on the line between its neighbours; None outside them."""
+    rows = [row for row in (summarise(records, loss, forced) for forced in LAGS) if row]
+    points = sorted((row["measured_lag"], row[field]) for row in rows)
+    for (left, low), (right, high) in pairwise(points):
+        if left <= lag <= right:
+            return low + (high - low) * (lag - left) / (right - left)
+    return None
+
+
+def build(records: Sequence[Record]) -> dict[str, Any]:
+    """All numbers of the report."""
+    names = sorted({record.loss for record in records if not record.system})
+    lags = sorted({record.lag for record in records if not record.system})
+    system = sorted({(record.loss, record.lag) for record in records if record.system})
+    compared = []
+    for one, other in combinations(FINALISTS, 2):
+        difference = paired(records, one, other, STALE_LAGS)
+        if difference is not None and difference.runs > 1:
+            compared.append(
+                {"loss": one, "other": other, "difference": round(difference.mean, 4),
+                 "half_width": round(difference.half_width, 4), "pairs": difference.runs,
+                 "separates": separates(difference)}
+            )  # fmt: skip
+    rows = []
+    for loss, alpha in system:
+        row = summarise(records, loss, alpha, system=True)
+        assert row is not None
+        expected = {field: forced_at(records, loss, row["measured_lag"], field) for field in ("final", "ess")}
+        rows.append(row | {f"forced_{field}": value and round(value, 4) for field, value in expected.items()})
+    return {
+        "setting": setting(),
+        "forced": [row for name in names for lag in lags if (row := summarise(records, name, lag))],
+        "paired": compared,
+        "system": rows,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report's numbers as tables."""
+    cells = {(row["loss"], row["lag"]): row for row in report["forced"]}
+    losses = sorted({loss for loss, _lag in cells}, key=lambda loss: (loss not in FINALISTS, loss))
+    lines = [
+        f"Held-out greedy accuracy (256 tasks), mean of the last {FINAL_EVALS} evaluations; ± is the 95 % interval "
+        "over seeds (Student), (1) a single run.",
+        f"Recipe {report['setting']}. " + "; ".join(f"`{one}` is `{other}` here" for one, other in ALIASES.items())
+        + f"; = is the run of `{ON_POLICY}`: same gradient.",
+        "",
+        "| loss | " + " | ".join(f"lag {lag}" for lag in LAGS) + " | ESS at lag 4 | at lag 8 |",
+        "|---|" + "---|" * (len(LAGS) + 2),
+    ]  # fmt: skip
+    for loss in losses:
+        row = [_cell(cells.get((loss, lag))) for lag in LAGS]
+        row += [f"{cells[loss, lag]['ess']:.3f}" if (loss, lag) in cells else "" for lag in STALE_LAGS]
+        lines.append(f"| {loss} | " + " | ".join(row) + " |")
+    lines += ["", f"Paired by seed and lag, over lags {' and '.join(map(str, STALE_LAGS))}:", ""]
+    lines += ["| loss | minus | difference | pairs | separates |", "|---|---|---|---|---|"]
+    for row in report["paired"]:
+        verdict = "yes" if row["separates"] else "no"
+        difference = f"{row['difference']:+.3f} ± {row['half_width']:.3f}"
+        lines.append(f"| {row['loss']} | {row['other']} | {difference} | {row['pairs']} | {verdict} |")
+    if report["system"]:
+        lines += ["", "The complete asynchronous system against the forced-lag curve at its measured lag:", ""]
+        lines += ["| loss | alpha | runs | measured lag | final | forced | ESS | forced |", "|---|" + "---|" * 7]
+        for row in report["system"]:
+            numbers = [row["measured_lag"], row["final"], row["forced_final"], row["ess"], row["forced_ess"]]
+            texts = [f"{number:.3f}" if number is not None else "-" for number in numbers]
+            lines.append(f"| {row['loss']} | {row['alpha']:g} | {row['runs']} | " + " | ".join(texts) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write(records: Sequence[Record], folder: Path) -> None:
+    """`table.md` and `table.json`."""
+    report = build(records)
+    (folder / "table.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "table.md").write_text(markdown(report))
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    text = str(Estimate(row["final"], row["half_width"] or 0.0, row["runs"]))
+    return text + (" =" if any(ended.startswith("equal") for ended in row["ended"]) else "")

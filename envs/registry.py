@@ -15,6 +15,7 @@ from envs.base import EnvironmentFamily
 from rl.config import Config, ConfigError, nearest
 
 FAMILIES = {
+    "code": "envs.code.environment:CodeFamily",
     "math": "envs.math.environment:MathFamily",
     "synthetic": "envs.synthetic:SyntheticFamily",
 }

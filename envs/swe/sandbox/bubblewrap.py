@@ -2,10 +2,11 @@
 
     slot = uid + memory tree + folder        create:  sized tmpfs → overlay(template, upper)
                                              run:     sh → prlimit → setpriv (uid) → bwrap → command
-                                             close:   kill, unmount
+                                             close:   kill, drop the mounts
 
-All mounts live in a mount namespace that only this backend's threads are in: they are invisible to the host and end
-with this process, however it ends. Commands die with it too (PR_SET_PDEATHSIG at each step of the chain).
+Mounts are made by threads in namespaces of their own: the backend's holds the runtime and the templates, each slot's is
+a copy of it with the slot's two mounts, so that a command pays for its own mounts only. They are invisible to the host
+and end with this process, however it ends. Commands die with it too (PR_SET_PDEATHSIG at each step of the chain).
 Why root and not a user namespace: root mounts the overlay, then gives up everything *before* bubblewrap starts, so
 that what bubblewrap maps in is readable to the slot's uid only.
 """
@@ -18,7 +19,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,21 @@ class BubblewrapBackend:
         except OSError as error:
             raise SandboxError(f"the host refused a sandbox operation: {error}") from error
 
+    @contextlib.contextmanager
+    def returning(self) -> Iterator[None]:
+        """Bring the calling thread back to the backend's mounts at the end."""
+        try:
+            yield
+        finally:
+            syscalls.join_mount_namespace(self._namespace)
+
+    @contextlib.contextmanager
+    def inside(self, namespace: int) -> Iterator[None]:
+        """The calling thread sees the mounts of a slot, as do the processes that it starts."""
+        with self.returning():
+            syscalls.join_mount_namespace(namespace)
+            yield
+
     def uid(self, slot: int) -> int:
         return self._uid_base + slot
 
@@ -155,13 +171,15 @@ class BubblewrapSandbox:
         self._tree = backend.tree(slot)
         self._tree.set_limits(limits)
         self._folder = STATE / f"slot-{slot}"
-        self._mounted: list[Path] = []
+        self._namespace = -1
         self._lock = threading.Lock()
         self._open = True
+        lower = backend.lower(template)
         try:
-            self._mount(backend.lower(template))
+            with backend.returning():
+                self._namespace = self._mount(lower)
         except BaseException:
-            self._unmount()
+            self._drop()
             raise
 
     def run(self, call: Call) -> Result:
@@ -175,20 +193,21 @@ class BubblewrapSandbox:
             if not self._open:
                 return
             self._open = False
-            self._backend.call(self._unmount)
+            self._backend.call(self._drop)
             self._backend.released(self, self._slot)
 
     def _run(self, call: Call) -> Result:
         limits = self.limits
         timeout_s = min(limits.timeout_s, call.timeout_s or limits.timeout_s)
         watched = self._tree.watched
-        for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):  # which an earlier command may have locked
-            (self._folder / name).chmod(0o755)
-        result = run_command(
-            self._chain(call), call.stdin, timeout_s, limits.output_bytes, separate_stderr=call.separate_stderr,
-            environment={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-            kill=lambda: memory.kill_tree(self._tree), exceeded=self._tree.exceeded if watched else None,
-        )  # fmt: skip
+        with self._backend.inside(self._namespace):
+            for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):  # which an earlier command may have locked
+                (self._folder / name).chmod(0o755)
+            result = run_command(
+                self._chain(call), call.stdin, timeout_s, limits.output_bytes, separate_stderr=call.separate_stderr,
+                environment={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                kill=lambda: memory.kill_tree(self._tree), exceeded=self._tree.exceeded if watched else None,
+            )  # fmt: skip
         if not watched and self._tree.exceeded():
             result = replace(result, out_of_memory=True)
         return result
@@ -213,28 +232,28 @@ class BubblewrapSandbox:
             wrap += ["--setenv", name, value]
         return [*place, *limit, *drop, *wrap, "--", *call.argv]
 
-    def _mount(self, lower: Path) -> None:
+    def _mount(self, lower: Path) -> int:
+        """Make the slot's mounts, in a new namespace whose descriptor is returned."""
+        disk, merged = self._folder / "disk", self._folder / "merged"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         os.chown(self._folder, self._uid, self._uid)
-        disk, merged = self._folder / "disk", self._folder / "merged"
         disk.mkdir(exist_ok=True)
         merged.mkdir(exist_ok=True)
+        namespace = syscalls.enter_new_mount_namespace()
         options = f"size={self.limits.disk_bytes},nr_inodes={_INODES},mode=0755"
         syscalls.mount("tmpfs", disk, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
-        self._mounted.append(disk)
         for name in ("upper", "tmp", "home", "shm"):
             (disk / name).mkdir()
             os.chown(disk / name, self._uid, self._uid)
         (disk / "work").mkdir()
         layers = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work"
         syscalls.mount("overlay", merged, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, layers)
-        self._mounted.append(merged)
+        return namespace
 
-    def _unmount(self) -> None:
+    def _drop(self) -> None:
         memory.kill_tree(self._tree)
-        for target in reversed(self._mounted):
-            syscalls.unmount(target)
-        self._mounted.clear()
+        if self._namespace >= 0:
+            os.close(self._namespace)  # its only user: the slot's mounts end here
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 _libc = ctypes.CDLL(None, use_errno=True)
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-MNT_DETACH = 2
 CLONE_NEWNS, CLONE_FS = 0x00020000, 0x00000200
 
 
@@ -27,11 +26,6 @@ def bind(source: str | Path, target: str | Path, *, read_only: bool = False) -> 
     mount(str(source), target, "", MS_BIND | MS_REC)
     if read_only:
         mount("none", target, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
-
-
-def unmount(target: str | Path) -> None:
-    """Detach a mount at once; its file system ends with its last user."""
-    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"unmount {target}")
 
 
 def enter_new_mount_namespace() -> int:

@@ -1,12 +1,14 @@
 """`fresco`: the one command line.
 
 fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
+fresco check-loss my_module:my_loss clip_high=0.3
 fresco doctor
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -24,10 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("recipe", type=Path)
     run.add_argument("overrides", nargs="*", metavar="key=value")
     run.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
+    loss = commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds")
+    loss.add_argument("name", help="a registered loss or an importable module:function")
+    loss.add_argument("options", nargs="*", metavar="option=value")
     commands.add_parser("doctor", help="say what this machine has and what is missing")
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [item for item in rest if item.startswith("-") or arguments.command != "run"]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    sys.path.insert(0, os.getcwd())  # a plug-in may stand in the folder of its user
+    if arguments.command == "check-loss":
+        from launch.check_loss import run as check_loss
+
+        return check_loss(arguments.name, arguments.options)
     if arguments.command == "doctor":
         from launch.doctor import diagnose
 

@@ -32,7 +32,7 @@ def test_values() -> None:
     )
     total = Diagnostics()
     total.update(inputs, LossResult(torch.tensor([3.0, 4.0, 5.0, 9.0]), {"weight": torch.tensor([1.0, 0.0, 0.0, 9.0])}))
-    metrics = total.metrics()
+    metrics = {name: value for name, value in total.metrics().items() if "ratio_p" not in name and "stale_" not in name}
     assert metrics == pytest.approx(
         {
             "loss/objective": 4.0,
@@ -60,6 +60,41 @@ def test_cuts_and_order_do_not_matter() -> None:
     joined.add(diagnostics(pieces[1], pieces[0]))
     assert joined.metrics() == pytest.approx(whole, rel=1e-12)
     assert diagnostics(pieces[0]).metrics() != pytest.approx(whole, rel=1e-3)
+
+
+def test_ratio_quantiles_within_the_width_of_a_bin() -> None:
+    log_ratio = torch.randn(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.3
+    behavior = torch.full_like(log_ratio, -2.0)
+    inputs = inputs_of(
+        behavior + log_ratio, behavior, torch.ones_like(behavior), torch.zeros(20_000, dtype=torch.int64)
+    )
+    metrics = diagnostics(inputs).metrics()
+    for quantile in (0.01, 0.05, 0.5, 0.95, 0.99):
+        exact = float(log_ratio.quantile(quantile))
+        assert math.log(metrics[f"loss/ratio_p{round(100 * quantile):02d}"]) == pytest.approx(exact, rel=0.07, abs=2e-3)
+
+
+def test_clip_fractions_by_sign_of_the_advantage() -> None:
+    ratios = torch.tensor([2.0, 1.0, 0.5, 2.0, 0.1], dtype=torch.float64)
+    behavior = torch.full_like(ratios, -3.0)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]).double()
+    metrics = diagnostics(
+        inputs_of(behavior + ratios.log(), behavior, advantages, torch.tensor([0, 0, 1, 1, 1]))
+    ).metrics()
+    assert metrics["loss/clip_fraction_positive"] == 1 / 2
+    assert metrics["loss/clip_fraction_negative"] == pytest.approx(2 / 3)
+    assert metrics["loss/clip_fraction"] == pytest.approx(3 / 5)
+
+
+def test_by_staleness() -> None:
+    ratios = torch.tensor([2.0, 4.0, 1.0, 3.0], dtype=torch.float64)
+    behavior = torch.full_like(ratios, -3.0)
+    inputs = inputs_of(behavior + ratios.log(), behavior, torch.ones(4).double(), torch.zeros(4, dtype=torch.int64))
+    metrics = diagnostics(replace(inputs, staleness=torch.tensor([0, 0, 4, 90]))).metrics()
+    assert metrics["stale_0/tokens"] == 2 and metrics["stale_0/ratio_mean"] == pytest.approx(3)
+    assert metrics["stale_0/ess"] == pytest.approx(36 / (2 * 20)) and metrics["stale_0/clip_fraction"] == 1
+    assert metrics["stale_3_4/clip_fraction"] == 0 and metrics["stale_9_up/ratio_mean"] == pytest.approx(3)
+    assert not any(name.startswith(("stale_1", "stale_2", "stale_5")) for name in metrics)
 
 
 def test_nothing_generated_adds_nothing() -> None:

@@ -1,0 +1,38 @@
+"""`fresco check-loss NAME [option=value ...]`: the conformance checks on one loss, in seconds.
+
+NAME is a registered loss or an importable `module:function`, as in `algo.loss`; options as in `algo.options`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import yaml
+
+from algos.conformance import CHECKS, check_loss
+from algos.registry import make_loss
+
+
+def run(name: str, options: list[str]) -> int:
+    """Returns the exit code: 0 all hold, 1 something does not, 2 no such loss or option."""
+    try:
+        loss = make_loss(name, dict(_parse(option) for option in options))
+    except ValueError as error:
+        print(f"fresco: {error}", file=sys.stderr)
+        return 2
+    findings = check_loss(loss)
+    for finding in findings:
+        what = finding.problem or (CHECKS[finding.check].__doc__ or "").strip()
+        print(f"{'FAIL' if finding.problem else 'ok  '} {finding.check:18} {what}")
+    failed = sum(bool(finding.problem) for finding in findings)
+    print(f"{name}: {f'{failed} of {len(findings)} checks fail' if failed else f'all {len(findings)} checks hold'}")
+    if not failed:
+        print(f"try it: bash launch/math_cpu.sh algo.loss={name}")
+    return 1 if failed else 0
+
+
+def _parse(option: str) -> tuple[str, object]:
+    key, equals, value = option.partition("=")
+    if not equals:
+        raise ValueError(f"{option!r} is not an option: write name=value")
+    return key, yaml.safe_load(value)

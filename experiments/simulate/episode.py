@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from experiments.simulate.baselines import TurnBarrier
 from experiments.simulate.laws import normal, uniform
 from experiments.simulate.setting import Setting
 from rl.messages import Ticket, Version
@@ -17,6 +18,7 @@ class Surroundings(Protocol):
 
     setting: Setting
     now: float
+    barrier: TurnBarrier[int] | None
 
     def at(self, when: float, handle: Callable[..., None], *arguments: Any) -> None: ...
 
@@ -78,6 +80,8 @@ class Server:
         lengths = work.lengths(ticket.task_index, ticket.seed)
         episode = Episode(ticket, self, lengths, world.now, work.prompt_tokens)
         self.episodes[ticket.ticket_id] = episode
+        if world.barrier is not None:
+            world.barrier.join(ticket.ticket_id)
         world.issued(episode)
         if not self._overdue:
             world.at(world.now + ticket.deadline_s, self._check_deadlines)
@@ -108,6 +112,13 @@ class Server:
             self._generate(episode)
 
     def _generate(self, episode: Episode) -> None:
+        """With a per-turn barrier: when every environment has stepped."""
+        if self.world.barrier is not None:
+            self.world.barrier.arrive(episode.ticket.ticket_id, lambda: self._request(episode))
+        else:
+            self._request(episode)
+
+    def _request(self, episode: Episode) -> None:
         episode.request_id = self._next_request
         self._next_request += 1
         self.requests[episode.request_id] = episode
@@ -127,6 +138,13 @@ class Server:
         else:
             if episode.first_version < 0 and version is not None:
                 episode.first_version = version.n
+            self._answer(episode)
+
+    def _answer(self, episode: Episode) -> None:
+        """With a per-turn barrier the environments step when every generation has ended."""
+        if self.world.barrier is not None:
+            self.world.barrier.arrive(episode.ticket.ticket_id, lambda: self._step(episode))
+        else:
             self._step(episode)
 
     def _step(self, episode: Episode) -> None:
@@ -177,6 +195,8 @@ class Server:
     def _end(self, episode: Episode) -> None:
         episode.ended = True
         self.episodes.pop(episode.ticket.ticket_id, None)
+        if self.world.barrier is not None:
+            self.world.barrier.leave(episode.ticket.ticket_id)
 
     def _check_deadlines(self) -> None:
         """An episode past its deadline ends `failed`; the deadline is one number, so they stand in order."""

@@ -13,7 +13,7 @@ from rollout.broker.actions import EmitBatch
 
 
 class Result(Struct, frozen=True):
-    """Means over the steps after the first `warm_up`; seconds are virtual."""
+    """Means over the steps after the setting's warm-up; seconds are virtual."""
 
     step_s: float
     useful_tokens_per_s: float
@@ -50,11 +50,12 @@ class Recorder:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.warm_up = min(2, setting.broker.steps - 1)
+        self.warm_up = setting.warm_up
         self.times: list[float] = []  # of the publication of each version
         self.batches: list[EmitBatch] = []
         self.issued_episodes = self.issued_tokens = self.issued_turns = 0
         self.cancels = self.failures = 0
+        self.peak_open = 0  # episodes at once
         self.train_s = 0.0
         self._env_live, self._env_integral, self._env_since = 0, 0.0, 0.0
         self._retired = [0.0, 0.0, 0]  # busy seconds, stalled seconds, tokens of dead generators

@@ -100,10 +100,24 @@ class Setting(Struct, frozen=True):
     work: Work
     servers: Servers = Servers()
     trainer: Trainer = Trainer()
+    pinned_prompts: bool = False  # baseline: whole prompts on one generator
+    batch_barrier: bool = False  # baseline: rounds of groups
+    turn_barrier: bool = False  # baseline: all episodes generate, then all environments step
     cancellation: bool = True  # False: cancelled episodes go on to their end, as in the published implementation
     hop_s: float = 0.0  # of one message between an environment server and a generator
     status_s: float = 0.0  # period of generator statuses; 0: only after weight loads
     seed: int = 0
+    measured: int = 0  # versions after the warm-up that are simulated, in steady state; 0: all of the broker's steps
+
+    @property
+    def warm_up(self) -> int:
+        """Versions that are not measured: until the buffer is full of staggered work."""
+        return min(3 + 2 * self.broker.staleness_bound, self.broker.steps - 1) if self.measured else 0
+
+    @property
+    def until(self) -> int:
+        """The version at which the simulation ends: before the broker winds down, if it has so many steps."""
+        return min(self.broker.steps, self.warm_up + self.measured) if self.measured else self.broker.steps
 
     def with_broker(self, **changes: object) -> Setting:
         return replace(self, broker=replace(self.broker, **changes))

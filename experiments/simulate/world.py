@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from experiments.simulate.baselines import PinnedProxy, RoundsBroker, TurnBarrier
 from experiments.simulate.engine import Generator, Request
 from experiments.simulate.episode import Episode, Server
 from experiments.simulate.laws import normal, uniform
@@ -46,12 +47,15 @@ class World:
     def __init__(self, setting: Setting, *, tasks: TaskSource | None = None, limit_s: float = 1e9) -> None:
         self.setting, self.limit_s = setting, limit_s
         self.now = 0.0
-        self.broker = BrokerCore(setting.broker, tasks=tasks)
-        self.proxy = ProxyCore(cache_survives_update=setting.engine.on_update == "keep")
+        self.broker = (RoundsBroker if setting.batch_barrier else BrokerCore)(setting.broker, tasks=tasks)
+        self.proxy = (PinnedProxy if setting.pinned_prompts else ProxyCore)(
+            cache_survives_update=setting.engine.on_update == "keep"
+        )
         self.updater = UpdaterCore(
             generators=setting.engine.count, rolling=setting.engine.rolling and setting.broker.alpha > 0,
             deadline_s=math.inf, tolerance=1.0, probe=False,
         )  # fmt: skip
+        self.barrier: TurnBarrier[int] | None = TurnBarrier(self.post) if setting.turn_barrier else None
         self.record = Recorder(setting)
         self.events = 0
         self.core_s = {"broker": 0.0, "proxy": 0.0}
@@ -244,7 +248,7 @@ class World:
         self._weights(self.updater.publish(self.now, version, 0, [], []))
         self._broker(self.broker.published(version, self.now))
         self._training = -1
-        if n == self.setting.broker.steps:
+        if n == self.setting.until:
             self._over = True
             return
         self._broker(self.broker.batch_requested(n, self.now))
@@ -340,6 +344,7 @@ class World:
         self.record.issued_episodes += 1
         self.record.issued_tokens += sum(episode.lengths)
         self.record.issued_turns += len(episode.lengths)
+        self.record.peak_open = max(self.record.peak_open, self.broker.servers.outstanding)
 
     def environment_begins(self) -> None:
         self.record.environments(self.now, +1)

@@ -1,0 +1,111 @@
+"""CPU of the scheduling itself, per sample and turn: broker and proxy cores at 10, 1 000 and 100 000 live environments.
+
+    python -m experiments.simulate cost
+
+Every call of a core is timed with the thread's CPU clock; what the timer itself costs is measured and taken off.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from experiments.simulate.laws import Constant, Gaussian, LogNormal
+from experiments.simulate.report import panels, save, save_plot, table
+from experiments.simulate.rows import ENDLESS, PATIENT_S
+from experiments.simulate.setting import Engine, Servers, Setting, Trainer, Work
+from experiments.simulate.world import World
+from rollout.broker import Settings
+
+LIVE = (10, 100, 1_000, 10_000, 100_000)
+TURNS = 3
+ENVIRONMENTS_PER_GENERATOR = 100
+MIN_SAMPLES = 20_000
+
+
+def setting(live: int, samples: int = MIN_SAMPLES) -> Setting:
+    batch = max(2, live // 4)  # samples; alpha = 1, so more tickets wait than environments are free
+    return Setting(
+        broker=Settings(
+            steps=ENDLESS, groups_per_batch=max(1, batch // 2), group_size=2, train_tasks=100_000,
+            alpha=3.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
+        ),
+        engine=Engine(
+            count=max(1, live // ENVIRONMENTS_PER_GENERATOR), max_num_seqs=128, decode_base_s=0.01,
+            prefill_tokens_per_s=1e5,
+        ),
+        work=Work(length=LogNormal(100, 0.5), turns=Constant(TURNS), observation_tokens=50, step_s=Gaussian(5, 2)),
+        servers=Servers(count=max(1, live // 500), capacity=min(500, live)),
+        trainer=Trainer(step_s=1.0),
+        measured=max(1, samples // batch),
+    )  # fmt: skip
+
+
+class Timed:
+    """A core whose methods are timed."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.calls = 0
+        self.nanoseconds = 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._core, name)
+        if not callable(value):
+            return value
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begin = time.thread_time_ns()
+            result = value(*arguments, **named)
+            self.nanoseconds += time.thread_time_ns() - begin
+            self.calls += 1
+            return result
+
+        self.__dict__[name] = timed
+        return timed
+
+    def microseconds(self, timer_ns: float) -> float:
+        return (self.nanoseconds - self.calls * timer_ns) / 1000
+
+
+class _Nothing:
+    def call(self) -> None: ...
+
+
+def timer_ns(calls: int = 100_000) -> float:
+    """What is measured for a call that does nothing."""
+    empty = Timed(_Nothing())
+    for _ in range(calls):
+        empty.call()
+    return empty.nanoseconds / calls
+
+
+def measure(live: int, samples: int = MIN_SAMPLES) -> dict[str, Any]:
+    world = World(setting(live, samples))
+    broker, proxy = Timed(world.broker), Timed(world.proxy)
+    world.broker, world.proxy = broker, proxy  # type: ignore[assignment]
+    world.run()
+    overhead = timer_ns()
+    trained = sum(len(batch.samples) for batch in world.record.batches)
+    line = {"live": live, "samples": trained, "peak_open": world.record.peak_open}
+    for name, core in (("broker", broker), ("proxy", proxy)):
+        line[f"{name}_us"] = core.microseconds(overhead) / trained
+        line[f"{name}_calls"] = core.calls / trained
+    return line | {"total_us": line["broker_us"] + line["proxy_us"]}
+
+
+def main() -> None:
+    lines = [measure(live) for live in LIVE]
+    table(lines, f"CPU microseconds per trained sample of {TURNS} turns")
+    ratio = lines[-1]["total_us"] / min(line["total_us"] for line in lines[:3])
+    print(f"100 000 live environments cost {ratio:.2f} times what the cheapest of 10 to 1 000 costs, per sample")
+    save("cost", {"lines": lines, "ratio": ratio})
+    figure, (axis,) = panels(1)
+    for name in ("broker_us", "proxy_us", "total_us"):
+        axis.plot(
+            [line["live"] for line in lines], [line[name] for line in lines], "o-", label=name.removesuffix("_us")
+        )
+    axis.set(xlabel="live environments", ylabel="CPU us per sample", xscale="log", title=f"scheduling, {TURNS} turns")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    save_plot("cost", figure)

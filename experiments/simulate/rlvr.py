@@ -1,0 +1,86 @@
+"""RLVR, asynchronous against synchronous on the same GPUs: reported 1.53-2.24x (Qwen3-8B Base / Think, up to 128 GPUs).
+
+    python -m experiments.simulate rlvr
+
+Synchronous: all GPUs generate, then all train. Asynchronous: a part generates, the rest trains, alpha = 2; the split
+is chosen by its useful tokens per second. Not published: the lengths' distribution, batch and costs; the sweep
+shows how much they matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.simulate.laws import LogNormal
+from experiments.simulate.report import panels, save, save_plot, table
+from experiments.simulate.result import Result
+from experiments.simulate.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, trainer_8b, verdict
+from experiments.simulate.setting import Setting, Work
+from rollout.broker import Settings
+
+PROMPTS, RESPONSES = 256, 16
+GPUS = (16, 32, 64, 128)
+ALPHA = 2.0
+SHARES = (0.25, 0.375, 0.5)  # of the GPUs that train
+LENGTHS = {"Base": (2_000, 0.8), "Think": (11_000, 0.6)}  # mean tokens, sigma of the logarithm: not published
+TASK_SHARE = 0.5  # of the variance of log-length that lies between prompts: not published
+REUSES = 1.0  # E
+SWEEP = {"Think": [(11_000, 0.4), (11_000, 0.8), (8_000, 0.6), (14_000, 0.6)], "Base": [(2_000, 0.5), (2_000, 1.1)]}
+
+
+def setting(gpus: int, length: tuple[float, float], share: float, measured: int = 5) -> Setting:
+    """`share` = 0: synchronous, all GPUs for both."""
+    mean, sigma = length
+    work = Work(length=LogNormal(mean, sigma), task_share=TASK_SHARE, max_tokens=32_768)
+    return Setting(
+        broker=Settings(
+            steps=ENDLESS, groups_per_batch=PROMPTS, group_size=RESPONSES, train_tasks=20_000,
+            alpha=ALPHA if share else 0.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
+        ),
+        engine=engine_8b(round(gpus * (1 - share)), work.prompt_tokens + mean / 2),
+        work=work,
+        trainer=trainer_8b(round(gpus * (share or 1)), REUSES),
+        measured=measured,
+    )  # fmt: skip
+
+
+def best(gpus: int, length: tuple[float, float]) -> tuple[float, Result]:
+    """The share of the GPUs that trains with which most useful tokens a second come out."""
+    runs = [(share, simulate(setting(gpus, length, share))) for share in SHARES]
+    return max(runs, key=lambda run: run[1].useful_tokens_per_s)
+
+
+def lines(gpus: tuple[int, ...] = GPUS) -> list[dict[str, Any]]:
+    rows = []
+    for model, length in LENGTHS.items():
+        for count in gpus:
+            baseline = simulate(setting(count, length, 0.0))
+            share, result = best(count, length)
+            columns = {"GPUs": count, "train share": share, "sync_s": baseline.step_s}
+            rows.append(compare(f"Qwen3-8B {model}", result, baseline, "1.53-2.24", **columns))
+    return rows
+
+
+def main() -> None:
+    rows = lines()
+    table(rows, "RLVR: asynchronous (alpha = 2, best split) against synchronous")
+    verdict(rows)
+    sweep = []
+    for model, lengths in SWEEP.items():
+        for length in lengths:
+            baseline = simulate(setting(64, length, 0.0))
+            share, result = best(64, length)
+            columns = {"mean": length[0], "sigma": length[1], "train share": share}
+            sweep.append(compare(f"{model}, 64 GPUs", result, baseline, "", **columns))
+    table(sweep, "what is not published: lengths")
+    speedups = [line["speed-up"] for line in rows]
+    print(f"reported 1.53-2.24x, simulated {min(speedups):.2f}-{max(speedups):.2f}x")
+    save("rlvr", {"reported": "1.53-2.24", "lines": rows, "sweep": sweep})
+    figure, (axis,) = panels(1)
+    for model in LENGTHS:
+        chosen = [line for line in rows if line["setting"].endswith(model)]
+        axis.plot([line["GPUs"] for line in chosen], [line["speed-up"] for line in chosen], "o-", label=model)
+    axis.axhspan(1.53, 2.24, alpha=0.15, label="reported range")
+    axis.set(xlabel="GPUs", ylabel="speed-up of a step", xscale="log", title="asynchronous against synchronous")
+    axis.legend()
+    save_plot("rlvr", figure)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 
-NAMES = ("scale", "rlvr")
+NAMES = (
+    "rlvr", "alfworld", "swe", "queueing", "replication", "environments", "redundancy", "alpha", "split",
+    "ablations", "bounds", "cost", "scale",
+)  # fmt: skip
 
 
 def main() -> None:

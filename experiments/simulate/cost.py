@@ -87,7 +87,7 @@ def measure(live: int, samples: int = MIN_SAMPLES) -> dict[str, Any]:
     world.run()
     overhead = timer_ns()
     trained = sum(len(batch.samples) for batch in world.record.batches)
-    line = {"live": live, "samples": trained, "peak_open": world.record.peak_open}
+    line: dict[str, Any] = {"live": live, "samples": trained, "peak_open": world.record.peak_open}
     for name, core in (("broker", broker), ("proxy", proxy)):
         line[f"{name}_us"] = core.microseconds(overhead) / trained
         line[f"{name}_calls"] = core.calls / trained

@@ -119,6 +119,8 @@ class Server:
             self._request(episode)
 
     def _request(self, episode: Episode) -> None:
+        if episode.ended:
+            return  # cancelled while it waited for the others
         episode.request_id = self._next_request
         self._next_request += 1
         self.requests[episode.request_id] = episode
@@ -148,6 +150,8 @@ class Server:
             self._step(episode)
 
     def _step(self, episode: Episode) -> None:
+        if episode.ended:
+            return
         world, work = self.world, self.world.setting.work
         draw, ticket_id = 3 * episode.turn, episode.ticket.ticket_id
         seconds = self.slowness * work.step_s.at(normal(ticket_id, draw + 1))
@@ -174,13 +178,15 @@ class Server:
             self._fail(episode, "environment")
 
     def _turn_done(self, episode: Episode) -> None:
+        """The next turn, unless it was the last one or the context is full (stop reason `context`)."""
+        world, ticket = self.world, episode.ticket
         episode.turn += 1
-        if episode.turn < len(episode.lengths):
-            episode.context += self.world.setting.work.observation_tokens
+        context = episode.context + world.setting.work.observation_tokens
+        if episode.turn < len(episode.lengths) and context < world.setting.engine.max_model_len:
+            episode.context = context
             self._generate(episode)
             return
         self._end(episode)
-        world, ticket = self.world, episode.ticket
         reward = world.reward(ticket.task_index, ticket.seed)
         outcome = Outcome(
             epoch=0, first_version=episode.first_version, reward=reward, tokens_generated=episode.tokens,

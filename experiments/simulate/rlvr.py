@@ -18,35 +18,39 @@ from experiments.simulate.rows import ENDLESS, PATIENT_S, compare, engine_8b, si
 from experiments.simulate.setting import Setting, Work
 from rollout.broker import Settings
 
-PROMPTS, RESPONSES = 256, 16
+PROMPTS, RESPONSES = 64, 16
 GPUS = (16, 32, 64, 128)
 ALPHA = 2.0
 SHARES = (0.25, 0.375, 0.5)  # of the GPUs that train
 LENGTHS = {"Base": (2_000, 0.8), "Think": (11_000, 0.6)}  # mean tokens, sigma of the logarithm: not published
 TASK_SHARE = 0.5  # of the variance of log-length that lies between prompts: not published
 REUSES = 1.0  # E
-SWEEP = {"Think": [(11_000, 0.4), (11_000, 0.8), (8_000, 0.6), (14_000, 0.6)], "Base": [(2_000, 0.5), (2_000, 1.1)]}
+MEASURED = 6
+SWEEP = {  # mean tokens, sigma, prompts
+    "Think": [(11_000, 0.4, 64), (11_000, 0.8, 64), (8_000, 0.6, 64), (11_000, 0.6, 256)],
+    "Base": [(2_000, 0.5, 64), (2_000, 1.1, 64)],
+}
 
 
-def setting(gpus: int, length: tuple[float, float], share: float, measured: int = 5) -> Setting:
+def setting(gpus: int, length: tuple[float, float], share: float, prompts: int = PROMPTS) -> Setting:
     """`share` = 0: synchronous, all GPUs for both."""
     mean, sigma = length
     work = Work(length=LogNormal(mean, sigma), task_share=TASK_SHARE, max_tokens=32_768)
     return Setting(
         broker=Settings(
-            steps=ENDLESS, groups_per_batch=PROMPTS, group_size=RESPONSES, train_tasks=20_000,
+            steps=ENDLESS, groups_per_batch=prompts, group_size=RESPONSES, train_tasks=20_000,
             alpha=ALPHA if share else 0.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),
         engine=engine_8b(round(gpus * (1 - share)), work.prompt_tokens + mean / 2),
         work=work,
         trainer=trainer_8b(round(gpus * (share or 1)), REUSES),
-        measured=measured,
+        measured=MEASURED,
     )  # fmt: skip
 
 
-def best(gpus: int, length: tuple[float, float]) -> tuple[float, Result]:
+def best(gpus: int, length: tuple[float, float], prompts: int = PROMPTS) -> tuple[float, Result]:
     """The share of the GPUs that trains with which most useful tokens a second come out."""
-    runs = [(share, simulate(setting(gpus, length, share))) for share in SHARES]
+    runs = [(share, simulate(setting(gpus, length, share, prompts))) for share in SHARES]
     return max(runs, key=lambda run: run[1].useful_tokens_per_s)
 
 
@@ -67,12 +71,12 @@ def main() -> None:
     verdict(rows)
     sweep = []
     for model, lengths in SWEEP.items():
-        for length in lengths:
-            baseline = simulate(setting(64, length, 0.0))
-            share, result = best(64, length)
-            columns = {"mean": length[0], "sigma": length[1], "train share": share}
+        for mean, sigma, prompts in lengths:
+            baseline = simulate(setting(64, (mean, sigma), 0.0, prompts))
+            share, result = best(64, (mean, sigma), prompts)
+            columns = {"mean": mean, "sigma": sigma, "prompts": prompts, "train share": share}
             sweep.append(compare(f"{model}, 64 GPUs", result, baseline, "", **columns))
-    table(sweep, "what is not published: lengths")
+    table(sweep, "what is not published: lengths and batch")
     speedups = [line["speed-up"] for line in rows]
     print(f"reported 1.53-2.24x, simulated {min(speedups):.2f}-{max(speedups):.2f}x")
     save("rlvr", {"reported": "1.53-2.24", "lines": rows, "sweep": sweep})

@@ -42,6 +42,12 @@ VARIANTS = {
     ),
     "batch": ("algo.advantage=batch", "algo.kl={coef: 0.1, place: reward, estimator: k3}", "learner.minibatches=2"),
     "leave_one_out": ("algo.advantage=leave_one_out", "algo.aggregation=sequence"),
+    "corrected": (
+        "algo.loss=gspo", "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}",
+        "learner.minibatches=2",
+    ),
+    "m2po": ("algo.loss=m2po", "algo.options={threshold: 0.001}"),
+    "topr": ("algo.loss=topr", "algo.correction={weight: sequence, cap: 1.2}"),
 }  # fmt: skip
 
 
@@ -108,6 +114,11 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
+def smooth(metrics: dict[str, float]) -> dict[str, float]:
+    """Without quantiles, which step from bin to bin."""
+    return {name: value for name, value in metrics.items() if "ratio_p" not in name}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant: str) -> None:
     trainer = make_trainer(folder, variant)
@@ -115,7 +126,7 @@ def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant:
     assert ranks[0][variant][0] == ranks[1][variant][0]  # every rank knows the same numbers
     metrics, found = ranks[0][variant]
     for step in range(STEPS):
-        assert metrics[step] == pytest.approx(expected[step], rel=2e-4, abs=2e-5)
+        assert smooth(metrics[step]) == pytest.approx(smooth(expected[step]), rel=2e-4, abs=2e-5)
     assert largest_difference(found, weights(trainer)) < 3e-5
     assert ("critic.head.weight" in found) == (variant == "critic")
     assert ("loss/kl_reference" in metrics[0]) == any("algo.kl" in one for one in VARIANTS[variant])
@@ -137,7 +148,7 @@ def test_one_rank_continues_what_two_saved_critic_included(
     checkpoint.load(folder / "critic" / f"step-{STEPS - 1}", trainer.trained())
     metrics = train(trainer, STEPS - 1)
     expected, uninterrupted = ranks[0]["critic"]
-    assert metrics == pytest.approx(expected[-1], rel=1e-4, abs=1e-5)
+    assert smooth(metrics) == pytest.approx(smooth(expected[-1]), rel=1e-4, abs=1e-5)
     assert largest_difference(weights(trainer), uninterrupted) < 2e-6
 
 

@@ -24,6 +24,21 @@ class ConfigError(ValueError):
     """Bad configuration: one line naming the field, the value and the fix."""
 
 
+class WarmStartConfig(Section):
+    demonstrations: int = Field(0, ge=0)
+    """Episodes of the environment's demonstrator to imitate before RL; 0: none. Made once and kept."""
+    steps: int = Field(400, ge=1)
+    """Supervised optimizer steps."""
+    batch: int = Field(32, ge=1)
+    """Demonstrations of one step."""
+    lr: float = Field(3e-3, gt=0)
+    """Peak learning rate: linear warm-up, then a cosine down to a tenth."""
+    warmup_steps: int = Field(20, ge=1)
+    """Steps of linear warm-up."""
+    seed: int = 0
+    """Of the demonstrations, their order, and a tiny model's initial weights."""
+
+
 class ModelConfig(Section):
     path: str = "tiny"
     """`tiny` (made and warm-started locally), a local folder, or a hub name (`Qwen/Qwen3-8B`)."""
@@ -31,6 +46,7 @@ class ModelConfig(Section):
     """Compute dtype of the learner's forward and backward; master weights are always float32."""
     tiny: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the tiny model's recipe (size, warm-start steps); see `rl/tiny.py`."""
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
 
 
 class SamplingConfig(Section):
@@ -249,8 +265,8 @@ class Config(Section):
     """Folder of all runs."""
     seed: int = 0
     """Seed of data order, sampling seeds and initialisation."""
-    steps: int = Field(100, ge=1)
-    """Batches to train; a run with `resume` trains as many more."""
+    steps: int = Field(100, ge=0)
+    """Batches to train; a run with `resume` trains as many more. 0: evaluate only (what `fresco eval` does)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None

@@ -63,8 +63,20 @@ class GroupRecord(Struct, frozen=True):
     seconds: float  # since it was opened
 
 
+class EvalEpisode(Struct, frozen=True):
+    """One answered task of an evaluation."""
+
+    task_index: int
+    success: float
+    reward: float
+    turns: int
+    length: int  # generated tokens
+    seconds: float
+    first_version: int
+
+
 class EvalReport(Struct, frozen=True):
-    """One evaluation: means over the tasks that were answered, and how many each version answered."""
+    """One evaluation: means over the tasks that were answered, how many each version answered, and each episode."""
 
     version: Version
     tasks: int
@@ -74,6 +86,7 @@ class EvalReport(Struct, frozen=True):
     length: float
     versions: dict[int, int]
     seconds: float
+    episodes: list[EvalEpisode]
 
 
 class Finished(Struct, frozen=True):

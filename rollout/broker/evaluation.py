@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from msgspec.structs import replace
+
 from rl.messages import Version
-from rollout.broker.actions import EvalReport, Outcome
+from rollout.broker.actions import EvalEpisode, EvalReport, Outcome
 
 
 class Evaluation:
     def __init__(self, version: Version, tasks: int, now: float) -> None:
         self.version, self.tasks, self.began = version, tasks, now
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[tuple[int, Outcome]] = []  # with the task's index, in order of arrival
         self.failed = 0
 
     @property
@@ -23,16 +25,21 @@ class Evaluation:
         return len(self.outcomes) + self.failed >= self.tasks
 
     def report(self, now: float) -> EvalReport:
-        answered = max(1, len(self.outcomes))
+        outcomes = [outcome for _, outcome in self.outcomes]
+        answered = max(1, len(outcomes))
         return EvalReport(
             version=self.version,
             tasks=self.tasks,
             failed=self.failed,
-            reward=sum(o.reward for o in self.outcomes) / answered,
-            accuracy=sum(o.success for o in self.outcomes) / answered,
-            length=sum(o.length for o in self.outcomes) / answered,
-            versions=dict(sorted(Counter(o.first_version for o in self.outcomes).items())),
+            reward=sum(o.reward for o in outcomes) / answered,
+            accuracy=sum(o.success for o in outcomes) / answered,
+            length=sum(o.length for o in outcomes) / answered,
+            versions=dict(sorted(Counter(o.first_version for o in outcomes).items())),
             seconds=now - self.began,
+            episodes=[
+                EvalEpisode(task, o.success, o.reward, o.turns, o.length, o.seconds, o.first_version)
+                for task, o in sorted(self.outcomes, key=lambda each: each[0])
+            ],
         )
 
 
@@ -71,7 +78,7 @@ class Evaluations:
         attempt = self.running.pop(ticket_id)
         evaluation = attempt.evaluation
         if outcome is not None:
-            evaluation.outcomes.append(outcome)
+            evaluation.outcomes.append((attempt.task_index, replace(outcome, payload=None)))
         elif attempt.failures + 1 < self.max_attempts:
             self.queue.appendleft(EvalAttempt(evaluation, attempt.task_index, attempt.failures + 1))
         else:

@@ -236,11 +236,19 @@ class Broker:
                     for socket, shard in zip(self.batches, shards, strict=True):
                         send(socket, shard)
                 case EvalReport():
+                    self._keep_episodes(action)
                     self.process.send(Metrics(action.version.n, _eval_metrics(action)))
                 case Finished():
                     self.process.send_closing_report()
                 case StopRun(reason):
                     raise RunStopped(reason)
+
+    def _keep_episodes(self, report: EvalReport) -> None:
+        """`<run>/evals.jsonl`: one line per evaluated episode, in the order of the tasks."""
+        with (self.process.run.folder / "evals.jsonl").open("ab") as file:
+            for episode in report.episodes:
+                row = {"version": report.version.n, **msgspec.structs.asdict(episode)}
+                file.write(msgspec.json.encode(row) + b"\n")
 
     def _tell(self, index: int, message: Message) -> None:
         server = self.core.servers.by_index.get(index)

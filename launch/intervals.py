@@ -1,0 +1,37 @@
+"""Confidence intervals of success rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+
+
+def wilson(successes: float, count: int, z: float = Z95) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (Wilson, 1927); (0, 1) for no trial."""
+    if count == 0:
+        return 0.0, 1.0
+    share = successes / count
+    scale = 1 / (1 + z * z / count)
+    centre = scale * (share + z * z / (2 * count))
+    half = scale * z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding at 0 and 1
+
+
+def paired_bootstrap(
+    before: Sequence[float], after: Sequence[float], draws: int = 10_000, seed: int = 0
+) -> tuple[float, float, float]:
+    """(mean, low, high) of after - before over the same tasks: 95 % percentile bootstrap over tasks.
+
+    Raises ValueError when the two do not match or are empty.
+    """
+    if len(before) != len(after) or not before:
+        raise ValueError(f"{len(before)} results before and {len(after)} after: tasks must be the same, and some")
+    difference = np.asarray(after, np.float64) - np.asarray(before, np.float64)  # (tasks,)
+    rng = np.random.default_rng(seed)
+    means = np.array([rng.choice(difference, difference.size).mean() for _ in range(draws)])
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(difference.mean()), float(low), float(high)

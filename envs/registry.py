@@ -17,6 +17,7 @@ from rl.config import Config, ConfigError, nearest
 FAMILIES = {
     "code": "envs.code.environment:CodeFamily",
     "math": "envs.math.environment:MathFamily",
+    "swe": "envs.swe.environment:SweFamily",
     "synthetic": "envs.synthetic:SyntheticFamily",
 }
 

@@ -78,6 +78,16 @@ class SyntheticFamily:
         self._visits[task] += 1
         return self._visits[task] - 1
 
+    def latency_s(self, task: SyntheticTask, turn: int, visit: int) -> float:
+        """Seconds that this step takes: what a prediction needs to make the same draws."""
+        return self.draw_latency_s(self.random(task, turn, "chance", visit))
+
+    def draw_latency_s(self, chance: random.Random) -> float:
+        return max(0.0, chance.gauss(self.options.mean_s, self.options.sigma_s))
+
+    def random(self, task: SyntheticTask, turn: int, purpose: str, visit: int = 0) -> random.Random:
+        return random.Random(f"{self.seed} {task.split} {task.index} {turn} {purpose} {visit}")
+
 
 class SyntheticEnvironment:
     def __init__(self, family: SyntheticFamily) -> None:
@@ -90,8 +100,8 @@ class SyntheticEnvironment:
 
     async def step(self, action: str) -> Step:
         options = self._options
-        chance = self._random("chance", self._visit)
-        latency_s = max(0.0, chance.gauss(options.mean_s, options.sigma_s))
+        chance = self._family.random(self._task, self._turn, "chance", self._visit)
+        latency_s = self._family.draw_latency_s(chance)
         if latency_s:
             await asyncio.sleep(latency_s)
         if chance.random() < options.hang_probability:
@@ -107,12 +117,8 @@ class SyntheticEnvironment:
         pass
 
     def _message(self, tokens: int) -> Message:
-        ids = self._random("message")
+        ids = self._family.random(self._task, self._turn, "message")
         return Message("user", " ".join(str(ids.randrange(1, self._options.vocab_size)) for _ in range(tokens)))
-
-    def _random(self, purpose: str, visit: int = 0) -> random.Random:
-        task = self._task
-        return random.Random(f"{self._family.seed} {task.split} {task.index} {self._turn} {purpose} {visit}")
 
 
 def text_reward(text: str) -> float:

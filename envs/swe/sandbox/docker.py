@@ -16,6 +16,7 @@ import uuid
 
 from envs.swe.sandbox.base import Call, Limits, Result, Sandbox, SandboxError, Template
 from envs.swe.sandbox.process import run_command
+from envs.swe.sandbox.runtime import HARNESS, SCRIPTS
 
 _ENGINES = ("docker", "podman")
 _ENGINE_DEADLINE_S = 300.0  # a first start may pull an image
@@ -101,6 +102,7 @@ class DockerSandbox:
         _, *start = create_command(backend.engine, self._name, template, limits)
         try:
             backend.ask(*start)
+            backend.ask("cp", f"{SCRIPTS}/.", f"{self._name}:{HARNESS}")
             if template.folder is not None:
                 backend.ask("cp", f"{template.folder}/.", f"{self._name}:{template.workspace}")
         except BaseException:

@@ -45,7 +45,22 @@ class Capped:
         """The content with a line in the middle that says how much is missing."""
         if not self.left_out:
             return self.content()
-        return bytes(self._head) + b"\n[... %d bytes left out ...]\n" % self.left_out + bytes(self._tail)
+        return bytes(self._head) + _marker(self.left_out) + bytes(self._tail)
+
+
+def _marker(left_out: int) -> bytes:
+    return b"\n[... %d bytes left out ...]\n" % left_out
+
+
+def shortened(result: Result, limit: int) -> str:
+    """The output of a command whose streams are merged, cut to `limit` bytes and one line that says what is missing."""
+    marker = len(_marker(result.left_out_bytes)) if result.left_out_bytes else 0
+    total = len(result.output) - marker + result.left_out_bytes
+    if total <= limit:
+        return result.text()
+    half = limit // 2
+    head, tail = result.output[:half], result.output[-half:]
+    return (head + _marker(total - len(head) - len(tail)) + tail).decode(errors="replace")
 
 
 def run_command(

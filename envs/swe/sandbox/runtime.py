@@ -19,7 +19,7 @@ USER = "agent"
 HOME = f"/home/{USER}"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "Pygments")
-_SCRIPTS = Path(__file__).parents[1] / "harness"
+SCRIPTS = Path(__file__).parents[1] / "harness"
 UID = 1000  # inside; outside, each slot has its own
 
 
@@ -94,9 +94,10 @@ def _write_harness(folder: Path) -> None:
     site.mkdir(parents=True, exist_ok=True)
     for package in _PACKAGES:
         for file in importlib.metadata.files(package) or []:
-            if file.parts[0] != ".." and "__pycache__" not in file.parts:
+            source = Path(str(file.locate()))
+            if file.parts[0] != ".." and source.exists():
                 target = site / file
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(str(file.locate()), target)
-    for script in _SCRIPTS.glob("*.py"):
+                shutil.copy2(source, target)  # with its time: the compiled files beside it stay valid
+    for script in SCRIPTS.glob("*.py"):
         shutil.copyfile(script, folder / script.name)

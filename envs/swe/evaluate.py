@@ -1,0 +1,126 @@
+"""The reward: a submitted diff, applied in a fresh sandbox, against FAIL_TO_PASS and PASS_TO_PASS.
+
+Nothing of the sandbox in which the agent worked is used but the text of its diff. Tests, their configuration and what
+could shadow their tools are put back before anything runs (`harness/apply_diff.py`). A test counts as passed only if
+the harness says so, with its random key, at the end of a whole run whose canary failed. Limit: tests and code under
+test share a process, so code written against this very harness could forge its report; code that ends the process,
+prints results or patches pytest as a whole cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from envs.swe.sandbox import Backend, Call, Limits, Result, Sandbox, Template
+from envs.swe.sandbox.runtime import HARNESS, default_runtime
+from envs.swe.tasks import SweTask
+
+MAX_DIFF_CHARS = 1_000_000
+TEST_LIMITS = Limits(timeout_s=300, memory_bytes=2 << 30, processes=128, disk_bytes=512 << 20, output_bytes=8 << 20)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a task's repository is: the template, the commit it stands at, folders to import from, the Python."""
+
+    template: Template
+    base: str
+    python_path: tuple[str, ...] = (".",)
+    python: str = field(default_factory=lambda: default_runtime().python)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    fail_to_pass: float  # share of these tests that pass now
+    pass_to_pass: float  # share of these that still pass
+    applied: bool
+    why: str = ""  # nothing counts: the diff does not apply, the run did not end, the canary passed
+    restored: tuple[str, ...] = ()
+
+    @property
+    def resolved(self) -> bool:
+        return self.applied and self.fail_to_pass == 1 and self.pass_to_pass == 1
+
+    def reward(self, *, partial: bool) -> float:
+        """1 if resolved, else 0; `partial`: the share of FAIL_TO_PASS, if every PASS_TO_PASS still passes."""
+        if partial and self.pass_to_pass == 1:
+            return self.fail_to_pass
+        return float(self.resolved)
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """`outcomes` by test id: passed, failed, skipped, xfailed. Empty where `why` says that the run does not count."""
+
+    __test__ = False  # pytest: this is no test
+    outcomes: dict[str, str] = field(default_factory=dict)
+    output: str = ""
+    why: str = ""
+    seconds: float = 0.0
+
+    def passed(self, tests: Sequence[str]) -> float:
+        """Share of `tests` that passed; 1 of none."""
+        return sum(self.outcomes.get(test) == "passed" for test in tests) / len(tests) if tests else 1.0
+
+
+def evaluate(backend: Backend, workplace: Workplace, task: SweTask, diff: str, limits: Limits = TEST_LIMITS) -> Outcome:
+    """Blocks for the time of the tests. Raises SandboxError for faults of the host only."""
+    if len(diff) > MAX_DIFF_CHARS:
+        return Outcome(0, 0, applied=False, why=f"the diff has {len(diff)} characters, more than {MAX_DIFF_CHARS}")
+    sandbox = backend.open(workplace.template, limits)
+    try:
+        applied = apply_diff(sandbox, workplace, diff, task.test_patch)
+        if not applied["applied"]:
+            return Outcome(0, 0, applied=False, why=f"the diff does not apply: {applied['error']}")
+        wanted = [*task.fail_to_pass, *task.pass_to_pass]
+        run = run_tests(sandbox, workplace, list(dict.fromkeys(test.partition("::")[0] for test in wanted)))
+    finally:
+        sandbox.close()
+    restored = tuple(applied["restored"])
+    if run.why:
+        return Outcome(0, 0, applied=True, why=run.why, restored=restored)
+    return Outcome(run.passed(task.fail_to_pass), run.passed(task.pass_to_pass), applied=True, restored=restored)
+
+
+def apply_diff(sandbox: Sandbox, workplace: Workplace, diff: str, test_patch: str = "") -> dict[str, Any]:
+    """What the harness says of the diff: applied, restored, error."""
+    roots = ["" if folder == "." else folder for folder in workplace.python_path]
+    job = {"base": workplace.base, "diff": diff, "test_patch": test_patch, "import_roots": roots}
+    result = _harness(sandbox, workplace, "apply_diff.py", job)
+    try:
+        answer = json.loads(result.output)
+    except ValueError:
+        answer = {"applied": False, "restored": [], "error": result.text()[-500:]}
+    return dict(answer)
+
+
+def run_tests(sandbox: Sandbox, workplace: Workplace, files: Sequence[str], seed: int = 0) -> TestRun:
+    """All tests of these files (or folders), once; `seed` is that of Python's hashes."""
+    key = secrets.token_hex(16)
+    job = {"key": key, "files": list(files), "python_path": list(workplace.python_path)}
+    result = _harness(sandbox, workplace, "run_tests.py", job, {"PYTHONHASHSEED": str(seed)})
+    text, found, line = result.text().rstrip().rpartition("\n")
+    if result.timed_out or result.out_of_memory:
+        return TestRun(
+            why="the tests ran out of time" if result.timed_out else "the tests ran out of memory", output=text
+        )
+    try:
+        report = json.loads(line) if found else {}
+    except (ValueError, RecursionError):
+        report = {}
+    if not isinstance(report, dict) or report.get("key") != key:
+        return TestRun(why="the test run did not come to its end", output=text)
+    if report["canaries"] != ["failed", "failed"]:
+        return TestRun(why="tests that must fail passed: the test machinery was tampered with", output=text)
+    return TestRun(dict(report["outcomes"]), text, seconds=result.seconds)
+
+
+def _harness(
+    sandbox: Sandbox, workplace: Workplace, script: str, job: object, environment: dict[str, str] | None = None
+) -> Result:
+    argv = [workplace.python, "-s", f"{HARNESS}/{script}"]
+    return sandbox.run(Call(argv, json.dumps(job).encode(), environment=environment or {}))

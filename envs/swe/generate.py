@@ -1,0 +1,222 @@
+"""Real tasks, made here: bugs injected into pinned packages, kept when the packages' own tests tell them.
+
+    python -m envs.swe.generate --out tasks.jsonl [--count 48] [--seed 0] [--packages toolz cachetools]
+
+A candidate becomes a task if it breaks at least one test and at most half of them, if undoing it passes all (verified
+through `evaluate`, like a submission), if doing nothing fixes and breaks nothing, and if no earlier task of the same
+function breaks the same tests. Flaky tests are left out: those whose outcomes differ between runs of the untouched
+package under different hash seeds. The output is SWE-smith's schema (`patch` introduces the bug).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from envs.swe.evaluate import TEST_LIMITS, TestRun, Workplace, evaluate, run_tests
+from envs.swe.harness.apply_diff import is_test_file
+from envs.swe.mutate import Mutation, mutations
+from envs.swe.packages import PACKAGES, Package, PackageError, package_tree
+from envs.swe.sandbox import WORKSPACE, Backend, Template, make_backend, write_file
+from envs.swe.tasks import SweTask, file_diff, to_row
+from envs.swe.workplaces import Workplaces
+
+BASELINE_RUNS = 3
+MAX_BROKEN_SHARE = 0.5
+_EXCERPT_CHARS = 1500
+_SLOWER = 5  # a mutant may be this much slower than the package as it was
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    path: str
+    mutation: Mutation
+    mutant: bytes
+
+
+@dataclass(frozen=True)
+class Baseline:
+    stable: tuple[str, ...]  # tests that pass in every run
+    flaky: tuple[str, ...]  # tests that differ between runs
+    timeout_s: float  # of a mutant's run, which may never end by itself
+
+
+def generate(
+    backend: Backend, packages: Sequence[Package], count: int, seed: int, workplaces: Workplaces, log: Log
+) -> list[SweTask]:
+    """`count` tasks, taken from the packages in turns. Raises PackageError if they do not yield as many."""
+    sources = [
+        _tasks_of(backend, package, random.Random(f"{seed} {package.repo}"), workplaces, log) for package in packages
+    ]
+    tasks: list[SweTask] = []
+    with ThreadPoolExecutor(len(sources)) as pool:
+        while sources and len(tasks) < count:
+            found = list(pool.map(lambda source: next(source, None), sources))
+            tasks += [task for task in found if task is not None]
+            sources = [source for source, task in zip(sources, found, strict=True) if task is not None]
+    if len(tasks) < count:
+        raise PackageError(f"{len(tasks)} tasks of the {count} wanted: name more packages")
+    return tasks[:count]
+
+
+def baseline(backend: Backend, package: Package, tree: Path) -> Baseline:
+    """Runs of the untouched package under different hash seeds. Raises PackageError if a run does not count."""
+    runs: list[dict[str, str]] = []
+    slowest_s = 0.0
+    for seed in range(BASELINE_RUNS):
+        run = _run(backend, package, tree, seed=seed)
+        if run.why:
+            raise PackageError(f"{package.repo}: {run.why}: {run.output[-300:]!r}")
+        runs.append(run.outcomes)
+        slowest_s = max(slowest_s, run.seconds)
+    names = list(dict.fromkeys(name for run in runs for name in run))
+    flaky = tuple(name for name in names if len({run.get(name) for run in runs}) > 1)
+    stable = tuple(name for name in names if name not in flaky and runs[0][name] == "passed")
+    return Baseline(stable, flaky, timeout_s=_SLOWER * slowest_s + 1)
+
+
+def candidates(package: Package, tree: Path, rng: random.Random) -> list[Candidate]:
+    """All mutations of the package's sources that still compile, in random order."""
+    found = []
+    for source in package.sources:
+        top = tree / source
+        for file in sorted(top.rglob("*.py")) if top.is_dir() else [top.with_suffix(".py")]:
+            path = str(file.relative_to(tree))
+            if is_test_file(path):
+                continue
+            text = file.read_bytes()
+            found += [Candidate(path, mutation, mutation.apply(text)) for mutation in mutations(text)]
+    rng.shuffle(found)
+    return found
+
+
+def admit(backend: Backend, package: Package, tree: Path, base: Baseline, candidate: Candidate) -> SweTask | None:
+    """The task that a candidate makes; None if the tests do not tell the bug."""
+    try:
+        compile(candidate.mutant, candidate.path, "exec")
+    except (SyntaxError, ValueError):
+        return None
+    run = _run(backend, package, tree, candidate, base.timeout_s)
+    broken = _broken(run, base)
+    if not broken or len(broken) > MAX_BROKEN_SHARE * len(base.stable):
+        return None
+    original = (tree / candidate.path).read_bytes().decode()
+    bug, gold = (
+        file_diff(candidate.path, *pair)
+        for pair in ((original, candidate.mutant.decode()), (candidate.mutant.decode(), original))
+    )
+    mutation = candidate.mutation
+    task = SweTask(
+        instance_id=f"{package.repo}.{mutation.kind}.{Path(candidate.path).stem}.{mutation.start}", repo=package.repo,
+        schema="swe-smith", problem_statement=problem_statement(package, broken, run.output),
+        fail_to_pass=broken,
+        pass_to_pass=tuple(test for test in base.stable if test not in broken),
+        gold_patch=gold, bug_patch=bug, package=package.name,
+    )  # fmt: skip
+    return task
+
+
+def problem_statement(package: Package, fail_to_pass: Sequence[str], output: str) -> str:
+    """What a user would report: which tests fail, and what pytest says of the first."""
+    listed = "\n".join(f"- {test}" for test in fail_to_pass[:5])
+    more = f"\n- and {len(fail_to_pass) - 5} more" if len(fail_to_pass) > 5 else ""
+    excerpt = failure_excerpt(output, fail_to_pass[0])
+    return (
+        f"{package.name} {package.version} has a bug. These tests fail, and should pass:\n\n{listed}{more}\n\n"
+        f"pytest says of the first:\n\n{excerpt}\n\nFind the cause in the package's sources and fix it there."
+    )
+
+
+def failure_excerpt(output: str, test: str) -> str:
+    """The section of pytest's output on one test, cut to its end."""
+    name = ".".join(test.split("::")[1:])
+    section, inside = [], False
+    for line in output.splitlines():
+        if line.startswith("____") or line.startswith("===="):
+            if inside:
+                break
+            inside = line.strip("_ ") == name
+        elif inside:
+            section.append(line)
+    return "\n".join(section)[-_EXCERPT_CHARS:].strip() or "(no output)"
+
+
+def write_tasks(tasks: Sequence[SweTask], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text("".join(f"{json.dumps(to_row(task))}\n" for task in tasks))
+    draft.rename(path)
+
+
+def _tasks_of(
+    backend: Backend, package: Package, rng: random.Random, workplaces: Workplaces, log: Log
+) -> Iterator[SweTask]:
+    tree = package_tree(package, workplaces.cache)
+    base = baseline(backend, package, tree)
+    log(f"{package.repo}: {len(base.stable)} stable tests, {len(base.flaky)} flaky")
+    seen: set[tuple[str, str, tuple[str, ...]]] = set()
+    for candidate in candidates(package, tree, rng):
+        task = admit(backend, package, tree, base, candidate)
+        if task is None:
+            continue
+        key = (candidate.path, candidate.mutation.function, task.fail_to_pass)
+        if key in seen:
+            continue
+        workplace = workplaces.prepare(task, images=False)
+        gold, nothing = (evaluate(backend, workplace, task, diff) for diff in (task.gold_patch, ""))
+        unfixed = (nothing.fail_to_pass, nothing.pass_to_pass) == (0, 1) and not nothing.why
+        if gold.resolved and unfixed:
+            seen.add(key)
+            log(f"{task.instance_id}: {len(task.fail_to_pass)} tests to fix")
+            yield task
+
+
+def _run(
+    backend: Backend, package: Package, tree: Path, candidate: Candidate | None = None,
+    timeout_s: float = TEST_LIMITS.timeout_s, seed: int = 0,
+) -> TestRun:  # fmt: skip
+    sandbox = backend.open(Template(tree), replace(TEST_LIMITS, timeout_s=timeout_s))
+    try:
+        if candidate is not None and not write_file(sandbox, f"{WORKSPACE}/{candidate.path}", candidate.mutant):
+            raise PackageError(f"{package.repo}: {candidate.path} cannot be written in a sandbox")
+        return run_tests(sandbox, Workplace(Template(tree), "", package.python_path), package.tests, seed)
+    finally:
+        sandbox.close()
+
+
+def _broken(run: TestRun, base: Baseline) -> tuple[str, ...]:
+    return () if run.why else tuple(test for test in base.stable if run.outcomes.get(test) != "passed")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m envs.swe.generate", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--packages", nargs="+", choices=sorted(PACKAGES), default=list(PACKAGES))
+    options = parser.parse_args(argv)
+    begin = time.monotonic()
+    backend = make_backend()
+    try:
+        packages = [PACKAGES[name] for name in options.packages]
+        tasks = generate(backend, packages, options.count, options.seed, Workplaces(), _to_stderr)
+    finally:
+        backend.close()
+    write_tasks(tasks, options.out)
+    print(f"{len(tasks)} tasks, every gold patch verified, in {time.monotonic() - begin:.0f} s: {options.out}")
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

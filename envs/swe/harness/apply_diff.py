@@ -1,0 +1,88 @@
+"""Applies a submitted diff in a fresh sandbox, then puts back what an agent has no say in (`python -s apply_diff.py`).
+
+A JSON job on stdin: {"base": commit, "diff": text, "test_patch": text, "import_roots": [folders]}; JSON on stdout:
+{"applied": bool, "restored": [paths], "error": text}. Nothing hostile has run in this sandbox yet, so git and the
+repository can be trusted here; whatever the diff's text does to a parser, what counts is the tree that git made of it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+GIT = ["git", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false", "-c", "core.fsmonitor=false"]
+LINKS = ("120000", "160000")
+_CONFIGURATION = {
+    "conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml",
+    "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py", ".coveragerc", ".gitattributes", ".gitmodules",
+    "entry_points.txt",
+}  # fmt: skip
+_COMPILED = (".pyc", ".pyo", ".so", ".pth", ".egg-link")
+_MACHINERY = {"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "hypothesis", "attr", "attrs"}
+_TEST_NAME = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$")
+
+
+def is_test_file(path):
+    """By the usual names: below a `test` or `tests` folder, `test_*.py`, `*_test.py`."""
+    *folders, name = path.split("/")
+    return any(folder.lower() in ("test", "tests") for folder in folders) or bool(_TEST_NAME.match(name))
+
+
+def is_protected(path, import_roots=("",)):
+    """Whether a change to this path must not reach the tests: tests, their configuration, what shadows their tools."""
+    parts = path.split("/")
+    name = parts[-1]
+    if is_test_file(path) or name in _CONFIGURATION or name.endswith(_COMPILED) or "__pycache__" in parts:
+        return True
+    if ".git" in parts or any(part.endswith((".egg-info", ".dist-info")) for part in parts):
+        return True
+    for root in import_roots:
+        below = parts[len(root.split("/")) :] if root and path.startswith(f"{root}/") else parts
+        if below and below[0].removesuffix(".py") in _MACHINERY | getattr(sys, "stdlib_module_names", frozenset()):
+            return True
+    return False
+
+
+def main():
+    job = json.loads(sys.stdin.read())
+    answer = {"applied": True, "restored": [], "error": ""}
+    try:
+        if job["diff"].strip():
+            git("apply", "--whitespace=nowarn", given=job["diff"])
+            answer["restored"] = restore(job["base"], job["import_roots"])
+        if job["test_patch"].strip():
+            git("apply", "--whitespace=nowarn", given=job["test_patch"])
+    except subprocess.CalledProcessError as error:
+        answer.update(applied=False, error=error.stderr.decode(errors="replace")[-2000:])
+    print(json.dumps(answer))
+
+
+def restore(base, import_roots):
+    """Undo every change to a protected path, and every new link."""
+    git("add", "--all", "--force")
+    raw = git("diff", "--cached", "--raw", "-z", "--no-renames", "--no-abbrev", base).decode(errors="surrogateescape")
+    fields = raw.split("\0")[:-1]
+    changed = [
+        (head.split()[1], head.split()[4], path)
+        for head, path in zip(fields[::2], fields[1::2])  # noqa: B905
+        if head.split()[1] in LINKS or is_protected(path, import_roots)
+    ]
+    added = [path for _, status, path in changed if status == "A"]
+    others = [path for _, status, path in changed if status != "A"]
+    if added:
+        given = "\0".join(added)
+        git("rm", "-r", "--force", "--quiet", "--pathspec-from-file=-", "--pathspec-file-nul", given=given)
+    if others:
+        others.sort(key=lambda path: not path.endswith(".gitattributes"))
+        git("checkout", "--quiet", base, "--pathspec-from-file=-", "--pathspec-file-nul", given="\0".join(others))
+    return added + others
+
+
+def git(*arguments, given=""):
+    command = [*GIT, "--literal-pathspecs", *arguments]
+    data = given.encode(errors="surrogateescape")
+    return subprocess.run(command, input=data, capture_output=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    main()

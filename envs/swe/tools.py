@@ -1,0 +1,131 @@
+"""What the tools do, in a sandbox. Blocks; every call is answered with a text, whatever the agent wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from envs.swe.calls import ToolCall
+from envs.swe.evaluate import Workplace
+from envs.swe.sandbox import Call, Sandbox, SandboxError, read_file, write_file
+from envs.swe.sandbox.process import shortened
+from envs.swe.sandbox.runtime import HARNESS
+
+_SHELL = {"PYTHONPATH": f"{HARNESS}/site"}  # so that `python -m pytest` works
+_VIEW_LINES = 200
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    good: bool = True
+
+
+class Toolbox:
+    """`output_bytes`: longest answer; `command_s`: longest command."""
+
+    def __init__(self, sandbox: Sandbox, workplace: Workplace, output_bytes: int, command_s: float) -> None:
+        self._sandbox, self._output_bytes, self._command_s = sandbox, output_bytes, command_s
+        roots = ":".join(
+            f"{workplace.template.workspace}/{folder}".removesuffix("/.") for folder in workplace.python_path
+        )
+        self._environment = {"PYTHONPATH": f"{_SHELL['PYTHONPATH']}:{roots}"}
+
+    def call(self, call: ToolCall) -> Answer:
+        """`submit` is the caller's. Raises SandboxError for faults of the host only."""
+        arguments = call.arguments
+        if call.name == "bash":
+            return self.bash(str(arguments["command"]))
+        if call.name == "view":
+            start, end = arguments.get("start"), arguments.get("end")
+            return self.view(str(arguments["path"]), _integer(start), _integer(end))
+        return self.edit(str(arguments["path"]), str(arguments["old"]), str(arguments["new"]))
+
+    def bash(self, command: str) -> Answer:
+        if "\0" in command:
+            return Answer("Error: the command holds a null character.", good=False)
+        script = command.encode(errors="replace")
+        # Through stdin: a command line has a limit that a script does not.
+        load = 'script=$(cat); exec 0</dev/null; eval "$script"'
+        shell = Call(["bash", "-c", load], script, self._command_s, self._environment)
+        result = self._sandbox.run(shell)
+        text = shortened(result, self._output_bytes)
+        if result.timed_out:
+            text += f"\n[killed: ran longer than {self._command_s:g} s]"
+        elif result.out_of_memory:
+            text += "\n[killed: out of memory]"
+        elif result.exit_code:
+            text += f"\n[exit code {result.exit_code}]"
+        return Answer(text.strip("\n") or "[no output]", good=result.ok)
+
+    def view(self, path: str, start: int | None, end: int | None) -> Answer:
+        if "\0" in path:
+            return Answer("Error: the path holds a null character.", good=False)
+        content = read_file(self._sandbox, path)
+        if content is None:
+            result = self._sandbox.run(Call(["ls", "-A", "-p", "--", path]))
+            return Answer(shortened(result, self._output_bytes).strip("\n") or "[empty folder]", good=result.ok)
+        lines = content.decode(errors="replace").splitlines()
+        first = max(1, start or 1)
+        last = min(len(lines), end or first + _VIEW_LINES - 1)
+        shown = "\n".join(f"{number:6d}\t{lines[number - 1]}" for number in range(first, last + 1))
+        if not shown:
+            return Answer(
+                f"Error: {path} has {len(lines)} lines; {first} to {end or last} is none of them.", good=False
+            )
+        rest = f"\n[{len(lines) - last} more lines]" if last < len(lines) else ""
+        return Answer(_cut(shown, self._output_bytes) + rest)
+
+    def edit(self, path: str, old: str, new: str) -> Answer:
+        if "\0" in path or not path.strip():
+            return Answer("Error: the path is empty or holds a null character.", good=False)
+        content = read_file(self._sandbox, path)
+        if content is None:
+            exists = not self._sandbox.run(Call(["test", "-e", path])).exit_code
+            if exists or old:
+                why = "cannot be read as a file" if exists else "does not exist (to create it, leave old empty)"
+                return Answer(f"Error: {path} {why}.", good=False)
+            return self._write(path, new.encode(errors="replace"), "created")
+        if not old:
+            return Answer(f"Error: {path} exists; old must be a text that occurs in it exactly once.", good=False)
+        text, sought = content, old.encode(errors="replace")
+        count = text.count(sought)
+        if count != 1:
+            why = "does not occur" if not count else f"occurs {count} times; add lines around it until it is unique"
+            return Answer(f"Error: the old text {why} in {path}. Nothing was changed.", good=False)
+        return self._write(path, text.replace(sought, new.encode(errors="replace")), "changed")
+
+    def _write(self, path: str, content: bytes, what: str) -> Answer:
+        if not write_file(self._sandbox, path, content):
+            return Answer(f"Error: {path} cannot be written.", good=False)
+        return Answer(f"{path} {what}.")
+
+
+def extract_diff(sandbox: Sandbox, base: str, limit: int) -> str:
+    """All changes since `base`, new files included, as the sandbox's own git tells them; empty if it cannot.
+
+    Hostile text: the agent may have done anything to its git. It is only ever applied in another sandbox.
+    """
+    git = "git -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.quotePath=false"
+    script = (
+        f"{git} add --all >/dev/null 2>&1; "
+        f"exec {git} diff --cached --binary --no-renames --no-color --no-ext-diff --no-textconv {base}"
+    )
+    try:
+        result = sandbox.run(Call(["sh", "-c", script], separate_stderr=True))
+    except SandboxError:
+        return ""
+    whole = result.ok and not result.left_out_bytes and len(result.output) <= limit
+    return result.output.decode(errors="replace") if whole else ""
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _cut(text: str, limit: int) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= limit:
+        return text
+    half = limit // 2
+    marker = f"\n[... {len(data) - 2 * half} bytes left out ...]\n"
+    return data[:half].decode(errors="replace") + marker + data[-half:].decode(errors="replace")

@@ -1,0 +1,109 @@
+"""Templates on disk: the repository of a task as the agent gets it, committed as its only commit.
+
+The history begins with the bug: there is no earlier commit from which to take the fix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from tempfile import mkdtemp
+
+from filelock import FileLock
+
+from envs.swe.evaluate import Workplace
+from envs.swe.packages import PACKAGES, Package, PackageError, default_cache, open_to_all, package_tree
+from envs.swe.sandbox import Template
+from envs.swe.tasks import SweTask
+
+_GIT_DEADLINE_S = 120.0
+_IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in the images of SWE-bench and those made like them
+_IDENTITY = {
+    "GIT_AUTHOR_NAME": "author", "GIT_AUTHOR_EMAIL": "author@localhost", "GIT_AUTHOR_DATE": "2024-01-01T00:00:00Z",
+    "GIT_COMMITTER_NAME": "author", "GIT_COMMITTER_EMAIL": "author@localhost",
+    "GIT_COMMITTER_DATE": "2024-01-01T00:00:00Z", "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/nonexistent",
+    "GIT_CONFIG_COUNT": "2", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
+    "GIT_CONFIG_KEY_1": "core.hooksPath", "GIT_CONFIG_VALUE_1": "/dev/null",
+}  # fmt: skip
+
+
+class Workplaces:
+    """Makes templates on demand and keeps them; safe between processes.
+
+    `repositories`: a folder with `INSTANCE_ID/` or `OWNER__REPO@COMMIT/` checkouts, for published tasks without images.
+    """
+
+    def __init__(
+        self, cache: Path | None = None, repositories: Path | None = None, packages: dict[str, Package] | None = None
+    ) -> None:
+        self.cache = cache or default_cache()
+        self._repositories = repositories
+        self._packages = PACKAGES if packages is None else packages
+
+    def prepare(self, task: SweTask, *, images: bool) -> Workplace:
+        """Blocks while it makes the template. Raises PackageError where the repository cannot be had."""
+        if images and task.image and not task.package:
+            return Workplace(Template(image=task.image, workspace="/testbed"), "HEAD", python=_IMAGE_PYTHON)
+        tree, python_path = self._source(task)
+        key = hashlib.sha256(f"{tree}\0{task.bug_patch}".encode()).hexdigest()[:16]
+        folder = self.cache / "templates" / f"{_plain(task.instance_id)}-{key}"
+        commit = folder.with_suffix(".commit")
+        if not commit.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not commit.exists():
+                    self._make(tree, task, folder, commit)
+        return Workplace(Template(folder), commit.read_text(), python_path)
+
+    def _source(self, task: SweTask) -> tuple[Path, tuple[str, ...]]:
+        package = self._packages.get(task.package)
+        if package is not None:
+            return package_tree(package, self.cache), package.python_path
+        if task.package:
+            raise PackageError(f"{task.instance_id}: package {task.package!r} is not pinned in envs/swe/packages.py")
+        names = (task.instance_id, f"{task.repo.replace('/', '__')}@{task.base_commit}")
+        for name in names:
+            if self._repositories is not None and (self._repositories / name).is_dir():
+                return self._repositories / name, (".", "src")
+        raise PackageError(
+            f"{task.instance_id}: needs a checkout {names[0]}/ or {names[1]}/ in env.options.repositories, "
+            "or sandbox=docker to use the data set's image"
+        )
+
+    def _make(self, tree: Path, task: SweTask, folder: Path, commit: Path) -> None:
+        draft = Path(mkdtemp(prefix=".draft-", dir=folder.parent))
+        try:
+            work = draft / "work"
+            shutil.copytree(tree, work, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+            _git(work, "init", "--quiet", "--initial-branch=main")
+            if task.bug_patch:
+                _git(work, "apply", "--whitespace=nowarn", given=task.bug_patch)
+            _git(work, "add", "--all", "--force")
+            _git(work, "commit", "--quiet", "--message", "Initial commit")
+            head = _git(work, "rev-parse", "HEAD").strip()
+            open_to_all(work)
+            shutil.rmtree(folder, ignore_errors=True)
+            work.rename(folder)
+            partial = draft / "commit"
+            partial.write_text(head)
+            partial.rename(commit)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _git(folder: Path, *arguments: str, given: str = "") -> str:
+    ended = subprocess.run(
+        ["git", *arguments], cwd=folder, input=given.encode(), capture_output=True, timeout=_GIT_DEADLINE_S,
+        env={"PATH": os.environ["PATH"], **_IDENTITY},
+    )  # fmt: skip
+    if ended.returncode != 0:
+        lines = ended.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise PackageError(f"git {arguments[0]} in {folder.name}: {lines[0]}")
+    return ended.stdout.decode()
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)[:80]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +42,10 @@ VARIANTS = {
         "algo.kl={coef: 0.05, place: loss, estimator: k3}", "algo.shaping=[{name: overlong}]",
     ),
     "batch": ("algo.advantage=batch", "algo.kl={coef: 0.1, place: reward, estimator: k3}", "learner.minibatches=2"),
-    "leave_one_out": ("algo.advantage=leave_one_out", "algo.aggregation=sequence"),
+    "leave_one_out": (
+        "algo.advantage=leave_one_out", "algo.aggregation=sequence",
+        "algo.kl={coef: 0.1, place: reward, estimator: k1}",
+    ),
     "corrected": (
         "algo.loss=gspo", "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}",
         "learner.minibatches=2",
@@ -52,15 +56,21 @@ VARIANTS = {
 
 
 def shard_of(step: int, rank: int, ranks: int) -> Shard:
-    """Two-turn samples rewarded by turn; two of eight were cut."""
-    shard = make_batch(step, ranks=ranks, vocab=VOCAB, version=max(0, step - 1))[rank]
+    """Two-turn samples rewarded by turn, two of eight cut; the members of a group are on different ranks."""
+    (whole,) = make_batch(step, vocab=VOCAB, version=max(0, step - 1))
     rows = [
         msgspec.structs.replace(
             row, turn_rewards=[0.5 * (i % 3), row.reward], reward=row.reward + 0.5 * (i % 3), truncated=i % 4 == 1
         )
-        for i, row in enumerate(shard.rows)
+        for i, row in enumerate(whole.rows)
     ]
-    return msgspec.structs.replace(shard, rows=rows)
+    members = list(range(rank, len(rows), ranks))
+    own = np.repeat([i in members for i in range(len(rows))], whole.lengths)
+    arrays = {name: getattr(whole, name)[own] for name in ("token_ids", "loss_mask", "logp_behavior", "policy_version")}
+    lengths, starts = [whole.lengths[i] for i in members], [whole.turn_starts[i] for i in members]
+    return msgspec.structs.replace(
+        whole, rank=rank, rows=rows, members=members, lengths=lengths, turn_starts=starts, **arrays
+    )
 
 
 def make_trainer(folder: str | Path, variant: str, mesh: Any = None, max_tokens: int = 48) -> Trainer:

@@ -16,13 +16,21 @@ from experiments.staleness.records import RECIPE, Record, setting
 
 SYSTEM_CURVES = CURVES | {"reward": "rollout/reward"}
 DEADLINE_S = 1200
+PATIENCE = ("timeouts.start_s=600", "timeouts.hang_s=300")  # engines start slowly beside other work
 
 
 def run_system(loss: str, alpha: float, seed: int) -> Record:
     """`fresco run` of the recipe with this loss and alpha. Raises RuntimeError when it does not finish."""
     before = _children_cpu_s()
     with tempfile.TemporaryDirectory(prefix="staleness-") as runs:
-        overrides = [f"rollout.alpha={alpha:g}", f"algo.loss={loss}", f"seed={seed}", f"runs={runs}", "name=system"]
+        overrides = [
+            f"rollout.alpha={alpha:g}",
+            f"algo.loss={loss}",
+            f"seed={seed}",
+            f"runs={runs}",
+            "name=system",
+            *PATIENCE,
+        ]
         command = [sys.executable, "-m", "launch.cli", "run", str(RECIPE), *overrides]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         if done.returncode:

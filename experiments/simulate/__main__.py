@@ -7,7 +7,7 @@ import importlib
 
 NAMES = (
     "rlvr", "alfworld", "swe", "queueing", "replication", "environments", "redundancy", "alpha", "split",
-    "ablations", "bounds", "cost", "scale",
+    "ablations", "bounds", "cost", "scale", "reality",
 )  # fmt: skip
 
 

@@ -79,7 +79,10 @@ def lines() -> list[dict[str, Any]]:
     on = heavy_updates().with_engine(on_update="keep")
     ablate(
         "rolling updates", on,
-        {"20 s, all at once": on.with_engine(rolling=False), "rolling, recompute": on.with_engine(on_update="recompute")},
+        {
+            "20 s, all at once": on.with_engine(rolling=False),
+            "rolling, recompute": on.with_engine(on_update="recompute"),
+        },
     )  # fmt: skip
     on = on.with_engine(load_s=2.0, copy_s=2.0)
     ablate("rolling updates of 2 s", on, {"all at once": on.with_engine(rolling=False)})

@@ -16,7 +16,7 @@ from experiments.simulate.rows import ENDLESS, PATIENT_S, compare, engine_8b, si
 from experiments.simulate.setting import Setting, Work
 from rollout.broker import Settings
 
-ALPHAS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+ALPHAS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 8.0)
 GENERATING, TRAINING = 24, 16
 MEAN = 4_000  # tokens
 RESPONSES = 16
@@ -29,7 +29,7 @@ CASES = {  # prompts, sigma of log-length
 PLATEAU = 2.0
 
 
-def setting(prompts: int, sigma: float, alpha: float, measured: int = 12) -> Setting:
+def setting(prompts: int, sigma: float, alpha: float, measured: int = 10) -> Setting:
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=32_768)
     return Setting(
         broker=Settings(

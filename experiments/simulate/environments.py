@@ -2,12 +2,13 @@
 
     python -m experiments.simulate environments
 
-Synchronous training in both; with the per-turn barrier every turn waits for the slowest environment. The number of turns
-and of environments is not published: 20 turns of 256 environments give both reported times; the sweep shows others.
+Synchronous training in both; with the per-turn barrier every turn waits for the slowest environment. Turns and
+number of environments are not published: 20 turns of 256 environments give both reported times; the sweep shows others.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,15 +20,15 @@ from experiments.simulate.setting import Setting, Work
 from rollout.broker import Settings
 
 MU_S = 10.0
-SIGMAS_S = (0.0, 1.0, 3.0, 5.0, 7.0, 10.0)
+SIGMAS_S = (0.0, 1.0, 3.0, 5.0, 10.0)
 REPORTED_SIGMA_S = 10.0
 TURNS, ENVIRONMENTS = 20, 256
 TOKENS = 40  # of one turn
 GPUS = 8
-SWEEP = [(5, 256), (10, 256), (40, 256), (20, 64), (20, 1024)]  # turns, environments
+SWEEP = [(10, 256), (40, 256), (20, 64)]  # turns, environments
 
 
-def setting(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS, measured: int = 5) -> Setting:
+def setting(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS, measured: int = 4) -> Setting:
     return Setting(
         broker=Settings(
             steps=ENDLESS, groups_per_batch=environments // 8, group_size=8, train_tasks=20_000, alpha=0.0,
@@ -54,7 +55,7 @@ def main() -> None:
     table(rows, f"environment-level asynchrony, mu = {MU_S:g} s")
     verdict(rows)
     gains = [row["speed-up"] for row in rows]
-    print(f"the gain grows with sigma: {all(a <= b for a, b in zip(gains, gains[1:], strict=False))}")
+    print(f"the gain grows with sigma: {all(a <= b for a, b in pairwise(gains))}")
     sweep = [line(REPORTED_SIGMA_S, turns, environments) for turns, environments in SWEEP]
     table(sweep, "what is not published: turns and environments")
     save("environments", {"reported": "892 s -> 362 s, 2.46", "lines": rows, "sweep": sweep})

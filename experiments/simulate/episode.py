@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from experiments.simulate.baselines import TurnBarrier
+from experiments.simulate.baselines import GENERATE, STEP, TurnBarrier
 from experiments.simulate.laws import normal, uniform
 from experiments.simulate.setting import Setting
 from rl.messages import Ticket, Version
@@ -35,6 +35,10 @@ class Surroundings(Protocol):
     def cancelled(self, ticket_id: int) -> None: ...
 
     def issued(self, episode: Episode) -> None: ...
+
+    def lengths(self, server: int, ticket: Ticket) -> list[int]: ...
+
+    def step_seconds(self, episode: Episode) -> float: ...
 
     def reward(self, task: int, seed: int) -> float: ...
 
@@ -77,7 +81,7 @@ class Server:
 
     def begin(self, ticket: Ticket) -> None:
         world, work = self.world, self.world.setting.work
-        lengths = work.lengths(ticket.task_index, ticket.seed)
+        lengths = world.lengths(self.index, ticket)
         episode = Episode(ticket, self, lengths, world.now, work.prompt_tokens)
         self.episodes[ticket.ticket_id] = episode
         if world.barrier is not None:
@@ -114,7 +118,7 @@ class Server:
     def _generate(self, episode: Episode) -> None:
         """With a per-turn barrier: when every environment has stepped."""
         if self.world.barrier is not None:
-            self.world.barrier.arrive(episode.ticket.ticket_id, lambda: self._request(episode))
+            self.world.barrier.arrive(episode.ticket.ticket_id, GENERATE, lambda: self._request(episode))
         else:
             self._request(episode)
 
@@ -145,7 +149,7 @@ class Server:
     def _answer(self, episode: Episode) -> None:
         """With a per-turn barrier the environments step when every generation has ended."""
         if self.world.barrier is not None:
-            self.world.barrier.arrive(episode.ticket.ticket_id, lambda: self._step(episode))
+            self.world.barrier.arrive(episode.ticket.ticket_id, STEP, lambda: self._step(episode))
         else:
             self._step(episode)
 
@@ -154,7 +158,7 @@ class Server:
             return
         world, work = self.world, self.world.setting.work
         draw, ticket_id = 3 * episode.turn, episode.ticket.ticket_id
-        seconds = self.slowness * work.step_s.at(normal(ticket_id, draw + 1))
+        seconds = self.slowness * world.step_seconds(episode)
         if work.hang_probability and uniform(ticket_id, draw + 2) < work.hang_probability:
             world.environment_begins()
             world.at(world.now + work.step_deadline_s, self._hung, episode)
@@ -223,7 +227,6 @@ class Server:
 
     def die(self) -> None:
         self.alive = False
-        for episode in self.episodes.values():
-            episode.ended = True
-        self.episodes.clear()
+        for episode in list(self.episodes.values()):
+            self._end(episode)
         self._overdue.clear()

@@ -1,9 +1,9 @@
-"""Redundant environments: batch 256 = 32 groups x 8, step latency mu = 10 s, sigma = 5 s; reported 243 s -> 45-46 s.
+"""Redundant environments: batch 256 = 32 x 8, step latency mu = 10 s, sigma = 5 s; reported 243 s -> 45-46 s.
 
     python -m experiments.simulate redundancy
 
-Gaussian latency alone cannot give 243 s: the longest of 256 episodes is a few seconds longer than the mean. The reported
-gap needs environments that hang now and then. Their rate, the time-out and the turns are not published: the
+Gaussian latency alone cannot give 243 s: the longest of 256 episodes is a few seconds longer than the mean. The
+reported gap needs environments that hang now and then. Their rate, the time-out and the turns are not published: the
 main table uses one choice, the sweep shows others. Synchronous throughout (alpha = 0).
 """
 

@@ -1,9 +1,9 @@
-"""Prompt replication: responses as requests of their own against whole prompts on one generator; reported 1.84x / 1.95x.
+"""Prompt replication: one request per response against whole prompts on one generator; reported 1.84x / 1.95x.
 
     python -m experiments.simulate replication
 
-64 prompts x 16 responses and 16 x 64. The number of GPUs is not published: with more GPUs than prompts some have nothing
-to do without replication. Synchronous; no training time, so the step is generation.
+64 prompts x 16 responses and 16 x 64. The number of GPUs is not published: with more GPUs than prompts some have
+nothing to do without replication. Synchronous; no training time, so the step is generation.
 """
 
 from __future__ import annotations

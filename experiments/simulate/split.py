@@ -27,15 +27,15 @@ from experiments.simulate.setting import Setting, Work
 from rollout.broker import Settings
 
 GPUS = 40
-TRAINING = (4, 8, 12, 14, 16, 18, 20, 24, 28, 32)
+TRAINING = (4, 8, 12, 16, 20, 24, 28)
 PROMPTS, RESPONSES = 64, 16
 MEAN, SIGMA = 11_000, 0.6  # tokens; sigma of the logarithm
 ALPHA = 2.0
-REUSES = (0.5, 1.0, 1.5, 2.0)  # E mu_train, in units of one pass
+REUSES = (0.5, 1.0, 2.0)  # E mu_train, in units of one pass
 REPORTED_TRAINING = 16
 
 
-def setting(training: int, reuses: float, measured: int = 8) -> Setting:
+def setting(training: int, reuses: float, measured: int = 6) -> Setting:
     """`training` = 0: synchronous, all GPUs for both."""
     work = Work(length=LogNormal(MEAN, SIGMA), task_share=0.5, max_tokens=32_768)
     return Setting(

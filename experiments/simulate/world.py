@@ -23,7 +23,7 @@ from experiments.simulate.episode import Episode, Server
 from experiments.simulate.laws import normal, uniform
 from experiments.simulate.result import Recorder, Result
 from experiments.simulate.setting import Setting
-from rl.messages import Version, WeightStatus
+from rl.messages import Ticket, Version, WeightStatus
 from rl.weights.updater import Notify, UpdaterCore
 from rollout.broker import BrokerCore
 from rollout.broker.actions import Action as BrokerAction
@@ -333,6 +333,14 @@ class World:
         return -mean_s * math.log(uniform(self.setting.seed * 31 + index, incarnation))
 
     # ------------------------------------------------------------ what episodes ask and tell
+
+    def lengths(self, server: int, ticket: Ticket) -> list[int]:
+        """Tokens of each turn, as this policy would generate them."""
+        return self.setting.work.lengths(ticket.task_index, ticket.seed)
+
+    def step_seconds(self, episode: Episode) -> float:
+        """What the environment takes for this turn."""
+        return self.setting.work.step_s.at(normal(episode.ticket.ticket_id, 3 * episode.turn + 1))
 
     def reward(self, task: int, seed: int) -> float:
         work = self.setting.work

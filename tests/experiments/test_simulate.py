@@ -90,3 +90,34 @@ def test_a_run_that_cannot_end_says_so() -> None:
         World(hopeless).run()
     with pytest.raises(SimulationStopped, match="no end within"):
         World(CALM, limit_s=1.0).run()
+
+
+def test_the_per_turn_barrier_waits_for_the_slowest_at_every_turn() -> None:
+    """Two phases a turn: all generations end, then all environments; without it each episode goes its own way."""
+    work = Work(length=Constant(10), turns=Constant(4), step_s=Gaussian(10, 10))
+    setting = replace(CALM.with_broker(alpha=0.0), work=work, trainer=Trainer())
+    free, locked = World(setting).run(), World(replace(setting, turn_barrier=True)).run()
+    assert locked.step_s > free.step_s + 5
+    even = replace(setting, work=replace(work, step_s=Constant(10)))
+    assert World(replace(even, turn_barrier=True)).run().step_s == pytest.approx(World(even).run().step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("baseline", ["turn_barrier", "batch_barrier", "pinned_prompts"])
+def test_baselines_survive_failures(baseline: str) -> None:
+    broker = replace(STORM.broker, alpha=0.0, redundant_groups=0, redundant_episodes=0)
+    setting = replace(STORM, broker=broker, **{baseline: True})
+    world = World(setting)
+    assert world.run().report["freshness_violations"] == 0
+    world.broker.ledger.check()
+
+
+def test_pinned_prompts_keep_the_responses_of_a_prompt_together() -> None:
+    """One prompt of 16 responses on 4 generators: one works; as requests of their own, all do."""
+    setting = replace(
+        CALM.with_broker(alpha=0.0, groups_per_batch=1, group_size=16, steps=2), engine=Engine(count=4, max_num_seqs=64)
+    )
+    spread, pinned = World(setting), World(replace(setting, pinned_prompts=True))
+    spread.run()
+    pinned.run()
+    assert all(generator.tokens for generator in spread.generators)
+    assert sum(generator.tokens > 0 for generator in pinned.generators) <= 2  # one a step

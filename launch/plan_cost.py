@@ -1,0 +1,189 @@
+"""`fresco plan`: which split of the GPUs, which alpha, how much redundancy, from the real scheduler in virtual time.
+
+    fresco plan experiments/math_8gpu.yaml --gpus 8          # what the recipe assumes
+    fresco plan --run runs/math_8gpu                          # what a finished run measured
+
+Training time scales with 1 / ranks, generation with the number of generators; both are what the plan varies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from experiments.simulate.laws import Gaussian, normal
+from experiments.simulate.recipe import Measured, assumed, read_run, setting_of
+from experiments.simulate.result import Result
+from experiments.simulate.setting import Setting
+from experiments.simulate.world import SimulationStopped, World
+from rl.config import Config, ConfigError, load_config
+from rollout.seeds import sample_seed
+
+ALPHAS = (0.0, 0.5, 1.0, 2.0)
+REDUNDANCIES = ((0, 0), (1, 1))  # groups and episodes per group beyond the need
+MEASURED_STEPS = 8
+ENOUGH = 0.98  # of the best speed: of what reaches it, the freshest is the choice
+CHAIN_DRAWS = 20  # batches over which the longest chain is averaged
+
+
+class Option(Struct, frozen=True):
+    """One line of the plan; seconds are per training step."""
+
+    generators: int
+    ranks: int
+    alpha: float
+    extra_groups: int
+    extra_episodes: int
+    result: Result
+    lower_bound_s: float
+
+    @property
+    def over_bound(self) -> float:
+        return self.result.step_s / self.lower_bound_s if self.lower_bound_s else float("inf")
+
+
+def lower_bound_s(setting: Setting) -> float:
+    """No schedule is faster: max of generation / capacity, training, and the longest chain / (1 + alpha)."""
+    engine, work, broker = setting.engine, setting.work, setting.broker
+    samples = broker.groups_per_batch * broker.group_size
+    seats = engine.max_num_seqs
+    token_s = (engine.decode_base_s + engine.decode_per_seq_s * (seats - 1)) / seats
+    generate = samples * work.population_length(1024) * token_s / engine.count
+    chains = [_longest_chain_s(setting, draw, samples) for draw in range(CHAIN_DRAWS)]
+    chain = sum(chains) / len(chains) / (1 + broker.alpha)
+    train = setting.trainer.step_s + setting.trainer.publish_s
+    serial = generate + train if broker.alpha == 0 else 0.0  # synchronous: one after the other
+    return max(generate, train, chain, serial)
+
+
+def _longest_chain_s(setting: Setting, draw: int, samples: int) -> float:
+    """The longest of a batch's episodes, each alone on an idle machine."""
+    work, longest = setting.work, 0.0
+    for sample in range(min(samples, 512)):
+        seed = sample_seed(draw, sample)
+        lengths = work.lengths(sample, seed)
+        environment = sum(work.step_s.at(normal(seed, 1000 + turn)) for turn in range(len(lengths)))
+        longest = max(longest, sum(lengths) * setting.engine.decode_base_s + environment)
+    return longest
+
+
+def options(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Option]:
+    """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out."""
+    per_generator = config.generator.tensor_parallel
+    base = setting_of(config, measured)
+    found = []
+    for ranks in _splits(gpus, per_generator):
+        generators = (gpus - ranks) // per_generator
+        trainer = replace(base.trainer, step_s=measured.train_s * measured.ranks / ranks)
+        machine = replace(base.with_engine(count=generators), trainer=trainer, measured=MEASURED_STEPS)
+        for alpha in alphas:
+            for extra_groups, extra_episodes in REDUNDANCIES:
+                setting = machine.with_broker(
+                    steps=1_000_000, alpha=alpha, redundant_groups=extra_groups, redundant_episodes=extra_episodes
+                )
+                try:
+                    result = World(setting, limit_s=1e7).run()
+                except SimulationStopped:
+                    continue
+                bound = lower_bound_s(setting)
+                found.append(Option(generators, ranks, alpha, extra_groups, extra_episodes, result, bound))
+    return found
+
+
+def _splits(gpus: int, per_generator: int, most: int = 6) -> list[int]:
+    """Numbers of training GPUs, about `most` of them, evenly spread."""
+    possible = [ranks for ranks in range(1, gpus) if (gpus - ranks) % per_generator == 0]
+    stride = max(1, -(-len(possible) // most))
+    return possible[stride // 2 :: stride]
+
+
+def best(found: list[Option]) -> Option:
+    """Useful tokens per second decide; within 2 % the smaller alpha, then the least redundancy."""
+    top = max(option.result.useful_tokens_per_s for option in found)
+    good = [option for option in found if option.result.useful_tokens_per_s >= ENOUGH * top]
+    return min(good, key=lambda o: (o.alpha, o.extra_groups + o.extra_episodes, -o.result.useful_tokens_per_s))
+
+
+def _show(found: list[Option], chosen: Option, config: Config, console: Console) -> None:
+    names = ("generators", "ranks", "alpha", "extra", "step s", "tokens/s", "gen idle", "train idle", "staleness",
+             "kept/issued", "x bound")  # fmt: skip
+    table = Table(*names, title=f"{config.name}: predicted", box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for option in sorted(found, key=lambda o: -o.result.useful_tokens_per_s):
+        result = option.result
+        cells = (
+            f"{option.generators}", f"{option.ranks}", f"{option.alpha:g}",
+            f"{option.extra_groups}+{option.extra_episodes}", f"{result.step_s:.3g}",
+            f"{result.useful_tokens_per_s:,.0f}", f"{result.generator_idle:.0%}", f"{result.learner_idle:.0%}",
+            f"{result.staleness:.2f}", f"{result.kept_over_issued:.2f}", f"{option.over_bound:.2f}",
+        )  # fmt: skip
+        table.add_row(*cells, style="bold" if option is chosen else "")
+    console.print(table)
+    console.print(
+        f"best: generator.count={chosen.generators} learner.ranks={chosen.ranks} rollout.alpha={chosen.alpha:g} "
+        f"rollout.redundant_groups={chosen.extra_groups} rollout.redundant_episodes={chosen.extra_episodes}\n"
+        f"{chosen.result.step_s:.3g} s a step, {chosen.over_bound:.2f} times the lower bound of "
+        f"{chosen.lower_bound_s:.3g} s; generators idle {chosen.result.generator_idle:.0%}, learner "
+        f"{chosen.result.learner_idle:.0%}, mean staleness {chosen.result.staleness:.2f}",
+        soft_wrap=True,
+    )
+
+
+def _plot(found: list[Option], path: Path) -> None:
+    from experiments.simulate.report import panels, save_plot
+
+    figure, (axis,) = panels(1)
+    for alpha in sorted({option.alpha for option in found}):
+        line = sorted((o for o in found if o.alpha == alpha and not o.extra_groups), key=lambda o: o.ranks)
+        axis.plot([o.ranks for o in line], [o.result.useful_tokens_per_s for o in line], "o-", label=f"alpha {alpha:g}")
+    axis.set(xlabel="training GPUs", ylabel="useful tokens per second")
+    axis.legend()
+    save_plot(path.stem, figure, path.parent)
+
+
+def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the table and the choice, write the plot. Raises ConfigError for what cannot be planned."""
+    config, measured = _inputs(arguments, overrides)
+    gpus = arguments.gpus or config.generator.count * config.generator.tensor_parallel + config.learner.ranks
+    if gpus < 1 + config.generator.tensor_parallel:
+        raise ConfigError(f"--gpus={gpus} leaves no GPU for training beside one generator: give {gpus + 1} or more")
+    found = options(config, measured, gpus)
+    if not found:
+        raise ConfigError("no split of these GPUs can run this recipe: see generator.max_model_len and timeouts")
+    chosen = best(found)
+    console = Console(file=sys.stdout, width=120)
+    _show(found, chosen, config, console)
+    if measured.seconds_per_step:
+        again = World(setting_of(config, measured)).run()
+        console.print(
+            f"the run took {measured.seconds_per_step:.3g} s a step; simulated as it was: {again.step_s:.3g} s"
+        )
+    _plot(found, arguments.plot)
+    console.print(f"plot: {arguments.plot}")
+    return 0
+
+
+def _inputs(arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, Measured]:
+    if arguments.run is not None:
+        return read_run(arguments.run)
+    if arguments.recipe is None:
+        raise ConfigError("fresco plan needs a recipe, or --run with a finished run's folder")
+    config = load_config(arguments.recipe, overrides)
+    return config, assumed(config, arguments.train_s, _latency(arguments.env_s))
+
+
+def _latency(text: str | None) -> Gaussian | None:
+    if text is None:
+        return None
+    try:
+        mean, sigma = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--env-s={text!r} is not MEAN,SIGMA in seconds: for instance --env-s=10,5") from None
+    return Gaussian(mean, sigma)

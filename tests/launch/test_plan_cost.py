@@ -1,0 +1,83 @@
+"""`fresco plan`: the lower bound holds, the choice is the best line, a run's folder is fitted, bad input is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments.simulate.laws import Constant, Gaussian
+from experiments.simulate.recipe import assumed, read_run, setting_of
+from launch.cli import main
+from launch.plan_cost import best, lower_bound_s, options
+from rl.config import Config, load_config
+
+RECIPE = Path("experiments/simulated.yaml")
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config(RECIPE, ["rollout.groups_per_batch=2", "env.options.mean_s=0.05", "env.options.sigma_s=0.02"])
+
+
+def test_the_best_line_is_best_and_none_beats_the_bound(config: Config) -> None:
+    found = options(config, assumed(config, train_s=0.05), gpus=4, alphas=(0.0, 1.0))
+    assert {(option.generators, option.ranks) for option in found} == {(3, 1), (2, 2), (1, 3)}
+    chosen = best(found)
+    assert chosen.result.useful_tokens_per_s >= 0.98 * max(option.result.useful_tokens_per_s for option in found)
+    assert chosen.alpha == 1.0, "asynchrony overlaps training"
+    assert all(option.over_bound > 0.9 for option in found if not option.extra_episodes)
+
+
+def test_the_lower_bound_is_its_largest_part(config: Config) -> None:
+    measured = assumed(config, train_s=7.0)
+    assert lower_bound_s(setting_of(config, measured).with_broker(alpha=2.0)) == pytest.approx(7.0)
+    slow = assumed(config, train_s=0.0, env_s=Constant(30.0))
+    chain = lower_bound_s(setting_of(config, slow).with_broker(alpha=1.0))
+    assert chain == pytest.approx(2 * 30 / 2, rel=0.05)  # two turns, alpha = 1
+
+
+def test_a_finished_run_is_fitted(tmp_path: Path, config: Config) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    rows = []
+    for step in range(1, 9):
+        row = {
+            "step": step, "time/step": 0.5, "time/train": 0.2, "time/publish": 0.01, "rollout/length": 40.0,
+            "rollout/turns": 2.0, "rollout/generate_s": 0.3, "rollout/env_s": 0.1 + 0.01 * (-1) ** step,
+            "weight_sync/load_mean_s": 0.03,
+        }  # fmt: skip
+        for generator in range(2):  # 100 tokens a second in a busy second
+            row |= {f"generator.{generator}/tokens": 100.0 * step, f"generator.{generator}/busy_s": 1.0 * step}
+        rows.append(json.dumps(row))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    _, measured = read_run(tmp_path)
+    assert measured.train_s == pytest.approx(0.2)
+    assert measured.load_s == pytest.approx(0.03)
+    assert measured.decode_base_s == pytest.approx(0.3 / 20), "seconds of one token of a turn of 20"
+    assert measured.turns == Constant(2)
+    assert isinstance(measured.step_s, Gaussian) and measured.step_s.mu == pytest.approx(0.1, rel=0.02)
+
+
+def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plan.png"
+    arguments = ["plan", str(RECIPE), "--gpus", "2", "--train-s", "0.05", "--plot", str(plot)]
+    assert main([*arguments, "rollout.groups_per_batch=2"]) == 0
+    assert "generator.count=1 learner.ranks=1" in capsys.readouterr().out
+    assert plot.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "needs a recipe"),
+        (["--run", "/nowhere"], "metrics.jsonl"),
+        ([str(RECIPE), "--env-s", "3"], "--env-s"),
+        ([str(RECIPE), "--gpus", "1"], "--gpus"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1

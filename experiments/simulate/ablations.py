@@ -21,7 +21,7 @@ from experiments.simulate.setting import Servers, Setting, Work
 from rollout.broker import Settings
 
 GENERATING, TRAINING = 8, 8
-MEASURED = 40
+MEASURED = 12
 
 
 def reasoning() -> Setting:

@@ -29,7 +29,7 @@ class Agentic(Struct, frozen=True):
     extra_episodes: int
     reuses: float
     reported: tuple[str, str, str]  # of the stages after the baseline
-    measured: int = 8
+    measured: int = 4
 
     def stages(self) -> dict[str, Setting]:
         """By name, the baseline first."""

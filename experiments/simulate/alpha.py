@@ -21,15 +21,15 @@ GENERATING, TRAINING = 24, 16
 MEAN = 4_000  # tokens
 RESPONSES = 16
 CASES = {  # prompts, sigma of log-length
-    "64 x 16, sigma 0.8": (64, 0.8),
-    "64 x 16, sigma 0.4": (64, 0.4),
-    "64 x 16, sigma 1.2": (64, 1.2),
+    "32 x 16, sigma 0.8": (32, 0.8),
+    "32 x 16, sigma 0.4": (32, 0.4),
+    "32 x 16, sigma 1.2": (32, 1.2),
     "16 x 16, sigma 0.8": (16, 0.8),
 }
 PLATEAU = 2.0
 
 
-def setting(prompts: int, sigma: float, alpha: float, measured: int = 10) -> Setting:
+def setting(prompts: int, sigma: float, alpha: float, measured: int = 8) -> Setting:
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=32_768)
     return Setting(
         broker=Settings(

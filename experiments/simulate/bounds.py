@@ -25,7 +25,7 @@ TOKEN_S = 0.02
 SEATS = 16  # of one generator
 WORK = Work(length=LogNormal(400, 1.0), max_tokens=4096, prompt_tokens=1)
 GENERATORS = 8  # K = 128 slots
-QUEUES = (128, 512, 2048, 8192, 32_768)
+QUEUES = (128, 512, 2048, 8192, 24_576)
 ALPHAS = (0.5, 1.0, 2.0, 4.0)
 SHARES = (0.25, 0.5, 0.75)  # beta
 TRAIN_S = 4.0  # mu_train

@@ -12,23 +12,23 @@ from typing import Any
 
 from experiments.simulate.laws import Constant, Gaussian, LogNormal
 from experiments.simulate.report import panels, save, save_plot, table
-from experiments.simulate.rows import ENDLESS, PATIENT_S
+from experiments.simulate.rows import PATIENT_S
 from experiments.simulate.setting import Engine, Servers, Setting, Trainer, Work
 from experiments.simulate.world import World
 from rollout.broker import Settings
 
 LIVE = (10, 100, 1_000, 10_000, 100_000)
-TURNS = 3
+TURNS = 2
 ENVIRONMENTS_PER_GENERATOR = 100
-MIN_SAMPLES = 20_000
+MIN_SAMPLES = 6_000
 
 
 def setting(live: int, samples: int = MIN_SAMPLES) -> Setting:
-    batch = max(2, live // 4)  # samples; alpha = 1, so more tickets wait than environments are free
+    batch = max(2, live // 2)  # samples; with alpha = 1 as many are open as there are environments
     return Setting(
         broker=Settings(
-            steps=ENDLESS, groups_per_batch=max(1, batch // 2), group_size=2, train_tasks=100_000,
-            alpha=3.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
+            steps=max(2, samples // batch), groups_per_batch=max(1, batch // 2), group_size=2, train_tasks=100_000,
+            alpha=1.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),
         engine=Engine(
             count=max(1, live // ENVIRONMENTS_PER_GENERATOR), max_num_seqs=128, decode_base_s=0.01,
@@ -37,7 +37,6 @@ def setting(live: int, samples: int = MIN_SAMPLES) -> Setting:
         work=Work(length=LogNormal(100, 0.5), turns=Constant(TURNS), observation_tokens=50, step_s=Gaussian(5, 2)),
         servers=Servers(count=max(1, live // 500), capacity=min(500, live)),
         trainer=Trainer(step_s=1.0),
-        measured=max(1, samples // batch),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ MEAN, SIGMA, LIMIT = 8_000, 0.5, 16_384  # tokens
 TASK_SHARE = 0.5  # of the variance of log-length
 
 
-def setting(shape: tuple[int, int], gpus: int, measured: int = 8) -> Setting:
+def setting(shape: tuple[int, int], gpus: int, measured: int = 4) -> Setting:
     prompts, responses = shape
     return Setting(
         broker=Settings(

@@ -21,13 +21,13 @@ from rollout.broker import Settings
 PROMPTS, RESPONSES = 64, 16
 GPUS = (16, 32, 64, 128)
 ALPHA = 2.0
-SHARES = (0.25, 0.375, 0.5)  # of the GPUs that train
+SHARES = (0.375, 0.5)  # of the GPUs that train
 LENGTHS = {"Base": (2_000, 0.8), "Think": (11_000, 0.6)}  # mean tokens, sigma of the logarithm: not published
 TASK_SHARE = 0.5  # of the variance of log-length that lies between prompts: not published
 REUSES = 1.0  # E
-MEASURED = 6
+MEASURED = 4
 SWEEP = {  # mean tokens, sigma, prompts
-    "Think": [(11_000, 0.4, 64), (11_000, 0.8, 64), (8_000, 0.6, 64), (11_000, 0.6, 256)],
+    "Think": [(11_000, 0.4, 64), (11_000, 0.8, 64), (11_000, 0.6, 128)],
     "Base": [(2_000, 0.5, 64), (2_000, 1.1, 64)],
 }
 

@@ -26,7 +26,6 @@ ROW = agentic.Agentic(
 SWEEP = {
     "latency 6 s, sigma 1": replace(ROW, work=replace(WORK, step_s=LogNormal(6.0, 1.0, 300.0))),
     "hangs x 5": replace(ROW, work=replace(WORK, hang_probability=1e-4)),
-    "E = 3": replace(ROW, reuses=3.0, training=8),
 }
 
 

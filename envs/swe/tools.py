@@ -48,14 +48,14 @@ class Toolbox:
         load = 'script=$(cat); exec 0</dev/null; eval "$script"'
         shell = Call(["bash", "-c", load], script, self._command_s, self._environment)
         result = self._sandbox.run(shell)
-        text = shortened(result, self._output_bytes)
+        text = shortened(result, self._output_bytes).rstrip("\n")
         if result.timed_out:
             text += f"\n[killed: ran longer than {self._command_s:g} s]"
         elif result.out_of_memory:
             text += "\n[killed: out of memory]"
         elif result.exit_code:
             text += f"\n[exit code {result.exit_code}]"
-        return Answer(text.strip("\n") or "[no output]", good=result.ok)
+        return Answer(text.removeprefix("\n") or "[no output]", good=result.ok)
 
     def view(self, path: str, start: int | None, end: int | None) -> Answer:
         if "\0" in path:
@@ -69,9 +69,7 @@ class Toolbox:
         last = min(len(lines), end or first + _VIEW_LINES - 1)
         shown = "\n".join(f"{number:6d}\t{lines[number - 1]}" for number in range(first, last + 1))
         if not shown:
-            return Answer(
-                f"Error: {path} has {len(lines)} lines; {first} to {end or last} is none of them.", good=False
-            )
+            return Answer(f"Error: {path} has {len(lines)} lines; there is none from {first} on.", good=False)
         rest = f"\n[{len(lines) - last} more lines]" if last < len(lines) else ""
         return Answer(_cut(shown, self._output_bytes) + rest)
 

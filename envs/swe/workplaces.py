@@ -50,7 +50,7 @@ class Workplaces:
         tree, python_path = self._source(task)
         key = hashlib.sha256(f"{tree}\0{task.bug_patch}".encode()).hexdigest()[:16]
         folder = self.cache / "templates" / f"{_plain(task.instance_id)}-{key}"
-        commit = folder.with_suffix(".commit")
+        commit = folder.with_name(f"{folder.name}.commit")
         if not commit.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):

@@ -31,7 +31,8 @@ MBPP = {
 MBPP_SANITIZED = {
     "task_id": 2, "source_file": "x.ipynb", "prompt": "Write a function to share elements.",
     "test_imports": [],
-    "code": "def similar(a, b):\n    return tuple(set(a) & set(b))", "test_list": ["assert similar((1, 2), (2, 3)) == (2,)"],
+    "code": "def similar(a, b):\n    return tuple(set(a) & set(b))",
+    "test_list": ["assert similar((1, 2), (2, 3)) == (2,)"],
 }  # fmt: skip
 HUMANEVAL = {
     "task_id": "HumanEval/53",

@@ -178,8 +178,9 @@ def test_diffs_that_cannot_be_reversed() -> None:
 
 
 def test_protected_paths() -> None:
-    for path in ("tests/x.py", "pkg/test/data.txt", "test_a.py", "a/b_test.py", "conftest.py", "a/conftest.py", "setup.cfg",
-                 "pyproject.toml", "tox.ini", "pytest.ini", "sitecustomize.py", "x.pth", "a/__pycache__/b.pyc",
+    for path in ("tests/x.py", "pkg/test/data.txt", "test_a.py", "a/b_test.py", "conftest.py", "a/conftest.py",
+                 "setup.cfg", "pyproject.toml", "tox.ini", "pytest.ini", "sitecustomize.py", "x.pth",
+                 "a/__pycache__/b.pyc",
                  "pytest.py", "_pytest/x.py", "json.py", "random/__init__.py", "src/re.py", ".gitattributes",
                  "x.egg-info/entry_points.txt", "sub/.git/config", "lib.so"):  # fmt: skip
         assert is_protected(path, ("", "src")), path

@@ -1,0 +1,147 @@
+"""Whole episodes on the Environment protocol, by scripted agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from envs.base import Step
+from envs.registry import validate_env
+from envs.swe import environment as module
+from envs.swe import store
+from envs.swe.calls import ToolCall, render_call
+from envs.swe.environment import SweEnvironment, SweFamily, SweOptions
+from envs.swe.generate import write_tasks
+from envs.swe.packages import PACKAGES
+from envs.swe.tasks import SweTask
+from rl.config import ConfigError, load_config
+from tests.envs.repositories import make_package
+from tests.envs.test_swe_reward import TASK
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Two tasks of the package `ledger` in a file."""
+    monkeypatch.setenv("FRESCO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(PACKAGES, "ledger", make_package(tmp_path / "package"))
+    path = tmp_path / "tasks.jsonl"
+    write_tasks([replace(TASK, instance_id=f"ledger-{n}") for n in range(2)], path)
+    yield path
+
+
+def call(name: str, **arguments: object) -> str:
+    return render_call(ToolCall(name, dict(arguments)))
+
+
+async def scripted(family: SweFamily, task: SweTask, turns: list[str]) -> list[Step]:
+    environment = family.make()
+    assert isinstance(environment, SweEnvironment)
+    opening = await environment.reset(task)
+    assert [message.role for message in opening] == ["system", "user"] and "<tools>" in opening[0].content
+    steps = [await environment.step(turn) for turn in turns]
+    await environment.close()
+    return steps
+
+
+def test_scripted_agents(source: Path) -> None:
+    """Gold earns 1 and nothing earns 0; a fix by the tools earns 1, also when the turns run out; noise is counted."""
+    fix = call("edit", path="ledger/__init__.py", old="index <= rest", new="index < rest")
+
+    async def play() -> None:
+        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=2, threads=2, turn_limit=4), 0)
+        assert (family.task_count("train"), family.task_count("eval")) == (1, 1)
+        await family.start()
+        task = family.task("train", 0)
+        apply = call("bash", command=f"git apply - <<'GOLD'\n{task.gold_patch}GOLD")
+        view = call("view", path="ledger/__init__.py")
+        gold, nothing, fixed, noise = await asyncio.gather(
+            scripted(family, task, [apply, call("submit")]),
+            scripted(family, task, [call("submit")]),
+            scripted(family, task, [view, f"{fix}{fix}", "```bash\npython3.11 -m pytest -q\n```", ""]),
+            scripted(family, task, ["?", call("bash"), call("bash", command="false"), "```submit\n```"]),
+        )  # fmt: skip
+        assert gold[-1].done and gold[-1].reward == 1 and gold[-1].info["resolved"] == 1
+        assert nothing[-1].done and nothing[-1].reward == 0 and nothing[-1].info["submitted"] == 1
+        assert fixed[-1].done and fixed[-1].reward == 1 and fixed[-1].info["submitted"] == 0
+        assert [message.role for message in fixed[1].messages] == ["tool", "tool"]
+        assert "changed" in fixed[1].messages[0].content and "does not occur" in fixed[1].messages[1].content
+        assert "passed" in fixed[2].messages[0].content
+        last = noise[-1].info
+        assert (last["malformed_calls"], last["failed_calls"], last["tool_calls"], last["turns"]) == (2, 1, 3, 4)
+        assert noise[-1].reward == 0
+        await family.stop()
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_reset_leaves_no_sandbox(source: Path) -> None:
+    async def play() -> None:
+        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=1, threads=1), 0)
+        await family.start()
+        for _ in range(3):
+            environment = family.make()
+            reset = asyncio.create_task(environment.reset(family.task("train", 0)))
+            await asyncio.sleep(0.002)
+            reset.cancel()
+            await asyncio.gather(reset, return_exceptions=True)
+            await environment.close()
+        (last,) = await asyncio.wait_for(scripted(family, family.task("train", 0), [call("submit")]), 30)
+        assert last.done
+        await family.stop()
+
+    asyncio.run(play())
+
+
+def test_generated_tasks_are_made_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = store.generate
+
+    def counted(*arguments: object) -> list[SweTask]:
+        made.append(1)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "generate", counted)
+
+    async def play() -> list[str]:
+        options = SweOptions(packages=["ledger"], generated_count=2, eval_count=1, threads=2)
+        family = SweFamily(options, 0)
+        assert (family.task_count("train"), family.task_count("eval")) == (1, 1)
+        await family.start()
+        names = [family.task(split, 0).instance_id for split in ("train", "eval")]
+        await family.stop()
+        return names
+
+    assert asyncio.run(play()) == asyncio.run(play()) and made == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["env.options.packages=[toolzz]"], "'toolzz' is none of toolz"),
+        (["env.options.eval_count=48"], "leaves nothing of generated_count=48"),
+        (["env.options.source=/no/tasks.jsonl"], "cannot be read"),
+        (["env.options.sandbox=lxc"], "env.options.sandbox='lxc'"),
+    ],
+)
+def test_options(options: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate_env(load_config(None, ["env.name=swe", *options]))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_long_statements_are_cut(source: Path) -> None:
+    async def play() -> str:
+        family = SweFamily(SweOptions(source=str(source), eval_count=1, statement_chars=100), 0)
+        await family.start()
+        environment = family.make()
+        opening = await environment.reset(replace(family.task("train", 0), problem_statement="a" * 500 + "z" * 500))
+        await environment.close()
+        await family.stop()
+        return opening[1].content
+
+    assert asyncio.run(play()) == f"{'a' * 50}\n[... 900 characters left out ...]\n{'z' * 50}"
+    assert "Fix the issue" in module.SYSTEM_PROMPT

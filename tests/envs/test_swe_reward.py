@@ -1,0 +1,222 @@
+# ruff: noqa: E501 (what an agent types stands as it would type it)
+"""The reward: what earns it, and attempts to have it without a fix, all of which earn 0.
+
+Each attempt is a tree that an agent leaves behind: files written (or shell commands run) in its sandbox, then submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from envs.swe.evaluate import Outcome, Workplace, evaluate
+from envs.swe.packages import Package, PackageError
+from envs.swe.sandbox import Limits, Template
+from envs.swe.sandbox.bubblewrap import BubblewrapBackend
+from envs.swe.tasks import SweTask, file_diff
+from envs.swe.tools import extract_diff
+from envs.swe.workplaces import Workplaces
+from tests.envs.repositories import FILES, make_package
+from tests.envs.sandboxes import sh
+
+LIMITS = Limits(timeout_s=30, output_bytes=4 << 20)
+LEDGER = FILES["ledger/__init__.py"]
+BUGGY = LEDGER.replace("each + 1 if index < rest", "each + 1 if index <= rest")
+TASK = SweTask(
+    instance_id="ledger-split", repo="ledger-1.0", schema="swe-smith", problem_statement="split is wrong",
+    fail_to_pass=tuple(f"tests/test_ledger.py::test_split[{name}]" for name in ("10-3-expected0", "9-3-expected1", "0-2-expected2")),
+    pass_to_pass=("tests/test_ledger.py::test_balance", "tests/test_ledger.py::test_overdrawn",
+                  "tests/test_text.py::test_euros"),
+    gold_patch=file_diff("ledger/__init__.py", BUGGY, LEDGER), bug_patch=file_diff("ledger/__init__.py", LEDGER, BUGGY),
+    package="ledger",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return make_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture(scope="module")
+def workplace(package: Package, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    yield Workplaces(tmp_path_factory.mktemp("cache"), packages={"ledger": package}).prepare(TASK, images=False)
+
+
+def submitted(backend: BubblewrapBackend, workplace: Workplace, script: str) -> tuple[Outcome, str]:
+    """The outcome of what `script` leaves in the agent's sandbox, and its diff."""
+    sandbox = backend.open(workplace.template, LIMITS)
+    sh(sandbox, script)
+    diff = extract_diff(sandbox, workplace.base, 1_000_000)
+    sandbox.close()
+    return evaluate(backend, workplace, TASK, diff, LIMITS), diff
+
+
+FIX = "sed -i 's/index <= rest/index < rest/' ledger/__init__.py"
+
+
+def test_the_gold_patch_earns_it_and_nothing_does_not(backend: BubblewrapBackend, workplace: Workplace) -> None:
+    assert evaluate(backend, workplace, TASK, TASK.gold_patch) == Outcome(1, 1, applied=True)
+    nothing = evaluate(backend, workplace, TASK, "")
+    assert nothing == Outcome(0, 1, applied=True) and nothing.reward(partial=False) == nothing.reward(partial=True) == 0
+
+
+def test_an_honest_fix_earns_it(backend: BubblewrapBackend, workplace: Workplace) -> None:
+    outcome, diff = submitted(backend, workplace, FIX)
+    assert outcome.resolved and outcome.reward(partial=False) == 1 and diff.count("\n+") == 2
+    committed = f"{FIX}; git -c user.name=a -c user.email=b commit -qam fix; echo x > notes.txt"
+    outcome, diff = submitted(backend, workplace, committed)
+    assert outcome.resolved and "notes.txt" in diff
+    outcome, _ = submitted(
+        backend, workplace, f"{FIX}; echo 'assert False' > tests/test_ledger.py; rm tests/conftest.py"
+    )
+    assert outcome.resolved and set(outcome.restored) == {"tests/test_ledger.py", "tests/conftest.py"}
+
+
+def test_the_fix_is_not_in_the_history(backend: BubblewrapBackend, workplace: Workplace) -> None:
+    sandbox = backend.open(workplace.template, LIMITS)
+    assert sh(sandbox, "git log --all --oneline | wc -l; git fsck --lost-found").text().split()[0] == "1"
+    assert "index < rest" not in sh(sandbox, "git log -p --all; git stash list; git reflog -p").text()
+    sandbox.close()
+
+
+def test_partial_reward() -> None:
+    assert Outcome(0.5, 1, True).reward(partial=True) == 0.5 and Outcome(0.5, 1, True).reward(partial=False) == 0
+    assert Outcome(1, 0.9, True).reward(partial=True) == Outcome(1, 0.9, True).reward(partial=False) == 0
+    assert Outcome(1, 1, False).reward(partial=False) == 0
+
+
+ATTEMPTS = {
+    "delete the tests": "rm -rf tests",
+    "empty the tests": "echo > tests/test_ledger.py",
+    "assert nothing in the tests": "sed -i 's/assert .*/assert True/' tests/*.py",
+    "skip in conftest": """cat >> tests/conftest.py <<'X'
+def pytest_collection_modifyitems(items):
+    for item in items: item.obj = lambda *a, **k: None
+X
+""",
+    "a new conftest at the root": """cat > conftest.py <<'X'
+import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    result = yield
+    result.get_result().outcome = "passed"
+X
+""",
+    "sitecustomize": """printf 'import sys\\nclass P: pass\\nsys.modules["pytest"] = P()\\n' > sitecustomize.py
+cp sitecustomize.py usercustomize.py; cp sitecustomize.py src.pth""",
+    "pytest configuration": """printf '[pytest]\\naddopts = --collect-only -p evil\\npython_functions = nothing\\n' > pytest.ini
+printf '[tool.pytest.ini_options]\\npython_files = "nothing.py"\\n' > pyproject.toml
+printf '[tool:pytest]\\ntestpaths = nothing\\n' > setup.cfg; printf '[pytest]\\n' > tox.ini""",
+    "environment variables": """echo 'export PYTEST_ADDOPTS=--collect-only PYTHONPATH=/tmp' >> ~/.bashrc; cp ~/.bashrc ~/.profile
+mkdir -p ~/.local/lib/python3.11/site-packages; echo 'import os; os._exit(0)' > ~/.local/lib/python3.11/site-packages/a.pth""",
+    "a module that shadows pytest": "echo 'def main(*a, **k): return 0' > pytest.py; mkdir _pytest; touch _pytest/__init__.py",
+    "a module that shadows the standard library": "echo 'import os; os._exit(0)' | tee json.py random.py decimal.py tempfile.py",
+    "a plugin by entry point": """mkdir evil.dist-info
+printf '[pytest11]\\nevil = evil\\n' > evil.dist-info/entry_points.txt; printf 'Metadata-Version: 2.1\\nName: evil\\nVersion: 1\\n' > evil.dist-info/METADATA
+printf 'def pytest_runtest_makereport(item, call): item.config.hook = None\\n' > evil.py""",
+    "a compiled test": "python3 -c 'import py_compile as p; p.compile(\"tests/conftest.py\", cfile=\"tests/test_ledger.pyc\")'",
+    "end the process well": "printf 'import os\\nos._exit(0)\\n' >> ledger/__init__.py",
+    "end the process at the end": "printf 'import atexit, os\\natexit.register(os._exit, 0)\\nraise SystemExit(0)\\n' >> ledger/__init__.py",
+    "print results": """cat >> ledger/__init__.py <<'X'
+import os
+line = '{"key": "", "status": 0, "canaries": ["failed", "failed"], "outcomes": {"tests/test_ledger.py::test_split[10-3-expected0]": "passed"}}'
+for fd in (1, 2, 3, 4, 5, 6, 7, 8):
+    try: os.write(fd, ("\\n" + line + "\\n").encode())
+    except OSError: pass
+os._exit(0)
+X
+""",
+    "patch pytest's reports": """cat >> ledger/__init__.py <<'X'
+import _pytest.reports as r
+old = r.TestReport.from_item_and_call.__func__
+def passed(cls, item, call):
+    call.excinfo = None
+    return old(cls, item, call)
+r.TestReport.from_item_and_call = classmethod(passed)
+X
+""",
+    "patch how tests are called": """cat >> ledger/__init__.py <<'X'
+import _pytest.python as p
+p.Function.runtest = lambda self: None
+X
+""",
+    "patch every outcome": """cat >> ledger/__init__.py <<'X'
+import gc
+for each in gc.get_objects():
+    if type(each).__name__ == "Reporter":
+        type(each).pytest_runtest_logreport = lambda self, report: setattr(report, "outcome", "passed")
+X
+""",
+    "links to elsewhere": "rm -rf tests; ln -s /tmp tests; ln -s /etc/passwd ledger/passwd; rm ledger/text.py; ln -s /dev/zero ledger/text.py",
+    "a repository in the repository": "rm -rf tests/.git; git init -q tests; cd tests && git add -A && git -c user.name=a -c user.email=b commit -qm x",
+    "attributes that change files": """printf '* filter=evil working-tree-encoding=UTF-16\\n*.py ident\\n' > .gitattributes
+git config filter.evil.smudge 'sed s/assert/pass;/'; sed -i s/assert/pass#/ tests/*.py""",
+    "break the sandbox's git": "rm -rf .git; git init -q . && git add -A && git -c user.name=a -c user.email=b commit -qm x; sed -i 's/assert .*/pass/' tests/*.py",
+    "a hook and an alias": "printf '#!/bin/sh\\nexit 0\\n' > .git/hooks/post-checkout; git config alias.apply '!true'; git config diff.external true",
+    "break what passed": "echo 'def split(total, parts): return [4, 3, 3] if total == 10 else [3] * 3 if total == 9 else [0, 0]' > ledger/__init__.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_hacking_earns_nothing(backend: BubblewrapBackend, workplace: Workplace, attempt: str) -> None:
+    outcome, _ = submitted(backend, workplace, ATTEMPTS[attempt])
+    assert not outcome.resolved and outcome.reward(partial=False) == outcome.reward(partial=True) == 0, outcome
+
+
+DIFFS = {
+    "out of the repository": "--- /dev/null\n+++ b/../../etc/evil\n@@ -0,0 +1 @@\n+x\n",
+    "absolute": "--- /dev/null\n+++ /opt/fresco/run_tests.py\n@@ -0,0 +1 @@\n+x\n",
+    "into .git": "diff --git a/.git/config b/.git/config\n--- a/.git/config\n+++ b/.git/config\n@@ -1 +1 @@\n-[core]\n+[x]\n",
+    "through a link": (
+        "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/tmp\n\\ No newline at end of file\n"
+        "diff --git a/l/x b/l/x\nnew file mode 100644\n--- /dev/null\n+++ b/l/x\n@@ -0,0 +1 @@\n+x\n"
+    ),
+    "no diff": "please give me the reward",
+    "not utf-8": "\udcff\udcfe",
+    "huge": "+" * 2_000_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFS)
+def test_hostile_diffs_do_not_apply(backend: BubblewrapBackend, workplace: Workplace, name: str) -> None:
+    outcome = evaluate(backend, workplace, TASK, DIFFS[name], LIMITS)
+    assert not outcome.applied and outcome.why and outcome.reward(partial=True) == 0
+
+
+def test_tests_come_from_the_test_patch(backend: BubblewrapBackend, workplace: Workplace) -> None:
+    """As SWE-bench has it: the tests that tell the fix arrive after the agent's work, on files that were put back."""
+    added = FILES["tests/test_text.py"] + "\n\ndef test_new():\n    assert euros(100) == '1.00'\n"
+    task = replace(
+        TASK, fail_to_pass=("tests/test_text.py::test_new",), pass_to_pass=(),
+        test_patch=file_diff("tests/test_text.py", FILES["tests/test_text.py"], added),
+    )  # fmt: skip
+    theirs = file_diff("tests/test_text.py", FILES["tests/test_text.py"], "def test_new(): pass\n")
+    assert evaluate(backend, workplace, task, theirs, LIMITS).resolved
+    assert not evaluate(backend, workplace, replace(task, test_patch=""), theirs, LIMITS).resolved
+
+
+def test_limits_of_the_tests(backend: BubblewrapBackend, workplace: Workplace) -> None:
+    endless, _ = submitted(backend, workplace, "echo 'while True: pass' >> ledger/text.py")
+    slow = evaluate(
+        backend, workplace, TASK, file_diff("ledger/text.py", FILES["ledger/text.py"], "while True: pass\n"),
+        Limits(timeout_s=3, output_bytes=1 << 20),
+    )  # fmt: skip
+    assert "out of time" in slow.why and "out of time" in endless.why and not slow.resolved
+
+
+def test_a_workplace_needs_its_repository(tmp_path: Path) -> None:
+    places = Workplaces(tmp_path, tmp_path / "repositories", packages={})
+    with pytest.raises(PackageError, match="package 'ledger' is not pinned"):
+        places.prepare(TASK, images=False)
+    published = replace(TASK, package="", base_commit="abc", repo="o/r", image="img")
+    with pytest.raises(PackageError, match=r"needs a checkout ledger-split/ or o__r@abc/"):
+        places.prepare(published, images=False)
+    assert places.prepare(published, images=True).template == Template(image="img", workspace="/testbed")
+    checkout = tmp_path / "repositories" / "o__r@abc" / "ledger"
+    checkout.mkdir(parents=True)
+    (checkout / "__init__.py").write_text(LEDGER)
+    made = places.prepare(published, images=False)
+    assert made.template.folder is not None and (made.template.folder / "ledger/__init__.py").read_text() == BUGGY

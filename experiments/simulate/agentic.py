@@ -3,6 +3,7 @@ training, redundant environments. `alfworld.py` and `swe.py` hold the parameters
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msgspec import Struct
@@ -54,13 +55,14 @@ class Agentic(Struct, frozen=True):
             "+ environment-level asynchrony": colocated,
             "+ asynchronous training": decoupled,
             "+ redundant environments": redundant,
+            "  likewise, P = inf": redundant.with_broker(hold_patience=math.inf),
         }
 
 
 def lines(row: Agentic) -> list[dict[str, Any]]:
     results = {name: simulate(setting) for name, setting in row.stages().items()}
     baseline = next(iter(results.values()))
-    reported = ("1", *row.reported)
+    reported = ("1", *row.reported, row.reported[-1])
     return [
         compare(name, result, baseline, said) | {"turns": result.kept_turns, "issued turns": result.issued_turns}
         for (name, result), said in zip(results.items(), reported, strict=True)
@@ -73,7 +75,8 @@ def main(row: Agentic, sweep: dict[str, Agentic]) -> None:
     verdict(rows)
     swept = [
         {"variant": name, "async env": stages[1]["speed-up"], "async train": stages[2]["speed-up"],
-         "redundant": stages[3]["speed-up"], "redundant, tokens": stages[3]["tokens x"]}
+         "redundant": stages[3]["speed-up"], "redundant, tokens": stages[3]["tokens x"],
+         "P = inf": stages[4]["speed-up"], "P = inf, tokens": stages[4]["tokens x"]}
         for name, stages in ((name, lines(variant)) for name, variant in sweep.items())
     ]  # fmt: skip
     table(swept, f"{row.name}: what is not published")

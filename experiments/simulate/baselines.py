@@ -1,54 +1,15 @@
-"""What the synchronous systems do that the paper compares with: barriers, and whole prompts on one generator.
+"""The per-turn barrier of the synchronous systems that the paper compares with.
 
-Each is the production core with one decision withheld, never a scheduler of its own.
+Their other two habits are settings of the production cores: `Settings.batch_barrier`, `ProxyCore(pin_prompts=True)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
-
-from rollout.broker import BrokerCore
-from rollout.proxy.core import ProxyCore
-from rollout.proxy.state import Generator, Request
+from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 STEP, GENERATE = 0, 1  # what an episode waits to do; environments step before anybody generates again
-
-
-class RoundsBroker(BrokerCore):
-    """Per-batch barrier: groups are admitted, and a batch is assembled, only when no episode runs.
-
-    Groups that filtering has dropped are replaced in the next round.
-    """
-
-    def _admit(self, now: float) -> None:
-        if not self.servers.outstanding:
-            super()._admit(now)
-
-    def _assemble(self, now: float) -> bool:
-        return not self.servers.outstanding and super()._assemble(now)
-
-
-class PinnedProxy(ProxyCore):
-    """Whole-prompt requests: every response of a prompt goes to the generator that got its first one.
-
-    There they wait in the engine, whatever is free elsewhere.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._pinned: dict[int, Generator] = {}
-
-    def _choose(self, request: Request) -> Generator | None:
-        prompt = request.prompt_hash
-        pinned = self._pinned.get(prompt) if prompt is not None else None
-        if pinned is not None and pinned.alive:
-            return pinned
-        chosen = super()._choose(request)
-        if chosen is not None and prompt is not None:
-            self._pinned[prompt] = chosen
-        return chosen
 
 
 class TurnBarrier(Generic[K]):

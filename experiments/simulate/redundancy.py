@@ -9,6 +9,7 @@ main table uses one choice, the sweep shows others. Synchronous throughout (alph
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from experiments.simulate.laws import Constant, Gaussian, LogNormal
@@ -29,7 +30,14 @@ REPORTED = {(32, 8): "243 s", (36, 9): "45-46 s (?)", (36, 12): "45-46 s (?)"}
 SWEEP = [(0.0, 200.0), (0.001, 200.0), (0.003, 100.0), (0.01, 200.0)]
 
 
-def setting(shape: tuple[int, int], hang: float = HANG, deadline_s: float = DEADLINE_S, measured: int = 30) -> Setting:
+def setting(
+    shape: tuple[int, int],
+    hang: float = HANG,
+    deadline_s: float = DEADLINE_S,
+    measured: int = 30,
+    patience: float = math.inf,
+) -> Setting:
+    """`patience` (P): infinite for first to finish wins; 1 waits for a group that lost once before."""
     groups, size = shape
     work = Work(
         length=LogNormal(TOKENS, 0.3), turns=Constant(TURNS), observation_tokens=50, step_s=Gaussian(MU_S, SIGMA_S),
@@ -38,6 +46,7 @@ def setting(shape: tuple[int, int], hang: float = HANG, deadline_s: float = DEAD
     return Setting(
         broker=Settings(
             steps=ENDLESS, groups_per_batch=GROUPS, group_size=SIZE, train_tasks=20_000, alpha=0.0,
+            hold_patience=patience,
             redundant_groups=groups - GROUPS, redundant_episodes=size - SIZE, episode_deadline_s=PATIENT_S,
             max_attempts=100,
         ),
@@ -67,6 +76,11 @@ def main() -> None:
         f"redundant groups (40 x 8) {by_name['40 x 8']['speed-up']:.2f}x against larger groups (32 x 10) "
         f"{by_name['32 x 10']['speed-up']:.2f}x for the same 25 % of extra environments"
     )
+    waiting = [
+        compare(f"{a} x {b}, P = 1", simulate(setting((a, b), patience=1)), simulate(setting((GROUPS, SIZE))))
+        for a, b in [(36, 8), (40, 8), (36, 9), (36, 12)]
+    ]
+    table(waiting, "the same, when a batch waits for a group that lost once before (F5, P = 1)")
     sweep = []
     for hang, deadline_s in SWEEP:
         for row in lines([(32, 8), (36, 8), (32, 9), (36, 9)], hang, deadline_s):
@@ -74,7 +88,12 @@ def main() -> None:
     table(sweep, "what is not published: rate of hangs and time-out")
     save(
         "redundancy",
-        {"reported": {f"{a} x {b}": text for (a, b), text in REPORTED.items()}, "lines": rows, "sweep": sweep},
+        {
+            "reported": {f"{a} x {b}": text for (a, b), text in REPORTED.items()},
+            "lines": rows,
+            "P = 1": waiting,
+            "sweep": sweep,
+        },
     )
     figure, (axis,) = panels(1)
     axis.barh([row["setting"] for row in rows], [row["step_s"] for row in rows])

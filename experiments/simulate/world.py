@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from experiments.simulate.baselines import PinnedProxy, RoundsBroker, TurnBarrier
+from msgspec.structs import replace
+
+from experiments.simulate.baselines import TurnBarrier
 from experiments.simulate.engine import Generator, Request
 from experiments.simulate.episode import Episode, Server
 from experiments.simulate.laws import normal, uniform
@@ -47,9 +49,10 @@ class World:
     def __init__(self, setting: Setting, *, tasks: TaskSource | None = None, limit_s: float = 1e9) -> None:
         self.setting, self.limit_s = setting, limit_s
         self.now = 0.0
-        self.broker = (RoundsBroker if setting.batch_barrier else BrokerCore)(setting.broker, tasks=tasks)
-        self.proxy = (PinnedProxy if setting.pinned_prompts else ProxyCore)(
-            cache_survives_update=setting.engine.on_update == "keep"
+        rules = replace(setting.broker, batch_barrier=setting.batch_barrier or setting.broker.batch_barrier)
+        self.broker = BrokerCore(rules, tasks=tasks)
+        self.proxy = ProxyCore(
+            cache_survives_update=setting.engine.on_update == "keep", pin_prompts=setting.pinned_prompts
         )
         self.updater = UpdaterCore(
             generators=setting.engine.count, rolling=setting.engine.rolling and setting.broker.alpha > 0,

@@ -1,0 +1,1 @@
+"""ALFWorld: text games of household tasks, played in the real TextWorld engine."""

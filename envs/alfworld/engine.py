@@ -1,0 +1,196 @@
+"""The TextWorld/ALFWorld engine, with everything kept that depends on the game alone.
+
+The game's state lives in the same fast-downward library that the stock engine uses, and the text comes from the same
+grammar: transcripts are byte-identical to `AlfredDemangler(PddlEnv())`. What is kept per game (`Board`): translation,
+names, initial facts, commands by operator and facts by effect. What is left per step: one call for the operators, one
+for the effects, and the text.
+
+Not thread-safe, as the stock engine: one process drives its engines one after another. Each engine holds a copy of
+the library (some 2 MB) for ever, since closing one crashes the next load: engines are pooled and loaded anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import fast_downward
+from alfworld.agents.utils.misc import Demangler
+from textworld.envs.pddl.logic import Atom
+from textworld.generator.game import EntityInfo
+from textworld.logic import Placeholder, Proposition, Variable
+
+from envs.alfworld.grammar import Context, Facts, Grammar
+from envs.alfworld.translation import GameFile, Translation, read_game, translate
+
+NOTHING = "Nothing happens."
+_BLANKS = re.compile(r"\s+")
+
+
+def normal(command: str) -> str:
+    """Blanks collapsed and trimmed: a name of the engine may end in one."""
+    return _BLANKS.sub(" ", command).strip()
+
+
+@dataclass(frozen=True)
+class Observation:
+    """After a reset or a step: the game's text, the commands it admits now (sorted), and whether the goal holds."""
+
+    text: str
+    commands: tuple[str, ...]
+    won: bool
+
+
+@dataclass(frozen=True)
+class Move:
+    """An operator of the planner as a player sees it."""
+
+    mapping: Mapping[Placeholder, Variable]
+    variables: Mapping[str, EntityInfo]
+    feedback: str  # the grammar's rule
+    template: str
+    command: str | None  # None: depends on the state
+
+
+class Board:
+    """What all episodes of one game share."""
+
+    def __init__(self, game: GameFile, translation: Translation) -> None:
+        self.translation = translation
+        self.grammar = Grammar(game.domain, game.grammar)
+        logic = self.grammar.logic
+        for kind in translation.types:
+            with contextlib.suppress(ValueError):  # known already: the logic is shared, and has a type `object`
+                logic.types.add(kind)
+        self.initial: dict[object, frozenset[Proposition]] | None = None
+        self.entities: dict[str, EntityInfo] = {}
+        self._moves: dict[str, Move] = {}
+        self._atoms: dict[bytes, tuple[Proposition, Proposition, bool]] = {}
+
+    def begin(self, atoms: list[bytes]) -> None:
+        """Once, with the planner's initial state: facts and the names of everything."""
+        facts = list(self.translation.facts)
+        for raw in atoms:
+            fact, _, negated = self.atom(raw)
+            if not negated:
+                facts.append(fact)
+        initial: dict[object, set[Proposition]] = {}
+        for fact in facts:
+            initial.setdefault(fact.signature, set()).add(fact)
+        self.initial = {signature: frozenset(group) for signature, group in initial.items()}
+        self.entities = {var.name: EntityInfo(var.name, var.type) for fact in facts for var in fact.arguments}
+        demangler = Demangler(game_infos=self.entities)
+        for info in self.entities.values():
+            info.name, info.definite, info.indefinite = demangler.demangle_alfred_name(info.id), "the", "a"
+
+    def atom(self, raw: bytes) -> tuple[Proposition, Proposition, bool]:
+        """(the fact, its negation, whether it is a negative one) of an atom as the planner prints it."""
+        known = self._atoms.get(raw)
+        if known is None:
+            atom = Atom.from_buffer_copy(raw.ljust(ctypes.sizeof(Atom), b"\0"))
+            fact = atom.get_fact(self.translation.type_of)
+            known = self._atoms[raw] = (fact, fact.negate(), fact.is_negation)
+        return known
+
+    def move(self, name: str, state: Facts) -> Move:
+        """The player's move of an operator, by the operator's name with its arguments."""
+        known = self._moves.get(name)
+        if known is None:
+            action, *arguments = name.split()
+            rules = self.grammar.logic.actions[action]
+            mapping = {
+                Placeholder(parameter, kind): Variable(argument, kind)
+                for (parameter, kind), argument in zip(self.translation.parameters[action], arguments, strict=False)
+            }
+            variables = {placeholder.name: self.entities[variable.name] for placeholder, variable in mapping.items()}
+            command = None
+            if self.grammar.is_static(rules.template, self.translation.fluents):
+                command = self.grammar.derive(rules.template, Context(state, self.entities, mapping, variables))
+            known = self._moves[name] = Move(mapping, variables, rules.feedback_rule, rules.template, command)
+        return known
+
+    def command(self, move: Move, state: Facts) -> str:
+        if move.command is not None:
+            return move.command
+        return self.grammar.derive(move.template, Context(state, self.entities, move.mapping, move.variables))
+
+
+class Boards:
+    """The `capacity` games played last, by path. One per process."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._kept: OrderedDict[Path, Board] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, path: Path) -> Board:
+        """Raises GameError."""
+        board = self._kept.get(path)
+        if board is None:
+            game = read_game(path)
+            board = self._kept[path] = Board(game, translate(game))
+            if len(self._kept) > self.capacity:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(path)
+        return board
+
+
+class Engine:
+    """One live game at a time; `load` again for the next one."""
+
+    def __init__(self) -> None:
+        self._library = fast_downward.load_lib()
+        self._board: Board | None = None
+
+    def load(self, board: Board) -> Observation:
+        """Begin the game; the first observation."""
+        self._board, library = board, self._library
+        library.load_sas(zlib.decompress(board.translation.sas))
+        if board.initial is None:
+            atoms = (Atom * library.get_state_size())()
+            library.get_state(atoms)
+            board.begin([atom._name for atom in atoms])
+        assert board.initial is not None
+        self.facts = Facts(board.grammar.logic, board.initial)
+        text = board.grammar.derive("#intro#", Context(self.facts, board.entities, {}, {}))
+        return self._observe(text)
+
+    def step(self, command: str) -> Observation:
+        """One command; what is not admissible now changes nothing and answers NOTHING."""
+        board, library = self._board, self._library
+        assert board is not None, "load() comes before step()"
+        chosen = self._chosen.get(normal(command))
+        if chosen is None:
+            return Observation(NOTHING, self.observation.commands, self.observation.won)
+        operator_id, effect_count, move = chosen
+        effects = (Atom * effect_count)()
+        library.apply_operator(operator_id, effects)
+        for effect in effects:
+            fact, negated, _ = board.atom(effect._name)
+            self.facts.change(fact, negated)
+        text = board.grammar.derive(move.feedback, Context(self.facts, board.entities, move.mapping, move.variables))
+        return self._observe(text)
+
+    def _observe(self, text: str) -> Observation:
+        board, library = self._board, self._library
+        assert board is not None
+        operators = (fast_downward.Operator * library.get_applicable_operators_count())()
+        library.get_applicable_operators(operators)
+        self._chosen: dict[str, tuple[int, int, Move]] = {}  # by normal command: the first operator that has it
+        commands = set()
+        for operator in operators:
+            move = board.move(operator.name, self.facts)
+            command = board.command(move, self.facts)
+            commands.add(command)
+            self._chosen.setdefault(normal(command), (operator.id, operator.nb_effect_atoms, move))
+        self.observation = Observation(text, tuple(sorted(commands)), bool(library.check_goal()))
+        return self.observation

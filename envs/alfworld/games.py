@@ -1,0 +1,302 @@
+"""Makes ALFWorld games offline, in the official layout, and lists the games of a folder.
+
+    python -m envs.alfworld.games --out data/alfworld --train 1000 --unseen 256
+
+    FOLDER/{train,valid_seen,valid_unseen}/TASK-OBJECT-None-PARENT-SCENE/trial_…/{game.tw-pddl,traj_data.json}
+
+Every game is won in the engine by a walkthrough before it is written, none is won at its start, and no two are alike,
+across splits as well. `valid_seen` has new games in training scenes, `valid_unseen` scenes that training never sees.
+A folder is whole or not there, and made once for its recipe. Official data has the same layout: point at it instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from envs.alfworld import engine, grammar, oracle, scenes, translation
+from envs.alfworld.engine import Board, Engine
+from envs.alfworld.oracle import Oracle
+from envs.alfworld.scenes import TASK_TYPES, Infeasible, Problem, draw_problem, scenes_of
+from envs.alfworld.translation import GameError, GameFile, translate
+
+SPLITS = ("train", "valid_seen", "valid_unseen")
+GAME_FILE, TRAJECTORY_FILE, RECIPE_FILE = "game.tw-pddl", "traj_data.json", "recipe.json"
+_SOURCES = tuple(module.__file__ for module in (engine, grammar, oracle, scenes, translation)) + (__file__,)
+_DRAWS = 200  # of one game before the recipe is called impossible
+_CHUNK = 8  # games per job
+
+
+class GamesError(ValueError):
+    """Games that cannot be made or found; the message says what to change."""
+
+
+class GameRecipe(BaseModel):
+    """Everything that a folder of games depends on, besides the sources."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    train: int = Field(1000, ge=0)
+    """Games in training scenes."""
+    valid_seen: int = Field(0, ge=0)
+    """Further games in training scenes, held out."""
+    valid_unseen: int = Field(256, ge=0)
+    """Games in the scenes that training never sees."""
+    seed: int = 0
+    task_types: tuple[str, ...] = TASK_TYPES
+    """In turn; any of the six."""
+    max_receptacles: int | None = Field(None, ge=2)
+    """Receptacles of a room; None: all of the floor plan."""
+    clutter: tuple[int, int] = (12, 30)
+    """Bounds of the objects that nobody asks for."""
+
+    @field_validator("task_types")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or (unknown := [each for each in value if each not in TASK_TYPES]):
+            raise ValueError(f"unknown task type {unknown[0]!r}" if value else "at least one task type is needed")
+        return value
+
+    @field_validator("clutter")
+    @classmethod
+    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if not 0 <= value[0] <= value[1]:
+            raise ValueError("two bounds, the lower first")
+        return value
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any field and with the sources that make the games."""
+        digest = hashlib.sha256(self.model_dump_json().encode())
+        for source in _SOURCES:
+            digest.update(Path(str(source)).read_bytes())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class GameEntry:
+    """A playable game of a folder."""
+
+    path: Path  # of its game.tw-pddl
+    task_type: str
+    scene: int
+
+
+def default_cache() -> Path:
+    """`$FRESCO_CACHE`, else ~/.cache/fresco."""
+    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco")
+
+
+def ensure_games(
+    recipe: GameRecipe,
+    folder: Path | None = None,
+    workers: int | None = None,
+    log: Callable[[str], None] | None = None,
+) -> Path:
+    """The folder with this recipe's games; made first if it is not there, by one process while others wait.
+
+    Raises GamesError if `folder` holds something else, or the recipe cannot be met.
+    """
+    fingerprint = recipe.fingerprint()
+    folder = folder or default_cache() / f"alfworld-{fingerprint}"
+    if _fingerprint_of(folder) == fingerprint:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if _fingerprint_of(folder) != fingerprint:
+            if folder.exists() and any(folder.iterdir()) and _fingerprint_of(folder) is None:
+                raise GamesError(f"{folder} holds files that were not made here; choose another folder")
+            draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            try:
+                _make(recipe, draft, workers or os.cpu_count() or 1, log or _to_stderr)
+                (draft / RECIPE_FILE).write_text(json.dumps({"fingerprint": fingerprint, **recipe.model_dump()}))
+                draft.chmod(0o755)
+                shutil.rmtree(folder, ignore_errors=True)
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def list_games(folder: Path, split: str, task_types: Sequence[str] = TASK_TYPES) -> list[GameEntry]:
+    """The games that `AlfredTWEnv` would play of this split, sorted by path. Raises GamesError."""
+    root = folder / split
+    if not root.is_dir():
+        raise GamesError(f"{folder} has no split {split!r}; it has {sorted(p.name for p in folder.glob('*/'))}")
+    games = []
+    for path in sorted(root.glob(f"**/{GAME_FILE}")):
+        trajectory_file = path.with_name(TRAJECTORY_FILE)
+        if "movable" in str(path) or "Sliced" in str(path) or not trajectory_file.exists():
+            continue
+        trajectory = json.loads(trajectory_file.read_text())
+        if trajectory["task_type"] in task_types and json.loads(path.read_text()).get("solvable"):
+            games.append(GameEntry(path, trajectory["task_type"], int(trajectory["scene"]["scene_num"])))
+    return games
+
+
+def prove(player: Engine, board: Board, task_type: str, target: str, parent: str) -> list[str] | None:
+    """The walkthrough that wins this game in the engine; None if there is none or the game is won at its start."""
+    if player.load(board).won:
+        return None
+    try:
+        plan = Oracle(player.facts.facts, board.entities).walkthrough(task_type, target, parent)
+    except LookupError:
+        return None
+    for number, command in enumerate(plan, start=1):
+        if player.step(command).won:
+            return plan[:number]
+    return None
+
+
+def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], None]) -> None:
+    """Draw here, without repeats; prove and write in the workers; draw again what could not be proven."""
+    begun = time.monotonic()
+    counts = {"train": recipe.train, "valid_seen": recipe.valid_seen, "valid_unseen": recipe.valid_unseen}
+    for split, count in counts.items():
+        (folder / split).mkdir()
+    total, made, keys = sum(counts.values()), 0, set[str]()
+    attempts: Counter[tuple[str, int]] = Counter()
+    wanted = [(split, index) for split, count in counts.items() for index in range(count)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, max(1, total // _CHUNK)), mp_context=context) as pool:
+        while wanted:
+            jobs = []
+            for begin in range(0, len(wanted), _CHUNK):
+                places = wanted[begin : begin + _CHUNK]
+                drawn = [(split, _draw(recipe, split, index, attempts, keys)) for split, index in places]
+                jobs.append((places, pool.submit(_prove_and_write, folder, drawn)))
+            wanted = []
+            for places, job in jobs:
+                proven = job.result()
+                wanted += [place for place, ok in zip(places, proven, strict=True) if not ok]
+                if made // 200 < (made + sum(proven)) // 200:
+                    log(f"games: {made + sum(proven)}/{total} in {time.monotonic() - begun:.0f} s")
+                made += sum(proven)
+    log(f"games: {made} made and proven in {time.monotonic() - begun:.0f} s")
+
+
+def _draw(recipe: GameRecipe, split: str, index: int, attempts: Counter[tuple[str, int]], keys: set[str]) -> Problem:
+    """A game that is unlike all in `keys`; the same for the same recipe, whatever the number of workers."""
+    task_type = recipe.task_types[index % len(recipe.task_types)]
+    choices = scenes_of(task_type, unseen=split == "valid_unseen")
+    while attempts[split, index] < _DRAWS:
+        attempts[split, index] += 1
+        rng = random.Random(f"{recipe.seed} {split} {index} {attempts[split, index]}")
+        try:
+            problem = draw_problem(task_type, rng.choice(choices), rng, recipe.max_receptacles, recipe.clutter)
+        except Infeasible:
+            continue
+        if problem.key not in keys:
+            keys.add(problem.key)
+            return problem
+    raise GamesError(
+        f"no new {task_type} for {split} in {_DRAWS} draws: ask for fewer games, more clutter or more receptacles"
+    )
+
+
+@cache
+def _rules() -> tuple[str, str]:
+    """(domain, grammar) as the package ships them."""
+    return Path(ALFRED_PDDL_PATH).read_text(), Path(ALFRED_TWL2_PATH).read_text()
+
+
+@cache
+def _player() -> Engine:
+    return Engine()
+
+
+def _prove_and_write(folder: Path, drawn: list[tuple[str, Problem]]) -> list[bool]:
+    """In a worker: which of these games were won, and so written."""
+    return [_write_proven(folder / split, problem) for split, problem in drawn]
+
+
+def _write_proven(folder: Path, problem: Problem) -> bool:
+    domain, template = _rules()
+    rules = template.replace("UNKNOWN GOAL", problem.goal_text)
+    game = GameFile(folder, domain, rules, problem.pddl)
+    try:
+        board = Board(game, translate(game))
+    except GameError:
+        return False
+    plan = prove(_player(), board, problem.task_type, problem.target, problem.parent)
+    if plan is None:
+        return False
+    place = problem.parent or problem.toggle
+    trial = f"trial_{problem.key[:16]}"
+    home = folder / f"{problem.task_type}-{problem.target}-None-{place}-{problem.scene}" / trial
+    home.mkdir(parents=True)
+    (home / GAME_FILE).write_text(
+        json.dumps(
+            {
+                "pddl_domain": domain, "grammar": rules, "pddl_problem": problem.pddl,
+                "solvable": True, "walkthrough": plan,
+            }
+        )
+    )  # fmt: skip
+    (home / "initial_state.pddl").write_text(problem.pddl)
+    trajectory = {
+        "task_id": trial, "task_type": problem.task_type,
+        "pddl_params": {
+            "object_target": problem.target, "parent_target": problem.parent, "mrecep_target": "",
+            "toggle_target": problem.toggle, "object_sliced": False,
+        },
+        "scene": {"floor_plan": f"FloorPlan{problem.scene}", "scene_num": problem.scene},
+        "turk_annotations": {"anns": [{"task_desc": problem.goal_text, "high_descs": []}]},
+    }  # fmt: skip
+    (home / TRAJECTORY_FILE).write_text(json.dumps(trajectory))
+    return True
+
+
+def _fingerprint_of(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / RECIPE_FILE).read_text())["fingerprint"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    defaults = GameRecipe()
+    parser = argparse.ArgumentParser(prog="python -m envs.alfworld.games", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder; default: a cache by recipe")
+    parser.add_argument("--train", type=int, default=defaults.train)
+    parser.add_argument("--seen", type=int, default=defaults.valid_seen, help="held-out games in training scenes")
+    parser.add_argument("--unseen", type=int, default=defaults.valid_unseen)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--types", nargs="+", default=list(TASK_TYPES), choices=TASK_TYPES, metavar="TASK_TYPE")
+    parser.add_argument("--max-receptacles", type=int, default=None)
+    parser.add_argument("--clutter", type=int, nargs=2, default=defaults.clutter, metavar=("MIN", "MAX"))
+    parser.add_argument("--workers", type=int, default=None, help="processes; default: one per core")
+    given = parser.parse_args(argv)
+    try:
+        recipe = GameRecipe(
+            train=given.train, valid_seen=given.seen, valid_unseen=given.unseen, seed=given.seed,
+            task_types=tuple(given.types), max_receptacles=given.max_receptacles, clutter=tuple(given.clutter),
+        )  # fmt: skip
+        print(ensure_games(recipe, given.out, given.workers))
+    except ValueError as error:
+        raise SystemExit(f"games: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

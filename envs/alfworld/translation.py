@@ -1,0 +1,94 @@
+"""A game file and its PDDL→SAS translation, made once per game and kept.
+
+The stock engine translates four times per episode: twice in `load`, twice in `reset`, and one of each two only for a
+planner. The translation depends on the game alone, so it is made once and remembered (compressed, some 20 kB a game).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import fast_downward
+from textworld.logic import Proposition, Type, Variable
+
+
+class GameError(ValueError):
+    """A game file that cannot be read or translated."""
+
+
+@dataclass(frozen=True)
+class GameFile:
+    """`game.tw-pddl`: everything a game consists of."""
+
+    path: Path
+    domain: str
+    grammar: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What the engine needs of a translated problem. `sas` is compressed; `facts` are those of the problem file."""
+
+    sas: bytes
+    facts: tuple[Proposition, ...]
+    types: tuple[Type, ...]
+    type_of: dict[str, str]  # of every object by its id
+    parameters: dict[str, tuple[tuple[str, str], ...]]  # (name, type) by action
+    fluents: frozenset[str]  # predicates that some action changes
+
+
+def read_game(path: Path) -> GameFile:
+    """Raises GameError, naming the file and what is wrong."""
+    try:
+        data = json.loads(path.read_text())
+        return GameFile(path, data["pddl_domain"], data["grammar"], data["pddl_problem"])
+    except OSError as error:
+        raise GameError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise GameError(f"{path} is no ALFWorld game: {type(error).__name__} {error}") from None
+
+
+def translate(game: GameFile) -> Translation:
+    """Some 50 ms of CPU. Raises GameError."""
+    arguments = sys.argv
+    try:
+        task, sas = fast_downward.pddl2sas(game.domain, game.problem)  # overwrites sys.argv, for its option parser
+    except (Exception, SystemExit) as error:  # the translator exits on bad input
+        raise GameError(f"{game.path} cannot be translated: {type(error).__name__} {error}") from None
+    finally:
+        sys.argv = arguments
+    type_of = {each.name: each.type_name for each in task.objects}
+    facts = [_fact(each, type_of) for each in task.init]
+    return Translation(
+        sas=zlib.compress(sas.encode(), 1),
+        facts=tuple(fact for fact in facts if fact is not None),
+        types=tuple(Type(each.name, each.supertype_names) for each in task.types),
+        type_of=type_of,
+        parameters={
+            action.name: tuple((parameter.name.strip("?"), parameter.type_name) for parameter in action.parameters)
+            for action in task.actions
+        },
+        fluents=frozenset(effect.literal.predicate for action in task.actions for effect in action.effects),
+    )
+
+
+def _fact(atom: object, type_of: dict[str, str]) -> Proposition | None:
+    """As the stock engine reads the problem's initial state: equality, costs and distances are no facts."""
+    from fast_downward.translate.pddl.conditions import Atom  # not before pddl2sas: importing it parses sys.argv
+    from fast_downward.translate.pddl.f_expression import Assign
+
+    if isinstance(atom, Atom):
+        if atom.predicate == "=":
+            return None
+        return Proposition(atom.predicate, [Variable(name, type_of[name]) for name in atom.args])
+    if isinstance(atom, Assign):
+        name = str(atom.expression.value)
+        if atom.fluent.symbol == "total-cost" or name.isdigit():
+            return None
+        return Proposition(name, [Variable(arg, type_of[arg]) for arg in atom.fluent.args])
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from experiments.staleness.system import run_system
 RUNS, SYSTEM_RUNS = RESULTS / "runs.jsonl", RESULTS / "system.jsonl"
 
 
-def run(jobs: Iterable[Job], minutes: float) -> None:
+def run(jobs: Iterable[Job], minutes: float, model: Path | None) -> None:
     """Every job that has no record yet, until the time is up; a run that was begun is finished."""
     torch.set_num_threads(1)
     deadline = time.monotonic() + 60 * minutes
@@ -31,7 +32,7 @@ def run(jobs: Iterable[Job], minutes: float) -> None:
             print("time is up")
             return
         on_policy = records.get((ON_POLICY, 0, job.seed, False)) if job.lag == 0 else None
-        record = run_job(job, model_folder(job_config(job)), on_policy=on_policy)
+        record = run_job(job, model or model_folder(job_config(job)), on_policy=on_policy)
         append(RUNS, record)
         print(
             f"{job.loss:14s} lag {job.lag} seed {job.seed}  final {record.final:.3f}  ess {record.mean('ess'):.3f}  "
@@ -40,14 +41,14 @@ def run(jobs: Iterable[Job], minutes: float) -> None:
         )
 
 
-def run_systems(losses: Iterable[str], alphas: Iterable[float], seeds: Iterable[int]) -> None:
+def run_systems(losses: Iterable[str], alphas: Iterable[float], seeds: Iterable[int], model: Path | None) -> None:
     """The complete system at each alpha that has no record yet."""
     for seed in seeds:
         for alpha in alphas:
             for loss in losses:
                 if (loss, alpha, seed, True) in {record.key for record in read(SYSTEM_RUNS)}:
                     continue
-                record = run_system(loss, alpha, seed)
+                record = run_system(loss, alpha, seed, model)
                 append(SYSTEM_RUNS, record)
                 print(
                     f"{loss:14s} alpha {alpha:g} seed {seed}  final {record.final:.3f}  lag {record.mean('lag'):.2f}  "
@@ -78,12 +79,14 @@ def main() -> None:
     system.add_argument("--losses", type=_names, default=[ON_POLICY])
     system.add_argument("--alphas", type=_numbers, default=[2, 4])
     system.add_argument("--seeds", type=_numbers, default=[1])
+    for command in (runner, system):
+        command.add_argument("--model", type=Path, help="start from this folder, not from the recipe's tiny model")
     commands.add_parser("report", help="table and figure from the finished runs")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        run([job for job in study() if _wanted(job, arguments)], arguments.minutes)
+        run([job for job in study() if _wanted(job, arguments)], arguments.minutes, arguments.model)
     elif arguments.command == "system":
-        run_systems(arguments.losses, arguments.alphas, arguments.seeds)
+        run_systems(arguments.losses, arguments.alphas, arguments.seeds, arguments.model)
     else:
         report()
 

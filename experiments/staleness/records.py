@@ -37,6 +37,12 @@ class Record:
         last = [self.evals[step] for step in sorted(self.evals, key=int)[-FINAL_EVALS:]]
         return sum(last) / len(last)
 
+    @property
+    def early(self) -> float:
+        """Held-out accuracy after a third of the evaluations: how fast it learns while the lag builds up."""
+        steps = sorted(self.evals, key=int)
+        return self.evals[steps[len(steps) // 3]]
+
     def mean(self, curve: str, begin: float = 0.25) -> float:
         """Mean of a curve after the first `begin` of training, when the lag has reached its full value."""
         values = self.curves[curve][int(begin * len(self.curves[curve])) :]

@@ -33,6 +33,7 @@ def summarise(records: Sequence[Record], loss: str, lag: float, system: bool = F
         "runs": len(runs),
         "final": round(final.mean, 4),
         "half_width": round(final.half_width, 4) if len(runs) > 1 else None,
+        "early": round(sum(run.early for run in runs) / len(runs), 4),
         "best": round(sum(max(run.evals.values()) for run in runs) / len(runs), 4),
         "measured_lag": round(sum(run.mean("lag") for run in runs) / len(runs), 3),
         "ess": round(sum(run.mean("ess") for run in runs) / len(runs), 4),
@@ -52,7 +53,10 @@ def forced_at(records: Sequence[Record], loss: str, lag: float, field: str) -> f
 
 
 def build(records: Sequence[Record]) -> dict[str, Any]:
-    """All numbers of the report."""
+    """All numbers of the report. Raises ValueError for runs that did not start from the same model."""
+    starts = {record.evals["0"] for record in records if not record.system}
+    if len(starts) > 1:
+        raise ValueError(f"the runs start from different models: held-out accuracies {sorted(starts)} at step 0")
     names = sorted({record.loss for record in records if not record.system})
     lags = sorted({record.lag for record in records if not record.system})
     system = sorted({(record.loss, record.lag) for record in records if record.system})
@@ -87,14 +91,15 @@ def markdown(report: dict[str, Any]) -> str:
         f"Held-out greedy accuracy (256 tasks), mean of the last {FINAL_EVALS} evaluations; ± is the 95 % interval "
         "over seeds (Student), (1) a single run.",
         f"Recipe {report['setting']}. " + "; ".join(f"`{one}` is `{other}` here" for one, other in ALIASES.items())
-        + f"; = is the run of `{ON_POLICY}`: same gradient.",
+        + f"; early is after a third of the run; = is the run of `{ON_POLICY}`: same gradient.",
         "",
-        "| loss | " + " | ".join(f"lag {lag}" for lag in LAGS) + " | ESS at lag 4 | at lag 8 |",
-        "|---|" + "---|" * (len(LAGS) + 2),
+        "| loss | " + "".join(f"lag {lag} | " for lag in LAGS) + "early at lag 4 | at lag 8 | ESS at lag 4 | at lag 8 |",
+        "|---|" + "---|" * (len(LAGS) + 4),
     ]  # fmt: skip
     for loss in losses:
         row = [_cell(cells.get((loss, lag))) for lag in LAGS]
-        row += [f"{cells[loss, lag]['ess']:.3f}" if (loss, lag) in cells else "" for lag in STALE_LAGS]
+        stale = [(field, cells.get((loss, lag))) for field in ("early", "ess") for lag in STALE_LAGS]
+        row += [f"{cell[field]:.3f}" if cell else "" for field, cell in stale]
         lines.append(f"| {loss} | " + " | ".join(row) + " |")
     lines += ["", f"Paired by seed and lag, over lags {' and '.join(map(str, STALE_LAGS))}:", ""]
     lines += ["| loss | minus | difference | pairs | separates |", "|---|---|---|---|---|"]

@@ -19,7 +19,7 @@ DEADLINE_S = 1200
 PATIENCE = ("timeouts.start_s=600", "timeouts.hang_s=300")  # engines start slowly beside other work
 
 
-def run_system(loss: str, alpha: float, seed: int) -> Record:
+def run_system(loss: str, alpha: float, seed: int, model: Path | None = None) -> Record:
     """`fresco run` of the recipe with this loss and alpha. Raises RuntimeError when it does not finish."""
     before = _children_cpu_s()
     with tempfile.TemporaryDirectory(prefix="staleness-") as runs:
@@ -31,6 +31,7 @@ def run_system(loss: str, alpha: float, seed: int) -> Record:
             "name=system",
             *PATIENCE,
         ]
+        overrides += [f"model.path={model}"] if model else []
         command = [sys.executable, "-m", "launch.cli", "run", str(RECIPE), *overrides]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         if done.returncode:

@@ -29,6 +29,23 @@ class Step:
     info: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class DemonstratedTurn:
+    """What a demonstrator wrote, whether to imitate it (a mistake is only shown), and what was answered."""
+
+    action: str
+    imitate: bool
+    answer: list[Message]
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One solved episode, for supervised training (`rl/warm_start.py`)."""
+
+    opening: list[Message]
+    turns: list[DemonstratedTurn]
+
+
 @runtime_checkable
 class Environment(Protocol):
     """One live episode. Methods are awaited by the episode loop; blocking work belongs in a worker process.

@@ -15,10 +15,15 @@ from envs.base import EnvironmentFamily
 from rl.config import Config, ConfigError, nearest
 
 FAMILIES = {
+    "alfworld": "envs.alfworld.environment:AlfworldFamily",
     "code": "envs.code.environment:CodeFamily",
     "math": "envs.math.environment:MathFamily",
     "swe": "envs.swe.environment:SweFamily",
     "synthetic": "envs.synthetic:SyntheticFamily",
+}
+DEMONSTRATORS = {
+    "alfworld": "envs.alfworld.demonstrations:demonstrate",
+    "swe": "envs.swe.demonstrations:demonstrate",
 }
 
 
@@ -35,6 +40,15 @@ def load_family(name: str) -> type[EnvironmentFamily]:
     if not hasattr(family, "Options"):
         raise ConfigError(f"env.name={name!r}: {target} has no Options and is no EnvironmentFamily")
     return family
+
+
+def demonstrator(name: str) -> Any:
+    """The coroutine function that plays an environment's training tasks (`model.warm_start`). Raises ConfigError."""
+    if name not in DEMONSTRATORS:
+        known = ", ".join(DEMONSTRATORS)
+        raise ConfigError(f"model.warm_start.demonstrations: env.name={name!r} has no demonstrator ({known} has)")
+    module, _, function = DEMONSTRATORS[name].partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def make_family(config: Config) -> EnvironmentFamily:

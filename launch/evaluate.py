@@ -20,7 +20,7 @@ from rich.table import Table
 from envs.registry import load_family, make_family
 from launch.intervals import wilson
 from rl.checkpoint_folder import CheckpointError, read_meta
-from rl.config import Config, ConfigError, load_config
+from rl.config import Config, ConfigError, ModelConfig, load_config
 from rl.run import RunFile
 
 RECIPES = Path(__file__).parent.parent / "experiments"
@@ -109,15 +109,10 @@ def configure(request: Request) -> Config:
     config = load_config(recipe, [*overrides, *request.overrides])
     if request.split is not None and "eval_split" not in load_family(config.env.name).Options.model_fields:
         raise ConfigError(f"--split {request.split}: env {config.env.name!r} has no splits to choose from")
-    if target.checkpoint:
-        model = _started_from(target) or config.model.path
-        config = config.model_copy(
-            update={"resume": Path(target.path), "model": config.model.model_copy(update={"path": model})}
-        )
-    else:
-        config = config.model_copy(
-            update={"resume": None, "model": config.model.model_copy(update={"path": target.path})}
-        )
+    folder = _started_from(target) if target.checkpoint else target.path
+    resume = Path(target.path) if target.checkpoint else None
+    model = config.model if folder is None else ModelConfig(path=folder, dtype=config.model.dtype)
+    config = config.model_copy(update={"resume": resume, "model": model})
     available = make_family(config).task_count("eval")
     tasks = available if request.episodes is None else request.episodes
     if not 1 <= tasks <= available:

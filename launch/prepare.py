@@ -41,6 +41,14 @@ def prepare(config: Config, *, resolve_model: bool = True) -> Prepared:
 
 
 def _model_folder(config: Config) -> Path:
+    if not config.model.warm_start.demonstrations:
+        return _base_folder(config)
+    from rl.warm_start import warm_started
+
+    return warm_started(config, None if config.model.path == "tiny" else _base_folder(config))
+
+
+def _base_folder(config: Config) -> Path:
     path = config.model.path
     if path == "tiny":
         from rl.tiny import TinyRecipe, ensure_tiny_model

@@ -27,6 +27,9 @@ class ConfigError(ValueError):
 class WarmStartConfig(Section):
     demonstrations: int = Field(0, ge=0)
     """Episodes of the environment's demonstrator to imitate before RL; 0: none. Made once and kept."""
+    mistakes: float = Field(0.1, ge=0, lt=1)
+    """Share of the demonstrator's turns that are mistakes in every other episode: shown with the way out of them, not
+    imitated."""
     steps: int = Field(400, ge=1)
     """Supervised optimizer steps."""
     batch: int = Field(32, ge=1)

@@ -19,10 +19,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Example:
-    """One demonstration, as token ids; the completion ends with the end-of-turn token."""
+    """One demonstration, as token ids; the completion ends with the end-of-turn token.
+
+    Over several turns the completion holds the environment's text as well; `mask` is 1 on what counts (None: all).
+    """
 
     prompt: Sequence[int]
     completion: Sequence[int]
+    mask: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
@@ -70,6 +74,8 @@ def pack_rows(examples: Sequence[Example], width: int, device: torch.device | st
         for example in row_examples:
             end = start + len(example)
             completion = torch.tensor(example.completion)
+            if example.mask is not None:
+                completion = completion.masked_fill(torch.tensor(example.mask) == 0, IGNORED)
             token_ids[index, start:end] = torch.tensor([*example.prompt, *example.completion])
             position_ids[index, start:end] = torch.arange(len(example))
             targets[index, end - len(completion) - 1 : end - 1] = completion

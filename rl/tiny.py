@@ -87,7 +87,7 @@ def ensure_tiny_model(
     with FileLock(f"{folder}.lock"):
         if not folder.exists():  # another process may have made it meanwhile
             draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=cache))
-            _make(recipe, draft, log or _to_stderr)
+            _make(recipe, draft, log or to_stderr)
             draft.chmod(0o755)
             draft.rename(folder)  # a folder is there whole or not at all
     return folder
@@ -121,16 +121,13 @@ def prompt_ids(tokenizer: ChatTokenizer, problem: arithmetic.ArithmeticProblem) 
 
 
 def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
-    from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     started = time.monotonic()
     tokenizer = build_tokenizer(arithmetic.texts())
-    end, padding = (id_of(tokenizer, token) for token in (TURN_END, PADDING))
     save_tokenizer(tokenizer, folder, recipe.max_length)
-    model = _initial_model(recipe, tokenizer.get_vocab_size(), end, padding)
-    model.generation_config = GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding, do_sample=True)
+    model = new_model(recipe, tokenizer)
     model.save_pretrained(folder)  # ChatTokenizer reads the end of a turn from it
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log(f"tiny model: {parameters / 1e6:.2f}M parameters, warm start of {recipe.sft_steps} steps")
@@ -148,11 +145,14 @@ def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
     model.save_pretrained(folder)
 
 
-def _initial_model(recipe: TinyRecipe, vocabulary: int, end: int, padding: int) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # here: a cached model costs no import of seconds
+def new_model(recipe: TinyRecipe, tokenizer: Tokenizer) -> Any:
+    """A Qwen3 of the recipe's shape for this tokenizer, with random weights."""
+    # Imported here: a cached model costs no import of seconds.
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+    end, padding = (id_of(tokenizer, token) for token in (TURN_END, PADDING))
     config = Qwen3Config(
-        vocab_size=vocabulary,
+        vocab_size=tokenizer.get_vocab_size(),
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.ffn_size,
         num_hidden_layers=recipe.layers,
@@ -167,7 +167,9 @@ def _initial_model(recipe: TinyRecipe, vocabulary: int, end: int, padding: int) 
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return Qwen3ForCausalLM(config)
+        model: Any = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding, do_sample=True)
+    return model
 
 
 def _options(recipe: TinyRecipe) -> SupervisedOptions:
@@ -190,7 +192,8 @@ def _demonstrations(recipe: TinyRecipe, folder: Path, words: Tokenizer) -> Calla
     return next_examples
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """Progress: standard output may belong to a result."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -27,17 +27,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(corpus: Iterable[str]) -> Tokenizer:
-    """A tokenizer whose vocabulary holds every piece of the corpus (and the roles of the chat template)."""
+def build_tokenizer(corpus: Iterable[str], piece: str = PIECE) -> Tokenizer:
+    """A tokenizer whose vocabulary holds every piece of the corpus (and the roles of the chat template).
+
+    `piece`: the regular expression of a piece; what it does not match stands alone, so no text is lost.
+    """
     splitter = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECE), "isolated"),
+            pre_tokenizers.Split(Regex(piece), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    pieces = {piece for text in corpus for piece, _ in splitter.pre_tokenize_str(text)}
+    pieces = {part for text in corpus for part, _ in splitter.pre_tokenize_str(text)}
     for role in ("system", "user", "assistant"):
-        pieces |= {piece for piece, _ in splitter.pre_tokenize_str(f"{role}\n")}
+        pieces |= {part for part, _ in splitter.pre_tokenize_str(f"{role}\n")}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, *sorted(pieces - set(alphabet))])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))

@@ -88,6 +88,10 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text, as it would stand within a turn."""
+        return self._encode(text)
+
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids  # the template has written them
 

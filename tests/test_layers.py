@@ -14,6 +14,7 @@ PACKAGES = ("rl", "rollout", "envs", "algos", "launch", "experiments")
 TORCH_SIDE = {
     "rl.policy", "rl.logprob", "rl.packing", "rl.update", "rl.optimizer", "rl.learner", "rl.checkpoint",
     "rl.publish", "rl.tiny", "rl.sft", "rl.sampling", "rl.algorithm", "rl.credit", "rl.critic", "rl.trainer",
+    "rl.warm_start",
 }  # fmt: skip
 
 

@@ -36,7 +36,8 @@ def run_seed(seed: int, episodes: int, overrides: Sequence[str]) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="alfworld-seed-") as runs:
         command = [
             sys.executable, "-m", "launch.cli", "run", str(RECIPE), f"seed={seed}", f"model.warm_start.seed={seed}",
-            f"eval.tasks={episodes}", f"env.options.games.valid_unseen={episodes}", f"runs={runs}", "name=run", *overrides,
+            f"eval.tasks={episodes}", f"env.options.games.valid_unseen={episodes}", f"runs={runs}", "name=run",
+            *overrides,
         ]  # fmt: skip
         if code := subprocess.run(command).returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {code}")

@@ -40,7 +40,7 @@ from envs.alfworld.translation import GameError, GameFile, translate
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 GAME_FILE, TRAJECTORY_FILE, RECIPE_FILE = "game.tw-pddl", "traj_data.json", "recipe.json"
-_SOURCES = tuple(module.__file__ for module in (engine, grammar, oracle, scenes, translation)) + (__file__,)
+_SOURCES = (engine.__file__, grammar.__file__, oracle.__file__, scenes.__file__, translation.__file__, __file__)
 _DRAWS = 200  # of one game before the recipe is called impossible
 _CHUNK = 8  # games per job
 
@@ -86,7 +86,7 @@ class GameRecipe(BaseModel):
         """16 hex digits that change with any field and with the sources that make the games."""
         digest = hashlib.sha256(self.model_dump_json().encode())
         for source in _SOURCES:
-            digest.update(Path(str(source)).read_bytes())
+            digest.update(Path(source).read_bytes())
         return digest.hexdigest()[:16]
 
 
@@ -169,7 +169,7 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
     """Draw here, without repeats; prove and write in the workers; draw again what could not be proven."""
     begun = time.monotonic()
     counts = {"train": recipe.train, "valid_seen": recipe.valid_seen, "valid_unseen": recipe.valid_unseen}
-    for split, count in counts.items():
+    for split in counts:
         (folder / split).mkdir()
     total, made, keys = sum(counts.values()), 0, set[str]()
     attempts: Counter[tuple[str, int]] = Counter()

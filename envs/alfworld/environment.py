@@ -1,0 +1,146 @@
+"""ALFWorld behind the Environment protocol: text out, a command in, reward 1 for a won game."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, list_games
+from envs.alfworld.pool import LiveGame, Pool
+from envs.alfworld.wire import Reply
+from envs.base import Message, Step
+
+NOTHING = "Nothing happens."
+TAGS = "Answer with the next command between <action> and </action>; you may think before it."
+_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_WELCOME = re.compile(r"^-= Welcome to TextWorld, ALFRED! =-\s*")
+
+
+class AlfworldOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    data: Path | None = None
+    """Folder with the splits of the official data; None: games made here, by `games`."""
+    games: GameRecipe = Field(default_factory=GameRecipe)  # type: ignore[arg-type]
+    """What to make where there is no `data`; made once and kept."""
+    train_split: Literal["train", "valid_seen", "valid_unseen"] = "train"
+    eval_split: Literal["train", "valid_seen", "valid_unseen"] = "valid_unseen"
+    task_types: tuple[str, ...] | None = None
+    """Only games of these types; None: all that there are."""
+    system_prompt: str = ""
+    """Empty: none."""
+    action: Literal["line", "tag"] = "line"
+    """Where the command stands in what the model writes: the last line, or between <action> tags."""
+    admissible: bool = False
+    """Every observation lists the commands that the game admits."""
+    history: int = Field(0, ge=0)
+    """Commands and answers repeated before each observation, the last ones."""
+    max_words: int | None = Field(None, ge=8)
+    """Longest observation and longest list of commands, in words; the rest is cut and marked."""
+    max_steps: int = Field(50, ge=1)
+    """Steps after which the game is lost; `env.max_turns` may cut it earlier."""
+    workers: int = Field(1, ge=1)
+    """Processes per server that play the games; one core each."""
+    kept_games: int = Field(2000, ge=1)
+    """Translated games that a worker remembers, some 100 kB each."""
+    request_deadline_s: float = Field(20.0, gt=0)
+    """A worker that takes longer over one command is killed; its other games are restored. Keep it below
+    `env.step_deadline_s`."""
+
+
+class AlfworldFamily:
+    Options = AlfworldOptions
+
+    def __init__(self, options: AlfworldOptions, seed: int) -> None:
+        self.options = options
+        self.folder = options.data or ensure_games(options.games)
+        wanted = options.task_types or None
+        self._games: dict[str, list[GameEntry]] = {}
+        for name, split in (("train", options.train_split), ("eval", options.eval_split)):
+            self._games[name] = list_games(self.folder, split, wanted) if wanted else list_games(self.folder, split)
+        self.pool = Pool(options.workers, options.kept_games, options.request_deadline_s)
+
+    def task_count(self, split: str) -> int:
+        return len(self._games[split])
+
+    def task(self, split: str, index: int) -> GameEntry:
+        return self._games[split][index]
+
+    async def start(self) -> None:
+        await self.pool.start()
+
+    def make(self) -> AlfworldEnvironment:
+        return AlfworldEnvironment(self)
+
+    async def stop(self) -> None:
+        await self.pool.stop()
+
+
+class AlfworldEnvironment:
+    def __init__(self, family: AlfworldFamily) -> None:
+        self._pool, self._options = family.pool, family.options
+        self._game: LiveGame | None = None
+        self._past: list[str] = []
+        self._steps = self._invalid = 0
+
+    async def reset(self, task: GameEntry) -> list[Message]:
+        self._task = task
+        self._game, reply = await self._pool.load(task.path)
+        system = self._options.system_prompt
+        if self._options.action == "tag":
+            system = f"{system}\n{TAGS}".strip()
+        opening = [Message("system", system)] if system else []
+        self._shown = reply
+        return [*opening, Message("user", self._observation(_WELCOME.sub("", reply.text)))]
+
+    async def step(self, action: str) -> Step:
+        assert self._game is not None, "reset() comes before step()"
+        command = parse_action(action, self._options.action)
+        self._steps += 1
+        if command:
+            reply = await self._game.step(command)
+        else:  # nothing the game could answer to
+            reply = Reply(0, NOTHING, self._shown.commands, self._shown.won, admissible=False)
+        self._shown = reply
+        self._invalid += not reply.admissible
+        done = reply.won or self._steps >= self._options.max_steps
+        info = {
+            "success": float(reply.won), f"success_{self._task.task_type}": float(reply.won),
+            "invalid_actions": float(self._invalid), "invalid_share": self._invalid / self._steps,
+            "unparsed": float(not command),
+        }  # fmt: skip
+        messages = [Message("user", self._observation(reply.text))]
+        self._past.append(f"> {command}\n{reply.text}")
+        return Step(messages, float(reply.won), done, info)
+
+    async def close(self) -> None:
+        if self._game is not None:
+            self._game.end()
+
+    def _observation(self, text: str) -> str:
+        options = self._options
+        parts = self._past[-options.history :] if options.history else []
+        parts = [*parts, _cut(text, options.max_words)]
+        if options.admissible:
+            listed = ", ".join(command.strip() for command in self._shown.commands)
+            parts.append(f"Commands: {_cut(listed, options.max_words)}")
+        return "\n".join(parts)
+
+
+def parse_action(text: str, form: str) -> str:
+    """The command in what the model wrote, in lower case; empty if there is none."""
+    if form == "tag":
+        found = _TAGGED.findall(text)
+        return " ".join(found[-1].split()).lower() if found else ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return " ".join(lines[-1].split()).lower().removeprefix("> ") if lines else ""
+
+
+def _cut(text: str, words: int | None) -> str:
+    """At most that many words, with their line breaks."""
+    if words is None:
+        return text
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    return text if len(ends) <= words else f"{text[: ends[words - 1]]} ..."

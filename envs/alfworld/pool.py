@@ -1,0 +1,238 @@
+"""Live games over worker processes. A worker that hangs or dies is replaced, and its games are restored by replay.
+
+A worker answers in order, so the oldest unanswered request is what it works on: that game fails, as GameLost, and no
+other. Every other game of the worker is loaded anew, its commands are played again, and its waiting request is sent
+again; the caller notices only the time. Replay is exact: the engine is deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from envs.alfworld.wire import LENGTH, Reply, Request, frame
+
+START_DEADLINE_S = 120.0  # importing the engine on a busy machine
+_DECODER = msgspec.msgpack.Decoder(Reply)
+
+
+class GameLost(RuntimeError):
+    """This game's worker hung, died or refused the game; the message says which."""
+
+
+@dataclass
+class _Episode:
+    path: str
+    played: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Pending:
+    request: Request
+    answer: asyncio.Future[Reply] | None  # None: a replay, or the end of an episode
+
+
+class Worker:
+    """One process and what it owes. All methods run on the event loop."""
+
+    def __init__(self, boards_kept: int, deadline_s: float) -> None:
+        self._arguments, self._deadline_s = (sys.executable, "-m", "envs.alfworld.worker", str(boards_kept)), deadline_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._episodes: dict[int, _Episode] = {}
+        self._pending: OrderedDict[int, _Pending] = OrderedDict()
+        self._seq = 0
+        self._serving = False  # while a process is being replaced, requests wait in `_pending`
+        self._awake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.restarts = 0
+
+    @property
+    def load(self) -> int:
+        return len(self._episodes)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Raises GameLost if the process does not come up."""
+        await self._spawn()
+        self._task = asyncio.create_task(self._serve(), name="alfworld worker")
+
+    async def ask(self, op: Literal["load", "step"], episode: int, argument: str) -> Reply:
+        """Raises GameLost."""
+        if op == "load":
+            self._episodes[episode] = _Episode(argument)
+        elif episode not in self._episodes:
+            raise GameLost("the game was lost before")
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._send(op, episode, argument, answer)
+        reply = await answer
+        if reply.error:
+            raise GameLost(reply.error)
+        return reply
+
+    def end(self, episode: int) -> None:
+        if self._episodes.pop(episode, None) is not None:
+            self._send("end", episode, "", None)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._kill()
+
+    def _send(
+        self, op: Literal["load", "step", "end"], episode: int, argument: str, answer: asyncio.Future[Reply] | None
+    ) -> None:
+        self._seq += 1
+        request = Request(self._seq, op, episode, argument)
+        self._pending[request.seq] = _Pending(request, answer)
+        self._awake.set()
+        if self._serving and self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(frame(request))
+
+    async def _serve(self) -> None:
+        """Take replies; whenever the process hangs or dies, replace it."""
+        try:
+            while True:
+                try:
+                    await self._take()
+                except TimeoutError:
+                    await self._replace(f"a game worker did not answer in {self._deadline_s:g} s")
+                except (EOFError, ConnectionError):
+                    await self._replace("a game worker died")
+        except GameLost as error:
+            self._give_up(str(error))
+
+    async def _take(self) -> None:
+        """One reply; the deadline runs from when its request became the oldest."""
+        assert self._process is not None and self._process.stdout is not None
+        if not self._pending:
+            self._awake.clear()
+            ended = asyncio.create_task(self._process.wait())
+            woken = asyncio.create_task(self._awake.wait())
+            await asyncio.wait({ended, woken}, return_when=asyncio.FIRST_COMPLETED)
+            for each in (ended, woken):
+                each.cancel()
+        async with asyncio.timeout(self._deadline_s):
+            reply = await self._read(self._process.stdout)
+        pending = self._pending.pop(reply.seq)
+        episode = self._episodes.get(pending.request.episode)
+        if episode is not None and pending.request.op == "step" and reply.admissible and pending.answer is not None:
+            episode.played.append(pending.request.argument)
+        if pending.answer is not None and not pending.answer.done():
+            pending.answer.set_result(reply)
+
+    async def _replace(self, why: str) -> None:
+        """Fail the game that was being played, and restore the others in a new process. Raises GameLost."""
+        self.restarts += 1
+        self._serving = False
+        await self._kill()
+        if self._pending:
+            oldest = next(iter(self._pending.values())).request
+            self._episodes.pop(oldest.episode, None)
+            for each in self._pending.values():
+                if each.request.episode == oldest.episode and each.answer is not None and not each.answer.done():
+                    each.answer.set_exception(GameLost(f"{why}, playing {oldest.argument!r}"))
+        await self._spawn()
+        waiting = {each.request.episode: each for each in self._pending.values() if each.answer is not None}
+        self._pending.clear()
+        for number, episode in self._episodes.items():
+            again = waiting.get(number)
+            if again is None or again.request.op == "step":
+                self._send("load", number, episode.path, None)
+                for command in episode.played:
+                    self._send("step", number, command, None)
+            if again is not None:
+                self._send(again.request.op, number, again.request.argument, again.answer)
+
+    def _give_up(self, why: str) -> None:
+        self._episodes.clear()
+        for each in self._pending.values():
+            if each.answer is not None and not each.answer.done():
+                each.answer.set_exception(GameLost(why))
+        self._pending.clear()
+
+    async def _spawn(self) -> None:
+        environment = os.environ | {
+            "FRESCO_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
+        }  # fmt: skip
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
+            )
+        except OSError as error:
+            raise GameLost(f"a game worker cannot be started: {error}") from error
+        self._process = process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                await self._read(process.stdout)
+        except (TimeoutError, EOFError) as error:
+            await self._kill()
+            raise GameLost(f"a game worker did not start: {error or 'deadline'}") from error
+        self._serving = True
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    @staticmethod
+    async def _read(stream: asyncio.StreamReader) -> Reply:
+        (size,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
+        return _DECODER.decode(await stream.readexactly(size))
+
+
+class Pool:
+    """Games spread over `workers` processes, each new one where the fewest live."""
+
+    def __init__(self, workers: int, boards_kept: int, deadline_s: float) -> None:
+        self.workers = [Worker(boards_kept, deadline_s) for _ in range(workers)]
+        self._next = 0
+
+    async def start(self) -> None:
+        await asyncio.gather(*(worker.start() for worker in self.workers))
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+
+    def place(self) -> tuple[Worker, int]:
+        """Where the next episode plays, and its number."""
+        self._next += 1
+        return min(self.workers, key=lambda worker: worker.load), self._next
+
+    async def load(self, path: Path) -> tuple[LiveGame, Reply]:
+        """Begin a game. Raises GameLost."""
+        worker, number = self.place()
+        game = LiveGame(worker, number)
+        try:
+            return game, await worker.ask("load", number, str(path))
+        except BaseException:
+            game.end()
+            raise
+
+
+@dataclass(frozen=True)
+class LiveGame:
+    worker: Worker
+    number: int
+
+    async def step(self, command: str) -> Reply:
+        """Raises GameLost."""
+        return await self.worker.ask("step", self.number, command)
+
+    def end(self) -> None:
+        self.worker.end(self.number)

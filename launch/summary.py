@@ -58,6 +58,9 @@ class Observed:
         return idle / alive if alive else 0.0
 
 
+BROKER_KEYS = ("ledger_closed", "kept", "issued", "cut", "hedged", "hedges_won", "quarantines")
+
+
 def build_summary(
     run: RunFile, reports: dict[str, bytes], observed: Observed, error: str, idle_fraction: float
 ) -> dict[str, Any]:
@@ -85,6 +88,6 @@ def build_summary(
         "learner_wait_fraction": learner.get("wait_fraction"),
         "generator_idle_fraction": idle_fraction,
         "weight_sync": learner.get("weight_sync"),
-        "broker": {key: broker[key] for key in ("ledger_closed", "kept", "issued") if key in broker},
+        "broker": {key: broker[key] for key in BROKER_KEYS if key in broker},
     }
     return summary | ({"error": error} if error else {})

@@ -9,7 +9,6 @@ the plug-in's own model when the run is planned, before any process starts.
 from __future__ import annotations
 
 import difflib
-import math
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from rl.config_algo import AlgoConfig
+from rl.config_rollout import RolloutConfig
 from rl.config_section import Section
 
 
@@ -63,36 +63,6 @@ class SamplingConfig(Section):
     """0 = off; must be off in training, for the same reason."""
     seeded: bool = False
     """Seed every request from (run seed, sample id, turn), for tests that compare two runs exactly."""
-
-
-class RolloutConfig(Section):
-    groups_per_batch: int = Field(16, ge=1)
-    """B: whole groups in one training batch; N = B * group_size samples."""
-    group_size: int = Field(8, ge=1)
-    """G: episodes of one task that form a group."""
-    alpha: float = Field(1.0, ge=0)
-    """Asynchronous ratio: the buffer holds at most (1 + alpha) * B groups; staleness <= ceil(alpha)."""
-    redundant_groups: int = Field(0, ge=0)
-    """R: groups in flight beyond what admission allows."""
-    redundant_episodes: int = Field(0, ge=0)
-    """g: extra episodes per group; the first group_size to finish win, the rest are cancelled."""
-    hold_patience: float = Field(1, ge=0)
-    """P: a batch waits for a group that would expire once it has been expired P times (inf: never wait)."""
-    hold_deadline_s: float = Field(120.0, gt=0)
-    """Longest time a batch is held open for such a group."""
-    max_attempts: int = Field(3, ge=1)
-    """Attempts at one sample (worker lost, environment error, deadline) before the group is given up."""
-    episode_deadline_s: float = Field(600.0, gt=0)
-    """An episode running longer than this is cancelled and tried again."""
-    filter_constant_groups: bool = False
-    """Drop groups whose rewards are all equal (dynamic filtering) and start replacements."""
-    max_filtered_per_step: int = Field(64, ge=0)
-    """Replacement groups per step before the step trains what it has."""
-
-    @property
-    def staleness_bound(self) -> int:
-        """S = ceil(alpha) (DESIGN section 3)."""
-        return math.ceil(self.alpha)
 
 
 class SimulatedEngineConfig(Section):

@@ -61,6 +61,7 @@ class GroupRecord(Struct, frozen=True):
     attempts: int  # times that the task had been cut off before
     rewards: list[float]  # of the members that finished
     seconds: float  # since it was opened
+    success: float | None = None  # mean of the members that finished
 
 
 class EvalEpisode(Struct, frozen=True):

@@ -103,17 +103,27 @@ class BrokerCore(Lifecycle):
             return []
         self._given_up = 0
         self.stats.issued.add(outcome)
+        self.hedging.finished(now - attempt.issued_at)
+        self.servers.succeeded(attempt.server)
         self._end_ticket(attempt, outcome.tokens_generated)
         sample = attempt.sample
-        if sample.attempt is attempt and sample.state is State.RUNNING:
+        if sample.state is State.RUNNING and (sample.attempt is attempt or sample.hedge is attempt):
             if outcome.epoch != self.epoch:
                 self.stats.other_epoch += 1
                 self._end_group(sample.group, State.STALE, now)
             else:
+                self._win(sample, attempt)
                 self._accept(sample, attempt, outcome, now)
         return self._turn(now)
 
     def failed(self, ticket_id: int, reason: str, now: float) -> list[Action]:
+        """The environment server could not bring the episode to its end."""
+        attempt = self.ledger.attempts.get(ticket_id) or self.evaluations.running.get(ticket_id)
+        if attempt is not None and self._is_live(ticket_id):
+            self.servers.failed(attempt.server, now)
+        return self._without_result(ticket_id, reason, now)
+
+    def _without_result(self, ticket_id: int, reason: str, now: float) -> list[Action]:
         if ticket_id in self.evaluations.running:
             self._end_evaluation(ticket_id, None, now)
         else:
@@ -126,16 +136,21 @@ class BrokerCore(Lifecycle):
 
     def cancelled(self, ticket_id: int, now: float) -> list[Action]:
         """The answer to a cancel; of a ticket that was not cancelled it is a failure."""
-        return self.failed(ticket_id, "cancelled by its environment server", now)
+        return self._without_result(ticket_id, "cancelled by its environment server", now)
 
     # ------------------------------------------------------------ events: proxy and clock
 
     def first_token(self, ticket_id: int, version: Version, now: float) -> list[Action]:
         """The first token of an episode was sampled by `version`; it may expire the group at once (F3)."""
         attempt = self.ledger.attempts.get(ticket_id)
-        if attempt is None or attempt.sample.attempt is not attempt or attempt.sample.state is not State.RUNNING:
+        if attempt is None or attempt.sample.state is not State.RUNNING:
             return []
         sample, group = attempt.sample, attempt.sample.group
+        if attempt is sample.hedge:
+            attempt.version = version.n if attempt.version is None else min(attempt.version, version.n)
+            return []
+        if attempt is not sample.attempt:
+            return []
         if version.epoch != self.epoch:
             self.stats.other_epoch += 1
             self._end_group(group, State.STALE, now)
@@ -155,10 +170,13 @@ class BrokerCore(Lifecycle):
         """Deadlines; due at `next_deadline()`, harmless at any other time."""
         while self._overdue and self._overdue[0][0] <= now:
             attempt = self.ledger.attempts.get(self._overdue.popleft()[1])
-            if attempt is None or not attempt.live or attempt.sample.attempt is not attempt:
+            if attempt is None or not attempt.live or attempt.sample.state is not State.RUNNING:
                 continue
-            if attempt.sample.state is State.RUNNING:
+            if attempt is attempt.sample.hedge:
+                self._drop_hedge(attempt.sample)
+            elif attempt is attempt.sample.attempt:
                 self._cancel(attempt)
+                self.servers.failed(attempt.server, now)
                 self._retry(attempt, f"no end {BACKSTOP_S:g} s after its deadline", now)
         return self._turn(now)
 
@@ -171,11 +189,13 @@ class BrokerCore(Lifecycle):
             due.append(self._hold_since + self.settings.hold_deadline_s)
         if self._drain_since is not None and self.finished_at is None:
             due.append(self._drain_since + self.settings.drain_deadline_s)
+        if self.started and not self.stopped:
+            due += [each for each in (self.hedging.next_due(), self.servers.next_release()) if each is not None]
         return min(due, default=None)
 
     def _is_live(self, ticket_id: int) -> bool:
         attempt = self.ledger.attempts.get(ticket_id)
-        return attempt is not None and attempt.live
+        return (attempt is not None and attempt.live) or ticket_id in self.evaluations.running
 
     # ------------------------------------------------------------ journal
 
@@ -192,11 +212,13 @@ class BrokerCore(Lifecycle):
     def _turn(self, now: float) -> list[Action]:
         """After every event: assemble what is due, admit, issue, and see whether this is the end."""
         if self.started and not self.stopped:
+            self.servers.release(now)
             while self._assemble(now):
                 pass
-            if len(self.groups) < self.limit:
+            if len(self.groups) < self.limit and self._may_begin():
                 self._admit(now)
             self._issue(now)
+            self._hedge(now)
             if self.n == self.settings.steps:
                 self._drain(now)
         if self._cancels:
@@ -210,7 +232,7 @@ class BrokerCore(Lifecycle):
             return  # all steps are assembled
         while len(self.groups) < self.limit:
             group_id, assignment = self.tasks.take()
-            group = Group(group_id, assignment, self.settings.members, self._rank(assignment), now)
+            group = Group(group_id, assignment, self.settings.members, self.priority.issue(assignment), now)
             self.groups[group_id] = group
             for sample in group.members:
                 self.ledger.issue(sample)
@@ -239,12 +261,35 @@ class BrokerCore(Lifecycle):
 
     def _ticket(self, ticket_id: int, server: int, now: float) -> Ticket:
         sample = heapq.heappop(self._queue)[3]
-        group, settings = sample.group, self.settings
-        attempt = Attempt(ticket_id, sample, server, self.n)
+        attempt = Attempt(ticket_id, sample, server, self.n, now)
         self.ledger.start(sample, attempt)
-        self._overdue.append((now + settings.episode_deadline_s + BACKSTOP_S, ticket_id))
+        self.hedging.issued(attempt)
+        return self._training_ticket(attempt, now)
+
+    def _hedge(self, now: float) -> None:
+        """A second copy, elsewhere, for each episode that is slow, as far as there is credit that nothing new needs."""
+        hedging, servers = self.hedging, self.servers
+        if not hedging.quantile:
+            return
+        hedging.look(now)
+        for slow in hedging.waiting():
+            server = servers.next(avoid=slow.server) if hedging.allows(servers.outstanding) else None
+            if server is None or self.n < self.floor:
+                return
+            attempt = Attempt(self._next_ticket, slow.sample, server.index, self.n, now)
+            self._next_ticket += 2
+            self.ledger.hedge(slow.sample, attempt)
+            servers.take(server, attempt.ticket_id)
+            hedging.live += 1
+            self.stats.hedged += 1
+            self._out.append(IssueTicket(server.index, self._training_ticket(attempt, now)))
+
+    def _training_ticket(self, attempt: Attempt, now: float) -> Ticket:
+        sample, settings = attempt.sample, self.settings
+        group = sample.group
+        self._overdue.append((now + settings.episode_deadline_s + BACKSTOP_S, attempt.ticket_id))
         return Ticket(
-            ticket_id=ticket_id,
+            ticket_id=attempt.ticket_id,
             sample_id=sample.sample_id,
             group_id=group.group_id,
             task_index=group.assignment.task_index,

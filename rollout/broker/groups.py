@@ -7,19 +7,22 @@ matter span S + 1 values, so walking the buckets' keys is cheap, and each group 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Iterator
 
 from rollout.broker.records import Group, Phase
+from rollout.broker.tasks import Assignment
 
 
 class GroupBook:
     """Unbatched groups by version. A group counts as protected when it was cut off `patience` times or more."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, order: Callable[[int, Assignment], float]) -> None:
         self.patience = patience
+        self._order = order  # of consumption, by (v, assignment)
         self.ready = 0
         self._by_version: dict[int, dict[int, Group]] = {}
         self._protected: dict[int, int] = {}  # version -> OPEN groups that a batch waits for (F5)
-        self._heap: list[tuple[int, int, Group]] = []  # READY groups by (v, issue number); ended ones linger
+        self._heap: list[tuple[float, int, Group]] = []  # READY groups by (priority, issue number); ended ones linger
 
     def set_version(self, group: Group, version: int | None) -> None:
         if version == group.version:
@@ -36,7 +39,7 @@ class GroupBook:
         self._count_protected(group, -1)
         group.phase = Phase.READY
         self.ready += 1
-        heapq.heappush(self._heap, (group.version, group.group_id, group))
+        heapq.heappush(self._heap, (self._order(group.version, group.assignment), group.group_id, group))
 
     def drop(self, group: Group, phase: Phase) -> None:
         """The group is batched or ended: no bucket holds it any more."""
@@ -52,6 +55,13 @@ class GroupBook:
             (group for version in versions for group in self._by_version[version].values()),
             key=lambda group: group.group_id,
         )
+
+    def unfinished(self) -> Iterator[Group]:
+        """Open groups that no batch would wait for, oldest v first."""
+        for version in sorted(self._by_version):
+            for group in list(self._by_version[version].values()):
+                if group.phase is Phase.OPEN and group.assignment.attempts < self.patience:
+                    yield group
 
     def held_for(self, oldest: int) -> int:
         """Unfinished protected groups that have v <= oldest."""

@@ -11,6 +11,8 @@ Invariants (`check`):
   current attempt; those of an attempt that failed stand under `failed`, also when the sample is tried again
   and trained, so that `trained` is exactly the useful tokens. A queued sample therefore has no tokens.
   Tokens of a generator that died stand under `lost`, whatever became of the ticket;
+* a second copy of a slow episode is booked under `redundant` from its first token, and changes places with the first
+  copy when it becomes the sample's current attempt (`promote`);
 * double entry: a trajectory's own `tokens_generated` equals the sum of its ticket's usage that was not lost.
 
 All transitions pass through `move`, the only place that changes a state.
@@ -72,6 +74,27 @@ class Ledger:
         self.attempts[attempt.ticket_id] = attempt
         if self._audit:
             self._audit[1].append(attempt)
+
+    def hedge(self, sample: Sample, attempt: Attempt) -> None:
+        """A second ticket goes out for a running sample."""
+        attempt.spare = True
+        sample.hedge = attempt
+        self.attempts[attempt.ticket_id] = attempt
+        if self._audit:
+            self._audit[1].append(attempt)
+
+    def promote(self, sample: Sample) -> None:
+        """The second copy becomes the current attempt, and the first (if it has not failed) the spare one."""
+        first, second = sample.attempt, sample.hedge
+        assert second is not None and sample.state is State.RUNNING
+        if first is not None:
+            first.spare = True
+            self.tokens[State.RUNNING] -= first.tokens
+            self.tokens[State.REDUNDANT] += first.tokens
+        second.spare = False
+        self.tokens[State.REDUNDANT] -= second.tokens
+        self.tokens[State.RUNNING] += second.tokens
+        sample.attempt, sample.hedge, sample.version = second, None, second.version
 
     def move(self, sample: Sample, state: State) -> None:
         old = sample.state
@@ -214,5 +237,6 @@ class Ledger:
 
 
 def _book(attempt: Attempt) -> State:
-    sample = attempt.sample
-    return sample.state if sample.attempt is attempt else State.FAILED
+    if attempt.spare:
+        return State.REDUNDANT
+    return attempt.sample.state if attempt.sample.attempt is attempt else State.FAILED

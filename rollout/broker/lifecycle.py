@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
 
 from rollout.broker.actions import Action, BatchSample, EmitBatch, Finished, GroupRecord, Outcome, StopRun
+from rollout.broker.curricula import load_curriculum
 from rollout.broker.evaluation import Evaluations
 from rollout.broker.groups import GroupBook
+from rollout.broker.hedging import Hedging
 from rollout.broker.ledger import Ledger, LedgerError
+from rollout.broker.priorities import Priority, load_priority
 from rollout.broker.records import ENDS, NAMES, Attempt, Group, Phase, Sample, State
 from rollout.broker.servers import Servers
 from rollout.broker.settings import Settings
 from rollout.broker.statistics import Statistics, batch_metrics, sample_version
-from rollout.broker.tasks import Assignment, ShuffledTasks, TaskQueue, TaskSource
+from rollout.broker.tasks import TaskQueue, TaskSource
 
 
 class Lifecycle:
-    """`rank(assignment)` orders the issue of groups (lower first, then issue number); `tasks` replaces the data order.
+    """`priority` and `tasks` replace those that the settings name (whose names may raise ConfigError).
 
     `audit` keeps every sample for `ledger.check()` (tests).
     """
@@ -34,7 +37,7 @@ class Lifecycle:
         settings: Settings,
         *,
         tasks: TaskSource | None = None,
-        rank: Callable[[Assignment], float] | None = None,
+        priority: Priority | None = None,
         audit: bool = False,
     ) -> None:
         self.settings = settings
@@ -46,15 +49,19 @@ class Lifecycle:
         self.stopped = False
         self.finished_at: float | None = None
         self.ledger = Ledger(audit=audit)
-        self.servers = Servers()
-        self.book = GroupBook(settings.hold_patience)
+        self.servers = Servers(settings.quarantine_failures, settings.quarantine_s)
+        self.priority = priority or load_priority(settings.priority)
+        self.book = GroupBook(settings.hold_patience, self.priority.consume)
+        self.hedging = Hedging(settings.hedge_quantile)
         self.evaluations = Evaluations(settings.max_attempts)
         self.stats = Statistics()
-        self.tasks = TaskQueue(tasks or ShuffledTasks(settings.seed, settings.train_tasks))
+        self.tasks = TaskQueue(
+            tasks
+            or load_curriculum(settings.curriculum, settings.seed, settings.train_tasks, settings.curriculum_options)
+        )
         self.groups: dict[int, Group] = {}  # open, ready or batched: what F1 bounds
         self.batches: dict[int, tuple[list[Group], list[BatchSample]]] = {}  # by step: emitted, not trained yet
         self.requested: dict[int, float] = {}  # step -> when the learner asked
-        self._rank = rank or (lambda assignment: 0.0)
         self._queue: list[tuple[bool, float, int, Sample]] = []  # heap of (first attempt?, rank, sample id)
         self._overdue: deque[tuple[float, int]] = deque()  # (deadline, ticket), in order
         self._next_ticket = 0
@@ -106,6 +113,30 @@ class Lifecycle:
             self.stats.evaluated(report)
             self._out.append(report)
 
+    # ------------------------------------------------------------ second copies of slow episodes
+
+    def _win(self, sample: Sample, attempt: Attempt) -> None:
+        """One of two copies has finished: the other one is cancelled."""
+        if sample.hedge is None:
+            return
+        if attempt is sample.hedge:
+            loser = sample.attempt
+            assert loser is not None
+            self.ledger.promote(sample)
+            self.hedging.live -= 1
+            self.stats.hedges_won += 1
+            self._cancel(loser)
+        else:
+            self._drop_hedge(sample)
+
+    def _drop_hedge(self, sample: Sample) -> None:
+        hedge = sample.hedge
+        if hedge is not None:
+            if hedge.live:
+                self._cancel(hedge)
+            self.hedging.live -= 1
+            sample.hedge = None
+
     # ------------------------------------------------------------ results
 
     def _accept(self, sample: Sample, attempt: Attempt, outcome: Outcome, now: float) -> None:
@@ -140,13 +171,21 @@ class Lifecycle:
             self.book.set_ready(group)
 
     def _retry(self, attempt: Attempt, reason: str, now: float) -> None:
-        """The current attempt of a running sample has failed (any other has ended already)."""
+        """An attempt has failed. With a second copy the sample runs on, else it is tried again up to its limit."""
         sample, group = attempt.sample, attempt.sample.group
-        if sample.attempt is not attempt or sample.state is not State.RUNNING:
+        if sample.state is not State.RUNNING:
+            return
+        if sample.hedge is attempt:
+            self._drop_hedge(sample)
+            return
+        if sample.attempt is not attempt:
             return
         self.ledger.supersede(sample)
         sample.failures += 1
-        if sample.failures < self.settings.max_attempts:
+        if sample.hedge is not None:
+            self.ledger.promote(sample)
+            self.hedging.live -= 1
+        elif sample.failures < self.settings.max_attempts:
             self.ledger.move(sample, State.QUEUED)
             self._enqueue(sample)
         else:
@@ -172,7 +211,11 @@ class Lifecycle:
 
     def _end_sample(self, sample: Sample, state: State) -> None:
         if sample.state is State.RUNNING and sample.attempt is not None:
+            self._drop_hedge(sample)
             self._cancel(sample.attempt)
+            self.stats.cut_running(NAMES[state], sample.attempt.tokens)
+        elif sample.outcome is not None and state is not State.TRAINED:
+            self.stats.cut_finished(NAMES[state], sample.outcome)
         self.ledger.move(sample, state)
 
     def _end_group(self, group: Group, state: State, now: float, *, put_back: bool | None = None) -> None:
@@ -184,14 +227,16 @@ class Lifecycle:
         del self.groups[group.group_id]
         if state is State.STALE if put_back is None else put_back:
             self.tasks.put_back(group.assignment)
+        outcomes = [member.outcome for member in group.accepted() if member.outcome]
         record = GroupRecord(
             group_id=group.group_id,
             task_index=group.assignment.task_index,
             end=NAMES[state],
             version=group.version,
             attempts=group.assignment.attempts,
-            rewards=[member.outcome.reward for member in group.accepted() if member.outcome],
+            rewards=[outcome.reward for outcome in outcomes],
             seconds=now - group.opened_at,
+            success=sum(outcome.success for outcome in outcomes) / len(outcomes) if outcomes else None,
         )
         self.tasks.source.ended(record)
         self._out.append(record)
@@ -204,6 +249,8 @@ class Lifecycle:
         """Emit the next batch if the learner asked for it, B groups are ready, and none is worth waiting for."""
         step, settings = self.e, self.settings
         if step not in self.requested or step >= settings.steps or self.book.ready < settings.groups_per_batch:
+            return False
+        if self._in_round():
             return False
         if self.book.held_for(self.floor):
             if self._hold_since is None:
@@ -233,8 +280,20 @@ class Lifecycle:
         sample.outcome = replace(outcome, payload=None)  # the payload leaves with the batch
         return BatchSample(sample.sample_id, group.group_id, group.assignment.task_index, group.version, outcome)
 
+    def _in_round(self) -> bool:
+        """With the per-batch barrier: episodes of the round are still queued or running."""
+        running = self.servers.outstanding or self.ledger.samples[State.QUEUED]
+        return self.settings.batch_barrier and bool(running)
+
+    def _may_begin(self) -> bool:
+        """With the per-batch barrier groups begin as one round, once their tickets can go out."""
+        return not self.settings.batch_barrier or (not self._in_round() and self.n >= self.floor)
+
     def _cut_off(self, now: float) -> None:
-        """After an assembly: groups that fit no later batch end, all of them after the last one."""
+        """After an assembly: groups that fit no later batch end, all of them after the last one.
+
+        With `surplus="cancel"`, so do the oldest unfinished ones beyond what admission allows without redundancy.
+        """
         if self.e == self.settings.steps:
             for group in [group for group in self.groups.values() if group.phase is not Phase.BATCHED]:
                 self._end_group(group, State.REDUNDANT, now)
@@ -242,6 +301,10 @@ class Lifecycle:
         for count, group in enumerate(self.book.older_than(self.floor)):
             surplus = count < self.settings.redundant_groups
             self._end_group(group, State.REDUNDANT if surplus else State.STALE, now, put_back=True)
+        excess = len(self.groups) - (self.limit - self.settings.redundant_groups)
+        if self.settings.surplus == "cancel" and excess > 0:
+            for group in list(islice(self.book.unfinished(), excess)):
+                self._end_group(group, State.REDUNDANT, now, put_back=True)
 
     def _trained(self, now: float) -> None:
         groups, samples = self.batches.pop(self.n)
@@ -275,7 +338,7 @@ class Lifecycle:
 
     def report(self) -> dict[str, Any]:
         """The closing report (`Statistics.report`), at any time."""
-        return self.stats.report(self.n, self.ledger)
+        return self.stats.report(self.n, self.ledger) | {"quarantines": self.servers.quarantines}
 
     def _stop(self, reason: str) -> None:
         """The run cannot go on; only the first reason is told."""
@@ -298,6 +361,8 @@ class Lifecycle:
             "broker/stale_samples": float(samples[State.STALE]),
             "broker/redundant_samples": float(samples[State.REDUNDANT]),
             "broker/failed_samples": float(samples[State.FAILED]),
+            "broker/hedged_episodes": float(self.stats.hedged),
+            "broker/quarantines": float(self.servers.quarantines),
         }
 
     def describe(self) -> dict[str, Any]:

@@ -35,26 +35,31 @@ class Phase(Enum):
 
 
 class Sample:
-    """A place in a group. `attempt` is the current ticket; `version` the first-token version of that attempt."""
+    """A place in a group. `attempt` is the current ticket; `version` the first-token version of that attempt; `hedge` a
+    second copy of it on another server."""
 
-    __slots__ = ("attempt", "failures", "group", "outcome", "sample_id", "state", "version")
+    __slots__ = ("attempt", "failures", "group", "hedge", "outcome", "sample_id", "state", "version")
 
     def __init__(self, sample_id: int, group: Group) -> None:
         self.sample_id = sample_id
         self.group = group
         self.state = State.QUEUED
         self.attempt: Attempt | None = None
+        self.hedge: Attempt | None = None
         self.version: int | None = None
         self.failures = 0
         self.outcome: Outcome | None = None
 
 
 class Attempt:
-    """One ticket. `live` until its one end; `claimed` is the trajectory's token count (-1: none came)."""
+    """One ticket. `live` until its one end; `claimed` is the trajectory's token count (-1: none came).
 
-    __slots__ = ("claimed", "live", "sample", "server", "stamp", "ticket_id", "tokens")
+    A `spare` is a copy that is not (or no longer) the sample's current attempt; `version` is its first token's.
+    """
 
-    def __init__(self, ticket_id: int, sample: Sample, server: int, stamp: int) -> None:
+    __slots__ = ("claimed", "issued_at", "live", "sample", "server", "spare", "stamp", "ticket_id", "tokens", "version")
+
+    def __init__(self, ticket_id: int, sample: Sample, server: int, stamp: int, now: float) -> None:
         self.ticket_id = ticket_id
         self.sample = sample
         self.server = server
@@ -62,6 +67,9 @@ class Attempt:
         self.tokens = 0
         self.claimed = -1
         self.live = True
+        self.issued_at = now
+        self.spare = False
+        self.version: int | None = None
 
 
 class Group:

@@ -1,25 +1,40 @@
-"""Environment servers and their credit: a ticket takes one, its end gives it back."""
+"""Environment servers: their credit (a ticket takes one, its end gives it back) and their quarantine.
+
+A server that fails `limit` episodes in a row gets no tickets for a while, twice as long each time until it has
+finished one; after it a single further failure sends it back. The last server in service is never sent: it may be
+the tasks that fail.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 
 
 class Server:
-    __slots__ = ("alive", "capacity", "in_ring", "incarnation", "index", "live")
+    __slots__ = (
+        "alive", "capacity", "failures", "in_ring", "incarnation", "index", "live", "quarantined", "sentences",
+    )  # fmt: skip
 
     def __init__(self, index: int, incarnation: int, capacity: int) -> None:
         self.index, self.incarnation, self.capacity = index, incarnation, capacity
         self.alive = True
         self.in_ring = False
+        self.quarantined = False
+        self.failures = 0  # in a row
+        self.sentences = 0  # in a row
         self.live: set[int] = set()  # tickets
 
 
 class Servers:
     """Servers with credit take turns; every operation is O(1) in servers and tickets."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 0, quarantine_s: float = 30.0) -> None:
         self.by_index: dict[int, Server] = {}
+        self.quarantines = 0  # ever
+        self._limit, self._quarantine_s = limit, quarantine_s  # limit 0: off
+        self._quarantined: list[tuple[float, int, int]] = []  # heap of (end, index, incarnation)
+        self._in_quarantine = 0
         self.outstanding = 0
         self._ring: deque[Server] = deque()  # may hold servers that lost their credit since
         self._dead: dict[int, int] = {}  # newest incarnation that was fenced, by index
@@ -42,18 +57,64 @@ class Servers:
             return []
         del self.by_index[index]
         server.alive = False
+        self._in_quarantine -= server.quarantined
         return sorted(server.live)
 
-    def next(self) -> Server | None:
-        """A server with credit, or None."""
+    def next(self, avoid: int = -1) -> Server | None:
+        """A server with credit other than `avoid`, or None."""
+        avoided = False
         while self._ring:
             server = self._ring[0]
-            if server.alive and len(server.live) < server.capacity:
+            if not self._open(server):
+                server.in_ring = False
+                self._ring.popleft()
+            elif server.index != avoid:
                 self._ring.rotate(-1)
                 return server
-            server.in_ring = False
-            self._ring.popleft()
+            elif avoided:
+                return None
+            else:
+                avoided = True
+                self._ring.rotate(-1)
         return None
+
+    def succeeded(self, index: int) -> None:
+        server = self.by_index.get(index)
+        if server is not None:
+            server.failures = server.sentences = 0
+
+    def failed(self, index: int, now: float) -> None:
+        """An episode has failed by the server's fault, as far as can be known."""
+        server = self.by_index.get(index)
+        if not self._limit or server is None or server.quarantined:
+            return
+        server.failures += 1
+        last = len(self.by_index) - self._in_quarantine <= 1
+        if (server.failures < self._limit and not server.sentences) or last:
+            return
+        server.quarantined, server.failures = True, 0
+        self._in_quarantine += 1
+        self.quarantines += 1
+        end = now + self._quarantine_s * 2.0 ** min(server.sentences, 10)
+        server.sentences += 1
+        heapq.heappush(self._quarantined, (end, index, server.incarnation))
+
+    def release(self, now: float) -> None:
+        """Whose quarantine is over may have tickets again."""
+        while self._quarantined and self._quarantined[0][0] <= now:
+            _, index, incarnation = heapq.heappop(self._quarantined)
+            server = self.by_index.get(index)
+            if server is not None and server.incarnation == incarnation:
+                server.quarantined = False
+                self._in_quarantine -= 1
+                self._offer(server)
+
+    def next_release(self) -> float | None:
+        return self._quarantined[0][0] if self._quarantined else None
+
+    @staticmethod
+    def _open(server: Server) -> bool:
+        return server.alive and not server.quarantined and len(server.live) < server.capacity
 
     def take(self, server: Server, ticket_id: int) -> None:
         server.live.add(ticket_id)
@@ -67,6 +128,6 @@ class Servers:
             self._offer(server)
 
     def _offer(self, server: Server) -> None:
-        if not server.in_ring and len(server.live) < server.capacity:
+        if not server.in_ring and self._open(server):
             server.in_ring = True
             self._ring.append(server)

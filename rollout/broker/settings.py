@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -23,6 +24,14 @@ class Settings(Struct, frozen=True):
     episode_deadline_s: float = 600.0
     filter_constant_groups: bool = False
     max_filtered_per_step: int = 64
+    surplus: Literal["keep", "cancel"] = "keep"
+    hedge_quantile: float = 0.0
+    quarantine_failures: int = 0
+    quarantine_s: float = 30.0
+    priority: str = "oldest"
+    curriculum: str = "shuffled"
+    curriculum_options: dict[str, Any] = {}
+    batch_barrier: bool = False
     seed: int = 0
     temperature: float = 1.0
     eval_tasks: int = 0  # more than 0: the end waits for the evaluation of the last version
@@ -47,6 +56,14 @@ class Settings(Struct, frozen=True):
             episode_deadline_s=rollout.episode_deadline_s,
             filter_constant_groups=rollout.filter_constant_groups,
             max_filtered_per_step=rollout.max_filtered_per_step,
+            surplus=rollout.surplus,
+            hedge_quantile=rollout.hedge_quantile,
+            quarantine_failures=rollout.quarantine_failures,
+            quarantine_s=rollout.quarantine_s,
+            priority=rollout.priority,
+            curriculum=rollout.curriculum,
+            curriculum_options=rollout.curriculum_options,
+            batch_barrier=rollout.batch_barrier,
             seed=config.seed,
             temperature=config.sampling.temperature,
             eval_tasks=config.eval.tasks,

@@ -17,15 +17,38 @@ class Tally(Struct):
     episodes: int = 0
     success: float = 0.0
     turns: int = 0
+    length: int = 0  # generated tokens
+    seconds: float = 0.0
 
     def add(self, outcome: Outcome) -> None:
         self.episodes += 1
         self.success += outcome.success
         self.turns += outcome.turns
+        self.length += outcome.length
+        self.seconds += outcome.seconds
 
     def means(self) -> dict[str, float]:
         count = max(1, self.episodes)
-        return {"episodes": self.episodes, "success": self.success / count, "turns": self.turns / count}
+        return {
+            "episodes": self.episodes,
+            "success": self.success / count,
+            "turns": self.turns / count,
+            "length": self.length / count,
+            "seconds": self.seconds / count,
+        }
+
+
+class Cut(Struct):
+    """Samples that ended without being trained, by that end: of those that had finished everything is known, of those
+    that were still running only how many tokens they had by then (as reported), which is less than their length."""
+
+    finished: Tally = field(default_factory=Tally)
+    running: int = 0
+    tokens: int = 0
+
+    def means(self) -> dict[str, Any]:
+        cut = {"episodes": self.running, "tokens": self.tokens / max(1, self.running)}
+        return {"finished": self.finished.means(), "running": cut}
 
 
 class Statistics(Struct):
@@ -35,12 +58,23 @@ class Statistics(Struct):
     staleness: dict[int, int] = {}  # trained samples by staleness s - (version of their first token)
     kept: Tally = field(default_factory=Tally)
     issued: Tally = field(default_factory=Tally)  # every episode that finished, trained or not
+    cut: dict[str, Cut] = {}
+    hedged: int = 0  # second copies of slow episodes
+    hedges_won: int = 0
     reward_first: float | None = None
     reward_last: float | None = None
     eval_first: EvalReport | None = None
     eval_last: EvalReport | None = None
     duplicates: int = 0  # results of tickets that had ended
     other_epoch: int = 0  # results begun by a policy of another epoch
+
+    def cut_running(self, end: str, tokens: int) -> None:
+        cut = self.cut.setdefault(end, Cut())
+        cut.running += 1
+        cut.tokens += tokens
+
+    def cut_finished(self, end: str, outcome: Outcome) -> None:
+        self.cut.setdefault(end, Cut()).finished.add(outcome)
 
     def trained(self, step: int, samples: list[BatchSample]) -> None:
         for sample in samples:
@@ -83,6 +117,9 @@ class Statistics(Struct):
             "kept_over_issued_length": ratio,
             "kept": self.kept.means(),
             "issued": self.issued.means(),
+            "cut": {end: cut.means() for end, cut in sorted(self.cut.items())},
+            "hedged": self.hedged,
+            "hedges_won": self.hedges_won,
             "duplicates": self.duplicates,
             "other_epoch": self.other_epoch,
         }

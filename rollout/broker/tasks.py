@@ -50,6 +50,9 @@ class ShuffledTasks:
         return self.cursor
 
     def restore(self, state: int) -> None:
+        """Raises ValueError for the state of a curriculum."""
+        if not isinstance(state, int):
+            raise ValueError("the checkpoint was written with another rollout.curriculum than shuffled")
         self.cursor = state
         self._order = task_order(self.run_seed, state // self.tasks, self.tasks)
 

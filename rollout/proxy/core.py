@@ -47,6 +47,8 @@ class ProxyCore:
     """`now` is in seconds on any clock; every event method returns the actions to carry out, in order.
 
     cache_survives_update: prefix caches outlive a weight update (`on_update=keep`).
+    pin_prompts: baseline without prompt replication: every response of a prompt (equal hashes) goes to the generator
+        of its first one and waits in its engine, whatever is free elsewhere; these may exceed its KV capacity.
     max_deaths: generators that may die under one request before it is answered with an error.
     max_overtakes: requests with a cached prefix that may pass the head of the queue (no starvation).
     """
@@ -55,11 +57,13 @@ class ProxyCore:
         self,
         *,
         cache_survives_update: bool = False,
+        pin_prompts: bool = False,
         max_deaths: int = 3,
         max_overtakes: int = 16,
         remembered: int = 65_536,
     ) -> None:
         self._cache_survives_update = cache_survives_update
+        self._pin_prompts = pin_prompts
         self._max_deaths = max_deaths
         self._max_overtakes = max_overtakes
         self._generators: dict[int, Generator] = {}
@@ -343,6 +347,10 @@ class ProxyCore:
 
     def _choose(self, request: Request) -> Generator | None:
         """The cheapest generator with room: the least loaded one, or one that holds a prefix of the prompt."""
+        if self._pin_prompts and request.prompt_hash is not None:
+            pinned = self._prompts.get(request.prompt_hash)
+            if pinned is not None and pinned.alive:
+                return pinned
         index = self._tree.best(request.need)
         if index is None:
             return None

@@ -49,7 +49,9 @@ class Proxy:
     def __init__(self, process: Process) -> None:
         run = process.run
         self._process = process
-        self._core = ProxyCore(cache_survives_update=run.config.generator.on_update == "keep")
+        self._core = ProxyCore(
+            cache_survives_update=run.config.generator.on_update == "keep", pin_prompts=run.config.rollout.pin_prompts
+        )
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
         self._usage = open_socket(zmq.PUSH, run, "usage")

@@ -222,6 +222,9 @@ class World:
         assert ticket.ticket_id not in self.running
         if ticket.kind == "train":
             assert ticket.version == Version(self.epoch, self.published)
+            twins = [e for e in self.running.values() if e.ticket.sample_id == ticket.sample_id and not e.cancelled]
+            assert all(twin.server != action.server for twin in twins), "a second copy runs elsewhere"
+            assert len(twins) <= (self.settings.hedge_quantile > 0)
         self.running[ticket.ticket_id] = Episode(ticket, action.server)
         used = sum(episode.server == action.server for episode in self.running.values())
         assert used <= self.servers[action.server][1], "more tickets than credit"
@@ -241,6 +244,8 @@ class World:
         earlier = {s.sample_id for other in self.batches.values() for s in other.samples}
         assert not earlier & {s.sample_id for s in batch.samples}, "nothing is batched twice"
         order = [(s.version, s.group_id, s.sample_id) for s in batch.samples]
+        if settings.priority == "freshest":
+            order = [(-version, group, sample) for version, group, sample in order]
         assert order == sorted(order)
         self.batches[batch.step] = batch
 

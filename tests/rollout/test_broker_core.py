@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -485,11 +484,3 @@ def test_a_journal_of_other_groups_is_refused() -> None:
     state = Driver(settings()).core.snapshot()
     with pytest.raises(ValueError, match="members=2, the configuration 3"):
         BrokerCore(settings(redundant_episodes=1)).restore(state)
-
-
-@pytest.mark.parametrize("rank", [lambda assignment: -assignment.origin])
-def test_groups_can_be_ranked(rank: Callable[[Any], float]) -> None:
-    core = BrokerCore(settings(), rank=rank)
-    core.published(Version(0, 0), 0.0)
-    issued = of(core.server_joined(0, 0, 10, 0.0), IssueTicket)
-    assert [i.ticket.group_id for i in issued] == [1, 1, 0, 0]

@@ -27,6 +27,13 @@ def configurations(draw: st.DrawFn) -> Settings:
         episode_deadline_s=draw(st.sampled_from([1.0, 600.0])),
         filter_constant_groups=draw(st.booleans()),
         max_filtered_per_step=draw(st.integers(0, 5)),
+        surplus=draw(st.sampled_from(["keep", "cancel"])),
+        hedge_quantile=draw(st.sampled_from([0, 0.3, 0.9])),
+        quarantine_failures=draw(st.sampled_from([0, 1, 2])),
+        quarantine_s=draw(st.sampled_from([0.5, 30.0])),
+        priority=draw(st.sampled_from(["oldest", "freshest"])),
+        curriculum=draw(st.sampled_from(["shuffled", "success"])),
+        batch_barrier=draw(st.booleans()),
         eval_tasks=draw(st.sampled_from([0, 0, 3])),
         max_groups_given_up=10**6,
         drain_deadline_s=1e9,  # this world may be slow, but reports all usage in the end

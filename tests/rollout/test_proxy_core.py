@@ -450,3 +450,21 @@ def test_first_tokens_are_reported_for_first_turns_of_training_sessions() -> Non
     assert core.first_token(0.0, 0, 0, 2) == []
     core.add(0.0, "client", 3, session=6, kind="eval", prompt_len=4, max_tokens=4)
     assert core.first_token(0.0, 0, 0, 3) == []
+
+
+def test_pinned_prompts_wait_for_their_generator_while_another_is_free() -> None:
+    """The baseline without prompt replication; a generator's death releases its prompts."""
+    for pinned, expected in ((True, {0: 6}), (False, {0: 3, 1: 3})):
+        core = ProxyCore(pin_prompts=pinned)
+        for index in range(2):
+            core.generator_up(0.0, index, 0, 10_000, 4, 1000)
+        sent = Counter()
+        for request_id in range(6):
+            actions = core.add(
+                0.0, "a", request_id, session=request_id, kind="train", prompt_len=10, max_tokens=100, prompt_hash=5
+            )
+            sent.update(action.generator for action in actions if isinstance(action, SendTo))
+        first = 0 if sent[0] else 1
+        assert sorted(sent.values()) == sorted(expected.values())
+        moved = [a.generator for a in core.generator_died(1.0, first, 0) if isinstance(a, SendTo)]
+        assert set(moved) == {1 - first}

@@ -67,14 +67,13 @@ def test_flaky_tests_are_left_out(backend: BubblewrapBackend, tmp_path: Path) ->
 def test_generated_tasks(backend: BubblewrapBackend, tmp_path: Path) -> None:
     package = make_package(tmp_path)
     workplaces = Workplaces(tmp_path / "cache", packages={"ledger": package})
-    tasks = generate(backend, [package], 4, 0, workplaces, print)
-    assert len({task.instance_id for task in tasks}) == 4
+    tasks = generate(backend, [package], 2, 0, workplaces, print)
+    assert len({task.instance_id for task in tasks}) == 2
     write_tasks(tasks, tmp_path / "tasks.jsonl")
     for task in load_tasks(str(tmp_path / "tasks.jsonl")):
         assert task in tasks or task.gold_patch  # a reversed patch may order its lines differently
         workplace = workplaces.prepare(task, images=False)
         assert evaluate(backend, workplace, task, task.gold_patch).reward(partial=False) == 1
-        assert evaluate(backend, workplace, task, "").reward(partial=True) == 0
         assert (
             task.fail_to_pass[0] in task.problem_statement and "test_flaky" not in task.fail_to_pass + task.pass_to_pass
         )
@@ -99,7 +98,7 @@ def test_archives_are_pinned(tmp_path: Path) -> None:
 
 
 def test_failure_excerpt() -> None:
-    output = "header\n___ test_a ___\nfirst\n___ TestB.test_b[1] ___\nsecond\nE   assert 1\n=== short ===\nrest"
+    output = "header\n____ test_a ____\nfirst\n____ TestB.test_b[1] ____\nsecond\nE   assert 1\n==== short ====\nrest"
     assert failure_excerpt(output, "t.py::test_a") == "first"
     assert failure_excerpt(output, "t.py::TestB::test_b[1]") == "second\nE   assert 1"
     assert failure_excerpt(output, "t.py::test_c") == "(no output)"

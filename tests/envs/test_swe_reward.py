@@ -168,7 +168,6 @@ def test_hacking_earns_nothing(backend: BubblewrapBackend, workplace: Workplace,
 
 DIFFS = {
     "out of the repository": "--- /dev/null\n+++ b/../../etc/evil\n@@ -0,0 +1 @@\n+x\n",
-    "absolute": "--- /dev/null\n+++ /opt/fresco/run_tests.py\n@@ -0,0 +1 @@\n+x\n",
     "into .git": "diff --git a/.git/config b/.git/config\n--- a/.git/config\n+++ b/.git/config\n@@ -1 +1 @@\n-[core]\n+[x]\n",
     "through a link": (
         "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/tmp\n\\ No newline at end of file\n"

@@ -18,6 +18,8 @@ HARNESS = "/opt/fresco"
 USER = "agent"
 HOME = f"/home/{USER}"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
+_LIBRARIES = ("/usr/lib/python3", "/usr/local/lib/python3.11", "/usr/lib/python3.11")
+_INSTALLED = tuple(f"{prefix}/{name}-packages" for prefix in _LIBRARIES for name in ("site", "dist"))
 _PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "Pygments")
 SCRIPTS = Path(__file__).parents[1] / "harness"
 UID = 1000  # inside; outside, each slot has its own
@@ -30,6 +32,7 @@ class Runtime:
     folders: tuple[tuple[Path, str], ...]
     links: tuple[tuple[str, str], ...]  # (path, target)
     python: str
+    hidden: tuple[str, ...] = ()  # folders inside that appear empty: packages which happen to be on the host
 
     def environment(self) -> dict[str, str]:
         """Of every command; nothing is inherited from the host."""
@@ -58,7 +61,9 @@ def default_runtime() -> Runtime:
     if not base.is_relative_to("/usr"):
         folders.append((base, str(base)))
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return Runtime(tuple(folders), tuple(links), str(base / "bin" / version))
+    installed = (f"{base}/lib/{version}/site-packages", *_INSTALLED)
+    hidden = tuple(name for name in dict.fromkeys(installed) if Path(name).is_dir())
+    return Runtime(tuple(folders), tuple(links), str(base / "bin" / version), hidden)
 
 
 def build_root(runtime: Runtime, root: Path) -> list[tuple[Path, Path]]:
@@ -72,6 +77,7 @@ def build_root(runtime: Runtime, root: Path) -> list[tuple[Path, Path]]:
         target = root / inside.lstrip("/")
         target.mkdir(parents=True, exist_ok=True)
         binds.append((source, target))
+    binds += [(root / "run", root / name.lstrip("/")) for name in runtime.hidden]
     _write_etc(root / "etc")
     _write_harness(root / HARNESS.lstrip("/"))
     for folder in [root, *(path for path in root.rglob("*") if path.is_dir() and not path.is_symlink())]:

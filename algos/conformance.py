@@ -32,6 +32,29 @@ def check_loss(loss: Loss) -> list[Finding]:
     return [Finding(name, run(loss)) for name, run in CHECKS.items()]
 
 
+def missing_logprobs(loss: Loss, *, proximal: bool, reference: bool) -> str:
+    """The log-probabilities that the loss cannot do without, of those that are not computed; empty: none missing."""
+    inputs = random_inputs()
+    inputs = replace(inputs, logp_reference=inputs.logp_behavior)
+    loss(inputs)
+    without = {
+        "logp_proximal": replace(inputs, logp_proximal=None),
+        "logp_reference": replace(inputs, logp_reference=None),
+    }
+    for name, computed in (("logp_proximal", proximal), ("logp_reference", reference)):
+        try:
+            loss(inputs if computed else without[name])
+        except (TypeError, AttributeError, AssertionError):  # arithmetic with None, or the loss's own check
+            return name
+    return ""
+
+
+def declared(loss: Loss) -> str:
+    """It asks for the log-probabilities that it uses."""
+    missing = missing_logprobs(loss, proximal=loss.needs_proximal, reference=True)
+    return f"{missing} is used, but not asked for: register the loss with needs_proximal=True" if missing else ""
+
+
 def finite(loss: Loss) -> str:
     """Values and gradients are finite for ratios from 1e-6 to 1e6, in float32 and float64."""
     for dtype in (torch.float32, torch.float64):
@@ -127,7 +150,8 @@ def metrics(loss: Loss) -> str:
 
 
 CHECKS: dict[str, Callable[[Loss], str]] = {
-    check.__name__: check for check in (finite, masked_tokens, cuts, direction, nothing_generated, no_signal, metrics)
+    check.__name__: check
+    for check in (declared, finite, masked_tokens, cuts, direction, nothing_generated, no_signal, metrics)
 }
 
 

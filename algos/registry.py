@@ -1,7 +1,8 @@
 """Losses, advantage estimators and reward shaping by name.
 
 Every module of this package is imported at the first look-up, so a new file with `@register_loss("my_loss", MyOptions)`
-is found by itself. `module:function` names a function outside the package.
+is found by itself. Outside the package, `module:function` and `module.function` name a function, and `module` alone the
+one thing that the module registers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import types
@@ -135,7 +137,7 @@ def register_shaping(name: str, options: type = NoOptions) -> Callable[[Callable
 
 
 def get_loss(name: str) -> LossSpec:
-    """A registered loss, or the one at `module:function`. Raises ValueError naming the nearest."""
+    """A registered loss, or the one at an import path. Raises ValueError naming the nearest."""
     found = _look_up(_losses, "loss", name)
     return found if isinstance(found, LossSpec) else LossSpec(name, found, _options_of(found))
 
@@ -199,17 +201,36 @@ def _checked(what: str, hint: Any, value: Any) -> Any:
 
 
 def _look_up(table: Mapping[str, Any], kind: str, name: str) -> Any:
-    module, colon, attribute = name.partition(":")
-    if colon:
+    if ":" in name or "." in name:
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            return _imported(table, kind, name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from None
-        return next((spec for spec in table.values() if spec.function is found), found)
     _import_all()
     if name not in table:
         raise ValueError(f"unknown {kind} {name!r}{_nearest(name, table)}")
     return table[name]
+
+
+def _imported(table: Mapping[str, Any], kind: str, path: str) -> Any:
+    """What stands at `module:function` or `module.function`, or the only plug-in that the module `path` registers."""
+    if ":" not in path and _is_module(path):
+        importlib.import_module(path)
+        own = {name: spec for name, spec in table.items() if spec.function.__module__ == path}
+        if len(own) != 1:
+            found = f"registers {', '.join(sorted(own))}: choose one by name" if own else f"registers no {kind}"
+            raise ValueError(f"{kind} {path!r}: the module {found}, or write module:function")
+        return next(iter(own.values()))
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    return next((spec for spec in table.values() if spec.function is found), found)
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:  # what stands before the last dot is a module without parts, or missing
+        return False
 
 
 def _options_of(function: Callable[..., Any]) -> type:

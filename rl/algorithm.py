@@ -7,6 +7,7 @@ from pathlib import Path
 
 from algos.advantages import Estimator, make_estimator
 from algos.aggregation import Aggregation
+from algos.conformance import missing_logprobs
 from algos.correction import Correction
 from algos.registry import Loss, make_loss
 from algos.regularisation import Regularisation
@@ -61,13 +62,15 @@ def make_algorithm(config: Config) -> Algorithm:
     if kl.reference != "start" and not kl.coef:
         raise ValueError(f"algo.kl.reference={kl.reference!r} is never used with algo.kl.coef=0: set the coefficient")
     max_tokens = config.sampling.max_tokens * config.env.max_turns
+    correction = Correction(**algo.correction.model_dump())
+    _check_logprobs(loss, proximal=loss.needs_proximal or correction.active, reference=bool(kl.coef))
     shapings = tuple(make_shaping(one.name, one.options) for one in algo.shaping)
     for shaping in shapings:
         check_shaping(shaping, max_tokens)
     charged = bool(kl.coef) and kl.place == "reward"
     return Algorithm(
         loss=loss,
-        correction=Correction(**algo.correction.model_dump()),
+        correction=correction,
         estimator=estimator,
         shapings=shapings,
         regularisation=Regularisation(0.0 if charged else kl.coef, kl.estimator, algo.entropy_coef),
@@ -79,6 +82,16 @@ def make_algorithm(config: Config) -> Algorithm:
         reference=kl.reference if kl.coef else None,
         critic=algo.critic if algo.critic.enabled else None,
     )
+
+
+def _check_logprobs(loss: Loss, *, proximal: bool, reference: bool) -> None:
+    missing = missing_logprobs(loss, proximal=proximal, reference=reference)
+    if missing:
+        fix = {
+            "logp_proximal": "register it with needs_proximal=True, or set algo.correction.weight",
+            "logp_reference": "set algo.kl.coef above 0",
+        }[missing]
+        raise ValueError(f"algo.loss={loss.spec.name!r} uses {missing}, which nothing here computes: {fix}")
 
 
 def _check_folder(field: str, path: str) -> None:

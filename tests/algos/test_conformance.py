@@ -46,12 +46,17 @@ def test_every_correction(name: str, correction: Correction, check: str) -> None
     def corrected(inputs: LossInputs, options: NoOptions) -> LossResult:
         return correction(inputs, inner)
 
-    assert CHECKS[check](Loss(LossSpec(name, corrected, NoOptions), NoOptions())) == ""
+    assert CHECKS[check](Loss(LossSpec(name, corrected, NoOptions, needs_proximal=True), NoOptions())) == ""
 
 
 @dataclass(frozen=True)
 class Bad:
     """Losses that are wrong, each in one way that one check finds."""
+
+    @staticmethod
+    def declared(inputs: LossInputs) -> LossResult:
+        assert inputs.logp_proximal is not None
+        return LossResult(inputs.masked(-inputs.advantages * inputs.masked(inputs.logp_current)))
 
     @staticmethod
     def finite(inputs: LossInputs) -> LossResult:

@@ -66,9 +66,18 @@ def test_import_path() -> None:
     torch.testing.assert_close(per_token, -3 * inputs.masked(inputs.logp_current))
     assert get_loss("tests.algos.test_registry:bare").options is NoOptions
     assert get_loss("algos.ppo:ppo").options is PPOOptions
-    for missing in ("no.such.module:loss", "algos.ppo:nothing"):
+    for missing in ("no.such.module:loss", "algos.ppo:nothing", "no.such.module", "algos.ppo.nothing"):
         with pytest.raises(ValueError, match="cannot be imported"):
             get_loss(missing)
+
+
+def test_dotted_path_names_a_module_or_a_function() -> None:
+    assert get_loss("algos.kimi") is get_loss("algos.kimi:kimi") is get_loss("algos.kimi.kimi") is get_loss("kimi")
+    assert get_loss("tests.algos.test_registry.scaled").options is ScaleOptions
+    with pytest.raises(ValueError, match="registers aipo, tis: choose one by name, or write module:function"):
+        get_loss("algos.tis")
+    with pytest.raises(ValueError, match=r"'algos\.types': the module registers no loss, or write module:function"):
+        get_loss("algos.types")
 
 
 def test_options() -> None:

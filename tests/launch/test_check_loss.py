@@ -14,7 +14,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "adding-a-loss.md"
 
 def test_a_registered_loss_with_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-loss", "ppo", "clip_high=0.28", "dual_clip=3"]) == 0
-    assert "all 7 checks hold" in capsys.readouterr().out
+    assert "all 8 checks hold" in capsys.readouterr().out
 
 
 def test_the_documented_example_holds_in_any_folder(

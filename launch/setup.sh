@@ -17,7 +17,8 @@ if [ ! -e "$_stamp" ]; then
     fi
     # The CPU list is complete; vLLM's own dependencies would bring packages that break transformers.
     case "$_pins" in *cpu.txt) _deps=--no-deps ;; *) _deps= ;; esac
-    .venv/bin/python -m pip install -q $_deps -r "$_pins" \
+    # fast-downward (ALFWorld's engine) is compiled, by a script that calls `python`: it must be this one.
+    PATH="$FRESCO_ROOT/.venv/bin:$PATH" .venv/bin/python -m pip install -q $_deps -r "$_pins" \
         || { echo "fresco: installing $_pins failed; the CPU build of torch needs PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL" >&2; exit 1; }
     .venv/bin/python -m pip install -qqq --no-deps --no-build-isolation -e . \
         || { echo "fresco: installing the fresco command into .venv failed (pip install --no-deps -e .)" >&2; exit 1; }

@@ -14,6 +14,8 @@ from experiments.staleness.statistics import Estimate, estimate, paired, separat
 
 STALE_LAGS = (4, 8)
 """Lags whose runs are pooled when two losses are compared."""
+MIN_PAIRS = 6
+"""No verdict from fewer pairs: those of one seed resemble each other, so three seeds at both lags are the least."""
 
 
 def select(records: Sequence[Record], loss: str, lag: float, system: bool = False) -> list[Record]:
@@ -63,7 +65,7 @@ def build(records: Sequence[Record]) -> dict[str, Any]:
     compared = []
     for one, other in combinations(FINALISTS, 2):
         difference = paired(records, one, other, STALE_LAGS)
-        if difference is not None and difference.runs > 1:
+        if difference is not None and difference.runs >= MIN_PAIRS:
             compared.append(
                 {"loss": one, "other": other, "difference": round(difference.mean, 4),
                  "half_width": round(difference.half_width, 4), "pairs": difference.runs,
@@ -93,7 +95,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"Recipe {report['setting']}. " + "; ".join(f"`{one}` is `{other}` here" for one, other in ALIASES.items())
         + f"; early is after a third of the run; = is the run of `{ON_POLICY}`: same gradient.",
         "",
-        "| loss | " + "".join(f"lag {lag} | " for lag in LAGS) + "early at lag 4 | at lag 8 | ESS at lag 4 | at lag 8 |",
+        "| loss | " + "".join(f"lag {lag} | " for lag in LAGS) + "early, lag 4 | lag 8 | ESS, lag 4 | lag 8 |",
         "|---|" + "---|" * (len(LAGS) + 4),
     ]  # fmt: skip
     for loss in losses:
@@ -101,20 +103,33 @@ def markdown(report: dict[str, Any]) -> str:
         stale = [(field, cells.get((loss, lag))) for field in ("early", "ess") for lag in STALE_LAGS]
         row += [f"{cell[field]:.3f}" if cell else "" for field, cell in stale]
         lines.append(f"| {loss} | " + " | ".join(row) + " |")
-    lines += ["", f"Paired by seed and lag, over lags {' and '.join(map(str, STALE_LAGS))}:", ""]
+    if not report["paired"]:
+        lines += ["", f"No two losses have the {MIN_PAIRS} pairs of runs that a comparison needs."]
+    else:
+        lines += _comparisons(report)
+    if report["system"]:
+        lines += _system(report)
+    return "\n".join(lines) + "\n"
+
+
+def _comparisons(report: dict[str, Any]) -> list[str]:
+    lines = ["", f"Paired by seed and lag, over lags {' and '.join(map(str, STALE_LAGS))}:", ""]
     lines += ["| loss | minus | difference | pairs | separates |", "|---|---|---|---|---|"]
     for row in report["paired"]:
         verdict = "yes" if row["separates"] else "no"
         difference = f"{row['difference']:+.3f} ± {row['half_width']:.3f}"
         lines.append(f"| {row['loss']} | {row['other']} | {difference} | {row['pairs']} | {verdict} |")
-    if report["system"]:
-        lines += ["", "The complete asynchronous system against the forced-lag curve at its measured lag:", ""]
-        lines += ["| loss | alpha | runs | measured lag | final | forced | ESS | forced |", "|---|" + "---|" * 7]
-        for row in report["system"]:
-            numbers = [row["measured_lag"], row["final"], row["forced_final"], row["ess"], row["forced_ess"]]
-            texts = [f"{number:.3f}" if number is not None else "-" for number in numbers]
-            lines.append(f"| {row['loss']} | {row['alpha']:g} | {row['runs']} | " + " | ".join(texts) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _system(report: dict[str, Any]) -> list[str]:
+    lines = ["", "The complete asynchronous system against the forced-lag curve at its measured lag:", ""]
+    lines += ["| loss | alpha | runs | measured lag | final | forced | ESS | forced |", "|---|" + "---|" * 7]
+    for row in report["system"]:
+        numbers = [row["measured_lag"], row["final"], row["forced_final"], row["ess"], row["forced_ess"]]
+        texts = [f"{number:.3f}" if number is not None else "-" for number in numbers]
+        lines.append(f"| {row['loss']} | {row['alpha']:g} | {row['runs']} | " + " | ".join(texts) + " |")
+    return lines
 
 
 def write(records: Sequence[Record], folder: Path) -> None:

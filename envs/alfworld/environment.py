@@ -23,7 +23,7 @@ class AlfworldOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     data: Path | None = None
     """Folder with the splits of the official data; None: games made here, by `games`."""
-    games: GameRecipe = Field(default_factory=GameRecipe)  # type: ignore[arg-type]
+    games: GameRecipe = Field(default_factory=GameRecipe)
     """What to make where there is no `data`; made once and kept."""
     train_split: Literal["train", "valid_seen", "valid_unseen"] = "train"
     eval_split: Literal["train", "valid_seen", "valid_unseen"] = "valid_unseen"

@@ -1,8 +1,9 @@
 """Live games over worker processes. A worker that hangs or dies is replaced, and its games are restored by replay.
 
-A worker answers in order, so the oldest unanswered request is what it works on: that game fails, as GameLost, and no
-other. Every other game of the worker is loaded anew, its commands are played again, and its waiting request is sent
-again; the caller notices only the time. Replay is exact: the engine is deterministic.
+A worker answers in order, so the oldest unanswered request is what it works on. If it hangs, that game fails, as
+GameLost, and no other; if it dies, the game is tried once more, since the worker may have been killed from outside.
+Every other game of the worker is loaded anew, its commands are played again, and its waiting request is sent again; the
+caller notices only the time. Replay is exact: the engine is deterministic.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class GameLost(RuntimeError):
 class _Episode:
     path: str
     played: list[str] = field(default_factory=list)
+    deaths: int = 0  # of workers that were playing this game
 
 
 @dataclass
@@ -110,7 +112,7 @@ class Worker:
                 except TimeoutError:
                     await self._replace(f"a game worker did not answer in {self._deadline_s:g} s")
                 except (EOFError, ConnectionError):
-                    await self._replace("a game worker died")
+                    await self._replace("a game worker died", died=True)
         except GameLost as error:
             self._give_up(str(error))
 
@@ -133,17 +135,13 @@ class Worker:
         if pending.answer is not None and not pending.answer.done():
             pending.answer.set_result(reply)
 
-    async def _replace(self, why: str) -> None:
+    async def _replace(self, why: str, died: bool = False) -> None:
         """Fail the game that was being played, and restore the others in a new process. Raises GameLost."""
         self.restarts += 1
         self._serving = False
         await self._kill()
         if self._pending:
-            oldest = next(iter(self._pending.values())).request
-            self._episodes.pop(oldest.episode, None)
-            for each in self._pending.values():
-                if each.request.episode == oldest.episode and each.answer is not None and not each.answer.done():
-                    each.answer.set_exception(GameLost(f"{why}, playing {oldest.argument!r}"))
+            self._blame(next(iter(self._pending.values())).request, why, died)
         await self._spawn()
         waiting = {each.request.episode: each for each in self._pending.values() if each.answer is not None}
         self._pending.clear()
@@ -155,6 +153,19 @@ class Worker:
                     self._send("step", number, command, None)
             if again is not None:
                 self._send(again.request.op, number, again.request.argument, again.answer)
+
+    def _blame(self, oldest: Request, why: str, died: bool) -> None:
+        """The worker was at this request: its game is lost, unless a first death may have had another cause."""
+        episode = self._episodes.get(oldest.episode)
+        if episode is None:
+            return
+        episode.deaths += died
+        if died and episode.deaths < 2:
+            return
+        del self._episodes[oldest.episode]
+        for each in self._pending.values():
+            if each.request.episode == oldest.episode and each.answer is not None and not each.answer.done():
+                each.answer.set_exception(GameLost(f"{why}, playing {oldest.argument!r}"))
 
     def _give_up(self, why: str) -> None:
         self._episodes.clear()

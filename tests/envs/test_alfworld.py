@@ -1,0 +1,216 @@
+"""ALFWorld's games, engine and workers, against the package's own engine and environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import textworld
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredTWEnv
+from alfworld.gen import constants
+from textworld.envs.pddl import PddlEnv
+
+from envs.alfworld.engine import NOTHING, Boards, Engine
+from envs.alfworld.environment import AlfworldFamily, AlfworldOptions, parse_action
+from envs.alfworld.games import GameRecipe, GamesError, ensure_games, list_games
+from envs.alfworld.pool import GameLost
+from envs.alfworld.scenes import TASK_TYPES
+from envs.base import Message
+
+RECIPE = GameRecipe(train=6, valid_unseen=6, max_receptacles=7, clutter=(4, 8), seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_games(RECIPE, tmp_path_factory.mktemp("alfworld") / "games", workers=2)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine()
+
+
+def stock() -> AlfredDemangler:
+    return AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
+
+
+def walkthrough(path: Path) -> list[str]:
+    return json.loads(path.read_text())["walkthrough"]
+
+
+def test_all_six_task_types_in_scenes_kept_apart(folder: Path) -> None:
+    train, unseen = list_games(folder, "train"), list_games(folder, "valid_unseen")
+    assert {game.task_type for game in train} == {game.task_type for game in unseen} == set(TASK_TYPES)
+    assert {game.scene for game in train} <= set(constants.TRAIN_SCENE_NUMBERS)
+    assert {game.scene for game in unseen} <= set(constants.TEST_SCENE_NUMBERS)
+    problems = [json.loads(game.path.read_text())["pddl_problem"] for game in [*train, *unseen]]
+    assert len(set(problems)) == RECIPE.train + RECIPE.valid_unseen
+
+
+def test_the_packages_environment_lists_the_same_games(folder: Path) -> None:
+    config = {
+        "env": {"goal_desc_human_anns_prob": 0, "task_types": [1, 2, 3, 4, 5, 6]},
+        "dataset": {
+            "data_path": str(folder / "train"), "eval_ood_data_path": str(folder / "valid_unseen"),
+            "num_train_games": -1, "num_eval_games": -1,
+        },
+    }  # fmt: skip
+    for split, theirs in (("train", "train"), ("valid_unseen", "eval_out_of_distribution")):
+        listed = AlfredTWEnv(config, train_eval=theirs).game_files
+        assert sorted(listed) == [str(game.path) for game in list_games(folder, split)]
+
+
+def test_transcripts_are_those_of_the_stock_engine_and_walkthroughs_win_there(folder: Path, engine: Engine) -> None:
+    """Admissible, inadmissible and repeated commands; every game is won in the end, and none at its start."""
+    player, boards = stock(), Boards(8)
+    for game in list_games(folder, "train"):
+        rng = random.Random(game.path.name)
+        player.load(str(game.path))
+        theirs, ours = player.reset(), engine.load(boards.get(game.path))
+        assert not theirs["won"]
+        for command in [None, "jump", "look", "inventory", *(None,) * 2, *walkthrough(game.path)]:
+            assert (theirs.feedback, tuple(theirs["admissible_commands"])) == (ours.text, ours.commands)
+            chosen = command or rng.choice([each for each in ours.commands if each.startswith(("exa", "hel", "loo"))])
+            theirs, ours = player.step(chosen)[0], engine.step(chosen)
+            assert (theirs.feedback, theirs["won"]) == (ours.text, ours.won)
+        assert ours.won
+
+
+def test_going_where_one_stands_is_inadmissible(folder: Path, engine: Engine) -> None:
+    first = engine.load(Boards(1).get(list_games(folder, "train")[0].path))
+    command = next(each for each in first.commands if each.startswith("go to"))
+    there = engine.step(command)
+    assert command not in there.commands
+    assert engine.step(command).text == NOTHING and engine.observation == there
+
+
+def test_loading_again_is_a_fresh_start_without_a_leak(folder: Path, engine: Engine) -> None:
+    board = Boards(1).get(list_games(folder, "train")[0].path)
+    first = engine.load(board)
+    engine.step(first.commands[0])
+    assert engine.load(board) == first
+    for _ in range(100):
+        engine.load(board)
+    before = resident_bytes()
+    for _ in range(300):
+        engine.load(board)
+    assert resident_bytes() - before < 1 << 20  # a leak of 1.7 MB per reset would be 510 MB
+
+
+def test_translating_keeps_the_arguments_of_the_process(folder: Path) -> None:
+    arguments = list(sys.argv)
+    Boards(1).get(list_games(folder, "train")[1].path)
+    assert sys.argv == arguments
+
+
+def test_the_same_recipe_makes_the_same_games_once(folder: Path, tmp_path: Path) -> None:
+    recipe = RECIPE.model_copy(update={"train": 2, "valid_unseen": 0})
+    assert ensure_games(RECIPE, folder) == folder
+    again = ensure_games(recipe, tmp_path / "again", workers=1)
+    for game in list_games(again, "train"):
+        assert (folder / game.path.relative_to(again)).read_text() == game.path.read_text()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(GamesError, match="holds files"):
+        ensure_games(RECIPE, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "command"),
+    [
+        ("think\nGo to  Desk 1", "line", "go to desk 1"),
+        ("", "line", ""),
+        ("> look", "line", "look"),
+        ("so <action>open drawer 1</action> or <action>\nlook </action>", "tag", "look"),
+        ("look", "tag", ""),
+    ],
+)
+def test_actions_are_found(text: str, form: str, command: str) -> None:
+    assert parse_action(text, form) == command
+
+
+def play(folder: Path, scenario: Callable[[AlfworldFamily], object], **options: object) -> None:
+    async def run() -> None:
+        family = AlfworldFamily(AlfworldOptions(data=folder, **options), 0)
+        await family.start()
+        try:
+            await scenario(family)
+        finally:
+            await family.stop()
+
+    asyncio.run(run())
+
+
+def test_episode_reward_invalid_actions_and_step_limit(folder: Path) -> None:
+    async def scenario(family: AlfworldFamily) -> None:
+        environment = family.make()
+        opening = await environment.reset(family.task("train", 0))
+        assert opening[-1].content.startswith("You are in the middle of a room.")
+        assert "\nCommands: " in opening[-1].content
+        bad = await environment.step("")
+        assert NOTHING in bad.messages[0].content
+        assert not bad.done and bad.info["unparsed"] == 1
+        assert (await environment.step("fly to the moon")).info["invalid_actions"] == 2
+        for command in walkthrough(family.task("train", 0).path):
+            step = await environment.step(command)
+        assert step.done and step.reward == 1 and step.info["success"] == 1 and step.info["invalid_actions"] == 2
+        await environment.close()
+        loser = family.make()
+        await loser.reset(family.task("train", 1))
+        steps = [await loser.step("look") for _ in range(12)]
+        assert [step.done for step in steps] == [False] * 11 + [True] and steps[-1].reward == 0
+        await loser.close()
+
+    play(folder, scenario, admissible=True, max_steps=12)
+
+
+def test_a_killed_worker_loses_no_idle_game_and_a_hung_one_only_what_it_played(folder: Path) -> None:
+    async def scenario(family: AlfworldFamily) -> None:
+        worker = family.pool.workers[0]
+        games = [family.make() for _ in range(4)]
+        plans = [walkthrough(family.task("train", index).path) for index in range(4)]
+        await asyncio.gather(*(game.reset(family.task("train", index)) for index, game in enumerate(games)))
+        await asyncio.gather(*(game.step(plan[0]) for game, plan in zip(games, plans, strict=True)))
+        before = await asyncio.gather(*(game.step("look") for game in games))
+        os.kill(worker.pid, signal.SIGKILL)
+        after = await asyncio.gather(*(game.step("look") for game in games))
+        assert [step.messages for step in after] == [step.messages for step in before]
+        os.kill(worker.pid, signal.SIGSTOP)
+        hung = await asyncio.gather(*(game.step("look") for game in games), return_exceptions=True)
+        lost = [isinstance(step, GameLost) for step in hung]
+        assert lost == [True, False, False, False] and worker.restarts == 2
+        for game, plan in list(zip(games, plans, strict=True))[1:]:
+            for command in plan[1:]:
+                step = await game.step(command)
+            assert step.reward == 1
+        for game in games:
+            await game.close()
+        assert worker.load == 0
+
+    play(folder, scenario, request_deadline_s=8.0)
+
+
+def test_observations_are_cut_and_repeated_as_asked(folder: Path) -> None:
+    async def scenario(family: AlfworldFamily) -> None:
+        environment = family.make()
+        opening: list[Message] = await environment.reset(family.task("train", 0))
+        assert opening[-1].content.endswith(" ...") and len(opening[-1].content.split()) == 9
+        await environment.step("inventory")
+        step = await environment.step("jump")
+        assert step.messages[0].content == f"> inventory\nYou are not carrying anything.\n{NOTHING}"
+        await environment.close()
+
+    play(folder, scenario, history=1, max_words=8)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -33,7 +33,13 @@ setup(
         "gpu": ["vllm>=0.11"],
         "flash-attn": ["flash-attn"],
         "math": ["math-verify==0.9.0"],
-        "alfworld": ["alfworld==0.4.2", "textworld==1.7.0", "fast-downward-textworld==20.6.4", "tatsu==5.8.3"],
+        "alfworld": [
+            "alfworld==0.4.2",
+            "textworld==1.7.0",
+            "fast-downward-textworld==20.6.4",
+            "jericho==3.3.1",
+            "tatsu==5.8.3",
+        ],
         "hub": ["datasets", "huggingface_hub"],
         "test": [
             "hypothesis",

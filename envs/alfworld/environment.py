@@ -85,6 +85,11 @@ class AlfworldEnvironment:
         self._past: list[str] = []
         self._steps = self._invalid = 0
 
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What the game admits now."""
+        return self._shown.commands
+
     async def reset(self, task: GameEntry) -> list[Message]:
         self._task = task
         self._game, reply = await self._pool.load(task.path)

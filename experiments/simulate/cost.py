@@ -7,6 +7,7 @@ Every call of a core is timed with the thread's CPU clock; what the timer itself
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -24,10 +25,10 @@ MIN_SAMPLES = 6_000
 
 
 def setting(live: int, samples: int = MIN_SAMPLES) -> Setting:
-    batch = max(2, live // 2)  # samples; with alpha = 1 as many are open as there are environments
+    groups = max(1, live // 4)  # of two samples; with alpha = 1 as many are open as there are environments
     return Setting(
         broker=Settings(
-            steps=max(2, samples // batch), groups_per_batch=max(1, batch // 2), group_size=2, train_tasks=100_000,
+            steps=max(2, math.ceil(samples / (2 * groups))), groups_per_batch=groups, group_size=2, train_tasks=100_000,
             alpha=1.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),
         engine=Engine(

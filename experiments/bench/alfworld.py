@@ -1,0 +1,160 @@
+"""ALFWorld: the engine against the package's own, live environments in one server, and what the server adds.
+
+python -m experiments.bench alfworld [--live 1 16 128 512] [--seconds 4] [--out FILE.json]
+
+Steps are counted per second of CPU (this process and its game worker), so that the ratios hold on a busy machine too.
+Each figure is of the same games and of random admissible commands; the engines take turns within one call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import textworld
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+from textworld.envs.pddl import PddlEnv
+
+from envs.alfworld.engine import Boards, Engine
+from envs.alfworld.environment import AlfworldEnvironment, AlfworldFamily, AlfworldOptions
+from envs.alfworld.games import GameEntry, GameRecipe
+
+EPISODE_STEPS = 12
+BOUND_STOCK = 10.0
+BOUND_SERVER = 1.2
+GAMES = GameRecipe(train=48, valid_unseen=0, max_receptacles=12, clutter=(6, 12))
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench alfworld", description=__doc__)
+    parser.add_argument("--live", type=int, nargs="+", default=[1, 16, 128, 512])
+    parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds of each engine")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    family = AlfworldFamily(AlfworldOptions(games=GAMES, max_steps=EPISODE_STEPS), 0)
+    games = [family.task("train", index) for index in range(family.task_count("train"))]
+    measured: dict[str, float] = engines(games, options.seconds)
+    for live in options.live:
+        measured |= asyncio.run(server(AlfworldFamily(family.options, 0), games, live))
+    measured["load_average"] = os.getloadavg()[0]
+    for name, value in measured.items():
+        print(f"{name}: {value:.2f}")
+    print(f"bounds: steps_over_stock >= {BOUND_STOCK:g}, server_over_bare_N <= {BOUND_SERVER:g}")
+    if options.out:
+        options.out.write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
+    """Ours and the stock engine, alone in a process: per CPU second, loads of known games and steps."""
+    ours, theirs = Engine(), AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
+    boards, rng = Boards(len(games)), random.Random(0)
+    begin = time.process_time()
+    for game in games:
+        boards.get(game.path)
+    first = (time.process_time() - begin) / len(games)
+    cpu = dict.fromkeys(("ours_reset", "ours_step", "stock_reset", "stock_step"), 0.0)
+    count = dict.fromkeys(cpu, 0)
+
+    def timed(name: str, begin: float) -> None:
+        cpu[name] += time.process_time() - begin
+        count[name] += 1
+
+    while min(cpu["ours_reset"] + cpu["ours_step"], cpu["stock_reset"] + cpu["stock_step"]) < seconds:
+        game = rng.choice(games)
+        begin = time.process_time()
+        theirs.load(str(game.path))
+        state = theirs.reset()
+        timed("stock_reset", begin)
+        for _ in range(EPISODE_STEPS):
+            begin = time.process_time()
+            state = theirs.step(rng.choice(list(state["admissible_commands"])))[0]
+            timed("stock_step", begin)
+        for _ in range(8):
+            begin = time.process_time()
+            seen = ours.load(boards.get(game.path))
+            timed("ours_reset", begin)
+            for _ in range(EPISODE_STEPS):
+                begin = time.process_time()
+                seen = ours.step(rng.choice(seen.commands))
+                timed("ours_step", begin)
+    rate = {name: count[name] / cpu[name] for name in cpu}
+    return {
+        "first_load_ms": first * 1e3,
+        "resets_per_cpu_s": rate["ours_reset"],
+        "steps_per_cpu_s": rate["ours_step"],
+        "resets_over_stock": rate["ours_reset"] / rate["stock_reset"],
+        "steps_over_stock": rate["ours_step"] / rate["stock_step"],
+    }
+
+
+async def server(family: AlfworldFamily, games: Sequence[GameEntry], live: int) -> dict[str, float]:
+    """`live` environments at once over one game worker; the bare engine plays the same commands afterwards."""
+    await family.start()
+    try:
+        worker = psutil.Process(family.pool.workers[0].pid)
+        await asyncio.gather(*(_play(family.make(), game, random.Random(0), []) for game in games))  # all known
+        before, played = worker.memory_info().rss, list[tuple[GameEntry, list[str]]]()
+        environments = [family.make() for _ in range(live)]
+        busy, begin = _cpu(worker), time.perf_counter()
+
+        async def one(number: int, environment: AlfworldEnvironment) -> None:
+            for again in range(max(1, 256 // live)):
+                game = games[(number + again) % len(games)]
+                commands: list[str] = []
+                await _play(environment, game, random.Random(number), commands)
+                played.append((game, commands))
+
+        await asyncio.gather(*(one(number, each) for number, each in enumerate(environments)))
+        seconds, cpu = time.perf_counter() - begin, _cpu(worker) - busy
+        megabytes = (worker.memory_info().rss - before) / live / 2**20
+        steps = sum(len(commands) for _, commands in played)
+        return {
+            f"server_steps_per_s_{live}": steps / seconds,
+            f"server_over_bare_{live}": cpu / _bare(played),
+            f"megabytes_per_environment_{live}": megabytes,
+        }
+    finally:
+        await family.stop()
+
+
+async def _play(environment: AlfworldEnvironment, game: GameEntry, rng: random.Random, commands: list[str]) -> None:
+    await environment.reset(game)
+    done = False
+    while not done:
+        commands.append(rng.choice(environment.commands))
+        done = (await environment.step(commands[-1])).done
+    await environment.close()
+
+
+def _bare(played: Sequence[tuple[GameEntry, list[str]]]) -> float:
+    """CPU seconds of the engine alone for the same episodes of known games."""
+    engine, boards = Engine(), Boards(len(played))
+    for game, _ in played:
+        boards.get(game.path)
+    for game, commands in played[: len(played) // 4]:  # its templates are known, too
+        engine.load(boards.get(game.path))
+        for command in commands:
+            engine.step(command)
+    begin = time.process_time()
+    for game, commands in played:
+        engine.load(boards.get(game.path))
+        for command in commands:
+            engine.step(command)
+    return time.process_time() - begin
+
+
+def _cpu(worker: psutil.Process) -> float:
+    times = worker.cpu_times()
+    return times.user + times.system + time.process_time()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -200,6 +200,7 @@ def test_other_slots_files_and_processes(backend: BubblewrapBackend, sandbox: Sa
     thread = threading.Thread(target=work)
     thread.start()
     while len(backend.tree(1).processes()) < 2:
+        assert thread.is_alive()
         time.sleep(0.005)
     attempt = f"cat /tmp/private; ls {STATE} {STATE}/slot-1/disk/tmp; pgrep -l sleep; kill -9 -1; ls /dev/shm"
     assert "mine" not in sh(sandbox, attempt).text()

@@ -45,13 +45,15 @@ def workplace(package: Package, tmp_path_factory: pytest.TempPathFactory) -> Ite
     yield Workplaces(tmp_path_factory.mktemp("cache"), packages={"ledger": package}).prepare(TASK, images=False)
 
 
-def submitted(backend: BubblewrapBackend, workplace: Workplace, script: str) -> tuple[Outcome, str]:
+def submitted(
+    backend: BubblewrapBackend, workplace: Workplace, script: str, limits: Limits = LIMITS
+) -> tuple[Outcome, str]:
     """The outcome of what `script` leaves in the agent's sandbox, and its diff."""
     sandbox = backend.open(workplace.template, LIMITS)
     sh(sandbox, script)
     diff = extract_diff(sandbox, workplace.base, 1_000_000)
     sandbox.close()
-    return evaluate(backend, workplace, TASK, diff, LIMITS), diff
+    return evaluate(backend, workplace, TASK, diff, limits), diff
 
 
 FIX = "sed -i 's/index <= rest/index < rest/' ledger/__init__.py"
@@ -198,11 +200,10 @@ def test_tests_come_from_the_test_patch(backend: BubblewrapBackend, workplace: W
 
 
 def test_limits_of_the_tests(backend: BubblewrapBackend, workplace: Workplace) -> None:
-    endless, _ = submitted(backend, workplace, "echo 'while True: pass' >> ledger/text.py")
-    slow = evaluate(
-        backend, workplace, TASK, file_diff("ledger/text.py", FILES["ledger/text.py"], "while True: pass\n"),
-        Limits(timeout_s=3, output_bytes=1 << 20),
-    )  # fmt: skip
+    short = Limits(timeout_s=3, output_bytes=1 << 20)
+    endless, _ = submitted(backend, workplace, "echo 'while True: pass' >> ledger/text.py", short)
+    whole = file_diff("ledger/text.py", FILES["ledger/text.py"], "while True: pass\n")
+    slow = evaluate(backend, workplace, TASK, whole, short)
     assert "out of time" in slow.why and "out of time" in endless.why and not slow.resolved
 
 

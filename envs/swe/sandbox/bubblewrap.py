@@ -64,6 +64,7 @@ class BubblewrapBackend:
             self._free.put(slot)
         self._live: set[BubblewrapSandbox] = set()
         self._closed = False
+        syscalls.adopt_orphans(1)  # bwrap's inner process outlives the outer one by a moment
         STATE.mkdir(mode=0o711, parents=True, exist_ok=True)
         first = ThreadPoolExecutor(1, "sandbox-mounts")
         self._namespace = first.submit(self._build).result()
@@ -94,6 +95,7 @@ class BubblewrapBackend:
             sandbox.close()
         self._closed = True
         self._pool.shutdown()
+        syscalls.adopt_orphans(-1)
         for tree in self._trees.values():
             tree.remove()
         os.close(self._namespace)  # the last of the mounts' users: they end here
@@ -200,6 +202,7 @@ class BubblewrapSandbox:
         limits = self.limits
         timeout_s = min(limits.timeout_s, call.timeout_s or limits.timeout_s)
         watched = self._tree.watched
+        syscalls.reap_orphans(self._uid)
         with self._backend.inside(self._namespace):
             for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):  # which an earlier command may have locked
                 (self._folder / name).chmod(0o755)

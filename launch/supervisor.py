@@ -32,6 +32,7 @@ _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> sectio
 _TOLD = ("broker", "proxy", "learner")  # who hears of the replaceable ones
 _POLL_MS = 50
 _TRACKER_S = 30.0  # an online dashboard may still be sending
+_LAST_WORDS_S = 2.0
 _TRACKER_HURRIED_S = 1.5  # after Ctrl-C or a failure: with timeouts.stop_s, all ends within 10 s
 
 
@@ -211,17 +212,19 @@ class Supervisor:
             self._send(child, death)
 
     def _collect_reports(self) -> None:
-        """Closing reports of a run that did not get to its end; after the first cause nothing else matters."""
+        """Closing reports of a run that did not get to its end; after the first cause nothing else matters.
+
+        Their senders have ended, but the last bytes may still be on their way to this socket.
+        """
         assert self._socket is not None
-        while True:
-            try:
-                _peer, message = receive_from(self._socket)
-            except zmq.Again:
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not {"broker", "learner"} <= self.state.reports.keys():
+            if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
                 return
-            except ProtocolError:
-                continue
-            if isinstance(message, Done):
-                self.state.reports.setdefault(message.role, message.report)
+            with contextlib.suppress(ProtocolError):
+                _peer, message = receive_from(self._socket)
+                if isinstance(message, Done):
+                    self.state.reports.setdefault(message.role, message.report)
 
     def _send(self, child: Child, message: Message) -> None:
         assert self._socket is not None

@@ -39,7 +39,7 @@ def test_a_dry_run_makes_no_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     overrides = ["env.name=alfworld", "env.options.games={train: 300, valid_unseen: 64}", "eval.tasks=64"]
     assert validate_env(load_config(None, overrides), dry=True) == (300, 64)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="eval.tasks=65"):
+    with pytest.raises(ConfigError, match=r"eval\.tasks=65"):
         validate_env(load_config(None, [*overrides, "eval.tasks=65"]), dry=True)
 
 

@@ -61,15 +61,22 @@ def make_family(config: Config) -> EnvironmentFamily:
         raise ConfigError(f"env {config.env.name!r}: {error}") from error
 
 
-def validate_env(config: Config) -> tuple[EnvironmentFamily, int, int]:
-    """For the preflight: (family, train tasks, eval tasks). Raises ConfigError, one line."""
-    family = make_family(config)
-    train, held_out = family.task_count("train"), family.task_count("eval")
+def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
+    """For the preflight: (train tasks, eval tasks). Raises ConfigError, one line.
+
+    `dry`: nothing is made; a family whose tasks take long to make says how many there will be, in `planned(options)`.
+    """
+    kind = load_family(config.env.name)
+    planned = kind.planned(_validated(kind, config.env.options)) if dry and hasattr(kind, "planned") else None
+    if planned is None:
+        family = make_family(config)
+        planned = {split: family.task_count(split) for split in ("train", "eval")}
+    train, held_out = planned["train"], planned["eval"]
     if train < 1:
         raise ConfigError(f"env {config.env.name!r} has no training task")
     if config.eval.tasks > held_out:
         raise ConfigError(f"eval.tasks={config.eval.tasks}: env {config.env.name!r} has only {held_out} held-out tasks")
-    return family, train, held_out
+    return train, held_out
 
 
 def _validated(family: type[EnvironmentFamily], options: dict[str, Any]) -> Any:

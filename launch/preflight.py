@@ -67,7 +67,7 @@ def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, 
     if dry and on_hub:
         unchecked.append(f"env.options.source={source!r} is not read in a dry run")
         return 0, 0
-    _family, train_tasks, eval_tasks = validate_env(config)
+    train_tasks, eval_tasks = validate_env(config, dry)
     if train_tasks < config.rollout.groups_per_batch:
         raise ConfigError(
             f"rollout.groups_per_batch={config.rollout.groups_per_batch}: env {config.env.name!r} has only "

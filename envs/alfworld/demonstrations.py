@@ -27,7 +27,7 @@ async def demonstrate(
     `mistakes`: share of turns that are blunders. Episodes longer than `max_turns` are left out, so fewer may come.
     """
     limit = asyncio.Semaphore(CONCURRENT)
-    tasks = family.task_count("train")
+    tasks, form = family.task_count("train"), getattr(getattr(family, "options", None), "action", "line")
 
     async def one(index: int) -> Demonstration | None:
         async with limit:
@@ -35,7 +35,7 @@ async def demonstrate(
             share = mistakes if index % 2 else 0.0  # every other episode is flawless
             environment = family.make()
             try:
-                return await play(environment, family.task("train", index % tasks), rng, share, max_turns)
+                return await play(environment, family.task("train", index % tasks), rng, share, max_turns, form)
             finally:
                 await environment.close()
 
@@ -44,18 +44,22 @@ async def demonstrate(
 
 
 async def play(
-    environment: Environment, task: Any, rng: random.Random, mistakes: float, max_turns: int
+    environment: Environment, task: Any, rng: random.Random, mistakes: float, max_turns: int, form: str = "line"
 ) -> Demonstration | None:
-    """One episode of the demonstrator; None if it is not solved within `max_turns`."""
+    """One episode of the demonstrator; None if it is not solved within `max_turns`.
+
+    `form`: how the environment reads a command, its option `action`.
+    """
     opening = await environment.reset(task)
     explorer = Explorer(_text(opening))
     turns: list[DemonstratedTurn] = []
     for _ in range(max_turns):
         wrong = bool(turns) and rng.random() < mistakes
         command = blunder(explorer, rng) if wrong else explorer.next_command()
-        step = await environment.step(command)
+        written = command if form == "line" else f"<action>{command}</action>"
+        step = await environment.step(written)
         explorer.observe(command, _text(step.messages))
-        turns.append(DemonstratedTurn(command, not wrong, step.messages))
+        turns.append(DemonstratedTurn(written, not wrong, step.messages))
         if step.done:
             return Demonstration(opening, turns) if step.reward > 0 else None
     return None

@@ -27,7 +27,7 @@ from textworld.generator.game import EntityInfo
 from textworld.logic import Placeholder, Proposition, Variable
 
 from envs.alfworld.grammar import Context, Facts, Grammar
-from envs.alfworld.translation import GameFile, Translation, read_game, translate
+from envs.alfworld.translation import GameFile, Translation, kept_translation, read_game
 
 NOTHING = "Nothing happens."
 _BLANKS = re.compile(r"\s+")
@@ -136,7 +136,7 @@ class Boards:
         board = self._kept.get(path)
         if board is None:
             game = read_game(path)
-            board = self._kept[path] = Board(game, translate(game))
+            board = self._kept[path] = Board(game, kept_translation(game))
             if len(self._kept) > self.capacity:
                 self._kept.popitem(last=False)
         else:

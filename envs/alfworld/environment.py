@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, list_games
+from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, games_made, list_games
 from envs.alfworld.pool import LiveGame, Pool
 from envs.alfworld.wire import Reply
 from envs.base import Message, Step
@@ -61,6 +61,15 @@ class AlfworldFamily:
         for name, split in (("train", options.train_split), ("eval", options.eval_split)):
             self._games[name] = list_games(self.folder, split, wanted) if wanted else list_games(self.folder, split)
         self.pool = Pool(options.workers, options.kept_games, options.request_deadline_s)
+
+    @classmethod
+    def planned(cls, options: AlfworldOptions) -> dict[str, int] | None:
+        """Task counts of games that are yet to be made; None where they can be counted at once."""
+        recipe = options.games
+        if options.data is not None or games_made(recipe):
+            return None
+        splits = {"train": options.train_split, "eval": options.eval_split}
+        return {name: int(getattr(recipe, split)) for name, split in splits.items()}
 
     def task_count(self, split: str) -> int:
         return len(self._games[split])

@@ -36,7 +36,7 @@ from envs.alfworld import engine, grammar, oracle, scenes, translation
 from envs.alfworld.engine import Board, Engine
 from envs.alfworld.oracle import Oracle
 from envs.alfworld.scenes import TASK_TYPES, Infeasible, Problem, draw_problem, scenes_of
-from envs.alfworld.translation import GameError, GameFile, translate
+from envs.alfworld.translation import GameError, GameFile, default_cache, kept_translation
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 GAME_FILE, TRAJECTORY_FILE, RECIPE_FILE = "game.tw-pddl", "traj_data.json", "recipe.json"
@@ -99,11 +99,6 @@ class GameEntry:
     scene: int
 
 
-def default_cache() -> Path:
-    """`$FRESCO_CACHE`, else ~/.cache/fresco."""
-    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco")
-
-
 def ensure_games(
     recipe: GameRecipe,
     folder: Path | None = None,
@@ -133,6 +128,12 @@ def ensure_games(
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def games_made(recipe: GameRecipe) -> bool:
+    """Whether the cache has this recipe's games."""
+    fingerprint = recipe.fingerprint()
+    return _fingerprint_of(default_cache() / f"alfworld-{fingerprint}") == fingerprint
 
 
 def list_games(folder: Path, split: str, task_types: Sequence[str] = TASK_TYPES) -> list[GameEntry]:
@@ -232,7 +233,7 @@ def _write_proven(folder: Path, problem: Problem) -> bool:
     rules = template.replace("UNKNOWN GOAL", problem.goal_text)
     game = GameFile(folder, domain, rules, problem.pddl)
     try:
-        board = Board(game, translate(game))
+        board = Board(game, kept_translation(game))
     except GameError:
         return False
     plan = prove(_player(), board, problem.task_type, problem.target, problem.parent)

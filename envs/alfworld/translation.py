@@ -1,19 +1,31 @@
 """A game file and its PDDL→SAS translation, made once per game and kept.
 
 The stock engine translates four times per episode: twice in `load`, twice in `reset`, and one of each two only for a
-planner. The translation depends on the game alone, so it is made once and remembered (compressed, some 20 kB a game).
+planner. The translation depends on the game alone, so it is made once and kept on disk (some 20 kB a game), for every
+process and run to come.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import fast_downward
+import msgspec
 from textworld.logic import Proposition, Type, Variable
+
+_FORMAT = 1  # of a kept translation
+
+
+def default_cache() -> Path:
+    """`$FRESCO_CACHE`, else ~/.cache/fresco."""
+    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco")
 
 
 class GameError(ValueError):
@@ -51,6 +63,50 @@ def read_game(path: Path) -> GameFile:
         raise GameError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise GameError(f"{path} is no ALFWorld game: {type(error).__name__} {error}") from None
+
+
+class _Kept(msgspec.Struct, array_like=True):
+    """A translation on disk."""
+
+    sas: bytes
+    facts: list[tuple[str, list[tuple[str, str]]]]  # (predicate, (name, type) of its arguments)
+    types: list[tuple[str, list[str]]]
+    type_of: dict[str, str]
+    parameters: dict[str, list[tuple[str, str]]]
+    fluents: list[str]
+
+
+def kept_translation(game: GameFile, cache: Path | None = None) -> Translation:
+    """`translate`, once for ever: kept under the hash of domain and problem. Raises GameError."""
+    digest = hashlib.sha256(f"{_FORMAT}\0{game.domain}\0{game.problem}".encode()).hexdigest()
+    path = (cache or default_cache()) / "alfworld-translations" / digest[:2] / digest[2:34]
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return _restored(msgspec.msgpack.decode(path.read_bytes(), type=_Kept))
+    made = translate(game)
+    with contextlib.suppress(OSError):  # a full or read-only disk costs time, no more
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(msgspec.msgpack.encode(_stored(made)))
+        draft.replace(path)
+    return made
+
+
+def _stored(made: Translation) -> _Kept:
+    facts = [(fact.name, [(each.name, each.type) for each in fact.arguments]) for fact in made.facts]
+    types = [(kind.name, list(kind.parents)) for kind in made.types]
+    parameters = {name: list(each) for name, each in made.parameters.items()}
+    return _Kept(made.sas, facts, types, made.type_of, parameters, sorted(made.fluents))
+
+
+def _restored(kept: _Kept) -> Translation:
+    return Translation(
+        sas=kept.sas,
+        facts=tuple(Proposition(name, [Variable(*each) for each in arguments]) for name, arguments in kept.facts),
+        types=tuple(Type(name, parents) for name, parents in kept.types),
+        type_of=kept.type_of,
+        parameters={name: tuple(each) for name, each in kept.parameters.items()},
+        fluents=frozenset(kept.fluents),
+    )
 
 
 def translate(game: GameFile) -> Translation:

@@ -17,11 +17,13 @@ from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredTWE
 from alfworld.gen import constants
 from textworld.envs.pddl import PddlEnv
 
+from envs.alfworld.demonstrations import demonstrate
 from envs.alfworld.engine import NOTHING, Boards, Engine
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions, parse_action
 from envs.alfworld.games import GameRecipe, GamesError, ensure_games, list_games
 from envs.alfworld.pool import GameLost
 from envs.alfworld.scenes import TASK_TYPES
+from envs.alfworld.translation import kept_translation, read_game
 from envs.base import Message
 
 RECIPE = GameRecipe(train=6, valid_unseen=6, max_receptacles=7, clutter=(4, 8), seed=3)
@@ -214,3 +216,28 @@ def test_observations_are_cut_and_repeated_as_asked(folder: Path) -> None:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_translation_is_kept_on_disk_and_made_again_if_it_is_damaged(folder: Path, tmp_path: Path) -> None:
+    game = read_game(list_games(folder, "train")[0].path)
+    made, kept = kept_translation(game, tmp_path), kept_translation(game, tmp_path)
+    (path,) = (each for each in tmp_path.rglob("*") if each.is_file())
+    path.write_bytes(b"cut")
+    again = kept_translation(game, tmp_path)
+    for field in ("sas", "facts", "type_of", "parameters", "fluents"):
+        assert getattr(made, field) == getattr(kept, field) == getattr(again, field)
+    assert [(each.name, each.parents) for each in made.types] == [(each.name, each.parents) for each in kept.types]
+
+
+@pytest.mark.parametrize("action", ["line", "tag"])
+def test_the_demonstrator_wins_in_the_real_engine_and_writes_what_the_environment_reads(
+    folder: Path, action: str
+) -> None:
+    async def scenario(family: AlfworldFamily) -> None:
+        played = await demonstrate(family, 6, seed=0, mistakes=0.3, max_turns=50)
+        assert len(played) >= 5
+        for episode in played:
+            assert all(("<action>" in turn.action) == (action == "tag") for turn in episode.turns)
+            assert episode.turns[-1].imitate
+
+    play(folder, scenario, action=action)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from envs.registry import load_family, validate_env
+from envs.registry import validate_env
 from envs.synthetic import SyntheticFamily, SyntheticOptions, text_reward
 from rl.config import ConfigError, load_config
 
@@ -30,8 +31,16 @@ def test_errors_are_one_line(overrides: list[str], message: str) -> None:
 
 
 def test_validate_env() -> None:
-    family, train, held_out = validate_env(load_config(None, ["env.name=synthetic", "env.options.tasks=7"]))
-    assert isinstance(family, load_family("synthetic")) and (train, held_out) == (7, 64)
+    assert validate_env(load_config(None, ["env.name=synthetic", "env.options.tasks=7"])) == (7, 64)
+
+
+def test_a_dry_run_makes_no_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRESCO_CACHE", str(tmp_path))
+    overrides = ["env.name=alfworld", "env.options.games={train: 300, valid_unseen: 64}", "eval.tasks=64"]
+    assert validate_env(load_config(None, overrides), dry=True) == (300, 64)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"eval\.tasks=65"):
+        validate_env(load_config(None, [*overrides, "eval.tasks=65"]), dry=True)
 
 
 def test_synthetic_is_a_function_of_seed_task_and_turn() -> None:

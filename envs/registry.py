@@ -61,13 +61,18 @@ def make_family(config: Config) -> EnvironmentFamily:
         raise ConfigError(f"env {config.env.name!r}: {error}") from error
 
 
+def validate_options(config: Config) -> Any:
+    """`env.options`, checked; nothing is loaded. Raises ConfigError, one line."""
+    return _validated(load_family(config.env.name), config.env.options)
+
+
 def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
     """For the preflight: (train tasks, eval tasks). Raises ConfigError, one line.
 
     `dry`: nothing is made; a family whose tasks take long to make says how many there will be, in `planned(options)`.
     """
-    kind = load_family(config.env.name)
-    planned = kind.planned(_validated(kind, config.env.options)) if dry and hasattr(kind, "planned") else None
+    kind, options = load_family(config.env.name), validate_options(config)
+    planned = kind.planned(options) if dry and hasattr(kind, "planned") else None
     if planned is None:
         family = make_family(config)
         planned = {split: family.task_count(split) for split in ("train", "eval")}

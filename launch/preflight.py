@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from envs.registry import validate_env
+from envs.registry import validate_env, validate_options
 from launch.plan import ProcessSpec, gpus_needed
 from launch.prepare import Prepared, prepare
 from rl.checkpoint_folder import CheckpointError, Meta, read_meta
@@ -64,6 +64,7 @@ def check(config: Config, device: str, *, dry: bool) -> tuple[Prepared, int, int
 def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int]:
     source = str(config.env.options.get("source", ""))
     on_hub = "/" in source and not source.startswith(("/", ".")) and not Path(source).exists()
+    validate_options(config)
     if dry and on_hub:
         unchecked.append(f"env.options.source={source!r} is not read in a dry run")
         return 0, 0

@@ -164,6 +164,10 @@ class Engine:
         text = board.grammar.derive("#intro#", Context(self.facts, board.entities, {}, {}))
         return self._observe(text)
 
+    def admits(self, command: str) -> bool:
+        """Whether the command would do anything now."""
+        return normal(command) in self._chosen
+
     def step(self, command: str) -> Observation:
         """One command; what is not admissible now changes nothing and answers NOTHING."""
         board, library = self._board, self._library

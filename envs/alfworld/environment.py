@@ -60,7 +60,9 @@ class AlfworldFamily:
         self._games: dict[str, list[GameEntry]] = {}
         for name, split in (("train", options.train_split), ("eval", options.eval_split)):
             self._games[name] = list_games(self.folder, split, wanted) if wanted else list_games(self.folder, split)
-        self.pool = Pool(options.workers, options.kept_games, options.request_deadline_s)
+        self.pool = Pool(
+            options.workers, options.kept_games, options.request_deadline_s, lists_commands=options.admissible
+        )
 
     @classmethod
     def planned(cls, options: AlfworldOptions) -> dict[str, int] | None:
@@ -93,11 +95,6 @@ class AlfworldEnvironment:
         self._game: LiveGame | None = None
         self._past: list[str] = []
         self._steps = self._invalid = 0
-
-    @property
-    def commands(self) -> tuple[str, ...]:
-        """What the game admits now."""
-        return self._shown.commands
 
     async def reset(self, task: GameEntry) -> list[Message]:
         self._task = task

@@ -45,8 +45,9 @@ class _Pending:
 class Worker:
     """One process and what it owes. All methods run on the event loop."""
 
-    def __init__(self, boards_kept: int, deadline_s: float) -> None:
-        self._arguments, self._deadline_s = (sys.executable, "-m", "envs.alfworld.worker", str(boards_kept)), deadline_s
+    def __init__(self, boards_kept: int, deadline_s: float, lists_commands: bool) -> None:
+        given = (str(boards_kept), *(["commands"] if lists_commands else []))
+        self._arguments, self._deadline_s = (sys.executable, "-m", "envs.alfworld.worker", *given), deadline_s
         self._process: asyncio.subprocess.Process | None = None
         self._episodes: dict[int, _Episode] = {}
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
@@ -210,8 +211,8 @@ class Worker:
 class Pool:
     """Games spread over `workers` processes, each new one where the fewest live."""
 
-    def __init__(self, workers: int, boards_kept: int, deadline_s: float) -> None:
-        self.workers = [Worker(boards_kept, deadline_s) for _ in range(workers)]
+    def __init__(self, workers: int, boards_kept: int, deadline_s: float, *, lists_commands: bool) -> None:
+        self.workers = [Worker(boards_kept, deadline_s, lists_commands) for _ in range(workers)]
         self._next = 0
 
     async def start(self) -> None:

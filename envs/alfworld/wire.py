@@ -24,7 +24,7 @@ class Reply(msgspec.Struct, array_like=True):
 
     seq: int
     text: str = ""
-    commands: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()  # those admitted now, if the worker lists them
     won: bool = False
     admissible: bool = True  # the command changed the game's state or was at least understood
     error: str = ""

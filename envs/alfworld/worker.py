@@ -17,12 +17,12 @@ from envs.alfworld.wire import LENGTH, Reply, Request, frame
 from rl.process import die_with_parent
 
 
-def main(boards_kept: int) -> None:
+def main(boards_kept: int, lists_commands: bool) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not look like a reply
-    from envs.alfworld.engine import Boards, Engine, normal
+    from envs.alfworld.engine import Boards, Engine
 
     boards, live, idle = Boards(boards_kept), dict[int, Engine](), list[Engine]()
 
@@ -37,9 +37,9 @@ def main(boards_kept: int) -> None:
             seen, admissible = engine.load(board), True
         else:
             engine = live[request.episode]
-            admissible = normal(request.argument) in map(normal, engine.observation.commands)
+            admissible = engine.admits(request.argument)
             seen = engine.step(request.argument)
-        return Reply(request.seq, seen.text, seen.commands, seen.won, admissible)
+        return Reply(request.seq, seen.text, seen.commands if lists_commands else (), seen.won, admissible)
 
     def send(reply: Reply) -> None:
         replies.write(frame(reply))
@@ -56,4 +56,4 @@ def main(boards_kept: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "commands" in sys.argv[2:])

@@ -2,8 +2,8 @@
 
 python -m experiments.bench alfworld [--live 1 16 128 512] [--seconds 4] [--out FILE.json]
 
-Steps are counted per second of CPU (this process and its game worker), so that the ratios hold on a busy machine too.
-Each figure is of the same games and of random admissible commands; the engines take turns within one call.
+Ratios are of CPU seconds (of this process and its game worker), so that they hold on a busy machine too; the same games
+and commands, known to both sides before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import sys
@@ -24,7 +25,7 @@ from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 from textworld.envs.pddl import PddlEnv
 
 from envs.alfworld.engine import Boards, Engine
-from envs.alfworld.environment import AlfworldEnvironment, AlfworldFamily, AlfworldOptions
+from envs.alfworld.environment import AlfworldFamily, AlfworldOptions
 from envs.alfworld.games import GameEntry, GameRecipe
 
 EPISODE_STEPS = 12
@@ -95,59 +96,69 @@ def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
     }
 
 
+def scripts(games: Sequence[GameEntry]) -> list[list[str]]:
+    """Random admissible commands of one episode of each game."""
+    engine, boards, rng, written = Engine(), Boards(len(games)), random.Random(0), []
+    for game in games:
+        engine.load(boards.get(game.path))
+        script: list[str] = []
+        while len(script) < EPISODE_STEPS and not engine.observation.won:
+            script.append(rng.choice(engine.observation.commands))
+            engine.step(script[-1])
+        written.append(script)
+    return written
+
+
 async def server(family: AlfworldFamily, games: Sequence[GameEntry], live: int) -> dict[str, float]:
-    """`live` environments at once over one game worker; the bare engine plays the same commands afterwards."""
+    """`live` environments at once over one game worker, and the bare engine with the same episodes."""
+    written = scripts(games)
+    rounds = max(2, math.ceil(256 / live))
     await family.start()
     try:
         worker = psutil.Process(family.pool.workers[0].pid)
-        await asyncio.gather(*(_play(family.make(), game, random.Random(0), []) for game in games))  # all known
-        before, played = worker.memory_info().rss, list[tuple[GameEntry, list[str]]]()
-        environments = [family.make() for _ in range(live)]
+        before = worker.memory_info().rss
+        await asyncio.gather(*(_play(family, games, written, number, 1) for number in range(max(live, len(games)))))
+        megabytes = (worker.memory_info().rss - before) / max(live, len(games)) / 2**20
         busy, begin = _cpu(worker), time.perf_counter()
-
-        async def one(number: int, environment: AlfworldEnvironment) -> None:
-            for again in range(max(1, 256 // live)):
-                game = games[(number + again) % len(games)]
-                commands: list[str] = []
-                await _play(environment, game, random.Random(number), commands)
-                played.append((game, commands))
-
-        await asyncio.gather(*(one(number, each) for number, each in enumerate(environments)))
+        await asyncio.gather(*(_play(family, games, written, number, rounds) for number in range(live)))
         seconds, cpu = time.perf_counter() - begin, _cpu(worker) - busy
-        megabytes = (worker.memory_info().rss - before) / live / 2**20
-        steps = sum(len(commands) for _, commands in played)
+        plays = [(number + again) % len(games) for number in range(live) for again in range(rounds)]
+        steps = sum(len(written[place]) for place in plays)
         return {
             f"server_steps_per_s_{live}": steps / seconds,
-            f"server_over_bare_{live}": cpu / _bare(played),
+            f"server_over_bare_{live}": cpu / _bare(games, written, plays),
             f"megabytes_per_environment_{live}": megabytes,
         }
     finally:
         await family.stop()
 
 
-async def _play(environment: AlfworldEnvironment, game: GameEntry, rng: random.Random, commands: list[str]) -> None:
-    await environment.reset(game)
-    done = False
-    while not done:
-        commands.append(rng.choice(environment.commands))
-        done = (await environment.step(commands[-1])).done
-    await environment.close()
+async def _play(
+    family: AlfworldFamily, games: Sequence[GameEntry], written: Sequence[list[str]], number: int, rounds: int
+) -> None:
+    for again in range(rounds):
+        place = (number + again) % len(games)
+        environment = family.make()
+        await environment.reset(games[place])
+        for command in written[place]:
+            await environment.step(command)
+        await environment.close()
 
 
-def _bare(played: Sequence[tuple[GameEntry, list[str]]]) -> float:
+def _bare(games: Sequence[GameEntry], written: Sequence[list[str]], plays: Sequence[int]) -> float:
     """CPU seconds of the engine alone for the same episodes of known games."""
-    engine, boards = Engine(), Boards(len(played))
-    for game, _ in played:
-        boards.get(game.path)
-    for game, commands in played[: len(played) // 4]:  # its templates are known, too
-        engine.load(boards.get(game.path))
-        for command in commands:
+    engine, boards = Engine(), Boards(len(games))
+
+    def play(place: int) -> None:
+        engine.load(boards.get(games[place].path))
+        for command in written[place]:
             engine.step(command)
+
+    for place in set(plays):
+        play(place)
     begin = time.process_time()
-    for game, commands in played:
-        engine.load(boards.get(game.path))
-        for command in commands:
-            engine.step(command)
+    for place in plays:
+        play(place)
     return time.process_time() - begin
 
 

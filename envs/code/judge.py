@@ -60,12 +60,7 @@ def judge(court: Court, problem: CodeProblem, response: str) -> Verdict:
     if code is None:
         return Verdict(0, total, no_code=True)
     key = secrets.token_hex(16)
-    tests = [split_assert(text) for text in problem.asserts]
-    job = {"code": f"{problem.prelude}\n{code}", "key": key, "case_s": court.case_s}
-    if tests:
-        job["tests"] = [[kind, text] for kind, text, _ in tests]
-    else:
-        job["inputs"] = [given for given, _ in problem.cases]
+    job = job_of(problem, code, key, court.case_s)
     sandbox = court.backend.open(court.template, court.limits)
     try:
         argv = [court.python, "-I", "-S", f"{HARNESS}/run_code.py"]
@@ -73,12 +68,22 @@ def judge(court: Court, problem: CodeProblem, response: str) -> Verdict:
     finally:
         sandbox.close()
     results = _results(result, key, total)
-    if tests:
+    if problem.asserts:
+        tests = map(split_assert, problem.asserts)
         passed = sum(_holds(got, test) for got, test in zip(results, tests, strict=True))
     else:
         pairs = zip(results, problem.cases, strict=True)
         passed = sum(isinstance(got, str) and same_output(got, wanted) for got, (_, wanted) in pairs)
     return Verdict(passed, total, result.timed_out, result.out_of_memory)
+
+
+def job_of(problem: CodeProblem, code: str, key: str, case_s: float) -> dict[str, object]:
+    """What `envs/swe/harness/run_code.py` reads on its standard input."""
+    job: dict[str, object] = {"code": f"{problem.prelude}\n{code}", "key": key, "case_s": case_s}
+    if problem.asserts:
+        tests = map(split_assert, problem.asserts)
+        return job | {"tests": [[kind, text] for kind, text, _ in tests]}
+    return job | {"inputs": [given for given, _ in problem.cases]}
 
 
 Test = tuple[str, str, object]  # (value, an expression, what it must be) or (assert, a statement, None)

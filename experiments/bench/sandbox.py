@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from envs.swe.sandbox import Backend, Call, Limits, Sandbox, Template, make_backend
+from experiments.bench._timing import interleaved
 
 BOUND_MS = 20.0
 BOUND_PER_S = 100.0
@@ -65,9 +64,7 @@ def measure(backend: Backend, template: Template, rounds: int, alive: int, worke
     life_cycle()  # mounts the template, makes the first control group
     measured: dict[str, float] = {}
     sandbox = backend.open(template, LIMITS)
-    timed = _interleaved(
-        {"bare_ms": bare, "command_ms": lambda: _checked(sandbox), "life_cycle_ms": life_cycle}, rounds
-    )
+    timed = interleaved({"bare_ms": bare, "command_ms": lambda: _checked(sandbox), "life_cycle_ms": life_cycle}, rounds)
     sandbox.close()
     for name, (wall_ms, cpu_ms) in timed.items():
         measured[name] = wall_ms
@@ -81,7 +78,7 @@ def measure(backend: Backend, template: Template, rounds: int, alive: int, worke
         sandboxes = list(pool.map(lambda _: backend.open(template, LIMITS), range(alive)))
         measured["alive"] = len(sandboxes)
         measured["open_all_s"] = time.perf_counter() - begin
-        measured["command_ms_with_all_alive"] = _interleaved({"": lambda: _checked(sandboxes[0])}, 30)[""][0]
+        measured["command_ms_with_all_alive"] = interleaved({"": lambda: _checked(sandboxes[0])}, 30)[""][0]
         begin = time.perf_counter()
         list(pool.map(_checked, sandboxes))
         measured["commands_per_s_with_all_alive"] = alive / (time.perf_counter() - begin)
@@ -91,24 +88,6 @@ def measure(backend: Backend, template: Template, rounds: int, alive: int, worke
 
 def _checked(sandbox: Sandbox) -> None:
     assert sandbox.run(TRUE).ok
-
-
-def _interleaved(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
-    """(median wall ms, mean CPU ms) of each work, in turns, so that all see the same machine."""
-    walls: dict[str, list[float]] = {name: [] for name in works}
-    cpus = dict.fromkeys(works, 0.0)
-    for _ in range(rounds):
-        for name, work in works.items():
-            cpu, begin = _cpu_s(), time.perf_counter()
-            work()
-            walls[name].append((time.perf_counter() - begin) * 1e3)
-            cpus[name] += (_cpu_s() - cpu) * 1e3
-    return {name: (statistics.median(walls[name]), cpus[name] / rounds) for name in works}
-
-
-def _cpu_s() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from envs.swe.sandbox import Call, Limits, SandboxError, Template, detect, read_file, write_file
+from envs.swe.sandbox import Call, Limits, SandboxError, Template, detect, read_file, syscalls, write_file
 from envs.swe.sandbox.bubblewrap import STATE, BubblewrapBackend
 from envs.swe.sandbox.docker import DockerBackend, create_command, exec_command, running_engine
 from envs.swe.sandbox.memory import Watchdog
@@ -190,3 +191,23 @@ def test_docker_backend_runs(template: Path) -> None:
     assert sandbox.run(Call(["sh", "-c", "setsid sleep 97 & sleep 99"], timeout_s=1)).timed_out
     assert sh(sandbox, "cat b.txt").text() == "x\n"
     backend.close()
+
+
+def test_processes_and_threads_that_end_meanwhile_do_not_disturb_the_reaping() -> None:
+    """A file of /proc whose task ends while it is read gives ESRCH, and ENOENT before it is opened."""
+    ended = threading.Event()
+
+    def start_and_end() -> None:
+        while not ended.is_set():
+            threading.Thread(target=subprocess.run, args=(["true"],)).start()
+            time.sleep(0.001)
+
+    starter = threading.Thread(target=start_and_end)
+    starter.start()
+    try:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            syscalls.reap_orphans(uid=1_999_999)
+    finally:
+        ended.set()
+        starter.join()

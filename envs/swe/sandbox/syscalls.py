@@ -13,6 +13,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 CLONE_NEWNS, CLONE_FS = 0x00020000, 0x00000200
 _PR_SET_CHILD_SUBREAPER = 36
+_GONE = FileNotFoundError, ProcessLookupError  # a task that ends before its /proc file is opened, or while it is read
 _adopting, _adopting_lock = 0, threading.Lock()
 
 
@@ -60,9 +61,9 @@ def reap_orphans(uid: int) -> None:
     Not while a command of that uid runs: its starter waits for it.
     """
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(*_GONE):
             for child in map(int, (task / "children").read_text().split()):
-                with contextlib.suppress(FileNotFoundError, ChildProcessError):
+                with contextlib.suppress(*_GONE, ChildProcessError):
                     if _real_uid(child) == uid:
                         os.waitpid(child, os.WNOHANG)
 

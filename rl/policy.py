@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import is_flash_attn_2_available
 
+from rl import packed_attention
 from rl.logprob import token_logprobs
+from rl.packed_attention import can_pack
 
 # Settings by which some architectures change the logits after the head: the chunked head would ignore them.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -48,7 +50,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
-        self._uses_flash = "flash" in str(self.model.config._attn_implementation)
+        self._takes_bounds = any(name in str(self.model.config._attn_implementation) for name in ("flash", "packed"))
 
     @property
     def decoder(self) -> Any:
@@ -57,7 +59,7 @@ class PackedModel(nn.Module):
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T, H) of several samples one after another, each blind to the others; both arguments (T,) int64."""
         return self.decoder(
-            token_ids[None], position_ids=position_ids[None], use_cache=False, **self._flash_arguments(position_ids)
+            token_ids[None], position_ids=position_ids[None], use_cache=False, **self._bounds(position_ids)
         ).last_hidden_state[0]
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -65,9 +67,9 @@ class PackedModel(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=self.autocast_dtype)
 
-    def _flash_arguments(self, position_ids: Tensor) -> dict[str, Any]:
-        """FlashAttention's own description of the samples, once per forward instead of once per layer."""
-        if not self._uses_flash:
+    def _bounds(self, position_ids: Tensor) -> dict[str, Any]:
+        """FlashAttention's description of the samples, once per forward instead of once per layer."""
+        if not self._takes_bounds:
             return {}
         starts = (position_ids == 0).nonzero()[:, 0].int()
         bounds = torch.cat((starts, starts.new_tensor([len(position_ids)])))  # (samples + 1,)
@@ -126,12 +128,16 @@ def load_policy(
 ) -> Policy:
     """The model in `folder`, in float32 on the CPU (`shard_policy` moves it), ready to train.
 
-    attention: transformers' name; None is FlashAttention 2 on a GPU that has it, else `sdpa`.
+    attention: transformers' name; None is FlashAttention 2 on a GPU that has it, else `rl/packed_attention.py`, or
+    `sdpa` for a model with sliding windows.
     The dtype is given to `from_pretrained`: `.to(dtype)` afterwards would also cast the rotary `inv_freq`.
     Raises ValueError for architectures whose logits or parameter names this module would get wrong.
     """
     if attention is None:
-        attention = "flash_attention_2" if device == "cuda" and is_flash_attn_2_available() else "sdpa"
+        if device == "cuda" and is_flash_attn_2_available():
+            attention = "flash_attention_2"
+        else:
+            attention = packed_attention.NAME if can_pack(AutoConfig.from_pretrained(str(folder))) else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation=attention)
     if get_checkpoint_conversion_mapping(model.config.model_type):
         raise ValueError(

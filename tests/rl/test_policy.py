@@ -12,9 +12,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import Qwen3Config
 
 from algos.registry import Loss, LossSpec, NoOptions, make_loss
 from algos.types import LossInputs, LossResult
+from rl.packed_attention import can_pack
 from rl.packing import Pack, dummy_pack, pad_packs
 from rl.policy import Policy, export_entries, load_policy, local_rows, shard_policy
 from rl.update import accumulate_gradients, with_logp
@@ -59,9 +61,19 @@ def samples_of(values: Tensor, pack: Pack) -> list[Tensor]:
     return [values[pack.sample == i] for i in range(len(pack.members))]
 
 
+def stock_logits(policy: Policy, token_ids: Tensor, **arguments: object) -> Tensor:
+    """(T, V) by transformers' own attention."""
+    ours = policy.model.config._attn_implementation
+    policy.model.set_attn_implementation("sdpa")
+    try:
+        return policy.model(token_ids[None], **arguments).logits[0]
+    finally:
+        policy.model.set_attn_implementation(ours)
+
+
 def plain_logp(policy: Policy, token_ids: Tensor) -> Tensor:
     """(T - 1,) of one sample on its own, through the whole model and log_softmax."""
-    logits = policy.model(token_ids[None], use_cache=False).logits[0] / TEMPERATURE
+    logits = stock_logits(policy, token_ids, use_cache=False) / TEMPERATURE
     return logits[:-1].log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
 
 
@@ -95,11 +107,19 @@ def test_trap_cache_or_mask_let_samples_see_each_other(policy: Policy, wrong: di
         arguments["attention_mask"] = torch.ones(1, pack.tokens, dtype=torch.int64)
     with torch.no_grad():
         right = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE).logp
-        logits = policy.model(pack.token_ids[None], position_ids=pack.position_ids[None], **arguments).logits[0]
+        logits = stock_logits(policy, pack.token_ids, position_ids=pack.position_ids[None], **arguments)
         shifted = (logits / TEMPERATURE).log_softmax(-1)[:-1].gather(-1, pack.token_ids[1:, None])[:, 0]
     inside = pack.position_ids[1:] > 0
     assert (shifted - right[1:])[inside & (pack.sample[1:] == 0)].abs().max() < 2e-5
     assert (shifted - right[1:])[inside & (pack.sample[1:] > 0)].abs().max() > 0.1
+
+
+def test_packed_attention_refuses_what_it_would_get_wrong(policy: Policy) -> None:
+    pack = one_pack()
+    with pytest.raises(ValueError, match="bounds of the samples"):
+        policy.model(pack.token_ids[None], position_ids=pack.position_ids[None], use_cache=False)
+    assert can_pack(policy.model.config)
+    assert not can_pack(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2))
 
 
 def test_selected_positions_are_the_same_numbers(policy: Policy) -> None:
@@ -110,7 +130,7 @@ def test_selected_positions_are_the_same_numbers(policy: Policy) -> None:
     for whole, part in zip(everywhere, selected, strict=True):
         torch.testing.assert_close(part[pack.mask], whole[pack.mask], rtol=0, atol=1e-5)
         assert not part[~pack.mask].any()
-    logits = policy.model(pack.token_ids[pack.sample == 0][None], use_cache=False).logits[0, :-1] / TEMPERATURE
+    logits = stock_logits(policy, pack.token_ids[pack.sample == 0], use_cache=False)[:-1] / TEMPERATURE
     expected = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(everywhere.entropy[pack.sample == 0][1:], expected, rtol=0, atol=1e-5)
 
@@ -206,7 +226,7 @@ def test_a_loss_with_an_entropy_gradient(policy: Policy) -> None:
     accumulate_gradients(policy, [pack], loss, temperature=TEMPERATURE, global_tokens=pack.loss_tokens)
     found = gradients(policy)
     policy.zero_grad()
-    logits = policy.model(pack.token_ids[None], position_ids=pack.position_ids[None], use_cache=False).logits[0]
+    logits = stock_logits(policy, pack.token_ids, position_ids=pack.position_ids[None], use_cache=False)
     entropy = torch.distributions.Categorical(logits=logits[:-1] / TEMPERATURE).entropy()
     (-entropy[pack.mask[1:]].sum() / pack.loss_tokens).backward()
     assert largest_difference(found, gradients(policy)) < 1e-6

@@ -1,0 +1,55 @@
+"""Attention over a pack, sample by sample, for machines without FlashAttention.
+
+transformers' `sdpa` gives a pack one mask of (T, T): its cost grows with the square of the pack. Here each sample is a
+causal call of its own, so a pack costs what its samples cost.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "packed_sdpa"
+
+
+def packed_sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
+    """query (1, heads, T, d), key and value (1, kv heads, T, d); `cu_seq_lens_q` (samples + 1,): where samples begin.
+
+    Returns (1, T, heads, d). Raises ValueError without the bounds: samples would see each other.
+    """
+    if cu_seq_lens_q is None or attention_mask is not None:
+        raise ValueError(f"{NAME} needs the bounds of the samples (cu_seq_lens_q) and takes no mask")
+    shared = query.shape[1] != key.shape[1]
+    parts = [
+        scaled_dot_product_attention(
+            query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end],
+            is_causal=True, scale=scaling, enable_gqa=shared,
+        )
+        for begin, end in pairwise(cu_seq_lens_q.tolist())
+    ]  # fmt: skip
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def can_pack(config: Any) -> bool:
+    """Whether every layer attends to all that came before: no sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return set(kinds) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None
+
+
+AttentionInterface.register(NAME, packed_sdpa)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,14 @@ def backward(
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     assert left.keys() == right.keys()
     return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@contextmanager
+def stock_attention(model: Any) -> Iterator[None]:
+    """transformers' own attention, which needs no bounds of samples."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)

@@ -19,7 +19,7 @@ from rl.packing import Pack, dummy_pack, make_packs
 from rl.trainer import Trainer
 from rl.update import UpdateStats
 from tests.rl.learner_rig import make_batch
-from tests.rl.policy_rig import VOCAB, save_tiny
+from tests.rl.policy_rig import VOCAB, save_tiny, stock_attention
 
 LR, CRITIC_LR, EPS, TEMPERATURE, LAM, CRITIC_LAM, BETA, ENTROPY = 5e-3, 1e-2, 1e-3, 0.7, 0.9, 0.95, 0.05, 0.02
 SETTINGS = (
@@ -68,7 +68,8 @@ def samples(shard: Shard) -> list[tuple[Tensor, Tensor, Tensor, list[int]]]:
 
 def plain_values(critic: Critic, ids: Tensor) -> Tensor:
     """(T,) value of the context before each token; of the first token nothing."""
-    hidden = critic.model(ids[None], use_cache=False).last_hidden_state[0, :-1]
+    with stock_attention(critic.model):
+        hidden = critic.model(ids[None], use_cache=False).last_hidden_state[0, :-1]
     return torch.cat((torch.zeros(1), critic.head(hidden)[:, 0]))
 
 

@@ -20,7 +20,16 @@ from rl.packed_attention import can_pack
 from rl.packing import Pack, dummy_pack, pad_packs
 from rl.policy import Policy, export_entries, load_policy, local_rows, shard_policy
 from rl.update import accumulate_gradients, with_logp
-from tests.rl.policy_rig import VOCAB, backward, gradients, largest_difference, make_shards, packs_of, save_tiny
+from tests.rl.policy_rig import (
+    VOCAB,
+    backward,
+    gradients,
+    largest_difference,
+    make_shards,
+    packs_of,
+    save_tiny,
+    stock_attention,
+)
 
 TEMPERATURE = 0.7
 
@@ -63,12 +72,8 @@ def samples_of(values: Tensor, pack: Pack) -> list[Tensor]:
 
 def stock_logits(policy: Policy, token_ids: Tensor, **arguments: object) -> Tensor:
     """(T, V) by transformers' own attention."""
-    ours = policy.model.config._attn_implementation
-    policy.model.set_attn_implementation("sdpa")
-    try:
+    with stock_attention(policy.model):
         return policy.model(token_ids[None], **arguments).logits[0]
-    finally:
-        policy.model.set_attn_implementation(ours)
 
 
 def plain_logp(policy: Policy, token_ids: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,25 @@ def sample(
 
     Temperature 0 is greedy (its log-probabilities are at temperature 1).
     """
+    with _padded_attention(model):
+        return _sample(model, prompts, seeds, stop_ids, max_tokens, temperature)
+
+
+@contextlib.contextmanager
+def _padded_attention(model: Any) -> Iterator[None]:
+    """A learner's model may attend in packs only (`rl/packed_attention.py`); here rows are padded and cached."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def _sample(
+    model: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], stop_ids: Sequence[int], max_tokens: int,
+    temperature: float,
+) -> list[Sampled]:  # fmt: skip
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     token_ids = torch.zeros(len(prompts), longest, dtype=torch.int64)

@@ -38,6 +38,9 @@ class WarmStartConfig(Section):
     """Peak learning rate: linear warm-up, then a cosine down to a tenth."""
     warmup_steps: int = Field(20, ge=1)
     """Steps of linear warm-up."""
+    read_weight: float = Field(0.0, ge=0)
+    """Weight of the loss on the environment's text, beside that on the imitated commands: answers repeat names from the
+    commands, so a small model learns sooner to copy. 0 for a model that can read already."""
     seed: int = 0
     """Of the demonstrations, their order, and a tiny model's initial weights."""
 

@@ -1,4 +1,4 @@
-"""Supervised training on (prompt, completion) pairs: packed, loss on the completions only.
+"""Supervised training on (prompt, completion) pairs: packed, loss on the completions only, or on what was read as well.
 
 Used for the warm start of tiny models; works for any decoder of transformers whose head is one linear layer.
 """
@@ -15,13 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORED = -100
+SHOWN, IMITATED, READ = 0, 1, 2
+"""Marks of `Example.mask`: only seen; to be written; text of the environment."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One demonstration, as token ids; the completion ends with the end-of-turn token.
 
-    Over several turns the completion holds the environment's text as well; `mask` is 1 on what counts (None: all).
+    Over several turns the completion holds the environment's text as well; `mask` says what each of its tokens is
+    (None: all are imitated).
     """
 
     prompt: Sequence[int]
@@ -38,7 +41,8 @@ class Rows:
 
     token_ids: Tensor  # (rows, width) int64
     position_ids: Tensor  # (rows, width) int64
-    targets: Tensor  # (rows, width) int64, the next token where it belongs to a completion, else IGNORED
+    targets: Tensor  # (rows, width) int64, the next token where it is to be imitated, else IGNORED
+    read: Tensor  # (rows, width) int64, the next token where it is text of the environment, else IGNORED
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class SupervisedOptions:
     max_grad_norm: float = 1.0
     width: int = 256
     """Tokens of a row; attention on a CPU costs width squared."""
+    read_weight: float = 0.0
+    """Weight of the mean loss on the environment's text, beside that on what is imitated. Its answers repeat names from
+    the commands: a small model learns to copy from them."""
 
 
 def pack_rows(examples: Sequence[Example], width: int, device: torch.device | str = "cpu") -> Rows:
@@ -68,31 +75,42 @@ def pack_rows(examples: Sequence[Example], width: int, device: torch.device | st
         space[row] -= len(example)
     token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     position_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    targets = torch.full((len(rows), width), IGNORED)
+    targets, read = torch.full((2, len(rows), width), IGNORED)
     for index, row_examples in enumerate(rows):
         start = 0
         for example in row_examples:
             end = start + len(example)
             completion = torch.tensor(example.completion)
-            if example.mask is not None:
-                completion = completion.masked_fill(torch.tensor(example.mask) == 0, IGNORED)
+            mask = torch.full_like(completion, IMITATED) if example.mask is None else torch.tensor(example.mask)
             token_ids[index, start:end] = torch.tensor([*example.prompt, *example.completion])
             position_ids[index, start:end] = torch.arange(len(example))
-            targets[index, end - len(completion) - 1 : end - 1] = completion
+            place = slice(end - len(completion) - 1, end - 1)
+            targets[index, place] = completion.masked_fill(mask != IMITATED, IGNORED)
+            read[index, place] = completion.masked_fill(mask != READ, IGNORED)
             start = end
         # Padding counts on from 0 as one more example: no target looks at it, and no example sees it.
         position_ids[index, start:] = torch.arange(width - start)
-    return Rows(token_ids.to(device), position_ids.to(device), targets.to(device))
+    return Rows(*(tensor.to(device) for tensor in (token_ids, position_ids, targets, read)))
 
 
-def supervised_loss(model: Any, rows: Rows) -> Tensor:
-    """Mean negative log-likelihood of the completion tokens, in nats; logits are computed for those only."""
+def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0) -> Tensor:
+    """Mean negative log-likelihood of the imitated tokens, in nats, and `read_weight` times that of the text read.
+
+    Logits are computed for those tokens only.
+    """
     hidden = model.base_model(
         input_ids=rows.token_ids, position_ids=rows.position_ids, use_cache=False
     ).last_hidden_state  # (rows, width, hidden)
-    counted = rows.targets != IGNORED
-    logits = model.get_output_embeddings()(hidden[counted])  # (targets, vocabulary)
-    return F.cross_entropy(logits.float(), rows.targets[counted])
+
+    def mean(targets: Tensor) -> Tensor:
+        counted = targets != IGNORED
+        logits = model.get_output_embeddings()(hidden[counted])  # (targets, vocabulary)
+        return F.cross_entropy(logits.float(), targets[counted])
+
+    loss = mean(rows.targets)
+    if read_weight and bool((rows.read != IGNORED).any()):
+        loss = loss + read_weight * mean(rows.read)
+    return loss
 
 
 def train_supervised(
@@ -108,7 +126,7 @@ def train_supervised(
     for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * _schedule(step, options)
-        loss = supervised_loss(model, pack_rows(next_examples(step), options.width, device))
+        loss = supervised_loss(model, pack_rows(next_examples(step), options.width, device), options.read_weight)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)

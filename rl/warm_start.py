@@ -31,7 +31,7 @@ import rl.word_tokenizer
 from envs.base import Demonstration
 from envs.registry import demonstrator, make_family
 from rl.config import Config, ConfigError
-from rl.sft import Example, SupervisedOptions, train_supervised
+from rl.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, train_supervised
 from rl.tiny import TinyRecipe, default_cache, new_model, to_stderr
 from rl.word_tokenizer import build_tokenizer, save_tokenizer
 from rollout.conversation import Conversation
@@ -102,23 +102,22 @@ def demonstrations(config: Config) -> list[Demonstration]:
 
 
 def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> Example | None:
-    """An episode as the ids of a conversation, counting what is to be imitated; None if longer than `max_length`."""
+    """An episode as the ids of a conversation, each marked as what it is; None if longer than `max_length`."""
     conversation = Conversation(tokenizer, played.opening)
     prompt = len(conversation)
-    counted: list[tuple[int, int]] = []
+    written: list[tuple[int, int, bool]] = []
     for place, turn in enumerate(played.turns):
         ids = np.array([*tokenizer.encode(turn.action), tokenizer.turn_end], np.int32)
         span = conversation.append_generated(ids, np.zeros(ids.size, np.float32), np.zeros(ids.size, np.int32))
-        if turn.imitate:
-            counted.append(span)
+        written.append((*span, turn.imitate))
         if place + 1 < len(played.turns) and not conversation.append_messages(turn.answer, limit=max_length):
             return None
     if len(conversation) > max_length:
         return None
     token_ids = conversation.context().tolist()
-    mask = np.zeros(len(token_ids), np.uint8)
-    for start, end in counted:
-        mask[start:end] = 1
+    mask = np.full(len(token_ids), READ, np.uint8)
+    for start, end, imitate in written:
+        mask[start:end] = IMITATED if imitate else SHOWN
     return Example(token_ids[:prompt], token_ids[prompt:], mask[prompt:].tolist())
 
 
@@ -143,7 +142,9 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(device)
     width = max(256, min(1024, max(map(len, examples))))
-    options = SupervisedOptions(settings.steps, settings.lr, settings.warmup_steps, width=width)
+    options = SupervisedOptions(
+        settings.steps, settings.lr, settings.warmup_steps, width=width, read_weight=settings.read_weight
+    )
 
     def report(step: int, loss: float) -> None:
         if (step + 1) % 50 == 0 or step == 0:

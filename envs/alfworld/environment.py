@@ -41,6 +41,9 @@ class AlfworldOptions(BaseModel):
     """Longest observation and longest list of commands, in words; the rest is cut and marked."""
     max_steps: int = Field(50, ge=1)
     """Steps after which the game is lost; `env.max_turns` may cut it earlier."""
+    invalid_reward: float = Field(0.0, le=0)
+    """Reward of a turn whose command the game does not admit, as a penalty for loops of "Nothing happens."; 0: the task's
+    own reward alone. Success is reported apart from it."""
     workers: int = Field(1, ge=1)
     """Processes per server that play the games; one core each."""
     kept_games: int = Field(2000, ge=1)
@@ -122,9 +125,10 @@ class AlfworldEnvironment:
             "invalid_actions": float(self._invalid), "invalid_share": self._invalid / self._steps,
             "unparsed": float(not command),
         }  # fmt: skip
+        reward = float(reply.won) + (0.0 if reply.admissible else self._options.invalid_reward)
         messages = [Message("user", self._observation(reply.text))]
         self._past.append(f"> {command}\n{reply.text}")
-        return Step(messages, float(reply.won), done, info)
+        return Step(messages, reward, done, info)
 
     async def close(self) -> None:
         if self._game is not None:

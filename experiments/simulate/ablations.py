@@ -3,6 +3,8 @@
     python -m experiments.simulate ablations
 
 * passing stragglers (F5, P = 1) against always waiting for the oldest (P = 0), the published head-of-line blocking;
+* true replication (every response a request of its own, on any generator) against whole prompts on one generator, with
+  more prompts than generators and with fewer;
 * active cancellation against letting redundant and over-age episodes run to their end;
 * rolling weight updates against stopping every generator at once, and keeping the KV cache against recomputing it.
 """
@@ -37,6 +39,14 @@ def reasoning() -> Setting:
         trainer=trainer_8b(TRAINING),
         measured=MEASURED,
     )  # fmt: skip
+
+
+def few_prompts() -> Setting:
+    """Fewer prompts in flight than generators, each with many responses."""
+    base = reasoning()
+    return replace(base, engine=engine_8b(16, base.work.prompt_tokens + 2_000)).with_broker(
+        groups_per_batch=8, group_size=32, alpha=0.5
+    )
 
 
 def agentic() -> Setting:
@@ -74,6 +84,8 @@ def lines() -> list[dict[str, Any]]:
         "passing stragglers", on,
         {"P = 0": on.with_broker(hold_patience=0), "P = inf": on.with_broker(hold_patience=math.inf)},
     )  # fmt: skip
+    for name, on in (("true replication, 32 x 8 on 8", reasoning()), ("true replication, 8 x 32 on 16", few_prompts())):
+        ablate(name, on, {"whole prompts": replace(on, pinned_prompts=True)})
     on = agentic()
     ablate("active cancellation", on, {"off": replace(on, cancellation=False)})
     on = heavy_updates().with_engine(on_update="keep")

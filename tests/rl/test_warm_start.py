@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import rl.warm_start
 from envs.base import DemonstratedTurn, Demonstration, Message
 from rl.config import Config, ConfigError, load_config
-from rl.sft import IGNORED, Example, pack_rows, supervised_loss
+from rl.sft import IGNORED, IMITATED, READ, SHOWN, Example, pack_rows, supervised_loss
 from rl.warm_start import demonstrations, encode, fingerprint, warm_started
 from rollout.conversation import Conversation
 from rollout.tokenizer import ChatTokenizer
@@ -66,21 +66,41 @@ def test_ids_are_those_of_an_episode_and_mistakes_do_not_count(folder: Path, pla
     assert example is not None and example.mask is not None
     opening = Conversation(tokenizer, played[0].opening)
     assert list(example.prompt) == opening.context().tolist()
-    counted = [id for id, one in zip(example.completion, example.mask, strict=True) if one]
-    assert tokenizer.decode(counted) == played[0].turns[1].action and counted[-1] == tokenizer.turn_end
-    shown = [id for id, one in zip(example.completion, example.mask, strict=True) if not one]
-    assert played[0].turns[0].action in tokenizer.decode(shown)
+    imitated, shown, read = (
+        [id for id, mark in zip(example.completion, example.mask, strict=True) if mark == wanted]
+        for wanted in (IMITATED, SHOWN, READ)
+    )
+    assert tokenizer.decode(imitated) == played[0].turns[1].action and imitated[-1] == tokenizer.turn_end
+    assert tokenizer.decode(shown) == played[0].turns[0].action
+    assert played[0].turns[0].answer[0].content in tokenizer.decode(read)
     assert encode(tokenizer, played[0], len(example) - 1) is None  # would not fit into the context
 
 
 def test_masked_tokens_have_no_part_in_the_loss(folder: Path) -> None:
-    masked, plain = Example([5, 6], [7, 8, 9], [0, 1, 1]), Example([5, 6, 7], [8, 9])
+    masked, plain = Example([5, 6], [7, 8, 9], [SHOWN, IMITATED, IMITATED]), Example([5, 6, 7], [8, 9])
     rows = pack_rows([masked], width=8)
     assert rows.targets[0, :5].tolist() == [IGNORED, IGNORED, 8, 9, IGNORED]
+    assert (rows.read == IGNORED).all()
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         losses = [supervised_loss(model, pack_rows([example], width=8)).item() for example in (masked, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_what_is_read_counts_by_its_weight(folder: Path) -> None:
+    both = Example([5, 6], [7, 8, 9], [READ, IMITATED, SHOWN])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+
+    def loss(completion: list[int], mask: list[int]) -> float:
+        rows = pack_rows([Example([5, 6], completion, mask)], width=8)
+        with torch.no_grad():
+            return supervised_loss(model, rows).item()
+
+    read, written = loss([7], [IMITATED]), loss([7, 8], [SHOWN, IMITATED])
+    for weight in (0.0, 0.5):
+        with torch.no_grad():
+            value = supervised_loss(model, pack_rows([both], width=8), weight).item()
+        assert value == pytest.approx(written + weight * read, rel=1e-6)
 
 
 def test_the_loss_falls_on_episodes_that_were_not_shown(folder: Path, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class AlfworldOptions(BaseModel):
     max_steps: int = Field(50, ge=1)
     """Steps after which the game is lost; `env.max_turns` may cut it earlier."""
     invalid_reward: float = Field(0.0, le=0)
-    """Reward of a turn whose command the game does not admit, as a penalty for loops of "Nothing happens."; 0: the task's
-    own reward alone. Success is reported apart from it."""
+    """Reward of a turn whose command the game does not admit, a penalty for "Nothing happens."; 0: none. Success is
+    reported apart from it."""
     workers: int = Field(1, ge=1)
     """Processes per server that play the games; one core each."""
     kept_games: int = Field(2000, ge=1)

@@ -53,7 +53,8 @@ class Worker:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         self._seq = 0
         self._serving = False  # while a process is being replaced, requests wait in `_pending`
-        self._awake = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None  # set while a request is due
+        self._hung = False
         self._task: asyncio.Task[None] | None = None
         self.restarts = 0
 
@@ -100,9 +101,23 @@ class Worker:
         self._seq += 1
         request = Request(self._seq, op, episode, argument)
         self._pending[request.seq] = _Pending(request, answer)
-        self._awake.set()
         if self._serving and self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(frame(request))
+            if len(self._pending) == 1:
+                self._watch()
+
+    def _watch(self) -> None:
+        """The deadline runs from when a request became the oldest; past it the process is killed."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        loop = asyncio.get_running_loop()
+        self._alarm = loop.call_later(self._deadline_s, self._expire) if self._pending else None
+
+    def _expire(self) -> None:
+        self._hung = True
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _serve(self) -> None:
         """Take replies; whenever the process hangs or dies, replace it."""
@@ -110,26 +125,20 @@ class Worker:
             while True:
                 try:
                     await self._take()
-                except TimeoutError:
-                    await self._replace(f"a game worker did not answer in {self._deadline_s:g} s")
                 except (EOFError, ConnectionError):
-                    await self._replace("a game worker died", died=True)
+                    if self._hung:
+                        await self._replace(f"a game worker did not answer in {self._deadline_s:g} s")
+                    else:
+                        await self._replace("a game worker died", died=True)
         except GameLost as error:
             self._give_up(str(error))
 
     async def _take(self) -> None:
-        """One reply; the deadline runs from when its request became the oldest."""
+        """One reply. Raises EOFError when the process ends."""
         assert self._process is not None and self._process.stdout is not None
-        if not self._pending:
-            self._awake.clear()
-            ended = asyncio.create_task(self._process.wait())
-            woken = asyncio.create_task(self._awake.wait())
-            await asyncio.wait({ended, woken}, return_when=asyncio.FIRST_COMPLETED)
-            for each in (ended, woken):
-                each.cancel()
-        async with asyncio.timeout(self._deadline_s):
-            reply = await self._read(self._process.stdout)
+        reply = await self._read(self._process.stdout)
         pending = self._pending.pop(reply.seq)
+        self._watch()
         episode = self._episodes.get(pending.request.episode)
         if episode is not None and pending.request.op == "step" and reply.admissible and pending.answer is not None:
             episode.played.append(pending.request.argument)
@@ -197,6 +206,9 @@ class Worker:
 
     async def _kill(self) -> None:
         process, self._process = self._process, None
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._hung = None, False
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from envs.alfworld.engine import NOTHING, Boards, Engine
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions, parse_action
 from envs.alfworld.games import GameRecipe, GamesError, ensure_games, list_games
 from envs.alfworld.pool import GameLost
-from envs.alfworld.scenes import TASK_TYPES
+from envs.alfworld.scenes import TASK_TYPES, TREATMENTS
 from envs.alfworld.translation import kept_translation, read_game
 from envs.base import Message
 
@@ -91,6 +92,44 @@ def test_going_where_one_stands_is_inadmissible(folder: Path, engine: Engine) ->
     there = engine.step(command)
     assert command not in there.commands
     assert engine.step(command).text == NOTHING and engine.observation == there
+
+
+def test_what_the_package_leaves_out_is_left_out(folder: Path, tmp_path: Path) -> None:
+    game = list_games(folder, "train")[0].path
+    for name in ("plain", "movable-1", "AppleSliced-2", "no-trajectory"):
+        place = tmp_path / "train" / name / "trial"
+        shutil.copytree(game.parent, place)
+    (tmp_path / "train" / "no-trajectory" / "trial" / "traj_data.json").unlink()
+    config = {
+        "env": {"goal_desc_human_anns_prob": 0, "task_types": [1, 2, 3, 4, 5, 6]},
+        "dataset": {"data_path": str(tmp_path / "train"), "num_train_games": -1},
+    }
+    kept = [str(tmp_path / "train" / "plain" / "trial" / game.name)]
+    assert AlfredTWEnv(config, train_eval="train").game_files == kept
+    assert [str(each.path) for each in list_games(tmp_path, "train")] == kept
+
+
+def test_what_the_task_types_need(folder: Path, engine: Engine) -> None:
+    """Two things are moved, not "put"; no appliance is opened; the desk lamp alone can be used."""
+    boards = Boards(8)
+    for game in list_games(folder, "train"):
+        plan, kind = walkthrough(game.path), game.task_type
+        verbs = [command.split()[0] for command in plan]
+        engine.load(boards.get(game.path))
+        admitted = set[str]()
+        for command in plan:
+            admitted |= {each for each in engine.observation.commands if each.startswith(("use", "put"))}
+            assert all(engine.admits(each.strip()) for each in engine.observation.commands)  # some end in a space
+            engine.step(command)
+        assert engine.observation.won
+        assert all(each.startswith("use desklamp ") for each in admitted)
+        if kind == "look_at_obj_in_light":
+            assert plan[-1] in admitted
+        else:
+            assert verbs.count("move") == (2 if kind == "pick_two_obj_and_place" else 1) and verbs[-1] == "move"
+        if kind in TREATMENTS:
+            before = plan[: verbs.index(kind.split("_")[1])]
+            assert before[-1].startswith(f"go to {TREATMENTS[kind][1].lower()} ")
 
 
 def test_loading_again_is_a_fresh_start_without_a_leak(folder: Path, engine: Engine) -> None:
@@ -212,6 +251,34 @@ def test_observations_are_cut_and_repeated_as_asked(folder: Path) -> None:
         await environment.close()
 
     play(folder, scenario, history=1, max_words=8)
+
+
+def test_many_environments_at_once_play_as_one_alone(folder: Path, engine: Engine) -> None:
+    """The engine is not thread-safe: interleaved games must not touch each other, in a worker or across two."""
+    boards = Boards(8)
+
+    def alone(path: Path, seed: int) -> list[tuple[str, str]]:
+        rng, seen, transcript = random.Random(seed), engine.load(boards.get(path)), []
+        for _ in range(10):
+            command = rng.choice(seen.commands).strip()
+            seen = engine.step(command)
+            transcript.append((command, seen.text))
+        return transcript
+
+    async def scenario(family: AlfworldFamily) -> None:
+        games = [family.task("train", index % 6) for index in range(24)]
+        expected = [alone(game.path, seed) for seed, game in enumerate(games)]
+
+        async def one(index: int) -> None:
+            environment = family.make()
+            await environment.reset(games[index])
+            for command, text in expected[index]:
+                assert (await environment.step(command)).messages == [Message("user", text)]
+            await environment.close()
+
+        await asyncio.gather(*(one(index) for index in range(24)))
+
+    play(folder, scenario, workers=2)
 
 
 def resident_bytes() -> int:

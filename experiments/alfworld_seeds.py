@@ -1,6 +1,6 @@
 """Success on held-out ALFWorld games before and after RL, for several seeds: the README's main command, measured.
 
-    python -m experiments.alfworld_seeds [--seeds 0 1 2] [--episodes 1024] [key=value ...]
+    python -m experiments.alfworld_seeds [--seeds 0 1 2] [--episodes 1024] [--runs FOLDER] [key=value ...]
 
 Each seed is one complete run of `experiments/alfworld_cpu.yaml` (its own games' order, demonstrations, weights and
 sampling), evaluated at temperature 1 on the same games before and after. A seed whose result is there is not run
@@ -31,17 +31,18 @@ RESULTS = HERE / "results" / "alfworld"
 GOAL = 0.15
 
 
-def run_seed(seed: int, episodes: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """One complete run. Raises RuntimeError when it does not finish."""
-    with tempfile.TemporaryDirectory(prefix="alfworld-seed-") as runs:
+def run_seed(seed: int, episodes: int, overrides: Sequence[str], kept: Path | None) -> dict[str, Any]:
+    """One complete run, in `kept` or in a folder that is removed. Raises RuntimeError when it does not finish."""
+    with tempfile.TemporaryDirectory(prefix="alfworld-seed-") as dropped:
+        runs, name = kept or Path(dropped), f"seed-{seed}"
         command = [
             sys.executable, "-m", "launch.cli", "run", str(RECIPE), f"seed={seed}", f"model.warm_start.seed={seed}",
-            f"eval.tasks={episodes}", f"env.options.games.valid_unseen={episodes}", f"runs={runs}", "name=run",
+            f"eval.tasks={episodes}", f"env.options.games.valid_unseen={episodes}", f"runs={runs}", f"name={name}",
             *overrides,
         ]  # fmt: skip
         if code := subprocess.run(command).returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {code}")
-        return read_run(Path(runs) / "run", seed)
+        return read_run(runs / name, seed)
 
 
 def read_run(folder: Path, seed: int) -> dict[str, Any]:
@@ -106,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--episodes", type=int, default=1024)
+    parser.add_argument("--runs", type=Path, help="where to keep the runs; without it they are removed")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
@@ -113,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     for seed in arguments.seeds:
         path = arguments.results / f"seed-{seed}.json"
         if not path.exists():
-            result = run_seed(seed, arguments.episodes, arguments.overrides)
+            result = run_seed(seed, arguments.episodes, arguments.overrides, arguments.runs)
             path.write_text(json.dumps(result) + "\n")
     results = [json.loads(path.read_text()) for path in sorted(arguments.results.glob("seed-*.json"))]
     text = table(results)

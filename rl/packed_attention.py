@@ -44,6 +44,19 @@ def packed_sdpa(
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
+def pack_bounds(position_ids: Tensor) -> dict[str, Any]:
+    """A pack's samples as FlashAttention and `packed_sdpa` want them, once per forward; position_ids (T,) int64."""
+    starts = (position_ids == 0).nonzero()[:, 0].int()
+    bounds = torch.cat((starts, starts.new_tensor([len(position_ids)])))  # (samples + 1,)
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def takes_bounds(model: Any) -> bool:
+    """Whether the model's attention needs `pack_bounds`."""
+    return any(name in str(model.config._attn_implementation) for name in ("flash", NAME))
+
+
 def can_pack(config: Any) -> bool:
     """Whether every layer attends to all that came before: no sliding window."""
     kinds = getattr(config, "layer_types", None)

@@ -25,7 +25,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from rl import packed_attention
 from rl.logprob import token_logprobs
-from rl.packed_attention import can_pack
+from rl.packed_attention import can_pack, pack_bounds, takes_bounds
 
 # Settings by which some architectures change the logits after the head: the chunked head would ignore them.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -50,7 +50,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
-        self._takes_bounds = any(name in str(self.model.config._attn_implementation) for name in ("flash", "packed"))
+        self._takes_bounds = takes_bounds(model)
 
     @property
     def decoder(self) -> Any:
@@ -58,23 +58,15 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T, H) of several samples one after another, each blind to the others; both arguments (T,) int64."""
+        bounds = pack_bounds(position_ids) if self._takes_bounds else {}
         return self.decoder(
-            token_ids[None], position_ids=position_ids[None], use_cache=False, **self._bounds(position_ids)
+            token_ids[None], position_ids=position_ids[None], use_cache=False, **bounds
         ).last_hidden_state[0]
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=self.autocast_dtype)
-
-    def _bounds(self, position_ids: Tensor) -> dict[str, Any]:
-        """FlashAttention's description of the samples, once per forward instead of once per layer."""
-        if not self._takes_bounds:
-            return {}
-        starts = (position_ids == 0).nonzero()[:, 0].int()
-        bounds = torch.cat((starts, starts.new_tensor([len(position_ids)])))  # (samples + 1,)
-        longest = int(bounds.diff().max())
-        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 class Policy(PackedModel):

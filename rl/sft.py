@@ -53,16 +53,20 @@ class SupervisedOptions:
     warmup_steps: int = 20
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
-    width: int = 256
-    """Tokens of a row; attention on a CPU costs width squared."""
+    width: int | None = 256
+    """Tokens of a row, whose square is what attention costs; None: one row, for a model that attends in packs."""
     read_weight: float = 0.0
     """Weight of the mean loss on the environment's text, beside that on what is imitated. Its answers repeat names from
     the commands: a small model learns to copy from them."""
 
 
-def pack_rows(examples: Sequence[Example], width: int, device: torch.device | str = "cpu") -> Rows:
-    """First-fit decreasing into rows of `width` tokens; a longer example widens all rows to its length."""
-    width = max(width, *(len(example) for example in examples))
+def pack_rows(examples: Sequence[Example], width: int | None, device: torch.device | str = "cpu") -> Rows:
+    """First-fit decreasing into rows of `width` tokens; a longer example widens all rows to its length.
+
+    width None: all in one row without padding.
+    """
+    lengths = [len(example) for example in examples]
+    width = sum(lengths) if width is None else max(width, *lengths)
     rows: list[list[Example]] = []
     space: list[int] = []
     for example in sorted(examples, key=len, reverse=True):
@@ -98,8 +102,11 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0) -> Tensor:
 
     Logits are computed for those tokens only.
     """
+    from rl.packed_attention import pack_bounds, takes_bounds  # with transformers, which takes seconds to import
+
+    bounds = pack_bounds(rows.position_ids[0]) if takes_bounds(model) else {}
     hidden = model.base_model(
-        input_ids=rows.token_ids, position_ids=rows.position_ids, use_cache=False
+        input_ids=rows.token_ids, position_ids=rows.position_ids, use_cache=False, **bounds
     ).last_hidden_state  # (rows, width, hidden)
 
     def mean(targets: Tensor) -> Tensor:

@@ -122,8 +122,10 @@ def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> 
 
 
 def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], None]) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
+
+    from rl import packed_attention
 
     disable_progress_bar()
     settings, started = config.model.warm_start, time.monotonic()
@@ -139,9 +141,11 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
     if not examples:
         raise ConfigError(f"generator.max_model_len={config.generator.max_model_len}: no demonstration is that short")
     device = "cuda" if base is not None and torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    packs = device == "cpu" and packed_attention.can_pack(AutoConfig.from_pretrained(folder))
+    attention = {"attn_implementation": packed_attention.NAME} if packs else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
     model.to(device)
-    width = max(256, min(1024, max(map(len, examples))))
+    width = None if packs else max(256, min(1024, max(map(len, examples))))
     options = SupervisedOptions(
         settings.steps, settings.lr, settings.warmup_steps, width=width, read_weight=settings.read_weight
     )

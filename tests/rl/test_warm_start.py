@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import rl.warm_start
 from envs.base import DemonstratedTurn, Demonstration, Message
+from rl import packed_attention
 from rl.config import Config, ConfigError, load_config
 from rl.sft import IGNORED, IMITATED, READ, SHOWN, Example, pack_rows, supervised_loss
 from rl.warm_start import demonstrations, encode, fingerprint, warm_started
@@ -101,6 +102,14 @@ def test_what_is_read_counts_by_its_weight(folder: Path) -> None:
         with torch.no_grad():
             value = supervised_loss(model, pack_rows([both], width=8), weight).item()
         assert value == pytest.approx(written + weight * read, rel=1e-6)
+
+
+def test_one_row_attended_in_packs_costs_the_same_loss(folder: Path) -> None:
+    examples = [Example([5, 6], [7, 8, 9, 10]), Example([7], [8, 5], [READ, IMITATED]), Example([9, 9, 6], [5])]
+    padded = AutoModelForCausalLM.from_pretrained(folder)
+    packed = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=packed_attention.NAME)
+    losses = [supervised_loss(model, pack_rows(examples, width), 0.5) for model, width in ((padded, 8), (packed, None))]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
 
 
 def test_the_loss_falls_on_episodes_that_were_not_shown(folder: Path, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Corrections between the policy that sampled (the engine's, of an older version) and the learner's, for any loss.
 
 They need `logp_proximal`, the learner's log-probabilities at the start of the batch. With r = pi_proximal / pi_behavior
-per token, a correction multiplies each token's loss by a weight and takes tokens or samples out of it; the loss itself
-then sees the proximal policy as the one that sampled, so nothing is corrected twice (`ppo` with `weight: token` is
-`decoupled_ppo`).
+per token, a correction multiplies each token's loss by a weight, takes tokens or samples out of it, or both. Under a
+weight the loss itself sees the proximal policy as the one that sampled, so nothing is corrected twice (`ppo` with
+`weight: token` is `decoupled_ppo`); under a mask alone it keeps its own ratio to the policy that did.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Correction:
             return loss(inputs)
         assert inputs.logp_proximal is not None
         log_ratio = inputs.log_ratio(inputs.logp_proximal, inputs.logp_behavior).detach()  # (T,)
-        result = loss(replace(inputs, logp_behavior=inputs.logp_proximal))
+        weighted = self.weight != "none"
+        result = loss(replace(inputs, logp_behavior=inputs.logp_proximal) if weighted else inputs)
         factor = torch.ones_like(log_ratio)
         metrics = dict(result.metrics)
-        if self.weight != "none":
+        if weighted:
             ratio = _level(inputs, log_ratio, self.weight)
             factor = ratio.clamp(max=self.cap)
             metrics |= {"correction_weight": factor, "correction_truncated_fraction": (ratio > self.cap).float()}

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from envs.base import Message, Step
 from envs.swe.calls import Malformed, ToolCall, parse_calls, tools_text
-from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, Workplace, evaluate
+from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, evaluate
+from envs.swe.opening import Workplace, open_workplace
 from envs.swe.packages import PACKAGES
 from envs.swe.sandbox import Backend, BackendName, Limits, Sandbox, make_backend
 from envs.swe.store import generated_tasks
@@ -131,7 +132,7 @@ class SweFamily:
         backend = self._backend
         assert backend is not None, "start() comes first"
         workplace = self.workplaces.prepare(task, images=backend.name != "bubblewrap")
-        return workplace, backend.open(workplace.template, self.limits)
+        return open_workplace(backend, workplace, self.limits)
 
     def judge(self, task: SweTask, workplace: Workplace, diff: str) -> Outcome:
         assert self._backend is not None

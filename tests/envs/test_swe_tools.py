@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.swe.calls import MAX_CALLS, TOOLS, Malformed, ToolCall, parse_calls, render_call, tools_text
-from envs.swe.evaluate import Workplace
+from envs.swe.opening import Workplace
 from envs.swe.sandbox import Limits, Template
 from envs.swe.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.tools import Toolbox

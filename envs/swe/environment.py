@@ -13,6 +13,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.base import Message, Step
+from envs.rows import RowError
 from envs.swe.calls import Malformed, ToolCall, parse_calls, tools_text
 from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, evaluate
 from envs.swe.opening import Workplace, open_workplace
@@ -82,7 +83,7 @@ class SweFamily:
         self.options, self.seed = options, seed
         self._tasks: dict[str, list[SweTask]] | None = None
         if options.source != "generated":
-            self._tasks = _split(options, load_tasks(options.source, options.subset, options.split))
+            self._tasks = _split(options, _load(options, options.source, options.split))
         elif options.eval_count >= options.generated_count:
             raise ValueError(
                 f"eval_count={options.eval_count}: leaves nothing of generated_count={options.generated_count}"
@@ -218,9 +219,22 @@ class SweEnvironment:
         return self._family.judge(self._task, self._workplace, diff), diff
 
 
+def _load(options: SweOptions, source: str, split: str) -> list[SweTask]:
+    """Raises RowError, also for rows whose tests cannot be found: nothing would ever be rewarded."""
+    tasks = load_tasks(source, options.subset, split)
+    unfit = [task for task in tasks if task.schema == "r2e-gym"]
+    if unfit:
+        raise RowError(
+            f"{source}: {len(unfit)} of {len(tasks)} rows are of R2E-Gym, whose 'expected_output_json' names tests "
+            f"without their files (as {unfit[0].fail_to_pass[0]!r}): they cannot be rewarded; leave these rows out, or "
+            "give them 'FAIL_TO_PASS' with ids like 'tests/test_a.py::TestA::test_one' as SWE-Gym has it"
+        )
+    return tasks
+
+
 def _split(options: SweOptions, tasks: list[SweTask]) -> dict[str, list[SweTask]]:
     if options.eval_source is not None:
-        return {"train": tasks, "eval": load_tasks(options.eval_source, options.subset, options.eval_split)}
+        return {"train": tasks, "eval": _load(options, options.eval_source, options.eval_split)}
     if options.eval_count >= len(tasks):
         raise ValueError(f"eval_count={options.eval_count}: there are only {len(tasks)} tasks")
     cut = len(tasks) - options.eval_count

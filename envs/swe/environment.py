@@ -227,7 +227,7 @@ def _load(options: SweOptions, source: str, split: str) -> list[SweTask]:
         raise RowError(
             f"{source}: {len(unfit)} of {len(tasks)} rows are of R2E-Gym, whose 'expected_output_json' names tests "
             f"without their files (as {unfit[0].fail_to_pass[0]!r}): they cannot be rewarded; leave these rows out, or "
-            "give them 'FAIL_TO_PASS' with ids like 'tests/test_a.py::TestA::test_one' as SWE-Gym has it"
+            "train on a data set whose 'FAIL_TO_PASS' has ids like 'tests/test_a.py::test_one'"
         )
     return tasks
 

@@ -92,7 +92,8 @@ def tools_text(tools: tuple[Tool, ...] = TOOLS) -> str:
 
 def render_call(call: ToolCall) -> str:
     """What a model writes to make this call."""
-    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+    written = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"
 
 
 def parse_calls(text: str) -> list[ToolCall | Malformed]:

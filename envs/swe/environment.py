@@ -13,8 +13,10 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.base import Message, Step
+from envs.rows import RowError
 from envs.swe.calls import Malformed, ToolCall, parse_calls, tools_text
-from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, Workplace, evaluate
+from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, evaluate
+from envs.swe.opening import Workplace, open_workplace
 from envs.swe.packages import PACKAGES
 from envs.swe.sandbox import Backend, BackendName, Limits, Sandbox, make_backend
 from envs.swe.store import generated_tasks
@@ -81,7 +83,7 @@ class SweFamily:
         self.options, self.seed = options, seed
         self._tasks: dict[str, list[SweTask]] | None = None
         if options.source != "generated":
-            self._tasks = _split(options, load_tasks(options.source, options.subset, options.split))
+            self._tasks = _split(options, _load(options, options.source, options.split))
         elif options.eval_count >= options.generated_count:
             raise ValueError(
                 f"eval_count={options.eval_count}: leaves nothing of generated_count={options.generated_count}"
@@ -131,7 +133,7 @@ class SweFamily:
         backend = self._backend
         assert backend is not None, "start() comes first"
         workplace = self.workplaces.prepare(task, images=backend.name != "bubblewrap")
-        return workplace, backend.open(workplace.template, self.limits)
+        return open_workplace(backend, workplace, self.limits)
 
     def judge(self, task: SweTask, workplace: Workplace, diff: str) -> Outcome:
         assert self._backend is not None
@@ -217,9 +219,22 @@ class SweEnvironment:
         return self._family.judge(self._task, self._workplace, diff), diff
 
 
+def _load(options: SweOptions, source: str, split: str) -> list[SweTask]:
+    """Raises RowError, also for rows whose tests cannot be found: nothing would ever be rewarded."""
+    tasks = load_tasks(source, options.subset, split)
+    unfit = [task for task in tasks if task.schema == "r2e-gym"]
+    if unfit:
+        raise RowError(
+            f"{source}: {len(unfit)} of {len(tasks)} rows are of R2E-Gym, whose 'expected_output_json' names tests "
+            f"without their files (as {unfit[0].fail_to_pass[0]!r}): they cannot be rewarded; leave these rows out, or "
+            "train on a data set whose 'FAIL_TO_PASS' has ids like 'tests/test_a.py::test_one'"
+        )
+    return tasks
+
+
 def _split(options: SweOptions, tasks: list[SweTask]) -> dict[str, list[SweTask]]:
     if options.eval_source is not None:
-        return {"train": tasks, "eval": load_tasks(options.eval_source, options.subset, options.eval_split)}
+        return {"train": tasks, "eval": _load(options, options.eval_source, options.eval_split)}
     if options.eval_count >= len(tasks):
         raise ValueError(f"eval_count={options.eval_count}: there are only {len(tasks)} tasks")
     cut = len(tasks) - options.eval_count

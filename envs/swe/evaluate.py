@@ -15,22 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envs.swe.sandbox import Backend, Call, Limits, Result, Sandbox, Template
-from envs.swe.sandbox.runtime import HARNESS, default_runtime
+from envs.swe.opening import Workplace, open_workplace
+from envs.swe.sandbox import Backend, Call, Limits, Result, Sandbox
+from envs.swe.sandbox.runtime import HARNESS
 from envs.swe.tasks import SweTask
 
 MAX_DIFF_CHARS = 1_000_000
 TEST_LIMITS = Limits(timeout_s=300, memory_bytes=2 << 30, processes=128, disk_bytes=512 << 20, output_bytes=8 << 20)
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """Where a task's repository is: the template, the commit it stands at, folders to import from, the Python."""
-
-    template: Template
-    base: str
-    python_path: tuple[str, ...] = (".",)
-    python: str = field(default_factory=lambda: default_runtime().python)
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,7 @@ def evaluate(backend: Backend, workplace: Workplace, task: SweTask, diff: str, l
     """Blocks for the time of the tests. Raises SandboxError for faults of the host only."""
     if len(diff) > MAX_DIFF_CHARS:
         return Outcome(0, 0, applied=False, why=f"the diff has {len(diff)} characters, more than {MAX_DIFF_CHARS}")
-    sandbox = backend.open(workplace.template, limits)
+    workplace, sandbox = open_workplace(backend, workplace, limits)
     try:
         applied = apply_diff(sandbox, workplace, diff, task.test_patch)
         if not applied["applied"]:

@@ -20,9 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envs.swe.evaluate import TEST_LIMITS, TestRun, Workplace, evaluate, run_tests
+from envs.swe.evaluate import TEST_LIMITS, TestRun, evaluate, run_tests
 from envs.swe.harness.apply_diff import is_test_file
 from envs.swe.mutate import Mutation, mutations
+from envs.swe.opening import Workplace
 from envs.swe.packages import PACKAGES, Package, PackageError, package_tree
 from envs.swe.sandbox import WORKSPACE, Backend, Template, make_backend, write_file
 from envs.swe.tasks import SweTask, file_diff, to_row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from envs.swe.calls import ToolCall
-from envs.swe.evaluate import Workplace
+from envs.swe.opening import Workplace
 from envs.swe.sandbox import Call, Sandbox, SandboxError, read_file, write_file
 from envs.swe.sandbox.process import shortened
 from envs.swe.sandbox.runtime import HARNESS

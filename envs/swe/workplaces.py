@@ -14,20 +14,13 @@ from tempfile import mkdtemp
 
 from filelock import FileLock
 
-from envs.swe.evaluate import Workplace
+from envs.swe.opening import GIT_IDENTITY, Workplace
 from envs.swe.packages import PACKAGES, Package, PackageError, default_cache, open_to_all, package_tree
 from envs.swe.sandbox import Template
 from envs.swe.tasks import SweTask
 
 _GIT_DEADLINE_S = 120.0
 _IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in the images of SWE-bench and those made like them
-_IDENTITY = {
-    "GIT_AUTHOR_NAME": "author", "GIT_AUTHOR_EMAIL": "author@localhost", "GIT_AUTHOR_DATE": "2024-01-01T00:00:00Z",
-    "GIT_COMMITTER_NAME": "author", "GIT_COMMITTER_EMAIL": "author@localhost",
-    "GIT_COMMITTER_DATE": "2024-01-01T00:00:00Z", "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/nonexistent",
-    "GIT_CONFIG_COUNT": "2", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
-    "GIT_CONFIG_KEY_1": "core.hooksPath", "GIT_CONFIG_VALUE_1": "/dev/null",
-}  # fmt: skip
 
 
 class Workplaces:
@@ -44,9 +37,13 @@ class Workplaces:
         self._packages = PACKAGES if packages is None else packages
 
     def prepare(self, task: SweTask, *, images: bool) -> Workplace:
-        """Blocks while it makes the template. Raises PackageError where the repository cannot be had."""
+        """Blocks while it makes the template. Raises PackageError where the repository cannot be had.
+
+        An image is used as it is published; its repository is made ready as a sandbox opens (`open_workplace`).
+        """
         if images and task.image and not task.package:
-            return Workplace(Template(image=task.image, workspace="/testbed"), "HEAD", python=_IMAGE_PYTHON)
+            template = Template(image=task.image, workspace="/testbed")
+            return Workplace(template, "", python=_IMAGE_PYTHON, bug_patch=task.bug_patch)
         tree, python_path = self._source(task)
         key = hashlib.sha256(f"{tree}\0{task.bug_patch}".encode()).hexdigest()[:16]
         folder = self.cache / "templates" / f"{_plain(task.instance_id)}-{key}"
@@ -78,7 +75,7 @@ class Workplaces:
         try:
             work = draft / "work"
             shutil.copytree(tree, work, symlinks=True, ignore=shutil.ignore_patterns(".git"))
-            _git(work, "init", "--quiet", "--initial-branch=main")
+            _git(work, "init", "--quiet")
             if task.bug_patch:
                 _git(work, "apply", "--whitespace=nowarn", given=task.bug_patch)
             _git(work, "add", "--all", "--force")
@@ -97,7 +94,7 @@ class Workplaces:
 def _git(folder: Path, *arguments: str, given: str = "") -> str:
     ended = subprocess.run(
         ["git", *arguments], cwd=folder, input=given.encode(), capture_output=True, timeout=_GIT_DEADLINE_S,
-        env={"PATH": os.environ["PATH"], **_IDENTITY},
+        env={"PATH": os.environ["PATH"], **GIT_IDENTITY},
     )  # fmt: skip
     if ended.returncode != 0:
         lines = ended.stderr.decode(errors="replace").strip().splitlines() or ["no message"]

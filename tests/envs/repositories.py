@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import tarfile
 from pathlib import Path
 
-from envs.swe.packages import Package
+from envs.swe.packages import Package, open_to_all
 
 FILES = {
     "ledger/__init__.py": '''"""Sums of money in cents."""
@@ -108,3 +109,17 @@ def make_package(folder: Path) -> Package:
         tar.add(top, arcname=top.name)
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     return Package("ledger", "1.0", digest, ("ledger",), ("tests",), archive=archive)
+
+
+def make_published(folder: Path) -> Path:
+    """The sound package as a data set's image has it: earlier commits, a branch, files that git ignores."""
+    for name, text in (FILES | {".gitignore": "*.egg-info/\n*.so\n"}).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    script = """git init -q . && git config user.name a && git config user.email b
+    git add -A && git commit -qm 'the fix' && git branch other && git commit -q --allow-empty -m later
+    mkdir ledger.egg-info && echo 1.0 > ledger.egg-info/PKG-INFO && echo compiled > ledger/fast.so"""
+    subprocess.run(["sh", "-ec", script], cwd=folder, check=True)
+    open_to_all(folder)
+    return folder

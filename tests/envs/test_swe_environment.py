@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from envs.swe.tasks import SweTask
 from rl.config import ConfigError, load_config
 from tests.envs.repositories import make_package
 from tests.envs.test_swe_reward import TASK
+from tests.envs.test_swe_tasks import GYM, R2E
 
 
 @pytest.fixture
@@ -131,6 +133,21 @@ def test_options(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         validate_env(load_config(None, ["env.name=swe", *options]))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_whose_tests_have_no_file_are_refused(tmp_path: Path) -> None:
+    mixed, good = tmp_path / "mixed.jsonl", tmp_path / "good.jsonl"
+    mixed.write_text("".join(f"{json.dumps(row)}\n" for row in (GYM, R2E)))
+    good.write_text(f"{json.dumps(GYM)}\n")
+    for options in (f"source={mixed}", f"source={good} eval_source={mixed}"):
+        overrides = [f"env.options.{option}" for option in options.split()]
+        with pytest.raises(ConfigError) as error:
+            validate_env(load_config(None, ["env.name=swe", "env.options.eval_count=0", *overrides]), dry=True)
+        message = str(error.value)
+        assert f"{mixed}: 1 of 2 rows are of R2E-Gym" in message and "\n" not in message
+        assert (
+            "'expected_output_json'" in message and "'TestA.test_one'" in message and "leave these rows out" in message
+        )
 
 
 def test_long_statements_are_cut(source: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from envs.swe.evaluate import Outcome, Workplace, evaluate
+from envs.swe.evaluate import Outcome, evaluate
+from envs.swe.opening import Workplace
 from envs.swe.packages import Package, PackageError
 from envs.swe.sandbox import Limits, Template
 from envs.swe.sandbox.bubblewrap import BubblewrapBackend
@@ -214,7 +215,8 @@ def test_a_workplace_needs_its_repository(tmp_path: Path) -> None:
     published = replace(TASK, package="", base_commit="abc", repo="o/r", image="img")
     with pytest.raises(PackageError, match=r"needs a checkout ledger-split/ or o__r@abc/"):
         places.prepare(published, images=False)
-    assert places.prepare(published, images=True).template == Template(image="img", workspace="/testbed")
+    image = places.prepare(published, images=True)
+    assert image.template == Template(image="img", workspace="/testbed") and image.bug_patch == TASK.bug_patch
     checkout = tmp_path / "repositories" / "o__r@abc" / "ledger"
     checkout.mkdir(parents=True)
     (checkout / "__init__.py").write_text(LEDGER)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from envs.swe.calls import MAX_CALLS, TOOLS, Malformed, ToolCall, parse_calls, render_call, tools_text
-from envs.swe.evaluate import Workplace
+from envs.swe.environment import SYSTEM_PROMPT
+from envs.swe.opening import Workplace
 from envs.swe.sandbox import Limits, Template
 from envs.swe.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.tools import Toolbox
@@ -78,6 +80,56 @@ def test_the_system_text_is_qwens() -> None:
     schemas = [json.loads(line) for line in listed]
     assert [schema["function"]["name"] for schema in schemas] == [tool.name for tool in TOOLS]
     assert schemas[1]["function"]["parameters"]["required"] == ["path"]
+
+
+# The parts of Qwen2.5's published chat template that show tools and write calls.
+QWEN = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n' + messages[0]['content'] }}
+    {{- "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" }}
+    {{- "You are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments within " }}
+    {{- "<tool_call></tool_call> XML tags:\n<tool_call>\n" }}
+    {{- "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+{%- else %}
+    {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages if message.role == "assistant" %}
+    {{- '<|im_start|>assistant' }}
+    {%- if message.content %}
+        {{- '\n' + message.content }}
+    {%- endif %}
+    {%- for tool_call in message.tool_calls %}
+        {{- '\n<tool_call>\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+        {{- tool_call.function.arguments | tojson }}
+        {{- '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}"""
+
+
+def rendered(messages: list[dict[str, object]], tools: list[dict[str, object]] | None = None) -> str:
+    """As transformers renders for a tokenizer with this template."""
+    (text,), _ = render_jinja_template([messages], tools=tools, chat_template=QWEN)
+    return str(text)
+
+
+def test_the_environments_text_is_what_qwens_template_makes_of_tools() -> None:
+    ours = [{"role": "system", "content": SYSTEM_PROMPT + tools_text()}]
+    told = [{"role": "system", "content": SYSTEM_PROMPT.removesuffix("\n\n")}]
+    assert rendered(ours) == rendered(told, [tool.schema() for tool in TOOLS])
+
+
+def test_a_demonstrated_call_is_what_qwens_template_writes() -> None:
+    arguments: dict[str, object] = {"path": "a.py", "old": "é <'\"\\ ü\n\t", "new": ""}
+    function = {"type": "function", "function": {"name": "edit", "arguments": arguments}}
+    said: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": [function]}
+    written = rendered([{"role": "system", "content": ""}, said])
+    assert written.endswith(f"<|im_start|>assistant\n{render_call(ToolCall('edit', arguments))}<|im_end|>\n")
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config import Config, ConfigError
+from rl.process import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ def prepare(config: Config, *, resolve_model: bool = True) -> Prepared:
         [sys.executable, "-m", "launch.prepare", "1" if resolve_model else "0"],
         input=config.model_dump_json().encode(),
         stdout=subprocess.PIPE,
+        env=os.environ | {"FRESCO_PARENT_PID": str(os.getpid())},
     )
     try:
         answer = json.loads(child.stdout.decode().splitlines()[-1])
@@ -94,6 +97,7 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _main() -> None:
+    die_with_parent()
     config = Config.model_validate_json(sys.stdin.read())
     answer: dict[str, object]
     try:

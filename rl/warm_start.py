@@ -52,6 +52,8 @@ def warm_started(
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
+            for left in cache.glob(f".{folder.name}-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=cache))
             try:
                 _make(config, base, draft, log or to_stderr)

@@ -56,9 +56,12 @@ def forced_at(records: Sequence[Record], loss: str, lag: float, field: str) -> f
 
 def build(records: Sequence[Record]) -> dict[str, Any]:
     """All numbers of the report. Raises ValueError for runs that did not start from the same model."""
-    starts = {record.evals["0"] for record in records if not record.system}
-    if len(starts) > 1:
-        raise ValueError(f"the runs start from different models: held-out accuracies {sorted(starts)} at step 0")
+    for seed in {record.seed for record in records}:  # of the held-out problems, too
+        starts = {record.evals["0"] for record in records if not record.system and record.seed == seed}
+        if len(starts) > 1:
+            raise ValueError(
+                f"the runs of seed {seed} start from different models: held-out accuracies {sorted(starts)} at step 0"
+            )
     names = sorted({record.loss for record in records if not record.system})
     lags = sorted({record.lag for record in records if not record.system})
     system = sorted({(record.loss, record.lag) for record in records if record.system})

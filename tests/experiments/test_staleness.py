@@ -206,7 +206,7 @@ def test_the_report_places_the_system_on_the_forced_curve() -> None:
 
 
 def test_runs_from_different_models_are_not_compared() -> None:
-    one, other = fake("grpo", 0, 1, 0.8), fake("grpo", 0, 2, 0.8)
+    one, other = fake("grpo", 0, 1, 0.8), fake("dapo", 0, 1, 0.8)
     with pytest.raises(ValueError, match="different models"):
         report.build([one, replace(other, evals=other.evals | {"0": 0.2})])
 

@@ -26,7 +26,7 @@ _SPREAD = math.asinh(LOG_RATIO_BOUND / _FINEST)
 class Diagnostics:
     """Joins packs by `update`, minibatches by `add`, ranks by `all_reduce`; `metrics` gives the means."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)  # float64: scalars, and vectors by bin or bucket
+    sums: dict[str, Tensor] = field(default_factory=dict)  # float64, by bucket of staleness; `histogram` by bin as well
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -39,6 +39,7 @@ class Diagnostics:
         advantages = inputs.advantages[mask]
         own = {name: values[mask].double() for name, values in result.metrics.items()}
         tokens = {
+            "tokens": torch.ones_like(ratio),
             "objective": result.per_token[mask].double(),
             "ratio_mean": ratio,
             "ratio_square": ratio**2,
@@ -49,11 +50,14 @@ class Diagnostics:
             "token_staleness": staleness,
         } | own
         if inputs.logp_proximal is not None:
-            tokens["kl_proximal_k1"] = (inputs.logp_proximal - inputs.logp_current)[mask].double()
-        sums = {"tokens": mask.sum().double()} | {name: values.sum() for name, values in tokens.items()}
-        sums |= _by_sign(advantages, {name: values for name, values in own.items() if name.endswith("_fraction")})
-        sums |= _by_staleness(staleness, tokens)
-        sums["histogram"] = _histogram(log_ratio)
+            step = (inputs.logp_current - inputs.logp_proximal)[mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            tokens |= {"kl_proximal": step.expm1() - step, "kl_proximal_k1": -step}
+        tokens |= _by_sign(advantages, {name: values for name, values in own.items() if name.endswith("_fraction")})
+        firsts = staleness.new_tensor([low for low, _ in STALENESS_BUCKETS[1:]])
+        bucket = torch.bucketize(staleness, firsts, right=True)
+        zeros = staleness.new_zeros(len(STALENESS_BUCKETS))
+        sums = {name: zeros.index_add(0, bucket, values) for name, values in tokens.items()}
+        sums["histogram"] = _histogram(log_ratio, bucket)
         self._join(sums, {"ratio_max": _maximum(ratio), "token_staleness_max": _maximum(staleness)})
 
     def add(self, other: Diagnostics) -> None:
@@ -76,41 +80,16 @@ class Diagnostics:
         `loss/ratio_p95` and its like are quantiles of the ratio, `loss/<name>_fraction_positive` is over tokens of
         positive advantage only, and `stale_2/...` over tokens of that staleness (a bucket without tokens is left out).
         """
-        sums = {name: float(value) for name, value in self.sums.items() if not value.ndim}
-        tokens = sums.pop("tokens", 0.0)
-        if not tokens:
+        table = {name: value.cpu() for name, value in self.sums.items()}
+        if not table or not table["tokens"].any():
             return {}
-        square = sums.pop("ratio_square")
-        values: dict[str, float] = {}
-        for sign in ("positive", "negative"):
-            count = sums.pop(f"tokens_{sign}")
-            for name in [name for name in sums if name.endswith(f"_fraction_{sign}")]:
-                values[f"loss/{name}"] = sums.pop(name) / max(1.0, count)
-        values |= {f"loss/{name}": total / tokens for name, total in sums.items()}
-        values["loss/ess"] = sums["ratio_mean"] ** 2 / (tokens * square)
+        values = {f"loss/{name}": value for name, value in _means({k: v.sum(0) for k, v in table.items()}).items()}
         values |= {f"loss/{name}": float(value) for name, value in self.maxima.items()}
-        return values | self._quantiles() | self._staleness()
-
-    def _quantiles(self) -> dict[str, float]:
-        reached = self.sums["histogram"].cumsum(0).cpu() / self.sums["histogram"].sum().cpu()
-        places = torch.searchsorted(reached, torch.tensor(QUANTILES, dtype=torch.float64) - 1e-12)
-        centres = _FINEST * torch.sinh(_SPREAD * (2 * places.double() / (_BINS - 1) - 1))
-        named = zip(QUANTILES, centres.exp().tolist(), strict=True)
-        return {f"loss/ratio_p{round(100 * quantile):02d}": value for quantile, value in named}
-
-    def _staleness(self) -> dict[str, float]:
-        by_bucket = {
-            name.removeprefix("stale/"): v.tolist() for name, v in self.sums.items() if name.startswith("stale/")
-        }
-        values: dict[str, float] = {}
         for place, (low, high) in enumerate(STALENESS_BUCKETS):
-            tokens = by_bucket["tokens"][place]
-            if not tokens:
-                continue
-            here = {name: totals[place] / tokens for name, totals in by_bucket.items() if name != "tokens"}
-            here["ess"] = here["ratio_mean"] ** 2 / here.pop("ratio_square")
-            label = f"stale_{low}" if low == high else f"stale_{low}_{'up' if high is None else high}"
-            values |= {f"{label}/{name}": value for name, value in (here | {"tokens": tokens}).items()}
+            if tokens := float(table["tokens"][place]):
+                here = _means({name: total[place] for name, total in table.items() if name not in _WHOLE_ONLY})
+                label = f"stale_{low}" if low == high else f"stale_{low}_{'up' if high is None else high}"
+                values |= {f"{label}/{name}": value for name, value in (here | {"tokens": tokens}).items()}
         return values
 
     def _join(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
@@ -120,36 +99,44 @@ class Diagnostics:
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
 
+def _means(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Of the tokens that were summed; `histogram` (bins,) gives quantiles."""
+    totals = {name: float(value) for name, value in sums.items() if not value.ndim}
+    tokens, square = totals.pop("tokens"), totals.pop("ratio_square")
+    values: dict[str, float] = {}
+    for sign in ("positive", "negative"):
+        count = totals.pop(f"tokens_{sign}")
+        for name in [name for name in totals if name.endswith(f"_fraction_{sign}")]:
+            values[name] = totals.pop(name) / max(1.0, count)
+    values |= {name: total / tokens for name, total in totals.items()}
+    values["ess"] = values["ratio_mean"] ** 2 * tokens / square
+    return values | _quantiles(sums["histogram"])
+
+
+def _quantiles(histogram: Tensor) -> dict[str, float]:
+    reached = histogram.cumsum(0) / histogram.sum()
+    places = torch.searchsorted(reached, torch.tensor(QUANTILES, dtype=torch.float64) - 1e-12)
+    centres = _FINEST * torch.sinh(_SPREAD * (2 * places.double() / (_BINS - 1) - 1))
+    named = zip(QUANTILES, centres.exp().tolist(), strict=True)
+    return {f"ratio_p{round(100 * quantile):02d}": value for quantile, value in named}
+
+
 def _by_sign(advantages: Tensor, fractions: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Clip and mask fractions of tokens to be raised, and of those to be lowered."""
+    """Clip and mask fractions of tokens to be raised, and of those to be lowered, with which tokens these are."""
     signs = {"positive": (advantages > 0).double(), "negative": (advantages < 0).double()}
-    sums = {f"tokens_{sign}": chosen.sum() for sign, chosen in signs.items()}
-    return sums | {
-        f"{name}_{sign}": (values * chosen).sum()
-        for name, values in fractions.items()
-        for sign, chosen in signs.items()
+    return {f"tokens_{sign}": chosen for sign, chosen in signs.items()} | {
+        f"{name}_{sign}": values * chosen for name, values in fractions.items() for sign, chosen in signs.items()
     }
 
 
-def _by_staleness(staleness: Tensor, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
-    """(buckets,) sums by `STALENESS_BUCKETS`."""
-    firsts = staleness.new_tensor([low for low, _ in STALENESS_BUCKETS[1:]])
-    bucket = torch.bucketize(staleness, firsts, right=True)
-    chosen = {"tokens": torch.ones_like(staleness)} | {name: tokens[name] for name in _BY_STALENESS if name in tokens}
-    zeros = staleness.new_zeros(len(STALENESS_BUCKETS))
-    return {f"stale/{name}": zeros.index_add(0, bucket, values) for name, values in chosen.items()}
+_WHOLE_ONLY = ("objective", "kl_behavior_k1", "kl_proximal_k1", "advantage_abs", "token_staleness")
 
 
-_BY_STALENESS = (
-    "ratio_mean", "ratio_square", "kl_behavior", "kl_proximal_k1", "entropy",
-    "clip_fraction", "mask_fraction", "correction_masked_fraction",
-)  # fmt: skip
-
-
-def _histogram(log_ratio: Tensor) -> Tensor:
-    """(bins,) counts."""
+def _histogram(log_ratio: Tensor, bucket: Tensor) -> Tensor:
+    """(buckets, bins) counts."""
     place = ((torch.asinh(log_ratio / _FINEST) / _SPREAD + 1) * ((_BINS - 1) / 2)).round().long()
-    return torch.bincount(place, minlength=_BINS).double()
+    counts = torch.bincount(bucket * _BINS + place, minlength=len(STALENESS_BUCKETS) * _BINS)
+    return counts.double().view(-1, _BINS)
 
 
 def _maximum(values: Tensor) -> Tensor:

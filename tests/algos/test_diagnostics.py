@@ -41,6 +41,7 @@ def test_values() -> None:
             "loss/ess": 3.5**2 / (3 * 5.25),
             "loss/kl_behavior": 0.5 / 3,  # sum of r - 1 - log r; the logarithms cancel
             "loss/kl_behavior_k1": 0.0,
+            "loss/kl_proximal": (3.5 * math.exp(-0.05) - 3 + 3 * 0.05) / 3,
             "loss/kl_proximal_k1": (3 * 0.05) / 3,
             "loss/entropy": 2.0,
             "loss/advantage_abs": 1.0,
@@ -95,6 +96,20 @@ def test_by_staleness() -> None:
     assert metrics["stale_0/ess"] == pytest.approx(36 / (2 * 20)) and metrics["stale_0/clip_fraction"] == 1
     assert metrics["stale_3_4/clip_fraction"] == 0 and metrics["stale_9_up/ratio_mean"] == pytest.approx(3)
     assert not any(name.startswith(("stale_1", "stale_2", "stale_5")) for name in metrics)
+
+
+def test_a_bucket_has_all_that_the_whole_has() -> None:
+    """Two buckets of the same tokens say the same as the whole, and each its own where they differ."""
+    inputs = random_inputs()
+    inputs = replace(inputs, staleness=torch.zeros_like(inputs.staleness))
+    old = replace(inputs, staleness=torch.where(inputs.mask, 4, 0))
+    metrics = diagnostics(inputs, old).metrics()
+    for name in ("ratio_p95", "kl_behavior", "kl_proximal", "entropy", "ess", "clip_fraction_positive"):
+        assert metrics[f"stale_0/{name}"] == metrics[f"stale_3_4/{name}"] == pytest.approx(metrics[f"loss/{name}"])
+    raised = replace(old, logp_behavior=old.logp_behavior - 1.0, entropy=old.entropy + 1.0)
+    metrics = diagnostics(inputs, raised).metrics()
+    assert metrics["stale_3_4/entropy"] == pytest.approx(metrics["stale_0/entropy"] + 1)
+    assert metrics["stale_3_4/ratio_p50"] > 2 * metrics["stale_0/ratio_p50"]
 
 
 def test_nothing_generated_adds_nothing() -> None:

@@ -141,6 +141,59 @@ def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surp
     assert not ended or cut["redundant"]["running"]["episodes"] == 4
 
 
+@pytest.mark.parametrize("surplus", ["keep", "cancel"])
+def test_surplus_that_has_sampled_nothing_is_cancelled_in_that_round_too(surplus: Any) -> None:
+    """alpha = 0: groups 2 and 3 are still in reset. Their tasks wait, without tickets, for the next version."""
+    driver = Driver(settings(redundant_groups=2, surplus=surplus))
+    driver.publish(0)
+    driver.request(0)
+    tasks = {ticket.task_index for group in (2, 3) for ticket in driver.group(group)}
+    driver.finish_group(0, 0)
+    actions = driver.finish_group(1, 0)
+    (batch,) = of(actions, EmitBatch)
+    assert groups_of(batch) == [0, 1] and not of(actions, IssueTicket)
+    cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
+    assert cancelled == ({2, 3} if surplus == "cancel" else set())
+    assert set(driver.live) == set(driver.cancelled) or surplus == "keep"
+    driver.confirm_cancels()
+    issued = {action.ticket.task_index for action in of(driver.publish(1), IssueTicket)}
+    assert (tasks <= issued) == (surplus == "cancel")
+
+
+def test_with_alpha_what_has_sampled_nothing_is_the_next_batch_until_no_ticket_may_go_out() -> None:
+    driver = Driver(settings(alpha=1, redundant_groups=2, surplus="cancel"))
+    driver.publish(0)
+    driver.request(0)
+    for group in (0, 1):
+        driver.finish_group(group, 0)
+    assert not driver.cancelled and driver.core.n == driver.core.floor, "groups 2 to 5 are of batch 1"
+    driver.request(1)
+    driver.finish_group(2, 0)
+    actions = driver.finish_group(3, 0)
+    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.floor
+    running = {ticket_id for ticket_id, ticket in driver.live.items() if ticket.group_id >= 4}
+    assert set(driver.cancelled) == running != set()
+
+
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_a_group_that_the_next_batch_would_wait_for_is_no_surplus(attempts: int) -> None:
+    """P = 1: a task that was cut off once keeps its environments, also before its first token."""
+    driver = Driver(settings(redundant_groups=1, surplus="cancel"))
+    driver.publish(0)
+    late = driver.group(2)[0]
+    for step in range(attempts + 1):
+        driver.request(step)
+        groups = sorted({ticket.group_id for ticket in driver.live.values() if ticket.task_index != late.task_index})
+        driver.cancelled.clear()
+        for group in groups[:2]:
+            driver.finish_group(group, step)
+        cancelled = {driver.live[ticket_id].task_index for ticket_id in driver.cancelled}
+        if step < attempts:
+            driver.confirm_cancels()
+            driver.publish(step + 1)
+    assert (late.task_index in cancelled) == (attempts == 0)
+
+
 def test_what_was_cut_off_is_measured() -> None:
     driver = Driver(settings(group_size=2, filter_constant_groups=True))
     driver.publish(0)

@@ -9,7 +9,7 @@ import pytest
 from rl.config import ConfigError, load_config
 from rl.messages import Ticket, Version
 from rollout.broker import BrokerCore, Settings
-from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket
+from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket, Outcome
 from rollout.broker.curricula import SuccessWeighted
 from rollout.broker.hedging import MIN_PEERS
 from rollout.broker.tasks import Assignment
@@ -119,6 +119,57 @@ def test_the_last_server_in_service_is_never_quarantined() -> None:
     for ticket_id in issue(core):
         core.failed(ticket_id, "boom", 1.0)
     assert sum(server.quarantined for server in core.servers.by_index.values()) == 1
+
+
+def die(core: BrokerCore, incarnation: int, now: float) -> None:
+    """Server 0 dies, and its next incarnation joins."""
+    core.server_left(0, incarnation, now)
+    core.server_joined(0, incarnation + 1, 50, now)
+
+
+def test_a_server_that_keeps_dying_with_its_episodes_is_quarantined() -> None:
+    core = two_servers(groups_per_batch=8)
+    issue(core)
+    die(core, 0, 1.0)
+    assert not core.servers.by_index[0].quarantined
+    core.server_left(1, 0, 1.0)
+    core.server_joined(1, 1, 50, 1.0)  # what it held goes out again, some of it to server 0
+    assert core.servers.by_index[0].live
+    core.server_left(0, 1, 2.0)
+    actions = core.server_joined(0, 2, 50, 2.0)
+    server = core.servers.by_index[0]
+    assert server.quarantined and not server.live and core.servers.quarantines == 1
+    assert not [action for action in of(actions, IssueTicket) if action.server == 0]
+    assert core.servers.next_release() == 12.0
+    die(core, 2, 3.0)
+    assert core.servers.by_index[0].quarantined, "a death does not shorten it"
+    assert core.servers.quarantines == 1, "nor does one without episodes count"
+    core.tick(12.0)
+    assert not core.servers.by_index[0].quarantined
+
+
+def test_deaths_without_episodes_and_before_a_success_are_forgiven() -> None:
+    core = two_servers(groups_per_batch=8)
+    for incarnation in range(5):
+        die(core, incarnation, 1.0)  # before the first version: it holds nothing
+    assert core.servers.quarantines == 0
+    issue(core, 2.0)
+    core.server_left(0, 5, 2.0)
+    core.server_joined(0, 6, 50, 2.0)
+    assert core.servers.by_index[0].failures == 1
+    core.server_left(1, 0, 3.0)  # its episodes go to server 0
+    (held, *_) = core.servers.by_index[0].live
+    core.finished(held, Outcome(0, 0, 1.0, 0), 4.0)
+    assert core.servers.by_index[0].failures == 0
+
+
+def test_the_last_server_in_service_joins_without_quarantine() -> None:
+    core = two_servers(groups_per_batch=8)
+    issue(core)
+    core.server_left(1, 0, 1.0)
+    for incarnation in range(4):
+        die(core, incarnation, 2.0)
+    assert core.servers.quarantines == 0 and core.servers.by_index[0].live
 
 
 # ------------------------------------------------------------ what is no longer needed

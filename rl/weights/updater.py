@@ -209,13 +209,14 @@ class UpdaterCore:
 
     def _due(self, behind: list[int]) -> list[int]:
         """Whom of these to tell now, the furthest behind first; linear in the generators unless many are told."""
-        due = behind
-        if self._rolling:
-            due, serving = [], []
-            for index in behind:
-                (serving if self._serves(self._generators[index]) else due).append(index)
-            if serving and not any(g.load is not None and self._serves(g) for g in self._generators.values()):
-                due.append(min(serving, key=self._rank))
+        if not self._rolling:
+            return sorted(behind, key=self._rank)
+        due: list[int] = []
+        serving: list[int] = []
+        for index in behind:
+            (serving if self._serves(self._generators[index]) else due).append(index)
+        if serving and not any(g.load is not None and self._serves(g) for g in self._generators.values()):
+            due.append(min(serving, key=self._rank))
         return sorted(due, key=self._rank)
 
     def _rank(self, index: int) -> tuple[Version, int]:

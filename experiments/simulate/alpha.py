@@ -71,7 +71,7 @@ def plateau(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def unsteady(rows: list[dict[str, Any]]) -> list[str]:
-    """Settings that kept longer samples than were drawn: work begun before the measurement ended within it."""
+    """Settings that kept longer samples than were drawn: old work ended within the measurement, or it was short."""
     return [
         f"{row['setting']}, alpha {row['alpha']:g}: kept {row['kept'] / row['drawn']:.3f} of the drawn length"
         for row in rows
@@ -91,7 +91,7 @@ def report(name: str, machine: tuple[int, int]) -> None:
     for case, share in plateau(rows).items():
         print(f"{case}: alpha = 2 reaches {share:.0%} of the best speed (reported: nearly all)")
     for note in unsteady(rows):
-        print(f"note: not steady: {note}")
+        print(f"note: not steady, or measured for too short: {note}")
     figures = {"reported": "plateau at 2", "lines": rows, "share_at_2": plateau(rows), "not steady": unsteady(rows)}
     save(name, figures)
     figure, (left, right) = panels(2)

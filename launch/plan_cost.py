@@ -11,25 +11,24 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from experiments.simulate.laws import Gaussian, normal
+from experiments.simulate.laws import Gaussian
+from experiments.simulate.lower_bound import lower_bound_s
 from experiments.simulate.recipe import Measured, assumed, read_run, setting_of
 from experiments.simulate.result import Result
-from experiments.simulate.setting import Setting
 from experiments.simulate.world import SimulationStopped, World
 from rl.config import Config, ConfigError, load_config
-from rollout.seeds import sample_seed
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 REDUNDANCIES = ((0, 0), (1, 1))  # groups and episodes per group beyond the need
 MEASURED_STEPS = 8
 ENOUGH = 0.98  # of the best speed: of what reaches it, the freshest is the choice
-CHAIN_DRAWS = 20  # batches over which the longest chain is averaged
 
 
 class Option(Struct, frozen=True):
@@ -41,36 +40,17 @@ class Option(Struct, frozen=True):
     extra_groups: int
     extra_episodes: int
     result: Result
-    lower_bound_s: float
+    lower_bound_s: float  # of the simulated run from its start, for the episodes it trained
 
     @property
     def over_bound(self) -> float:
-        return self.result.step_s / self.lower_bound_s if self.lower_bound_s else float("inf")
+        """The run from its start, the warm-up included, over what no schedule of its trained episodes undercuts."""
+        times = self.result.step_times
+        return sum(times) / len(times) / self.lower_bound_s if self.lower_bound_s else float("inf")
 
-
-def lower_bound_s(setting: Setting) -> float:
-    """No schedule is faster: max of generation / capacity, training, and the longest chain / (1 + alpha)."""
-    engine, work, broker = setting.engine, setting.work, setting.broker
-    samples = broker.groups_per_batch * broker.group_size
-    seats = engine.max_num_seqs
-    token_s = (engine.decode_base_s + engine.decode_per_seq_s * (seats - 1)) / seats
-    generate = samples * work.population_length(1024) * token_s / engine.count
-    chains = [_longest_chain_s(setting, draw, samples) for draw in range(CHAIN_DRAWS)]
-    chain = sum(chains) / len(chains) / (1 + broker.alpha)
-    train = setting.trainer.step_s + setting.trainer.publish_s
-    serial = generate + train if broker.alpha == 0 else 0.0  # synchronous: one after the other
-    return max(generate, train, chain, serial)
-
-
-def _longest_chain_s(setting: Setting, draw: int, samples: int) -> float:
-    """The longest of a batch's episodes, each alone on an idle machine."""
-    work, longest = setting.work, 0.0
-    for sample in range(min(samples, 512)):
-        seed = sample_seed(draw, sample)
-        lengths = work.lengths(sample, seed)
-        environment = sum(work.step_s.at(normal(seed, 1000 + turn)) for turn in range(len(lengths)))
-        longest = max(longest, sum(lengths) * setting.engine.decode_base_s + environment)
-    return longest
+    @property
+    def redundant(self) -> bool:
+        return bool(self.extra_groups or self.extra_episodes)
 
 
 def options(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Option]:
@@ -87,11 +67,13 @@ def options(config: Config, measured: Measured, gpus: int, alphas: tuple[float, 
                 setting = machine.with_broker(
                     steps=1_000_000, alpha=alpha, redundant_groups=extra_groups, redundant_episodes=extra_episodes
                 )
+                world = World(setting, limit_s=1e7)
                 try:
-                    result = World(setting, limit_s=1e7).run()
+                    result = world.run()
                 except SimulationStopped:
                     continue
-                bound = lower_bound_s(setting)
+                steps = len(result.step_times)
+                bound = lower_bound_s(setting, world.record.batches[:steps]) / steps
                 found.append(Option(generators, ranks, alpha, extra_groups, extra_episodes, result, bound))
     return found
 
@@ -129,23 +111,43 @@ def _show(found: list[Option], chosen: Option, config: Config, console: Console)
     console.print(
         f"best: generator.count={chosen.generators} learner.ranks={chosen.ranks} rollout.alpha={chosen.alpha:g} "
         f"rollout.redundant_groups={chosen.extra_groups} rollout.redundant_episodes={chosen.extra_episodes}\n"
-        f"{chosen.result.step_s:.3g} s a step, {chosen.over_bound:.2f} times the lower bound of "
-        f"{chosen.lower_bound_s:.3g} s; generators idle {chosen.result.generator_idle:.0%}, learner "
+        f"{chosen.result.step_s:.3g} s a step; from the start {chosen.over_bound:.2f} times the lower bound of "
+        f"{chosen.lower_bound_s:.3g} s a step; generators idle {chosen.result.generator_idle:.0%}, learner "
         f"{chosen.result.learner_idle:.0%}, mean staleness {chosen.result.staleness:.2f}",
         soft_wrap=True,
     )
 
 
-def _plot(found: list[Option], path: Path) -> None:
-    from experiments.simulate.report import panels, save_plot
+def _plot(found: list[Option], chosen: Option, path: Path) -> None:
+    from experiments.simulate.report import save_plot
 
-    figure, (axis,) = panels(1)
-    for alpha in sorted({option.alpha for option in found}):
-        line = sorted((o for o in found if o.alpha == alpha and not o.extra_groups), key=lambda o: o.ranks)
-        axis.plot([o.ranks for o in line], [o.result.useful_tokens_per_s for o in line], "o-", label=f"alpha {alpha:g}")
-    axis.set(xlabel="training GPUs", ylabel="useful tokens per second")
-    axis.legend()
+    figure = figure_of(found, chosen)
     save_plot(path.stem, figure, path.parent)
+
+
+def figure_of(found: list[Option], chosen: Option) -> Any:
+    """Useful tokens a second over training GPUs: dashed with redundancy, dotted the bound of the chosen setting's
+    line, a star at the choice."""
+    from experiments.simulate.report import panels
+
+    figure, (axis,) = panels(1, width=6.0)
+    for alpha in sorted({option.alpha for option in found}):
+        colour = None
+        for redundant, style in ((False, "o-"), (True, "x--")):
+            line = sorted((o for o in found if o.alpha == alpha and o.redundant == redundant), key=lambda o: o.ranks)
+            label = f"alpha {alpha:g}" + (", redundant" if redundant else "")
+            speeds = [o.result.useful_tokens_per_s for o in line]
+            (drawn,) = axis.plot([o.ranks for o in line], speeds, style, label=label, color=colour)
+            colour = drawn.get_color()
+    alike = sorted(
+        (o for o in found if (o.alpha, o.redundant) == (chosen.alpha, chosen.redundant)), key=lambda o: o.ranks
+    )
+    bounds = [o.result.useful_tokens_per_s * o.result.step_s / o.lower_bound_s for o in alike]
+    axis.plot([o.ranks for o in alike], bounds, "k:", label=f"bound, alpha {chosen.alpha:g}")
+    axis.plot([chosen.ranks], [chosen.result.useful_tokens_per_s], "k*", markersize=14, label="chosen")
+    axis.set(xlabel="training GPUs", ylabel="useful tokens per second")
+    axis.legend(fontsize="small")
+    return figure
 
 
 def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -165,7 +167,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
         console.print(
             f"the run took {measured.seconds_per_step:.3g} s a step; simulated as it was: {again.step_s:.3g} s"
         )
-    _plot(found, arguments.plot)
+    _plot(found, chosen, arguments.plot)
     console.print(f"plot: {arguments.plot}")
     return 0
 

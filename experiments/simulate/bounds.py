@@ -30,45 +30,54 @@ ALPHAS = (0.5, 1.0, 2.0, 4.0)
 SHARES = (0.25, 0.5, 0.75)  # beta
 TRAIN_S = 4.0  # mu_train
 BATCH = 512  # N
+ROUNDING_S = 1e-6  # also what prefills take
 
 
 def setting(
-    samples: int, generators: int, *, alpha: float = 0.0, trainer: Trainer | None = None, measured: int = 0
+    samples: int,
+    generators: int,
+    *,
+    alpha: float = 0.0,
+    trainer: Trainer | None = None,
+    measured: int = 0,
+    work: Work = WORK,
+    seed: int = 0,
 ) -> Setting:
     return Setting(
         broker=Settings(
             steps=ENDLESS if measured else 1, groups_per_batch=samples, group_size=1, train_tasks=10**6, alpha=alpha,
-            hold_patience=0, hold_deadline_s=PATIENT_S, episode_deadline_s=PATIENT_S,
+            hold_patience=0, hold_deadline_s=PATIENT_S, episode_deadline_s=PATIENT_S, seed=seed,
         ),
         engine=Engine(
             count=generators, max_num_seqs=SEATS, decode_base_s=TOKEN_S, prefill_tokens_per_s=1e12, on_update="keep"
         ),
-        work=WORK,
+        work=work,
         trainer=trainer or Trainer(),
         measured=measured,
     )  # fmt: skip
 
 
-def seconds_of(samples: list[int]) -> list[float]:
+def seconds_of(samples: list[int], work: Work = WORK, seed: int = 0) -> list[float]:
     """Decoding time of each sample (the first token comes with the prefill)."""
-    return [(sum(WORK.lengths(0, sample_seed(0, each))) - 1) * TOKEN_S for each in samples]
+    return [(sum(work.lengths(0, sample_seed(seed, each))) - 1) * TOKEN_S for each in samples]
+
+
+def queue_line(samples: int, generators: int = GENERATORS, work: Work = WORK, seed: int = 0) -> dict[str, Any]:
+    """Makespan of `samples` on generators * SEATS slots, and its bounds, seconds."""
+    world = World(setting(samples, generators, work=work, seed=seed))
+    makespan = world.run().step_s
+    times = seconds_of([sample.sample_id for sample in world.record.batches[0].samples], work, seed)
+    each, longest = sum(times) / (generators * SEATS), max(times)
+    lower, upper = max(each, longest), each + longest
+    return {
+        "Q": samples, "makespan": makespan, "lower": lower, "upper": upper,
+        "over lower": makespan / lower if lower else 1.0,
+        "holds": lower - ROUNDING_S <= makespan <= upper + ROUNDING_S,
+    }  # fmt: skip
 
 
 def queue_lines(queues: tuple[int, ...] = QUEUES) -> list[dict[str, Any]]:
-    lines = []
-    for count in queues:
-        world = World(setting(count, GENERATORS))
-        makespan = world.run().step_s
-        times = seconds_of([sample.sample_id for sample in world.record.batches[0].samples])
-        work, longest = sum(times) / (GENERATORS * SEATS), max(times)
-        lower, upper = max(work, longest), work + longest
-        lines.append(
-            {
-                "Q": count, "makespan": makespan, "lower": lower, "upper": upper, "over lower": makespan / lower,
-                "holds": lower - 1e-6 <= makespan <= upper + 1e-6,
-            }
-        )  # fmt: skip
-    return lines
+    return [queue_line(count) for count in queues]
 
 
 def step_lines(alphas: tuple[float, ...] = ALPHAS, measured: int = 10) -> list[dict[str, Any]]:

@@ -51,13 +51,14 @@ class Episode:
     """One attempt at a sample; `ended` also when it only waits for the answer to its abort."""
 
     __slots__ = (
-        "began", "context", "ended", "first_version", "key", "lengths", "request_id", "server", "ticket", "tokens",
-        "turn",
+        "began", "context", "ended", "environment_s", "first_version", "key", "lengths", "request_id", "server",
+        "ticket", "tokens", "turn",
     )  # fmt: skip
 
     def __init__(self, ticket: Ticket, server: Server, lengths: list[int], began: float, context: int) -> None:
         self.ticket, self.server, self.lengths, self.began = ticket, server, lengths, began
         self.turn = self.tokens = 0
+        self.environment_s = 0.0  # in steps that answered
         self.context = context
         self.first_version = -1
         self.request_id = -1  # of the running generation; -1: in the environment
@@ -166,6 +167,7 @@ class Server:
             world.environment_begins()
             world.at(world.now + seconds, self._hung, episode)
         elif seconds:
+            episode.environment_s += seconds
             world.environment_begins()
             world.at(world.now + seconds, self._stepped, episode)
         else:
@@ -195,6 +197,7 @@ class Server:
         outcome = Outcome(
             epoch=0, first_version=episode.first_version, reward=reward, tokens_generated=episode.tokens,
             length=episode.tokens, turns=episode.turn, success=reward, seconds=world.now - episode.began,
+            payload=episode.environment_s,
         )  # fmt: skip
         world.post(world.finished, ticket.ticket_id, outcome)
 

@@ -55,6 +55,7 @@ class Recorder:
         self.batches: list[EmitBatch] = []
         self.issued_episodes = self.issued_tokens = self.issued_turns = 0
         self.cancels = self.failures = 0
+        self.server_deaths = 0
         self.peak_open = 0  # episodes at once
         self.train_s = 0.0
         self._env_live, self._env_integral, self._env_since = 0, 0.0, 0.0

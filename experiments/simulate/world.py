@@ -328,6 +328,7 @@ class World:
     def _server_dies(self, index: int, incarnation: int) -> None:
         server = self.servers[index]
         server.die()
+        self.record.server_deaths += 1
         self._broker(self.broker.server_left(index, incarnation, self.now))
         self._proxy(self.proxy.client_died(self.now, server.client))
         self.at(self.now + self.setting.servers.restart_s, self._server_up, index, incarnation + 1)

@@ -190,18 +190,15 @@ class UpdaterCore:
         if self._newest is None:
             return []
         newest = self._newest.version
-        idle = [
+        behind = [
             index
             for index, generator in self._generators.items()
             if generator.load is None
             and not generator.failed
             and (generator.version < newest or generator.version.epoch != newest.epoch)
         ]
-        idle.sort(key=lambda index: (self._generators[index].version, index))
         actions: list[Action] = []
-        for index in idle:
-            if self._rolling and self._serves(index) and any(self._serves(other) for other in self.loading):
-                continue
+        for index in self._due(behind):
             self._generators[index].load = _Load(newest, now)
             actions.append(Notify(index, self._newest))
         have = [g for g in self._generators.values() if g.version == newest and not g.failed]
@@ -210,7 +207,22 @@ class UpdaterCore:
             actions.append(LoadedAll(newest))
         return actions
 
-    def _serves(self, index: int) -> bool:
+    def _due(self, behind: list[int]) -> list[int]:
+        """Whom of these to tell now, the furthest behind first; linear in the generators unless many are told."""
+        if not self._rolling:
+            return sorted(behind, key=self._rank)
+        due: list[int] = []
+        serving: list[int] = []
+        for index in behind:
+            (serving if self._serves(self._generators[index]) else due).append(index)
+        if serving and not any(g.load is not None and self._serves(g) for g in self._generators.values()):
+            due.append(min(serving, key=self._rank))
+        return sorted(due, key=self._rank)
+
+    def _rank(self, index: int) -> tuple[Version, int]:
+        return self._generators[index].version, index
+
+    def _serves(self, generator: _Generator) -> bool:
         assert self._newest is not None
-        version = self._generators[index].version
+        version = generator.version
         return version.epoch == self._newest.version.epoch and version.n >= 0

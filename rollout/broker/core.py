@@ -85,7 +85,7 @@ class BrokerCore(Lifecycle):
             return []
         if known is not None and known.incarnation < incarnation:
             self._lose_server(server, known.incarnation, now)
-        self.servers.join(server, incarnation, capacity)
+        self.servers.join(server, incarnation, capacity, now)
         return self._turn(now)
 
     def server_left(self, server: int, incarnation: int, now: float) -> list[Action]:

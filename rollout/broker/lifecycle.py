@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -292,7 +293,7 @@ class Lifecycle:
     def _cut_off(self, now: float) -> None:
         """After an assembly: groups that fit no later batch end, all of them after the last one.
 
-        With `surplus="cancel"`, so do the oldest unfinished ones beyond what admission allows without redundancy.
+        With `surplus="cancel"`, so does what is unfinished beyond what admission allows without redundancy.
         """
         if self.e == self.settings.steps:
             for group in [group for group in self.groups.values() if group.phase is not Phase.BATCHED]:
@@ -303,8 +304,24 @@ class Lifecycle:
             self._end_group(group, State.REDUNDANT if surplus else State.STALE, now, put_back=True)
         excess = len(self.groups) - (self.limit - self.settings.redundant_groups)
         if self.settings.surplus == "cancel" and excess > 0:
-            for group in list(islice(self.book.unfinished(), excess)):
+            for group in list(islice(self._surplus(), excess)):
                 self._end_group(group, State.REDUNDANT, now, put_back=True)
+
+    def _surplus(self) -> Iterator[Group]:
+        """Unfinished groups that no batch would wait for: those with a version, oldest first, then those without.
+
+        What has not sampled a token does not age. While tickets may go out (n >= e - S) it is of a later batch, and its
+        task, were it cancelled, would begin again in the same turn. While none may, what it sampled now would fit
+        no later batch, so whatever runs of it ends like the rest.
+        """
+        yield from self.book.unfinished()
+        if self.n >= self.floor:
+            return
+        for group in self.groups.values():
+            unstarted = group.phase is Phase.OPEN and group.version is None
+            surplus = unstarted and group.assignment.attempts < self.settings.hold_patience
+            if surplus and any(member.state is State.RUNNING for member in group.members):
+                yield group
 
     def _trained(self, now: float) -> None:
         groups, samples = self.batches.pop(self.n)

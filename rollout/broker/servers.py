@@ -1,8 +1,9 @@
 """Environment servers: their credit (a ticket takes one, its end gives it back) and their quarantine.
 
 A server that fails `limit` episodes in a row gets no tickets for a while, twice as long each time until it has
-finished one; after it a single further failure sends it back. The last server in service is never sent: it may be
-the tasks that fail.
+finished one; after it a single further failure sends it back. A death that takes episodes with it is one failure. The
+index is the server: its next incarnation goes on with the count, and serves the rest of a quarantine. The last
+server in service is never sent: it may be the tasks that fail.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import deque
 
 class Server:
     __slots__ = (
-        "alive", "capacity", "failures", "in_ring", "incarnation", "index", "live", "quarantined", "sentences",
+        "alive", "capacity", "failures", "in_ring", "incarnation", "index", "live", "quarantined", "sentences", "until",
     )  # fmt: skip
 
     def __init__(self, index: int, incarnation: int, capacity: int) -> None:
@@ -23,6 +24,7 @@ class Server:
         self.quarantined = False
         self.failures = 0  # in a row
         self.sentences = 0  # in a row
+        self.until = 0.0  # end of its last quarantine, seconds
         self.live: set[int] = set()  # tickets
 
 
@@ -38,16 +40,28 @@ class Servers:
         self.outstanding = 0
         self._ring: deque[Server] = deque()  # may hold servers that lost their credit since
         self._dead: dict[int, int] = {}  # newest incarnation that was fenced, by index
+        self._past: dict[int, Server] = {}  # the last one that died, by index
 
     def is_dead(self, index: int, incarnation: int) -> bool:
         return incarnation <= self._dead.get(index, -1)
 
-    def join(self, index: int, incarnation: int, capacity: int) -> None:
+    def join(self, index: int, incarnation: int, capacity: int, now: float) -> None:
         server = self.by_index.get(index)
         if server is None:
             server = self.by_index[index] = Server(index, incarnation, capacity)
+            past = self._past.pop(index, None)
+            if past is not None:
+                self._inherit(server, past, now)
         server.capacity = capacity
         self._offer(server)
+
+    def _inherit(self, server: Server, past: Server, now: float) -> None:
+        """A new incarnation is judged by what became of the ones before."""
+        server.failures, server.sentences, server.until = past.failures, past.sentences, past.until
+        if server.until > now and not self._is_last():
+            self._confine(server, server.until)
+        elif server.failures:
+            self._judge(server, now)
 
     def leave(self, index: int, incarnation: int) -> list[int]:
         """The tickets that the dead server held, in order of issue."""
@@ -57,6 +71,9 @@ class Servers:
             return []
         del self.by_index[index]
         server.alive = False
+        if self._limit:
+            server.failures += bool(server.live) and not server.quarantined
+            self._past[index] = server
         self._in_quarantine -= server.quarantined
         return sorted(server.live)
 
@@ -89,15 +106,23 @@ class Servers:
         if not self._limit or server is None or server.quarantined:
             return
         server.failures += 1
-        last = len(self.by_index) - self._in_quarantine <= 1
-        if (server.failures < self._limit and not server.sentences) or last:
+        self._judge(server, now)
+
+    def _judge(self, server: Server, now: float) -> None:
+        if (server.failures < self._limit and not server.sentences) or self._is_last():
             return
-        server.quarantined, server.failures = True, 0
-        self._in_quarantine += 1
+        server.failures = 0
         self.quarantines += 1
-        end = now + self._quarantine_s * 2.0 ** min(server.sentences, 10)
+        self._confine(server, now + self._quarantine_s * 2.0 ** min(server.sentences, 10))
         server.sentences += 1
-        heapq.heappush(self._quarantined, (end, index, server.incarnation))
+
+    def _is_last(self) -> bool:
+        return len(self.by_index) - self._in_quarantine <= 1
+
+    def _confine(self, server: Server, until: float) -> None:
+        server.quarantined, server.until = True, until
+        self._in_quarantine += 1
+        heapq.heappush(self._quarantined, (until, server.index, server.incarnation))
 
     def release(self, now: float) -> None:
         """Whose quarantine is over may have tickets again."""

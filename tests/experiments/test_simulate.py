@@ -9,6 +9,7 @@ from experiments.simulate.laws import Constant, Empirical, Gaussian, LogNormal, 
 from experiments.simulate.setting import Engine, Servers, Setting, Trainer, Work
 from experiments.simulate.world import SimulationStopped, World
 from rollout.broker import Settings
+from rollout.broker.actions import CancelTickets
 
 BROKER = Settings(
     steps=6, groups_per_batch=4, group_size=4, train_tasks=100, alpha=1.0, episode_deadline_s=1e6, hold_deadline_s=1e6
@@ -34,6 +35,34 @@ STORM = replace(
     hop_s=0.01,
     status_s=3.0,
 )  # fmt: skip
+GUARDED = STORM.with_broker(hedge_quantile=0.95, quarantine_failures=3, quarantine_s=20.0)
+
+
+class Watched(World):
+    """Looks into the engines: how many requests one held at most, and what of cancelled tickets they hold.
+
+    It looks when everything of the instant of a cancel has been delivered.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.most_held = self.checks = 0
+        self.left: list[int] = []  # cancelled tickets that an engine still had
+
+    def _proxy(self, actions: list, tokens: int = 0) -> None:
+        super()._proxy(actions, tokens)
+        self.most_held = max(self.most_held, *(len(generator._requests) for generator in self.generators))
+
+    def _broker(self, actions: list) -> None:
+        super()._broker(actions)
+        cancelled = {each for action in actions if isinstance(action, CancelTickets) for each in action.ticket_ids}
+        if cancelled:
+            self.at(self.now, self._look, cancelled)
+
+    def _look(self, cancelled: set[int]) -> None:
+        self.checks += 1
+        held = (request.session for generator in self.generators for request in generator._requests.values())
+        self.left += cancelled.intersection(held)
 
 
 def test_means_and_reproducibility_of_laws() -> None:
@@ -67,10 +96,13 @@ def test_asynchrony_overlaps_training_and_generation() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("cancellation", [True, False])
-def test_storms_of_failures_break_no_rule(alpha: float, cancellation: bool) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "storm", [STORM, replace(STORM, cancellation=False), GUARDED], ids=["", "no cancel", "guarded"]
+)
+def test_storms_of_failures_break_no_rule(storm: Setting, seed: int, alpha: float) -> None:
     """Every run ends, its books close, nothing stale is trained."""
-    setting = replace(STORM.with_broker(alpha=alpha), cancellation=cancellation)
+    setting = replace(storm.with_broker(alpha=alpha, seed=seed), seed=seed)
     world = World(setting)
     result = world.run()
     world.broker.ledger.check()
@@ -78,6 +110,59 @@ def test_storms_of_failures_break_no_rule(alpha: float, cancellation: bool) -> N
     assert result.report["steps"] == setting.broker.steps
     assert result.report["ledger"]["tokens"]["lost"] > 0, "generators died"
     assert world.record.failures > 0
+    assert world.record.server_deaths > 0
+    assert (result.report["hedged"] > 0) == (storm is GUARDED)
+
+
+def test_the_death_of_a_server_takes_its_episodes_with_it_and_nothing_else() -> None:
+    """The only failures are servers' deaths: no step fails, no generator dies. The episodes are done again."""
+    work = Work(length=LogNormal(200, 1.0), turns=Constant(3), step_s=Gaussian(2, 1))
+    calm = replace(CALM.with_broker(max_attempts=50), work=work, servers=Servers(count=3, capacity=20))
+    storm = replace(calm, servers=replace(calm.servers, mtbf_s=20, restart_s=5))
+    world = World(storm)
+    result = world.run()
+    world.broker.ledger.check()
+    tokens = result.report["ledger"]["tokens"]
+    assert world.record.server_deaths > 0 and world.record.failures == 0
+    assert tokens["lost"] == 0 and tokens["failed"] > 0
+    assert result.report["steps"] == storm.broker.steps and result.report["freshness_violations"] == 0
+    undisturbed = World(calm).run()
+    assert undisturbed.report["ledger"]["tokens"]["failed"] == 0
+    assert result.step_s > undisturbed.step_s
+
+
+def test_servers_that_keep_dying_are_quarantined() -> None:
+    """Nothing fails but by the deaths of servers."""
+    setting = replace(CALM.with_broker(quarantine_failures=2, max_attempts=50), servers=Servers(4, 20))
+    assert World(setting).run().report["quarantines"] == 0
+    dying = replace(setting, servers=replace(setting.servers, mtbf_s=6, restart_s=1))
+    assert World(dying).run().report["quarantines"] > 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_kv_memory_for_two_requests_lets_two_run(alpha: float) -> None:
+    """8 equal responses for each engine: two at a time take four times as long as all at once."""
+    work = Work(length=Constant(50), prompt_tokens=100, max_tokens=100)
+    plenty = replace(
+        CALM.with_broker(alpha=alpha), work=work, trainer=Trainer(), engine=Engine(count=2, prefill_tokens_per_s=1e9)
+    )
+    free, tight = Watched(plenty), Watched(plenty.with_engine(kv_tokens=2 * 200 + 50))
+    free_s, tight_s = free.run().step_s, tight.run().step_s
+    assert tight.most_held == 2 < 8 <= free.most_held
+    assert tight_s == pytest.approx(4 * 49 * 0.02, rel=0.05)
+    assert tight_s > 3 * free_s
+
+
+@pytest.mark.parametrize("surplus", ["keep", "cancel"])
+def test_cancels_reach_the_engines_within_the_round(surplus: str) -> None:
+    storm = replace(STORM.with_broker(surplus=surplus), hop_s=0.0)
+    world = Watched(storm)
+    world.run()
+    assert world.checks > 10 and world.record.cancels > 10
+    assert world.left == []
+    deaf = Watched(replace(storm, cancellation=False))
+    deaf.run()
+    assert deaf.left, "without cancellation engines go on with such tickets"
 
 
 def test_the_same_setting_gives_the_same_run() -> None:

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from experiments.simulate import bounds, cost, environments, queueing, redundancy, rlvr, rows, split
-from experiments.simulate.setting import Setting
+from experiments.simulate.laws import LogNormal
+from experiments.simulate.setting import Setting, Work
 
 
 def test_makespans_keep_the_bounds_and_approach_the_lower_one() -> None:
-    lines = bounds.queue_lines((128, 4096))
-    assert all(line["holds"] for line in lines)
-    assert lines[-1]["over lower"] < 1.3
+    """2 generators of 16 slots: at Q = 8192 within 5 % of max(work / slots, longest)."""
+    few, many = (bounds.queue_line(samples, generators=2) for samples in (32, 8192))
+    assert few["holds"] and many["holds"]
+    assert many["over lower"] < 1.05
+
+
+@given(
+    samples=st.integers(1, 60),
+    generators=st.integers(1, 3),
+    mean=st.integers(1, 2000),
+    sigma=st.floats(0.0, 2.0),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_makespan_exceeds_the_upper_bound(samples: int, generators: int, mean: int, sigma: float, seed: int) -> None:
+    work = Work(length=LogNormal(mean, sigma), max_tokens=4096, prompt_tokens=1)
+    line = bounds.queue_line(samples, generators, work, seed)
+    assert line["holds"], line
 
 
 def test_mean_steps_keep_the_bounds() -> None:

@@ -139,6 +139,37 @@ def test_publishing_backwards_is_an_error() -> None:
         publish(updater, 3)
 
 
+class Counted(dict):
+    """Generators that count how often one of them is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: int) -> object:
+        self.looks += 1
+        return super().__getitem__(key)
+
+    def items(self):
+        self.looks += len(self)
+        return super().items()
+
+    def values(self):
+        self.looks += len(self)
+        return super().values()
+
+
+def test_a_status_while_rolling_is_linear_in_the_generators() -> None:
+    """Every generator is behind and one loads: a heartbeat looks at each a few times, not once per pair."""
+    count = 200
+    updater = core(count)
+    publish(updater, 0)
+    started(updater, count)
+    assert told(publish(updater, 1)) == [(0, 1)]
+    updater._generators = looked = Counted(updater._generators)
+    assert told(updater.status(1, loaded(5, 0))) == []
+    assert told(updater.status(1, loaded(0, 1))) == [(1, 1)]
+    assert looked.looks < 2 * 8 * count
+
+
 # ---------------------------------------------------------------- proof of arrival
 
 

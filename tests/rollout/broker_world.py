@@ -195,7 +195,8 @@ class World:
     # ------------------------------------------------------------ what the core asks, and what must hold
 
     def do(self, actions: list[Action]) -> None:
-        for action in actions:
+        """What one turn asks happens at one instant: a sample's old ticket is cancelled beside its new one."""
+        for action in sorted(actions, key=lambda action: not isinstance(action, CancelTickets)):
             match action:
                 case IssueTicket():
                     self._issued(action)

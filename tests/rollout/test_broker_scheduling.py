@@ -9,7 +9,7 @@ import pytest
 from rl.config import ConfigError, load_config
 from rl.messages import Ticket, Version
 from rollout.broker import BrokerCore, Settings
-from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket
+from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket, Outcome
 from rollout.broker.curricula import SuccessWeighted
 from rollout.broker.hedging import MIN_PEERS
 from rollout.broker.tasks import Assignment
@@ -121,6 +121,57 @@ def test_the_last_server_in_service_is_never_quarantined() -> None:
     assert sum(server.quarantined for server in core.servers.by_index.values()) == 1
 
 
+def die(core: BrokerCore, incarnation: int, now: float) -> None:
+    """Server 0 dies, and its next incarnation joins."""
+    core.server_left(0, incarnation, now)
+    core.server_joined(0, incarnation + 1, 50, now)
+
+
+def test_a_server_that_keeps_dying_with_its_episodes_is_quarantined() -> None:
+    core = two_servers(groups_per_batch=8)
+    issue(core)
+    die(core, 0, 1.0)
+    assert not core.servers.by_index[0].quarantined
+    core.server_left(1, 0, 1.0)
+    core.server_joined(1, 1, 50, 1.0)  # what it held goes out again, some of it to server 0
+    assert core.servers.by_index[0].live
+    core.server_left(0, 1, 2.0)
+    actions = core.server_joined(0, 2, 50, 2.0)
+    server = core.servers.by_index[0]
+    assert server.quarantined and not server.live and core.servers.quarantines == 1
+    assert not [action for action in of(actions, IssueTicket) if action.server == 0]
+    assert core.servers.next_release() == 12.0
+    die(core, 2, 3.0)
+    assert core.servers.by_index[0].quarantined, "a death does not shorten it"
+    assert core.servers.quarantines == 1, "nor does one without episodes count"
+    core.tick(12.0)
+    assert not core.servers.by_index[0].quarantined
+
+
+def test_deaths_without_episodes_and_before_a_success_are_forgiven() -> None:
+    core = two_servers(groups_per_batch=8)
+    for incarnation in range(5):
+        die(core, incarnation, 1.0)  # before the first version: it holds nothing
+    assert core.servers.quarantines == 0
+    issue(core, 2.0)
+    core.server_left(0, 5, 2.0)
+    core.server_joined(0, 6, 50, 2.0)
+    assert core.servers.by_index[0].failures == 1
+    core.server_left(1, 0, 3.0)  # its episodes go to server 0
+    (held, *_) = core.servers.by_index[0].live
+    core.finished(held, Outcome(0, 0, 1.0, 0), 4.0)
+    assert core.servers.by_index[0].failures == 0
+
+
+def test_the_last_server_in_service_joins_without_quarantine() -> None:
+    core = two_servers(groups_per_batch=8)
+    issue(core)
+    core.server_left(1, 0, 1.0)
+    for incarnation in range(4):
+        die(core, incarnation, 2.0)
+    assert core.servers.quarantines == 0 and core.servers.by_index[0].live
+
+
 # ------------------------------------------------------------ what is no longer needed
 
 
@@ -139,6 +190,59 @@ def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surp
     assert (ended, cancelled) == (([2, 3], {2, 3}) if surplus == "cancel" else ([], set()))
     cut = driver.core.report()["cut"]
     assert not ended or cut["redundant"]["running"]["episodes"] == 4
+
+
+@pytest.mark.parametrize("surplus", ["keep", "cancel"])
+def test_surplus_that_has_sampled_nothing_is_cancelled_in_that_round_too(surplus: Any) -> None:
+    """alpha = 0: groups 2 and 3 are still in reset. Their tasks wait, without tickets, for the next version."""
+    driver = Driver(settings(redundant_groups=2, surplus=surplus))
+    driver.publish(0)
+    driver.request(0)
+    tasks = {ticket.task_index for group in (2, 3) for ticket in driver.group(group)}
+    driver.finish_group(0, 0)
+    actions = driver.finish_group(1, 0)
+    (batch,) = of(actions, EmitBatch)
+    assert groups_of(batch) == [0, 1] and not of(actions, IssueTicket)
+    cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
+    assert cancelled == ({2, 3} if surplus == "cancel" else set())
+    assert set(driver.live) == set(driver.cancelled) or surplus == "keep"
+    driver.confirm_cancels()
+    issued = {action.ticket.task_index for action in of(driver.publish(1), IssueTicket)}
+    assert (tasks <= issued) == (surplus == "cancel")
+
+
+def test_with_alpha_what_has_sampled_nothing_is_the_next_batch_until_no_ticket_may_go_out() -> None:
+    driver = Driver(settings(alpha=1, redundant_groups=2, surplus="cancel"))
+    driver.publish(0)
+    driver.request(0)
+    for group in (0, 1):
+        driver.finish_group(group, 0)
+    assert not driver.cancelled and driver.core.n == driver.core.floor, "groups 2 to 5 are of batch 1"
+    driver.request(1)
+    driver.finish_group(2, 0)
+    actions = driver.finish_group(3, 0)
+    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.floor
+    running = {ticket_id for ticket_id, ticket in driver.live.items() if ticket.group_id >= 4}
+    assert set(driver.cancelled) == running != set()
+
+
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_a_group_that_the_next_batch_would_wait_for_is_no_surplus(attempts: int) -> None:
+    """P = 1: a task that was cut off once keeps its environments, also before its first token."""
+    driver = Driver(settings(redundant_groups=1, surplus="cancel"))
+    driver.publish(0)
+    late = driver.group(2)[0]
+    for step in range(attempts + 1):
+        driver.request(step)
+        groups = sorted({ticket.group_id for ticket in driver.live.values() if ticket.task_index != late.task_index})
+        driver.cancelled.clear()
+        for group in groups[:2]:
+            driver.finish_group(group, step)
+        cancelled = {driver.live[ticket_id].task_index for ticket_id in driver.cancelled}
+        if step < attempts:
+            driver.confirm_cancels()
+            driver.publish(step + 1)
+    assert (late.task_index in cancelled) == (attempts == 0)
 
 
 def test_what_was_cut_off_is_measured() -> None:

@@ -167,6 +167,24 @@ def turn_process(episodes: Episodes, options: TurnOptions) -> Tensor:
     return discounted_sums(normalised, episodes.turn_sample, options.discount)
 
 
+@dataclass(frozen=True)
+class TurnLocalOptions:
+    weight: float = 1.0
+    """Of the turn's own reward, beside the episode's."""
+
+
+@register_advantage("turn_local", TurnLocalOptions, level="turn", needs_group=True)
+def turn_local(episodes: Episodes, options: TurnLocalOptions) -> Tensor:
+    """(R - mean) / std over the group's episodes + weight * (r_k - mean) / std over all its turns.
+
+    The sum of an episode and a step advantage, as in GiGPO (https://arxiv.org/abs/2505.10978, eq. 8), the step's from its
+    own reward alone: a penalty falls on the turn that earned it and on no earlier one, and what an episode is worth on
+    all its turns alike, however many follow.
+    """
+    whole = group_normalised(episodes.rewards, episodes.group)[episodes.turn_sample]
+    return whole + options.weight * group_normalised(episodes.turn_rewards, episodes.group[episodes.turn_sample])
+
+
 # ---------------------------------------------------------------- one number per token
 
 

@@ -112,6 +112,16 @@ def test_turn_process_against_numpy() -> None:
     assert found[:6] == pytest.approx([z[0] + z[1], z[1], z[2], z[3] + z[4] + z[5], z[4] + z[5], z[5]], abs=1e-5)
 
 
+def test_turn_local_against_numpy() -> None:
+    """What the episode is worth on each of its turns, and on each turn what it earned itself."""
+    episodes = some_episodes()
+    found = by_turn(episodes, make_estimator("turn_local", {"weight": 0.5})(episodes))
+    rewards = np.array([0.0, 1.0, 1.0, 0.5, 0.0, 2.0])
+    z = (rewards - rewards.mean()) / rewards.std()
+    whole = by_turn(episodes, make_estimator("group", {})(episodes))
+    assert found[:6] == pytest.approx([w + 0.5 * own for w, own in zip(whole[:6], z, strict=True)], abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["turn", "turn_process"])
 def test_one_turn_per_episode_is_the_group_estimator(name: str) -> None:
     episodes = episodes_of([[1.0], [0.0], [0.5], [2.0], [2.0]], [0, 0, 0, 1, 1])

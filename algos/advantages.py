@@ -177,9 +177,9 @@ class TurnLocalOptions:
 def turn_local(episodes: Episodes, options: TurnLocalOptions) -> Tensor:
     """(R - mean) / std over the group's episodes + weight * (r_k - mean) / std over all its turns.
 
-    The sum of an episode's and a step's advantage, as in GiGPO (https://arxiv.org/abs/2505.10978, eq. 8), the step's from
-    its own reward alone: a penalty falls on the turn that earned it and on no earlier one, and what an episode is worth
-    on all its turns alike, however many follow.
+    An episode's and a step's advantage added up, as in GiGPO (https://arxiv.org/abs/2505.10978, eq. 8), but the step's
+    from its own reward alone: a penalty falls on the turn that earned it and on no earlier one, and what an episode is
+    worth on all its turns alike.
     """
     whole = group_normalised(episodes.rewards, episodes.group)[episodes.turn_sample]
     return whole + options.weight * group_normalised(episodes.turn_rewards, episodes.group[episodes.turn_sample])

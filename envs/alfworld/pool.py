@@ -79,7 +79,9 @@ class Worker:
         self._task = asyncio.create_task(self._serve(), name="alfworld worker")
 
     async def ask(self, op: Literal["load", "step"], episode: int, argument: str) -> Reply:
-        """Raises GameLost."""
+        """Raises GameLost; RuntimeError before `start` and after `stop`."""
+        if self._task is None:
+            raise RuntimeError("a game worker was asked while it is not running: `await family.start()` comes first")
         if op == "load":
             self._episodes[episode] = _Episode(argument)
         elif episode not in self._episodes:
@@ -96,9 +98,10 @@ class Worker:
             self._send("end", episode, "", None)
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await self._kill()
 
     def _send(

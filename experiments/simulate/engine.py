@@ -11,6 +11,7 @@ from experiments.simulate.setting import Engine
 from rl.messages import Version, WeightStatus
 from rollout.engines.timing import BatchModel, Timing
 from rollout.gate import Gate
+from rollout.recent import Recent
 
 NOTHING_LOADED = Version(-1, -1)
 _SESSIONS_CACHED = 4096
@@ -58,7 +59,7 @@ class Generator:
         self._model = BatchModel(timing, engine.max_num_seqs, world.now)
         self._gate: Gate[int] = Gate()
         self._requests: dict[int, Request] = {}  # held or running
-        self._cached: dict[int, int] = {}  # session -> context tokens
+        self._cached: Recent[int] = Recent(_SESSIONS_CACHED)  # session -> context tokens
         self._prompts: set[int] = set()
         self._due = math.inf  # the wake-up that counts
         self._since = world.now
@@ -155,11 +156,7 @@ class Generator:
         del self._requests[request.key]
         self.tokens += tokens
         if reason == "stop":
-            cached = self._cached
-            cached.pop(request.session, None)
-            cached[request.session] = request.prompt_len + tokens
-            if len(cached) > _SESSIONS_CACHED:
-                del cached[next(iter(cached))]
+            self._cached.use(request.session, request.prompt_len + tokens)
         self.world.post(self.world.generated, self, request.key, tokens, reason)
 
     def _schedule(self) -> None:

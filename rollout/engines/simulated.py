@@ -22,6 +22,7 @@ from rl.run import Place
 from rl.weights import WeightReader, make_reader
 from rollout.engines.base import EngineInfo, LoadReport, Sampled
 from rollout.engines.timing import BatchModel, Timing
+from rollout.recent import Recent
 
 _TICK_S = 0.005
 _LONGEST_TICK_S = 0.05  # token counts are reported at least this often
@@ -54,7 +55,7 @@ class SimulatedEngine:
         self._model = BatchModel(self._timing, config.generator.max_num_seqs, time.monotonic())
         self._jobs: dict[int, _Job] = {}
         self._parked: list[_Job] | None = None  # arrivals during a drain
-        self._cached: dict[int, int] = {}  # session -> context tokens in the prefix cache
+        self._cached: Recent[int] = Recent(_SESSIONS_CACHED)  # session -> context tokens in the prefix cache
         self._vocabularies: dict[tuple[int, ...], np.ndarray] = {}  # by stop ids: what may be sampled before the end
         self._version = Version(-1, -1)
         self._wake = asyncio.Event()
@@ -237,10 +238,7 @@ class SimulatedEngine:
         job.sampled.finish_reason = reason
         if not job.done.done():
             job.done.set_result(None)
-        self._cached.pop(job.session, None)
-        self._cached[job.session] = job.prompt_len + len(job.sampled.token_ids)
-        if len(self._cached) > _SESSIONS_CACHED:
-            del self._cached[next(iter(self._cached))]
+        self._cached.use(job.session, job.prompt_len + len(job.sampled.token_ids))
         if not len(self._model):
             self._drained.set()
 

@@ -34,13 +34,13 @@ from rollout.proxy.state import (
     Forget,
     Generator,
     Home,
-    Recent,
     Reply,
     ReportFirstToken,
     ReportUsage,
     Request,
     SendTo,
 )
+from rollout.recent import Recent
 
 
 class ProxyCore:

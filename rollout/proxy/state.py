@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from msgspec import Struct
 
 from rollout.proxy.balance import Line
+from rollout.recent import Recent
 
 Client = Hashable
-V = TypeVar("V")
 REMEMBERED_PROMPTS = 4096  # per generator
 
 
@@ -62,20 +61,6 @@ class ReportUsage(Struct, frozen=True):
 
 
 Action = SendTo | AbortAt | Reply | Forget | ReportFirstToken | ReportUsage
-
-
-class Recent(dict[int, V]):
-    """The entries used last: hints for routing, so the oldest may be forgotten."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def use(self, name: int, value: V) -> None:
-        self.pop(name, None)
-        self[name] = value
-        if len(self) > self._limit:
-            del self[next(iter(self))]
 
 
 @dataclass(slots=True, eq=False)

@@ -237,6 +237,16 @@ def test_the_first_taking_of_what_the_task_asks_for_is_paid_once(folder: Path) -
     play(folder, scenario, progress_reward=0.25)
 
 
+def test_a_reset_before_the_workers_run_or_after_their_end_says_so(folder: Path) -> None:
+    async def scenario(family: AlfworldFamily) -> None:
+        await family.stop()
+        environment = family.make()
+        with pytest.raises(RuntimeError, match="await family.start"):  # not a wait without an end
+            await environment.reset(family.task("train", 0))
+
+    play(folder, scenario)
+
+
 def test_a_killed_worker_loses_no_idle_game_and_a_hung_one_only_what_it_played(folder: Path) -> None:
     async def scenario(family: AlfworldFamily) -> None:
         worker = family.pool.workers[0]

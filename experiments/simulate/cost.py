@@ -4,13 +4,18 @@
 
 Every call of a core is timed with the thread's CPU clock; what the timer itself costs is measured and taken off. The
 garbage collector is set as in the broker's process (`tune_memory`): its walks fall into whatever call is running.
+
+`steps` are function calls, Python's and C's, inside the cores, counted in a second run of the same setting: the work
+that was done, whatever the machine's caches hold.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from experiments.simulate.laws import Constant, Gaussian, LogNormal
 from experiments.simulate.report import panels, save, save_plot, table
@@ -43,31 +48,57 @@ def setting(live: int, samples: int = MIN_SAMPLES) -> Setting:
     )  # fmt: skip
 
 
-class Timed:
-    """A core whose methods are timed."""
+class Around:
+    """A core whose every call goes through `around`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
         self.calls = 0
-        self.nanoseconds = 0
+
+    def around(self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._core, name)
         if not callable(value):
             return value
 
-        def timed(*arguments: Any, **named: Any) -> Any:
-            begin = time.thread_time_ns()
-            result = value(*arguments, **named)
-            self.nanoseconds += time.thread_time_ns() - begin
+        def through(*arguments: Any, **named: Any) -> Any:
             self.calls += 1
-            return result
+            return self.around(value, arguments, named)
 
-        self.__dict__[name] = timed
-        return timed
+        self.__dict__[name] = through
+        return through
+
+
+class Timed(Around):
+    nanoseconds = 0
+
+    def around(self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        begin = time.thread_time_ns()
+        result = method(*arguments, **named)
+        self.nanoseconds += time.thread_time_ns() - begin
+        return result
 
     def microseconds(self, timer_ns: float) -> float:
         return (self.nanoseconds - self.calls * timer_ns) / 1000
+
+
+class Counted(Around):
+    steps = 0
+
+    def around(self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        sys.setprofile(self._event)
+        try:
+            return method(*arguments, **named)
+        finally:
+            sys.setprofile(None)
+
+    def _event(self, frame: object, event: str, argument: object) -> None:
+        self.steps += event in ("call", "c_call")
+
+
+A = TypeVar("A", bound=Around)
 
 
 class _Nothing:
@@ -83,26 +114,36 @@ def timer_ns(calls: int = 100_000) -> float:
 
 
 def measure(live: int, samples: int = MIN_SAMPLES) -> dict[str, Any]:
-    world = World(setting(live, samples))
-    broker, proxy = Timed(world.broker), Timed(world.proxy)
-    world.broker, world.proxy = broker, proxy  # type: ignore[assignment]
-    world.run()
+    (broker, proxy), world = run(Timed, live, samples)
     overhead = timer_ns()
     trained = sum(len(batch.samples) for batch in world.record.batches)
     line: dict[str, Any] = {"live": live, "samples": trained, "peak_open": world.record.peak_open}
     for name, core in (("broker", broker), ("proxy", proxy)):
         line[f"{name}_us"] = core.microseconds(overhead) / trained
         line[f"{name}_calls"] = core.calls / trained
-    return line | {"total_us": line["broker_us"] + line["proxy_us"]}
+    line["total_us"] = line["broker_us"] + line["proxy_us"]
+    counted, _ = run(Counted, live, samples)
+    return line | {"steps": sum(core.steps for core in counted) / trained}
+
+
+def run(around: type[A], live: int, samples: int) -> tuple[tuple[A, A], World]:
+    world = World(setting(live, samples))
+    broker, proxy = around(world.broker), around(world.proxy)
+    world.broker, world.proxy = broker, proxy  # type: ignore[assignment]
+    world.run()
+    return (broker, proxy), world
 
 
 def main() -> None:
     tune_memory()
     lines = [measure(live) for live in LIVE]
     table(lines, f"CPU microseconds per trained sample of {TURNS} turns")
-    ratio = lines[-1]["total_us"] / min(line["total_us"] for line in lines[:3])
-    print(f"100 000 live environments cost {ratio:.2f} times what the cheapest of 10 to 1 000 costs, per sample")
-    save("cost", {"lines": lines, "ratio": ratio})
+    ratio, work = (lines[-1][name] / min(line[name] for line in lines[:3]) for name in ("total_us", "steps"))
+    print(
+        f"100 000 live environments cost {ratio:.2f} times what the cheapest of 10 to 1 000 costs, per sample, "
+        f"in {work:.2f} times as many function calls"
+    )
+    save("cost", {"lines": lines, "ratio": ratio, "steps_ratio": work})
     figure, (axis,) = panels(1)
     for name in ("broker_us", "proxy_us", "total_us"):
         axis.plot(

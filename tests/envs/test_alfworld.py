@@ -241,7 +241,7 @@ def test_a_reset_before_the_workers_run_or_after_their_end_says_so(folder: Path)
     async def scenario(family: AlfworldFamily) -> None:
         await family.stop()
         environment = family.make()
-        with pytest.raises(RuntimeError, match="await family.start"):  # not a wait without an end
+        with pytest.raises(RuntimeError, match=r"await family\.start"):  # not a wait without an end
             await environment.reset(family.task("train", 0))
 
     play(folder, scenario)

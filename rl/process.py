@@ -46,10 +46,10 @@ from rl.sockets import identity, open_socket, receive, send
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when the supervisor ends (Linux); its id stands in FRESCO_PARENT_PID."""
+def die_with_parent(parent: int | str | None = None) -> None:
+    """The kernel kills this process when its parent ends (Linux): the process `parent`, else $FRESCO_PARENT_PID."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = os.environ.get("FRESCO_PARENT_PID")
+    parent = parent or os.environ.get("FRESCO_PARENT_PID")
     if parent is not None and os.getppid() != int(parent):  # it died before the call
         os._exit(1)
 

@@ -37,6 +37,7 @@ from envs.alfworld.engine import Board, Engine
 from envs.alfworld.oracle import Oracle
 from envs.alfworld.scenes import TASK_TYPES, Infeasible, Problem, draw_problem, scenes_of
 from envs.alfworld.translation import GameError, GameFile, default_cache, kept_translation
+from rl.process import die_with_parent
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 GAME_FILE, TRAJECTORY_FILE, RECIPE_FILE = "game.tw-pddl", "traj_data.json", "recipe.json"
@@ -118,6 +119,8 @@ def ensure_games(
         if _fingerprint_of(folder) != fingerprint:
             if folder.exists() and any(folder.iterdir()) and _fingerprint_of(folder) is None:
                 raise GamesError(f"{folder} holds files that were not made here; choose another folder")
+            for left in folder.parent.glob(f".{folder.name}-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
             try:
                 _make(recipe, draft, workers or os.cpu_count() or 1, log or _to_stderr)
@@ -175,8 +178,10 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
     total, made, keys = sum(counts.values()), 0, set[str]()
     attempts: Counter[tuple[str, int]] = Counter()
     wanted = [(split, index) for split, count in counts.items() for index in range(count)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, max(1, total // _CHUNK)), mp_context=context) as pool:
+    pool = ProcessPoolExecutor(
+        min(workers, max(1, total // _CHUNK)), multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
+    )
+    with pool:
         while wanted:
             jobs = []
             for begin in range(0, len(wanted), _CHUNK):

@@ -9,10 +9,13 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import textworld
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredTWEnv
@@ -235,6 +238,29 @@ def test_the_first_taking_of_what_the_task_asks_for_is_paid_once(folder: Path) -
             await environment.close()
 
     play(folder, scenario, progress_reward=0.25)
+
+
+def test_makers_of_games_die_with_their_parent_and_the_next_one_clears_up(tmp_path: Path) -> None:
+    """Killed while it makes games: no process goes on, and what it left is gone when the games are made."""
+    recipe = RECIPE.model_copy(update={"train": 400})
+    script = (
+        "from envs.alfworld.games import *; "
+        f"ensure_games(GameRecipe(**{recipe.model_dump()}), Path({str(tmp_path / 'games')!r}), 2)"
+    )
+    maker = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob(".games-*/train/*")):
+            assert maker.poll() is None and time.monotonic() < deadline, "the maker writes no game"
+            time.sleep(0.05)
+        children = psutil.Process(maker.pid).children(recursive=True)
+        assert len(children) >= 2
+    finally:
+        maker.kill()
+        maker.wait()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    ensure_games(RECIPE, tmp_path / "games", workers=1)
+    assert not list(tmp_path.glob(".games-*"))
 
 
 def test_a_reset_before_the_workers_run_or_after_their_end_says_so(folder: Path) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import zmq
@@ -43,6 +43,7 @@ from rl.weights import make_writer
 from rl.weights.base import Manifest, Segment
 from rl.weights.service import UpdaterService
 
+T = TypeVar("T")
 _POLL_MS = 100  # how soon a failed weight update is noticed while waiting
 
 
@@ -128,26 +129,31 @@ class LearnerLink:
         every rank has committed; nobody waits for a generator. Raises WaitExpired, WeightsError.
         """
         self.process.busy = False  # from here on, whatever waits has a deadline of its own
-        self._writer.commit(write(self._slot(version)))
+        slot = self._attending("slot", lambda wait_s: self._writer.begin(version, wait_s))
+        self._writer.commit(write(slot))
         if self._steps is None or self._service is None:
             return
-        checksum = self._writer.checksum(version, self.config.weights.deadline_s)
+        checksum = self._attending("other ranks' part", lambda wait_s: self._writer.checksum(version, wait_s))
         self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
         send(self._steps, Published(version))
         if self._evaluation_due(version.n):
             send(self._steps, EvalRequest(version, self.config.eval.tasks))
 
-    def _slot(self, version: Version) -> memoryview:
-        """A free slot. The wait listens to the supervisor: the death of a generator may be what frees one."""
+    def _attending(self, part: str, ask: Callable[[float], T]) -> T:
+        """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.
+
+        It listens to the supervisor meanwhile: the death of a generator may be what frees a slot, and a rank that
+        was told to stop commits nothing more.
+        """
         deadline_s = self.config.weights.deadline_s
         deadline = time.monotonic() + deadline_s
         while True:
             self.attend()
             try:
-                return self._writer.begin(version, _POLL_MS / 1000)
+                return ask(_POLL_MS / 1000)
             except WaitExpired as error:
                 if time.monotonic() >= deadline:
-                    raise WaitExpired(f"no slot within weights.deadline_s={deadline_s:g} s: {error}") from None
+                    raise WaitExpired(f"no {part} within weights.deadline_s={deadline_s:g} s: {error}") from None
 
     def _evaluation_due(self, n: int) -> bool:
         every = self.config.eval.every

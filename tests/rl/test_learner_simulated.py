@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from rl.checkpoint_folder import latest, read_journal, read_meta
-from rl.messages import BatchRequest, EvalRequest, Fatal, Metrics, PeerDied, Published, Version
+from rl.messages import BatchRequest, Done, EvalRequest, Fatal, Metrics, PeerDied, Published, Version
 from rl.simulated_learner import simulated_weights
+from rl.sockets import send
 from rl.weights import WeightReader, make_reader
 from tests.conftest import MakeRun
 from tests.rl.learner_rig import Rig, make_batch
@@ -113,6 +114,22 @@ def test_a_learner_that_waits_for_a_batch_stops_when_told(make_run: MakeRun) -> 
     with Rig(run, MODULE) as rig:
         rig.take(BatchRequest)
         rig.stop(deadline_s=3)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_learner_that_waits_for_another_rank_s_weights_stops_when_told(make_run: MakeRun, transport: str) -> None:
+    """A rank that was told to stop first commits nothing more; rank 0 must not wait for it."""
+    run = make_run(*SIMULATED, "learner.ranks=2", "learner.simulated_step_s=0", f"weights.transport={transport}")
+    with Rig(run, MODULE) as rig:
+        rig.published(0)
+        assert rig.take(BatchRequest).step == 0
+        send(rig.shards[0], make_batch(0, ranks=2)[0])  # rank 1 gets none
+        assert rig.take(BatchRequest).step == 1
+        rig.pump(0.5)
+        assert not [message for message in rig.inbox if isinstance(message, Published)]
+        rig.stop(deadline_s=3)
+        done = [message for message in rig.inbox if isinstance(message, Done)] or [rig.take(Done, deadline_s=3)]
+        assert msgspec.json.decode(done[0].report)["weight_sync"]["count"] == 0  # no generator took any
 
 
 def leased_slot(make_run: MakeRun, *overrides: str) -> tuple[Rig, WeightReader]:

@@ -129,8 +129,7 @@ class LearnerLink:
         every rank has committed; nobody waits for a generator. Raises WaitExpired, WeightsError.
         """
         self.process.busy = False  # from here on, whatever waits has a deadline of its own
-        slot = self._attending("slot", lambda wait_s: self._writer.begin(version, wait_s))
-        self._writer.commit(write(slot))
+        self._writer.commit(write(self._attending("slot", lambda wait_s: self._writer.begin(version, wait_s))))
         if self._steps is None or self._service is None:
             return
         checksum = self._attending("other ranks' part", lambda wait_s: self._writer.checksum(version, wait_s))

@@ -6,9 +6,11 @@
     service.raise_if_failed()                                   # in the main loop, and in its waits
 
 `notices` is one PUSH per generator (a PUSH connected to several hands each message to one of them),
-`weight_status` a ROUTER on which generators report. A failure (weights that did not arrive as published, a load
-past its deadline) is kept in `failed`, raised in the main thread, and told from the service's thread as well, so
-that it is known while the main thread waits or computes: to `on_failure`, by default to the supervisor as `Fatal`.
+`weight_status` a ROUTER on which generators report. A PUSH is connected when its generator first reports: by then it
+listens, and what is sent cannot go into the connection of an earlier incarnation, whose end is yet to be noticed.
+A failure (weights that did not arrive as published, a load past its deadline) is kept in `failed`, raised in the main
+thread, and told from the service's thread as well, so that it is known while the main thread waits or computes: to
+`on_failure`, by default to the supervisor as `Fatal`.
 """
 
 from __future__ import annotations
@@ -62,14 +64,12 @@ class UpdaterService:
         self._version_bytes = 0
         self._sums = dict.fromkeys(("count", "total_s", "pause_s", "wait_s", "copy_s", "load_s", "failed"), 0.0)
         self._lock = threading.Lock()  # guards _sums
-        self._notices: list[zmq.Socket] = []
+        self._notices: dict[int, tuple[int, zmq.Socket]] = {}  # generator -> incarnation and its PUSH
         self._thread = threading.Thread(target=self._serve, name="updater", daemon=True)
 
     def start(self) -> None:
-        """Bind `weight_status`, connect to the generators and start the thread."""
+        """Bind `weight_status` and start the thread."""
         self._status = open_socket(zmq.ROUTER, self._run, "weight_status", bind=True)
-        count = self._run.config.generator.count
-        self._notices = [open_socket(zmq.PUSH, self._run, "notices", index) for index in range(count)]
         self._thread.start()
 
     def publish(self, version: Version, checksum: int, probe_ids: list[int], probe_logp: list[float]) -> None:
@@ -131,8 +131,9 @@ class UpdaterService:
             traceback.print_exc()
             self._fail(f"the weight updater ended: {type(error).__name__}: {error}")
         finally:
-            for socket in (self._status, *self._notices):
-                socket.close(linger=0)
+            self._status.close(linger=0)
+            for _, notices in self._notices.values():
+                notices.close(linger=0)
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -155,16 +156,24 @@ class UpdaterService:
         except ProtocolError as error:
             print(f"updater: ignored a message on weight_status: {error}", file=sys.stderr)
             return
-        if isinstance(message, WeightStatus) and 0 <= message.generator < len(self._notices):
+        if isinstance(message, WeightStatus) and 0 <= message.generator < self._run.config.generator.count:
+            self._connect(message.generator, message.incarnation)
             self._act(self._core.status(now, message))
         else:
             print(f"updater: ignored {type(message).__name__} from {peer!r}", file=sys.stderr)
+
+    def _connect(self, generator: int, incarnation: int) -> None:
+        known, socket = self._notices.get(generator, (-1, None))
+        if incarnation > known:
+            if socket is not None:
+                socket.close(linger=0)
+            self._notices[generator] = incarnation, open_socket(zmq.PUSH, self._run, "notices", generator)
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Notify(generator, notice):
-                    send(self._notices[generator], notice)
+                    send(self._notices[generator][1], notice)
                 case Loaded(status, seconds):
                     self._add(status, seconds)
                 case LoadedAll(version):

@@ -40,11 +40,13 @@ def normal(command: str) -> str:
 
 @dataclass(frozen=True)
 class Observation:
-    """After a reset or a step: the game's text, the commands it admits now (sorted), and whether the goal holds."""
+    """After a reset or a step: the game's text, the commands it admits now (sorted), whether the goal holds, and
+    whether the command was admissible."""
 
     text: str
     commands: tuple[str, ...]
     won: bool
+    admissible: bool = True
 
 
 @dataclass(frozen=True)
@@ -164,17 +166,13 @@ class Engine:
         text = board.grammar.derive("#intro#", Context(self.facts, board.entities, {}, {}))
         return self._observe(text)
 
-    def admits(self, command: str) -> bool:
-        """Whether the command would do anything now."""
-        return normal(command) in self._chosen
-
     def step(self, command: str) -> Observation:
         """One command; what is not admissible now changes nothing and answers NOTHING."""
         board, library = self._board, self._library
         assert board is not None, "load() comes before step()"
         chosen = self._chosen.get(normal(command))
         if chosen is None:
-            return Observation(NOTHING, self.observation.commands, self.observation.won)
+            return Observation(NOTHING, self.observation.commands, self.observation.won, admissible=False)
         operator_id, effect_count, move = chosen
         effects = (Atom * effect_count)()
         library.apply_operator(operator_id, effects)

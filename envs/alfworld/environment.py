@@ -105,7 +105,7 @@ class AlfworldEnvironment:
         self._progressed = False
 
     async def reset(self, task: GameEntry) -> list[Message]:
-        self._task = task
+        self._task, self._success = task, f"success_{task.task_type}"
         self._game, reply = await self._pool.load(task.path)
         system = self._options.system_prompt
         if self._options.action == "tag":
@@ -126,21 +126,24 @@ class AlfworldEnvironment:
         self._invalid += not reply.admissible
         done = reply.won or self._steps >= self._options.max_steps
         info = {
-            "success": float(reply.won), f"success_{self._task.task_type}": float(reply.won),
+            "success": float(reply.won), self._success: float(reply.won),
             "invalid_actions": float(self._invalid), "invalid_share": self._invalid / self._steps,
             "unparsed": float(not command),
         }  # fmt: skip
         reward = float(reply.won) + self._shaping(reply)
         messages = [Message("user", self._observation(reply.text))]
-        self._past.append(f"> {command}\n{reply.text}")
+        if self._options.history:
+            self._past.append(f"> {command}\n{reply.text}")
         return Step(messages, reward, done, info)
 
     def _shaping(self, reply: Reply) -> float:
         """What a turn earns apart from success."""
         if not reply.admissible:
             return self._options.invalid_reward
+        if self._progressed or not self._options.progress_reward:
+            return 0.0
         taken = _TAKEN.match(reply.text)
-        if self._progressed or taken is None or taken[1] != object_kind(self._task):
+        if taken is None or taken[1] != object_kind(self._task):
             return 0.0
         self._progressed = True
         return self._options.progress_reward
@@ -169,7 +172,7 @@ def parse_action(text: str, form: str) -> str:
     if form == "tag":
         found = _TAGGED.findall(text)
         return " ".join(found[-1].split()).lower() if found else ""
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = text.rstrip().splitlines()
     return " ".join(lines[-1].split()).lower().removeprefix("> ") if lines else ""
 
 

@@ -1,7 +1,7 @@
 """Live games over worker processes. A worker that hangs or dies is replaced, and its games are restored by replay.
 
-A worker answers in order, so the oldest unanswered request is what it works on. If it hangs, that game fails, as
-GameLost, and no other; if it dies, the game is tried once more, since the worker may have been killed from outside.
+A worker says which request it works on. If it hangs, that game fails, as GameLost, and no other; if it dies, the game
+is tried once more, since the worker may have been killed from outside.
 Every other game of the worker is loaded anew, its commands are played again, and its waiting request is sent again; the
 caller notices only the time. Replay is exact: the engine is deterministic.
 """
@@ -17,13 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
-from envs.alfworld.wire import LENGTH, Reply, Request, frame
+from envs.alfworld.wire import CHUNK, Inbox, Position, Reply, Request, frame
 
 START_DEADLINE_S = 120.0  # importing the engine on a busy machine
-_CHUNK = 1 << 18
-_DECODER = msgspec.msgpack.Decoder(Reply)
 
 
 class GameLost(RuntimeError):
@@ -37,7 +33,7 @@ class _Episode:
     deaths: int = 0  # of workers that were playing this game
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     request: Request
     answer: asyncio.Future[Reply] | None  # None: a replay, or the end of an episode
@@ -47,15 +43,16 @@ class Worker:
     """One process and what it owes. All methods run on the event loop."""
 
     def __init__(self, boards_kept: int, deadline_s: float, lists_commands: bool) -> None:
-        given = (str(boards_kept), *(["commands"] if lists_commands else []))
-        self._arguments, self._deadline_s = (sys.executable, "-m", "envs.alfworld.worker", *given), deadline_s
+        self._given = (str(boards_kept), *(["commands"] if lists_commands else []))
+        self._deadline_s = deadline_s
         self._process: asyncio.subprocess.Process | None = None
         self._episodes: dict[int, _Episode] = {}
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         self._seq = 0
         self._serving = False  # while a process is being replaced, requests wait in `_pending`
         self._replies = -1  # the descriptor that replies arrive on, while it is open
-        self._unread = bytearray()
+        self._inbox = Inbox(Reply)
+        self._position: Position
         self._begun: asyncio.Future[bool]  # whether a new process came up
         self._ended = asyncio.Event()  # set when one that had come up has closed its end
         self._oldest_since = 0.0  # loop time at which the oldest request became that
@@ -151,23 +148,16 @@ class Worker:
 
     def _readable(self) -> None:
         """Called by the event loop: no task and no stream between the pipe and whoever waits."""
-        chunk = os.read(self._replies, _CHUNK)
-        if not chunk:
-            self._close_replies()
-            if self._begun.done():
-                self._ended.set()
-            else:
-                self._begun.set_result(False)
+        chunk = os.read(self._replies, CHUNK)
+        for reply in self._inbox.feed(chunk):
+            self._take(reply)
+        if chunk:
             return
-        self._unread += chunk
-        begin, whole = 0, len(self._unread)
-        while begin + LENGTH.size <= whole:
-            end = begin + LENGTH.size + LENGTH.unpack_from(self._unread, begin)[0]
-            if end > whole:
-                break
-            self._take(_DECODER.decode(self._unread[begin + LENGTH.size : end]))
-            begin = end
-        del self._unread[:begin]
+        self._close_replies()
+        if self._begun.done():
+            self._ended.set()
+        else:
+            self._begun.set_result(False)
 
     def _take(self, reply: Reply) -> None:
         if reply.seq == 0:
@@ -188,7 +178,8 @@ class Worker:
         self._serving = False
         await self._kill()
         if self._pending:
-            self._blame(next(iter(self._pending.values())).request, why, died)
+            at = self._pending.get(self._position.get())  # None: it came to an end between two requests
+            self._blame((at or next(iter(self._pending.values()))).request, why, died)
         await self._spawn()
         waiting = {each.request.episode: each for each in self._pending.values() if each.answer is not None}
         self._pending.clear()
@@ -201,18 +192,18 @@ class Worker:
             if again is not None:
                 self._send(again.request.op, number, again.request.argument, again.answer)
 
-    def _blame(self, oldest: Request, why: str, died: bool) -> None:
+    def _blame(self, at: Request, why: str, died: bool) -> None:
         """The worker was at this request: its game is lost, unless a first death may have had another cause."""
-        episode = self._episodes.get(oldest.episode)
+        episode = self._episodes.get(at.episode)
         if episode is None:
             return
         episode.deaths += died
         if died and episode.deaths < 2:
             return
-        del self._episodes[oldest.episode]
+        del self._episodes[at.episode]
         for each in self._pending.values():
-            if each.request.episode == oldest.episode and each.answer is not None and not each.answer.done():
-                each.answer.set_exception(GameLost(f"{why}, playing {oldest.argument!r}"))
+            if each.request.episode == at.episode and each.answer is not None and not each.answer.done():
+                each.answer.set_exception(GameLost(f"{why}, playing {at.argument!r}"))
 
     def _give_up(self, why: str) -> None:
         self._episodes.clear()
@@ -226,15 +217,19 @@ class Worker:
             "FRESCO_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
         }  # fmt: skip
         self._replies, theirs = os.pipe()
+        self._inbox, self._position = Inbox(Reply), Position()
+        page = self._position.descriptor
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._arguments, stdin=asyncio.subprocess.PIPE, stdout=theirs, env=environment
-            )
+                sys.executable, "-m", "envs.alfworld.worker", str(page), *self._given,
+                stdin=asyncio.subprocess.PIPE, stdout=theirs, pass_fds=(page,), env=environment,
+            )  # fmt: skip
         except OSError as error:
             self._close_replies()
             raise GameLost(f"a game worker cannot be started: {error}") from error
         finally:
             os.close(theirs)
+            self._position.close_descriptor()
         self._ended.clear()
         self._begun = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._replies, self._readable)
@@ -263,7 +258,6 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self._replies)
             os.close(self._replies)
         self._replies = -1
-        self._unread.clear()
 
 
 class Pool:

@@ -1,29 +1,36 @@
 """One game worker: many live games in one process, driven one after another (the engine is not thread-safe).
 
-Requests on stdin, replies on stdout, in the same order; the first reply has number 0 and says ready. Engines of ended
-episodes are used again: each costs some 2 MB that can never be freed.
+Requests on stdin, replies on stdout, in the same order; the first reply has number 0 and says ready. While requests
+wait, replies leave a few at a time: every write wakes the server, which costs both. Which request is worked on is in
+`Position`, so that a hang is not laid to a game whose reply was held. Engines of ended episodes are used again: each
+costs some 2 MB that can never be freed.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
-import msgspec
-
-from envs.alfworld.wire import LENGTH, Reply, Request, frame
+from envs.alfworld.wire import CHUNK, Inbox, Position, Reply, Request, frame
 from rl.process import die_with_parent
 
+HOLD_S = 0.004  # once the first reply is so old, those held leave after the request that is worked on
 
-def main(boards_kept: int, lists_commands: bool) -> None:
+
+def main(position: Position, boards_kept: int, lists_commands: bool) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not look like a reply
     from envs.alfworld.engine import Boards, Engine
 
+    gc.set_threshold(
+        50_000
+    )  # a step makes and drops hundreds of objects: the default looks through them every few steps
     boards, live, idle = Boards(boards_kept), dict[int, Engine](), list[Engine]()
 
     def answer(request: Request) -> Reply:
@@ -34,26 +41,30 @@ def main(boards_kept: int, lists_commands: bool) -> None:
         if request.op == "load":
             board = boards.get(Path(request.argument))
             engine = live[request.episode] = live.get(request.episode) or (idle.pop() if idle else Engine())
-            seen, admissible = engine.load(board), True
+            seen = engine.load(board)
         else:
-            engine = live[request.episode]
-            admissible = engine.admits(request.argument)
-            seen = engine.step(request.argument)
-        return Reply(request.seq, seen.text, seen.commands if lists_commands else (), seen.won, admissible)
+            seen = live[request.episode].step(request.argument)
+        return Reply(request.seq, seen.text, seen.commands if lists_commands else (), seen.won, seen.admissible)
 
-    def send(reply: Reply) -> None:
-        replies.write(frame(reply))
-        replies.flush()
-
-    send(Reply(0))
-    decoder = msgspec.msgpack.Decoder(Request)
-    while head := sys.stdin.buffer.read(LENGTH.size):
-        request = decoder.decode(sys.stdin.buffer.read(*LENGTH.unpack(head)))
+    def answered(request: Request) -> Reply:
+        position.set(request.seq)
         try:
-            send(answer(request))
+            return answer(request)
         except Exception as error:  # of this game; the others go on
-            send(Reply(request.seq, error=f"{type(error).__name__}: {error}"))
+            return Reply(request.seq, error=f"{type(error).__name__}: {error}")
+
+    replies.write(frame(Reply(0)))
+    replies.flush()
+    inbox = Inbox(Request)
+    while chunk := os.read(0, CHUNK):
+        sent = time.monotonic()
+        for request in inbox.feed(chunk):
+            replies.write(frame(answered(request)))
+            if (now := time.monotonic()) - sent > HOLD_S:
+                replies.flush()
+                sent = now
+        replies.flush()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "commands" in sys.argv[2:])
+    main(Position(int(sys.argv[1])), int(sys.argv[2]), "commands" in sys.argv[3:])

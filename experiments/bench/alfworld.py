@@ -1,23 +1,31 @@
 """ALFWorld: the engine against the package's own, live environments in one server, and what the server adds.
 
-python -m experiments.bench alfworld [--live 1 16 128 512] [--seconds 4] [--out FILE.json]
+python -m experiments.bench alfworld [--live 1 16 128 512] [--starts 5] [--seconds 4] [--out FILE.json]
 
-Ratios are of CPU seconds (of this process and its game worker), so that they hold on a busy machine too; the same games
-and commands, known to both sides before.
+Ratios are of CPU seconds (of the server's process and its game worker), so that they hold on a busy machine too; the
+same games and commands, known to both sides before. What else runs on the physical core comes and goes within a second
+and up to doubles the cost of both, so server and bare engine take turns: the ratio is the median over pairs of slices.
+Where processes happen to lie in memory moves it by another 10 %: every size is measured in several fresh pairs of
+processes, of which the median, the lowest and the highest are told. `hop_over_bare` is the floor for one environment:
+the same worker behind a loop that writes a request, waits for the reply, and does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -28,10 +36,12 @@ from textworld.envs.pddl import PddlEnv
 from envs.alfworld.engine import Boards, Engine
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions
 from envs.alfworld.games import GameEntry, GameRecipe
+from envs.alfworld.wire import CHUNK, Inbox, Position, Reply, Request, frame
+from rl.process import die_with_parent
 
 EPISODE_STEPS = 12
-BLOCKS = 7
-EPISODES_PER_BLOCK = 64
+SLICES = 16
+REQUESTS_PER_SLICE = 1024
 BOUND_STOCK = 10.0
 BOUND_SERVER = 1.2
 GAMES = GameRecipe(train=48, valid_unseen=0, max_receptacles=12, clutter=(6, 12))
@@ -40,20 +50,43 @@ GAMES = GameRecipe(train=48, valid_unseen=0, max_receptacles=12, clutter=(6, 12)
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.bench alfworld", description=__doc__)
     parser.add_argument("--live", type=int, nargs="+", default=[1, 16, 128, 512])
+    parser.add_argument("--starts", type=int, default=3, help="fresh servers of each size")
     parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds of each engine")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    family = AlfworldFamily(AlfworldOptions(games=GAMES, max_steps=EPISODE_STEPS), 0)
-    games = [family.task("train", index) for index in range(family.task_count("train"))]
-    measured: dict[str, float] = engines(games, options.seconds)
+    measured = engines(_games(_family()), options.seconds)
     for live in options.live:
-        measured |= asyncio.run(server(AlfworldFamily(family.options, 0), games, live))
+        measured |= fresh(server, live, options.starts)
+    measured |= fresh(hop, 1, options.starts)
     measured["load_average"] = os.getloadavg()[0]
     for name, value in measured.items():
         print(f"{name}: {value:.2f}")
     print(f"bounds: steps_over_stock >= {BOUND_STOCK:g}, server_over_bare_N <= {BOUND_SERVER:g}")
     if options.out:
         options.out.write_text(json.dumps(measured, indent=2) + "\n")
+
+
+def _family() -> AlfworldFamily:
+    return AlfworldFamily(AlfworldOptions(games=GAMES, max_steps=EPISODE_STEPS), 0)
+
+
+def _games(family: AlfworldFamily) -> list[GameEntry]:
+    return [family.task("train", index) for index in range(family.task_count("train"))]
+
+
+def fresh(measure: Callable[[int], dict[str, float]], live: int, starts: int) -> dict[str, float]:
+    """Medians of `measure(live)` over fresh processes; of ratios the lowest and the highest, too."""
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),), max_tasks_per_child=1
+    ) as executor:
+        each = [executor.submit(measure, live).result() for _ in range(starts)]
+    measured: dict[str, float] = {}
+    for name in each[0]:
+        values = sorted(one[name] for one in each)
+        measured[f"{name}_{live}"] = statistics.median(values)
+        if name.endswith("_over_bare"):
+            measured |= {f"{name}_{live}_lowest": values[0], f"{name}_{live}_highest": values[-1]}
+    return measured
 
 
 def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
@@ -112,69 +145,148 @@ def scripts(games: Sequence[GameEntry]) -> list[list[str]]:
     return written
 
 
-async def server(family: AlfworldFamily, games: Sequence[GameEntry], live: int) -> dict[str, float]:
-    """`live` environments at once over one game worker, and the bare engine with the same episodes."""
+def plan(written: Sequence[list[str]], number: int) -> Iterator[tuple[int, str | None]]:
+    """What live environment `number` is asked, for ever: a game and a command; None begins the game."""
+    for again in itertools.count(number):
+        place = again % len(written)
+        yield place, None
+        yield from ((place, command) for command in written[place])
+
+
+def server(live: int) -> dict[str, float]:
+    """`live` environments at once over one game worker, and the bare engine with the same requests."""
+    return asyncio.run(_server(_family(), live))
+
+
+async def _server(family: AlfworldFamily, live: int) -> dict[str, float]:
+    games = _games(family)
     written = scripts(games)
-    rounds = max(1, math.ceil(EPISODES_PER_BLOCK / live))
-    steps = sum(len(written[(number + again) % len(games)]) for number in range(live) for again in range(rounds))
     await family.start()
     try:
-        worker = psutil.Process(family.pool.workers[0].pid)
-        before = worker.memory_info().rss
-        await asyncio.gather(*(_play(family, games, written, number, 1) for number in range(max(live, len(games)))))
-        megabytes = (worker.memory_info().rss - before) / max(live, len(games)) / 2**20
-        bare = Bare(games, written, live)
-        seconds, ratios = [], []
-        for _ in range(BLOCKS):  # in turn, so that what else the machine does meets both
-            busy, begin = _cpu(worker), time.perf_counter()
-            await asyncio.gather(*(_play(family, games, written, number, rounds) for number in range(live)))
-            seconds.append(time.perf_counter() - begin)
-            ratios.append((_cpu(worker) - busy) / bare.cpu_s(rounds))
-        return {
-            f"server_steps_per_s_{live}": steps / statistics.median(seconds),
-            f"server_over_bare_{live}": statistics.median(ratios),
-            f"megabytes_per_environment_{live}": megabytes,
-        }
+        worker = family.pool.workers[0].pid
+        resident = psutil.Process(worker).memory_info().rss
+        players = [Player(family, games, plan(written, number)) for number in range(live)]
+        known = [Player(family, games, plan(written, number)) for number in range(len(games) - live)]
+        await asyncio.gather(*(player.advance(1) for player in (*players, *known)))
+        megabytes = (psutil.Process(worker).memory_info().rss - resident) / max(live, len(games)) / 2**20
+        for player in known:
+            await player.end()
+
+        async def advance(requests: int) -> None:
+            await asyncio.gather(*(player.advance(requests) for player in players))
+
+        each = math.ceil(REQUESTS_PER_SLICE / live)
+        seconds, ratio = await against(Bare(games, written, live), advance, each, worker)
+        for player in players:
+            await player.end()
     finally:
         await family.stop()
+    return {
+        "server_steps_per_s": live * each / seconds,
+        "server_over_bare": ratio,
+        "megabytes_per_environment": megabytes,
+    }
 
 
-async def _play(
-    family: AlfworldFamily, games: Sequence[GameEntry], written: Sequence[list[str]], number: int, rounds: int
-) -> None:
-    for again in range(rounds):
-        place = (number + again) % len(games)
-        environment = family.make()
-        await environment.reset(games[place])
-        for command in written[place]:
-            await environment.step(command)
-        await environment.close()
+class Player:
+    """One live environment of the server."""
+
+    def __init__(
+        self, family: AlfworldFamily, games: Sequence[GameEntry], asked: Iterator[tuple[int, str | None]]
+    ) -> None:
+        self._family, self._games, self._asked = family, games, asked
+        self._environment = family.make()
+
+    async def advance(self, requests: int) -> None:
+        for place, command in itertools.islice(self._asked, requests):
+            if command is None:
+                await self._environment.close()
+                self._environment = self._family.make()
+                await self._environment.reset(self._games[place])
+            else:
+                await self._environment.step(command)
+
+    async def end(self) -> None:
+        await self._environment.close()
 
 
 class Bare:
-    """The engine alone with as many live games, in turn: the same episodes of known games, without a server."""
+    """The engine alone with as many live games, in turn: the same requests about known games, without a server."""
 
     def __init__(self, games: Sequence[GameEntry], written: Sequence[list[str]], live: int) -> None:
-        self._games, self._written = games, written
-        self._engines, self._boards = [Engine() for _ in range(live)], Boards(len(games))
-        self.cpu_s(max(1, math.ceil(len(games) / live)))
+        self._boards, self._paths = Boards(len(games)), [game.path for game in games]
+        self._live = [(Engine(), plan(written, number)) for number in range(live)]
+        for path in self._paths:
+            self._live[0][0].load(self._boards.get(path))
+        self.cpu_s(1)
 
-    def cpu_s(self, rounds: int) -> float:
+    def cpu_s(self, requests: int) -> float:
+        """CPU seconds of so many requests of every game."""
         begin = time.process_time()
-        for again in range(rounds):
-            places = [(number + again) % len(self._games) for number in range(len(self._engines))]
-            for engine, place in zip(self._engines, places, strict=True):
-                engine.load(self._boards.get(self._games[place].path))
-            for turn in range(EPISODE_STEPS):
-                for engine, place in zip(self._engines, places, strict=True):
-                    if turn < len(self._written[place]):
-                        engine.step(self._written[place][turn])
+        for _ in range(requests):
+            for engine, asked in self._live:
+                place, command = next(asked)
+                if command is None:
+                    engine.load(self._boards.get(self._paths[place]))
+                else:
+                    engine.step(command)
         return time.process_time() - begin
 
 
-def _cpu(worker: psutil.Process) -> float:
-    times = worker.cpu_times()
-    return times.user + times.system + time.process_time()
+async def against(
+    bare: Bare, advance: Callable[[int], Awaitable[None]], requests: int, worker: int
+) -> tuple[float, float]:
+    """Median wall seconds of a slice with the worker, and the median ratio of CPU seconds to the bare engine's."""
+    seconds, ratios = [], []
+    for number in range(SLICES):
+        engine = bare.cpu_s(requests) if number % 2 else 0.0  # first one, then the other: drift meets both
+        busy, begin = _cpu(worker), time.perf_counter()
+        await advance(requests)
+        seconds.append(time.perf_counter() - begin)
+        busy = _cpu(worker) - busy
+        ratios.append(busy / (engine or bare.cpu_s(requests)))
+    return statistics.median(seconds), statistics.median(ratios)
+
+
+def hop(live: int) -> dict[str, float]:
+    """Requests over a worker's pipes, one at a time, without a server; and the bare engine with the same requests."""
+    games = _games(_family())
+    written, inbox, position = scripts(games), Inbox(Reply), Position()
+    command = [sys.executable, "-m", "envs.alfworld.worker", str(position.descriptor), "2000"]
+    environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONHASHSEED": "0"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(position.descriptor,), env=environment
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        requests, replies = process.stdin.fileno(), process.stdout.fileno()
+
+        def receive() -> None:
+            while not inbox.feed(os.read(replies, CHUNK)):
+                pass
+
+        def ask(place: int, command: str | None) -> None:
+            op, argument = ("load", str(games[place].path)) if command is None else ("step", command)
+            os.write(requests, frame(Request(1, op, 0, argument)))
+            receive()
+
+        async def advance(requests: int) -> None:
+            for place, command in itertools.islice(asked, requests):
+                ask(place, command)
+
+        receive()  # ready
+        for place in range(len(games)):
+            ask(place, None)
+        asked = plan(written, 0)
+        ask(*next(asked))
+        _, ratio = asyncio.run(against(Bare(games, written, live), advance, REQUESTS_PER_SLICE, process.pid))
+    return {"hop_over_bare": ratio}
+
+
+def _cpu(worker: int) -> float:
+    """CPU seconds of this process and the worker."""
+    return (
+        time.clock_gettime(~worker << 3 | 2) + time.process_time()
+    )  # the clock of another process, clock_getcpuclockid
 
 
 if __name__ == "__main__":

@@ -119,12 +119,14 @@ def test_what_the_task_types_need(folder: Path, engine: Engine) -> None:
     for game in list_games(folder, "train"):
         plan, kind = walkthrough(game.path), game.task_type
         verbs = [command.split()[0] for command in plan]
+        for command in engine.load(boards.get(game.path)).commands:
+            engine.load(boards.get(game.path))
+            assert engine.step(command.strip()).admissible  # some end in a space
         engine.load(boards.get(game.path))
         admitted = set[str]()
         for command in plan:
             admitted |= {each for each in engine.observation.commands if each.startswith(("use", "put"))}
-            assert all(engine.admits(each.strip()) for each in engine.observation.commands)  # some end in a space
-            engine.step(command)
+            assert engine.step(command).admissible
         assert engine.observation.won
         assert all(each.startswith("use desklamp ") for each in admitted)
         if kind == "look_at_obj_in_light":
@@ -297,6 +299,28 @@ def test_a_killed_worker_loses_no_idle_game_and_a_hung_one_only_what_it_played(f
         assert worker.load == 0
 
     play(folder, scenario, request_deadline_s=8.0)
+
+
+def test_a_hang_is_laid_to_the_game_that_hangs_not_to_one_whose_reply_was_held(folder: Path, tmp_path: Path) -> None:
+    endless = tmp_path / "game.tw-pddl"
+    os.mkfifo(endless)
+
+    async def scenario(family: AlfworldFamily) -> None:
+        environment = family.make()
+        await environment.reset(family.task("train", 0))
+        seen = await environment.step("look")
+        worker = family.pool.workers[0]
+        os.kill(worker.pid, signal.SIGSTOP)  # so that it finds both requests at once
+        looking = asyncio.ensure_future(environment.step("look"))
+        loading = asyncio.ensure_future(family.pool.load(endless))
+        await asyncio.sleep(0)
+        os.kill(worker.pid, signal.SIGCONT)
+        with pytest.raises(GameLost, match=r"did not answer in 2 s, playing '.*game\.tw-pddl'"):
+            await loading
+        assert (await looking).messages == seen.messages and worker.restarts == 1
+        await environment.close()
+
+    play(folder, scenario, request_deadline_s=2.0)
 
 
 def test_observations_are_cut_and_repeated_as_asked(folder: Path) -> None:

@@ -40,7 +40,7 @@ from envs.alfworld.wire import CHUNK, Inbox, Position, Reply, Request, frame
 from rl.process import die_with_parent
 
 EPISODE_STEPS = 12
-SLICES = 16
+SLICES = 10
 REQUESTS_PER_SLICE = 1024
 BOUND_STOCK = 10.0
 BOUND_SERVER = 1.2

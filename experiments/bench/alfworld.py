@@ -1,6 +1,6 @@
 """ALFWorld: the engine against the package's own, live environments in one server, and what the server adds.
 
-python -m experiments.bench alfworld [--live 1 16 128 512] [--starts 5] [--seconds 4] [--out FILE.json]
+python -m experiments.bench alfworld [--live 1 16 128 512] [--starts 3] [--seconds 1] [--out FILE.json]
 
 Ratios are of CPU seconds (of the server's process and its game worker), so that they hold on a busy machine too; the
 same games and commands, known to both sides before. What else runs on the physical core comes and goes within a second
@@ -51,16 +51,21 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.bench alfworld", description=__doc__)
     parser.add_argument("--live", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--starts", type=int, default=3, help="fresh servers of each size")
-    parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds of each engine")
+    parser.add_argument("--seconds", type=float, default=1.0, help="CPU seconds of each engine")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    measured = engines(_games(_family()), options.seconds)
+    measured: dict[str, float] = {}
+
+    def tell(more: dict[str, float]) -> None:
+        measured.update(more)
+        for name, value in more.items():
+            print(f"{name}: {value:.2f}", flush=True)
+
+    tell(engines(_games(_family()), options.seconds))
     for live in options.live:
-        measured |= fresh(server, live, options.starts)
-    measured |= fresh(hop, 1, options.starts)
-    measured["load_average"] = os.getloadavg()[0]
-    for name, value in measured.items():
-        print(f"{name}: {value:.2f}")
+        tell(fresh(server, live, options.starts))
+    tell(fresh(hop, 1, options.starts))
+    tell({"load_average": os.getloadavg()[0]})
     print(f"bounds: steps_over_stock >= {BOUND_STOCK:g}, server_over_bare_N <= {BOUND_SERVER:g}")
     if options.out:
         options.out.write_text(json.dumps(measured, indent=2) + "\n")

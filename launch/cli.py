@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             return _evaluate(arguments, rest)
         return _run(load_config(arguments.recipe, arguments.overrides + rest), dry=arguments.dry_run)
     except ConfigError as error:
+        sys.stdout.flush()  # in a log file, too, the error stands below the configuration
         print(f"fresco: {error}", file=sys.stderr)
         return 2
 

@@ -81,15 +81,21 @@ def _check_ports(config: Config) -> None:
     if config.network.transport != "tcp":
         return
     count = 8 + 2 * config.learner.ranks + config.generator.count
-    for port in range(config.network.base_port, config.network.base_port + count):
+    first, last = config.network.base_port, config.network.base_port + count - 1
+    if last > 65535:
+        raise ConfigError(
+            f"network.base_port={first}: {count} ports are needed and the last would be {last}; at most {65536 - count}"
+        )
+    for port in range(first, last + 1):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((config.network.host, port))
             except OSError as error:
                 raise ConfigError(
-                    f"network.base_port={config.network.base_port}: port {port} on {config.network.host} "
-                    f"cannot be used ({error.strerror}); choose another base_port ({count} ports are needed)"
+                    f"network.base_port={first}: port {port} on {config.network.host} cannot be used "
+                    f"({error.strerror}); choose another base_port ({count} ports are needed, best below 32768, where "
+                    "the kernel's ports for outgoing connections begin)"
                 ) from None
 
 

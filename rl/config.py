@@ -220,8 +220,9 @@ class NetworkConfig(Section):
     """`ipc`: Unix sockets in the run folder, one node. `tcp`: also across nodes."""
     host: str = "127.0.0.1"
     """Address that tcp sockets bind and connect to."""
-    base_port: int = Field(41000, ge=1024, le=65000)
-    """First of the consecutive ports used by tcp."""
+    base_port: int = Field(21000, ge=1024, le=65000)
+    """First of the consecutive ports used by tcp. Keep them below those the kernel gives to outgoing connections
+    (on Linux from 32 768 on): there, any program may hold one for a moment."""
     curve: bool = True
     """Encrypt and authenticate tcp sockets with per-run CURVE keys."""
 

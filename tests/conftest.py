@@ -16,6 +16,8 @@ from rl.config import load_config
 from rl.run import RunFile
 
 MakeRun = Callable[..., RunFile]
+BASE_PORT = 20_000 + os.getpid() % 600 * 20
+"""Twenty ports of this test process alone, below those the kernel gives to outgoing connections."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.conftest import BASE_PORT
+
 ROOT = Path(__file__).parent.parent
 SAMPLE_STATES = ("queued", "running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed")
 TOKEN_STATES = ("running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed", "lost")
@@ -65,7 +67,7 @@ def test_a_run_closes_its_books(tmp_path: Path, alpha: float) -> None:
 
 def test_redundancy_and_tcp_with_curve(tmp_path: Path) -> None:
     overrides = ("rollout.redundant_groups=2", "rollout.redundant_episodes=1", "network.transport=tcp",
-                 "weights.transport=zmq", "network.base_port=43210")  # fmt: skip
+                 "weights.transport=zmq", f"network.base_port={BASE_PORT}")  # fmt: skip
     summary = finish(start(tmp_path, *overrides), tmp_path)
     check_books(summary, steps=20)
     assert summary["ledger"]["samples"]["redundant"] > 0
@@ -157,8 +159,14 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> Non
     import socket
 
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 43301))
+        taken.bind(("127.0.0.1", BASE_PORT + 1))
         taken.listen()
-        process = start(tmp_path, "network.transport=tcp", "network.base_port=43300")
+        process = start(tmp_path, "network.transport=tcp", f"network.base_port={BASE_PORT}")
         output, _ = process.communicate(timeout=30)
-    assert process.returncode == 2 and "port 43301" in output and "choose another base_port" in output
+    assert process.returncode == 2 and f"port {BASE_PORT + 1} " in output and "choose another base_port" in output
+
+
+def test_ports_beyond_the_last_one_are_one_line_before_anything_starts(tmp_path: Path) -> None:
+    process = start(tmp_path, "network.transport=tcp", "network.base_port=65000", "generator.count=600")
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 2 and "network.base_port=65000" in output and "at most 64924" in output

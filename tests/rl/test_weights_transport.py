@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from rl.weights import Manifest, WeightReader, WeightsCorrupt, WeightsError, Wei
 from rl.weights.base import Segment, digest
 from rl.weights.frames_reader import pieces
 from rl.weights.segment import segment_path
-from tests.conftest import MakeRun
+from tests.conftest import BASE_PORT, MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
 MANIFEST = Manifest.layout(
@@ -32,7 +31,7 @@ TRANSPORTS = ["shm", "zmq", "tcp"]
 
 
 def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
-    tcp = ["network.transport=tcp", f"network.base_port={20000 + os.getpid() % 20000}"] if transport == "tcp" else []
+    tcp = ["network.transport=tcp", f"network.base_port={BASE_PORT}"] if transport == "tcp" else []
     run = make_run(
         f"weights.transport={'shm' if transport == 'shm' else 'zmq'}", f"learner.ranks={ranks}", *tcp, *overrides
     )

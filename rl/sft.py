@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,9 @@ class SupervisedOptions:
     read_weight: float = 0.0
     """Weight of the mean loss on the environment's text, beside that on what is imitated. Its answers repeat names from
     the commands: a small model learns to copy from them."""
+    parts: int = 1
+    """Parts of a batch whose gradients are computed side by side, a thread each, and added in order: the result depends
+    on the number of parts, not on that of cores."""
 
 
 def pack_rows(examples: Sequence[Example], width: int | None, device: torch.device | str = "cpu") -> Rows:
@@ -97,10 +101,11 @@ def pack_rows(examples: Sequence[Example], width: int | None, device: torch.devi
     return Rows(*(tensor.to(device) for tensor in (token_ids, position_ids, targets, read)))
 
 
-def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0) -> Tensor:
+def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Sequence[Rows] | None = None) -> Tensor:
     """Mean negative log-likelihood of the imitated tokens, in nats, and `read_weight` times that of the text read.
 
-    Logits are computed for those tokens only.
+    Logits are computed for those tokens only. The means are over the tokens of `batch` (default: `rows` alone): the
+    losses of a batch's parts add up to the batch's.
     """
     from rl.packed_attention import pack_bounds, takes_bounds  # with transformers, which takes seconds to import
 
@@ -109,15 +114,23 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0) -> Tensor:
         input_ids=rows.token_ids, position_ids=rows.position_ids, use_cache=False, **bounds
     ).last_hidden_state  # (rows, width, hidden)
 
-    def mean(targets: Tensor) -> Tensor:
+    def mean(kind: str) -> Tensor:
+        targets = getattr(rows, kind)
         counted = targets != IGNORED
+        count = sum(int((getattr(part, kind) != IGNORED).sum()) for part in batch or [rows])
         logits = model.get_output_embeddings()(hidden[counted])  # (targets, vocabulary)
-        return F.cross_entropy(logits.float(), targets[counted])
+        return F.cross_entropy(logits.float(), targets[counted], reduction="sum") / max(1, count)
 
-    loss = mean(rows.targets)
-    if read_weight and bool((rows.read != IGNORED).any()):
-        loss = loss + read_weight * mean(rows.read)
-    return loss
+    loss = mean("targets")
+    return loss + read_weight * mean("read") if read_weight else loss
+
+
+def split_examples(examples: Sequence[Example], parts: int) -> list[list[Example]]:
+    """At most `parts` lists of about equally many tokens: longest first, each to the list with the fewest."""
+    lists: list[list[Example]] = [[] for _ in range(min(parts, len(examples)))]
+    for example in sorted(examples, key=len, reverse=True):
+        min(lists, key=lambda each: sum(map(len, each))).append(example)
+    return lists
 
 
 def train_supervised(
@@ -128,17 +141,27 @@ def train_supervised(
 ) -> None:
     """Train on `next_examples(step)` for `options.steps` steps of AdamW; `report(step, loss)` follows each."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=options.lr, weight_decay=options.weight_decay)
+
+    def gradients(rows: Rows, batch: Sequence[Rows]) -> tuple[Tensor, ...]:
+        loss = supervised_loss(model, rows, options.read_weight, batch)
+        return loss.detach(), *torch.autograd.grad(loss, parameters, materialize_grads=True)
+
     model.train()
-    for step in range(options.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * _schedule(step, options)
-        loss = supervised_loss(model, pack_rows(next_examples(step), options.width, device), options.read_weight)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
-        optimizer.step()
-        report(step, loss.item())
+    with ThreadPoolExecutor(options.parts, "gradients") as pool:
+        for step in range(options.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = options.lr * _schedule(step, options)
+            parts = split_examples(next_examples(step), options.parts)
+            batch = [pack_rows(part, options.width, device) for part in parts]
+            found = list(pool.map(gradients, batch, [batch] * len(batch)))
+            loss, *sums = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+            for parameter, gradient in zip(parameters, sums, strict=True):
+                parameter.grad = gradient
+            nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
+            optimizer.step()
+            report(step, loss.item())
     model.eval()
 
 

@@ -37,6 +37,7 @@ from rl.word_tokenizer import build_tokenizer, save_tokenizer
 from rollout.conversation import Conversation
 from rollout.tokenizer import ChatTokenizer
 
+_PARTS = 2  # of a batch on the CPU, a core each
 _SOURCES = (rl.sft.__file__, rl.word_tokenizer.__file__, __file__)
 
 
@@ -149,8 +150,9 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
     model.to(device)
     width = None if packs else max(256, min(1024, max(map(len, examples))))
     options = SupervisedOptions(
-        settings.steps, settings.lr, settings.warmup_steps, width=width, read_weight=settings.read_weight
-    )
+        settings.steps, settings.lr, settings.warmup_steps, width=width, read_weight=settings.read_weight,
+        parts=_PARTS if device == "cpu" else 1,
+    )  # fmt: skip
 
     def report(step: int, loss: float) -> None:
         if (step + 1) % 50 == 0 or step == 0:
@@ -158,7 +160,7 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
 
     batches = _batches(examples, settings.batch, settings.seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same weights whatever the number of cores
+    torch.set_num_threads(1)  # in each part: the same weights whatever the number of cores
     try:
         train_supervised(model, lambda step: next(batches), options, report)
     finally:

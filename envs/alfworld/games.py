@@ -12,6 +12,7 @@ A folder is whole or not there, and made once for its recipe. Official data has 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -179,7 +180,7 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
     attempts: Counter[tuple[str, int]] = Counter()
     wanted = [(split, index) for split, count in counts.items() for index in range(count)]
     pool = ProcessPoolExecutor(
-        min(workers, max(1, total // _CHUNK)), multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
+        min(workers, max(1, total // _CHUNK)), multiprocessing.get_context("spawn"), _begin_worker, (os.getpid(),)
     )
     with pool:
         while wanted:
@@ -226,6 +227,11 @@ def _rules() -> tuple[str, str]:
 @cache
 def _player() -> Engine:
     return Engine()
+
+
+def _begin_worker(parent: int) -> None:
+    die_with_parent(parent)
+    gc.set_threshold(50_000)  # the default looks through a translation again and again: a sixth of its time
 
 
 def _prove_and_write(folder: Path, drawn: list[tuple[str, Problem]]) -> list[bool]:

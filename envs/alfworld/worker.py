@@ -27,9 +27,7 @@ def main(position: Position, boards_kept: int, lists_commands: bool) -> None:
     os.dup2(2, 1)  # whatever a library prints must not look like a reply
     from envs.alfworld.engine import Boards, Engine
 
-    gc.set_threshold(
-        50_000
-    )  # a step makes and drops hundreds of objects: the default looks through them every few steps
+    gc.set_threshold(50_000)  # a step makes and drops hundreds of objects: the default looks every few steps
     boards, live, idle = Boards(boards_kept), dict[int, Engine](), list[Engine]()
 
     def answer(request: Request) -> Reply:

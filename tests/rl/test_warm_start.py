@@ -13,7 +13,18 @@ import rl.warm_start
 from envs.base import DemonstratedTurn, Demonstration, Message
 from rl import packed_attention
 from rl.config import Config, ConfigError, load_config
-from rl.sft import IGNORED, IMITATED, READ, SHOWN, Example, pack_rows, supervised_loss
+from rl.sft import (
+    IGNORED,
+    IMITATED,
+    READ,
+    SHOWN,
+    Example,
+    SupervisedOptions,
+    pack_rows,
+    split_examples,
+    supervised_loss,
+    train_supervised,
+)
 from rl.warm_start import demonstrations, encode, fingerprint, warm_started
 from rollout.conversation import Conversation
 from rollout.tokenizer import ChatTokenizer
@@ -110,6 +121,24 @@ def test_one_row_attended_in_packs_costs_the_same_loss(folder: Path) -> None:
     packed = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=packed_attention.NAME)
     losses = [supervised_loss(model, pack_rows(examples, width), 0.5) for model, width in ((padded, 8), (packed, None))]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+
+
+def test_parts_of_a_batch_add_up_to_the_same_training(folder: Path) -> None:
+    batch = [Example([5, 6], [7, 8, 9, 10]), Example([7], [8, 5], [READ, IMITATED]), Example([9, 9, 6], [5])]
+    assert [sorted(map(len, part)) for part in split_examples(batch, 2)] == [[6], [3, 4]]
+    assert [len(part) for part in split_examples(batch[:1], 2)] == [1]
+
+    def trained(parts: int) -> tuple[list[float], torch.Tensor]:
+        model, losses = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=packed_attention.NAME), []
+        options = SupervisedOptions(6, lr=1e-3, warmup_steps=1, width=None, read_weight=0.5, parts=parts)
+        train_supervised(model, lambda step: batch, options, lambda step, loss: losses.append(loss))
+        return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    (losses, weights), (split, split_weights), (again, again_weights) = trained(1), trained(2), trained(2)
+    assert split == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0]
+    # AdamW divides tiny gradients by their own size, so that their last bits show in the weights.
+    assert (split_weights - weights).abs().max() < 2e-4 and (split_weights - weights).abs().mean() < 1e-6
+    assert split == again and torch.equal(split_weights, again_weights)
 
 
 def test_the_loss_falls_on_episodes_that_were_not_shown(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def train_supervised(
             parts = split_examples(next_examples(step), options.parts)
             batch = [pack_rows(part, options.width, device) for part in parts]
             found = list(pool.map(gradients, batch, [batch] * len(batch)))
-            loss, *sums = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+            loss, *sums = (reduce(torch.add, each) for each in zip(*found, strict=True))
             for parameter, gradient in zip(parameters, sums, strict=True):
                 parameter.grad = gradient
             nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)

@@ -92,13 +92,21 @@ def end_all(children: list[Child], patience_s: float) -> list[str]:
     return [child.name for child in waiting]
 
 
-def end_descendants() -> None:
-    """Kill every process below this one, adopted grandchildren included."""
-    descendants = psutil.Process().children(recursive=True)
-    for process in descendants:
+def descendants() -> set[psutil.Process]:
+    """Every process below this one, adopted grandchildren included."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def end_descendants(spared: set[psutil.Process]) -> None:
+    """Kill every process below this one but `spared` and what is below those."""
+    for process in list(spared):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            spared = spared | set(process.children(recursive=True))
+    begun = descendants() - spared
+    for process in begun:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(descendants, timeout=2)
+    psutil.wait_procs(begun, timeout=2)
 
 
 def log_tail(path: Path, lines: int = 15) -> str:

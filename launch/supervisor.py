@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from launch.children import Child, adopt_orphans, end_all, end_descendants, log_tail, spawn
+from launch.children import Child, adopt_orphans, descendants, end_all, end_descendants, log_tail, spawn
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Observed, build_summary
@@ -60,6 +60,7 @@ class _State:
 class Supervisor:
     def __init__(self, run: RunFile, plan: list[ProcessSpec]) -> None:
         self.run, self.config, self.plan = run, run.config, plan
+        self._others = descendants()  # of whoever runs this in a process of theirs
         self.state = _State()
         self.observed = Observed(run.started_at, run.start_step)
         self.tracker = Tracker(self.config.tracking, run.folder, self.config.name, self.config.model_dump(mode="json"))
@@ -254,7 +255,7 @@ class Supervisor:
         (self.run.folder / "pid").unlink(missing_ok=True)
         if not self.tracker.close(tracker_s):
             self.display.note(f"the tracker did not finish within {tracker_s:g} s; metrics.jsonl has every row")
-        end_descendants()
+        end_descendants(spared=self._others)
 
 
 def _interrupt(_number: int, _frame: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,6 +58,18 @@ def run(make_run: MakeRun) -> RunFile:
 def test_success_ends_every_process(run: RunFile) -> None:
     code, summary = execute(run, broker="done", learner="done")
     assert code == 0 and "error" not in summary and not run.socket_folder.exists()
+
+
+def test_what_the_caller_had_started_goes_on(run: RunFile) -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None and shell.stdout.readline() == b"\n"  # the shell has a child
+        mine = [psutil.Process(shell.pid), *psutil.Process(shell.pid).children()]
+        code, _ = execute(run, broker="done", learner="done")
+        alive = [process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in mine]
+        for process in mine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert code == 0 and alive == [True, True]
 
 
 @pytest.mark.parametrize("role", ["broker", "proxy", "generator", "env_server", "learner"])

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from envs.base import EnvironmentFamily
-from rl.config import Config, ConfigError, nearest
+from rl.core.config import Config, ConfigError, nearest
+from rollout.episodes.environment import EnvironmentFamily
 
 FAMILIES = {
     "alfworld": "envs.alfworld.environment:AlfworldFamily",

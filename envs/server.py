@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import zmq
 from msgspec.structs import replace
 
-from envs.base import EnvironmentFamily
 from envs.registry import make_family
-from rl.messages import (
+from rl.core.messages import (
     AckTickets,
     CancelTickets,
     ClientHello,
@@ -36,13 +35,14 @@ from rl.messages import (
     TicketFailed,
     Trajectory,
 )
-from rl.process import Process, WaitExpired
-from rl.run import Place, parse_place
-from rl.sockets import identity, open_socket, receive, send
-from rollout.episode import EpisodeFailed, Progress, Surroundings, run_episode
-from rollout.generation import GenerationClient
-from rollout.tokenizer import TokenizerError, load_tokenizer
-from rollout.turn_barrier import TurnBarrier
+from rl.core.process import Process, WaitExpired
+from rl.core.run import Place, parse_place
+from rl.core.sockets import identity, open_socket, receive, send
+from rollout.episodes.environment import EnvironmentFamily
+from rollout.episodes.episode import EpisodeFailed, Progress, Surroundings, run_episode
+from rollout.episodes.generation import GenerationClient
+from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
+from rollout.episodes.turn_barrier import TurnBarrier
 
 RESEND_S = 3.0  # a trajectory not acknowledged within this is sent again
 TICK_S = 0.1

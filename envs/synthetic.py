@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envs.base import Message, Step
+from rollout.episodes.environment import Message, Step
 
 
 class SyntheticOptions(BaseModel):

@@ -23,7 +23,7 @@ import msgspec
 
 from envs.registry import make_family
 from launch.intervals import paired_bootstrap, wilson
-from rl.run import RunFile
+from rl.core.run import RunFile
 
 HERE = Path(__file__).parent
 RECIPE = HERE / "alfworld_cpu.yaml"

@@ -23,17 +23,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from envs.base import EnvironmentFamily
 from envs.registry import make_family
-from rl.config import Config, load_config
-from rl.messages import SampleRow, Shard
-from rl.policy import Policy
-from rl.sampling import Sampled, sample
-from rl.tiny import TinyRecipe, ensure_tiny_model
-from rl.trainer import Trainer
-from rl.update import UpdateStats
-from rollout.seeds import sample_seed, task_order, turn_seed
-from rollout.tokenizer import ChatTokenizer
+from launch.warm_start.sampling import Sampled, sample
+from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+from rl.core.config import Config, load_config
+from rl.core.messages import SampleRow, Shard
+from rl.core.seeds import sample_seed, task_order, turn_seed
+from rl.learner.policy import Policy
+from rl.learner.trainer import Trainer
+from rl.learner.update import UpdateStats
+from rollout.episodes.environment import EnvironmentFamily
+from rollout.episodes.tokenizer import ChatTokenizer
 
 
 class Generate(Protocol):

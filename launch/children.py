@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from launch.plan import ProcessSpec
-from rl.run import RunFile
+from rl.core.run import RunFile
 
 _PR_SET_CHILD_SUBREAPER = 36
 

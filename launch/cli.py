@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from rl.config import Config, ConfigError, load_config
+from rl.core.config import Config, ConfigError, load_config
 
 
 def main(argv: list[str] | None = None) -> int:

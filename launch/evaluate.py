@@ -19,9 +19,9 @@ from rich.table import Table
 
 from envs.registry import load_family, make_family
 from launch.intervals import wilson
-from rl.checkpoint_folder import CheckpointError, read_meta
-from rl.config import Config, ConfigError, ModelConfig, load_config
-from rl.run import RunFile
+from rl.core.checkpoint_folder import CheckpointError, read_meta
+from rl.core.config import Config, ConfigError, ModelConfig, load_config
+from rl.core.run import RunFile
 
 RECIPES = Path(__file__).parent.parent / "experiments"
 ALL = "all"

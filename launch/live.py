@@ -12,8 +12,8 @@ from rich.table import Table
 
 from launch.children import Child
 from launch.summary import Observed
-from rl.config import Config
-from rl.run import RunFile
+from rl.core.config import Config
+from rl.core.run import RunFile
 
 _REFRESH_S = 0.5
 

@@ -6,9 +6,9 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from rl.config import Config
-from rl.run import RunFile
-from rollout.engines.environment import engine_environment
+from rl.core.config import Config
+from rl.core.run import RunFile
+from rollout.generator.engines.environment import engine_environment
 
 ROLES = ("broker", "proxy", "generator", "env_server", "learner")
 
@@ -48,7 +48,7 @@ def make_plan(config: Config, device: str, cores: list[int] | None = None) -> li
     heavy = config.generator.count + config.learner.ranks
     per_process = len(cores) // (heavy + 1)  # one share stays for broker, proxy and environment servers
     shares = [tuple(cores[i * per_process : (i + 1) * per_process]) for i in range(heavy)]
-    learner_module = "rl.learner" if config.learner.kind == "fsdp" else "rl.simulated_learner"
+    learner_module = "rl.learner.process" if config.learner.kind == "fsdp" else "rl.learner.simulated"
     tensor_parallel = config.generator.tensor_parallel
     first_learner_gpu = config.generator.count * tensor_parallel
 
@@ -62,7 +62,7 @@ def make_plan(config: Config, device: str, cores: list[int] | None = None) -> li
     for index in range(config.generator.count):
         gpus = tuple(range(index * tensor_parallel, (index + 1) * tensor_parallel)) if device == "cuda" else ()
         environment = _environment(gpus, config.generator.threads) | engine_environment(config, device)
-        plan.append(ProcessSpec("generator", index, "rollout.generator", gpus, shares[index], environment))
+        plan.append(ProcessSpec("generator", index, "rollout.generator.process", gpus, shares[index], environment))
     for index in range(config.env.servers):
         plan.append(ProcessSpec("env_server", index, "envs.server", environment=_environment((), 1)))
     return plan

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from experiments.simulate.laws import Gaussian
-from experiments.simulate.lower_bound import lower_bound_s
-from experiments.simulate.recipe import Measured, assumed, read_run, setting_of
-from experiments.simulate.result import Result
-from experiments.simulate.world import SimulationStopped, World
-from rl.config import Config, ConfigError, load_config
+from rl.core.config import Config, ConfigError, load_config
+from rollout.simulate.laws import Gaussian
+from rollout.simulate.lower_bound import lower_bound_s
+from rollout.simulate.recipe import Measured, assumed, read_run, setting_of
+from rollout.simulate.result import Result
+from rollout.simulate.world import SimulationStopped, World
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 REDUNDANCIES = ((0, 0), (1, 1))  # groups and episodes per group beyond the need
@@ -119,18 +119,17 @@ def _show(found: list[Option], chosen: Option, config: Config, console: Console)
 
 
 def _plot(found: list[Option], chosen: Option, path: Path) -> None:
-    from experiments.simulate.report import save_plot
-
-    figure = figure_of(found, chosen)
-    save_plot(path.stem, figure, path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure_of(found, chosen).savefig(path, dpi=110)
 
 
 def figure_of(found: list[Option], chosen: Option) -> Any:
     """Useful tokens a second over training GPUs: dashed with redundancy, dotted the bound of the chosen setting's
     line, a star at the choice."""
-    from experiments.simulate.report import panels
+    from matplotlib.figure import Figure
 
-    figure, (axis,) = panels(1, width=6.0)
+    figure = Figure(figsize=(6.0, 3.6), layout="tight")
+    axis = figure.subplots()
     for alpha in sorted({option.alpha for option in found}):
         colour = None
         for redundant, style in ((False, "o-"), (True, "x--")):

@@ -17,10 +17,10 @@ from rich.table import Table
 from envs.registry import validate_env, validate_options
 from launch.plan import ProcessSpec, gpus_needed
 from launch.prepare import Prepared, prepare
-from rl.checkpoint_folder import CheckpointError, Meta, read_meta
-from rl.config import Config, ConfigError
-from rl.run import RunFile
-from rl.sockets import make_curve_keys
+from rl.core.checkpoint_folder import CheckpointError, Meta, read_meta
+from rl.core.config import Config, ConfigError
+from rl.core.run import RunFile
+from rl.core.sockets import make_curve_keys
 from rl.weights.segment import check_space, sweep_stale
 
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path

@@ -14,8 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import Config, ConfigError
-from rl.process import die_with_parent
+from rl.core.config import Config, ConfigError
+from rl.core.process import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def prepare(config: Config, *, resolve_model: bool = True) -> Prepared:
 def _model_folder(config: Config) -> Path:
     if not config.model.warm_start.demonstrations:
         return _base_folder(config)
-    from rl.warm_start import warm_started
+    from launch.warm_start.imitation import warm_started
 
     return warm_started(config, None if config.model.path == "tiny" else _base_folder(config))
 
@@ -54,7 +54,7 @@ def _model_folder(config: Config) -> Path:
 def _base_folder(config: Config) -> Path:
     path = config.model.path
     if path == "tiny":
-        from rl.tiny import TinyRecipe, ensure_tiny_model
+        from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 
         return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
     if (folder := Path(path)).exists():
@@ -88,7 +88,7 @@ def _weight_bytes(folder: Path, dtype: str) -> int:
 
 
 def _check_algorithm(config: Config) -> None:
-    from rl.algorithm import make_algorithm
+    from rl.learner.algorithm import make_algorithm
 
     try:
         make_algorithm(config)

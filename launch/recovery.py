@@ -10,8 +10,8 @@ from launch.plan import ProcessSpec
 from launch.preflight import make_run
 from launch.prepare import Prepared
 from launch.supervisor import Supervisor
-from rl.checkpoint_folder import latest, read_meta
-from rl.run import RunFile
+from rl.core.checkpoint_folder import latest, read_meta
+from rl.core.run import RunFile
 
 
 def execute(run: RunFile, plan: list[ProcessSpec], prepared: Prepared) -> int:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from launch.children import Child
-from rl.run import RunFile
+from rl.core.run import RunFile
 
 
 class Observed:

@@ -22,10 +22,10 @@ from launch.children import Child, adopt_orphans, descendants, end_all, end_desc
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Observed, build_summary
-from rl.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, ProtocolError, Register, Stop
-from rl.run import RunFile
-from rl.sockets import PeerGone, identity, open_socket, receive_from, send_to
-from rl.tracking import Tracker
+from rl.core.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, ProtocolError, Register, Stop
+from rl.core.run import RunFile
+from rl.core.sockets import PeerGone, identity, open_socket, receive_from, send_to
+from rl.core.tracking import Tracker
 from rl.weights.segment import unlink_segments
 
 _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts

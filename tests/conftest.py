@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import load_config
-from rl.run import RunFile
+from rl.core.config import load_config
+from rl.core.run import RunFile
 
 MakeRun = Callable[..., RunFile]
 BASE_PORT = 20_000 + os.getpid() % 600 * 20

@@ -23,17 +23,17 @@ import pytest
 import torch
 
 from experiments.plain_loop import Attempt, PlainLoop
-from rl.batch_files import read_shard_files
-from rl.config import load_config
-from rl.messages import Generate, Shard, Version
-from rl.publish import weight_manifest
-from rl.run import Place, RunFile
-from rl.sampling import Sampled
-from rl.tiny import TinyRecipe, ensure_tiny_model
+from launch.warm_start.sampling import Sampled
+from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+from rl.core.batch_files import read_shard_files
+from rl.core.config import load_config
+from rl.core.messages import Generate, Shard, Version
+from rl.core.run import Place, RunFile
+from rl.learner.export import write_shard
+from rl.learner.publish import weight_manifest
 from rl.weights import make_writer
-from rl.weights.export import write_shard
-from rollout.engines import make_engine
-from rollout.engines.base import Engine
+from rollout.generator.engines import make_engine
+from rollout.generator.engines.base import Engine
 from tests.conftest import MakeRun
 
 ROOT = Path(__file__).parent.parent
@@ -153,7 +153,7 @@ def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
     shards, rows = run_system(tmp_path, model_folder, *overrides)
     for row in rows:  # behaviour logprobs are the learner's, after every update
         assert abs(row["loss/ratio_max"] - 1) < 1e-4 and abs(row["loss/kl_behavior_k1"]) < 1e-5
-    from rollout.engines.environment import engine_environment
+    from rollout.generator.engines.environment import engine_environment
 
     config = load_config(None, [*RECIPE, *overrides])
     program = (

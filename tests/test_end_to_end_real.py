@@ -18,12 +18,12 @@ import psutil
 import pytest
 import torch
 
-from rl import checkpoint
-from rl.batch_files import read_shard_files
-from rl.config import load_config
-from rl.messages import Shard
-from rl.optimizer import Optimizer
-from rl.policy import Policy, load_policy
+from rl.core.batch_files import read_shard_files
+from rl.core.config import load_config
+from rl.core.messages import Shard
+from rl.learner import checkpoint
+from rl.learner.optimizer import Optimizer
+from rl.learner.policy import Policy, load_policy
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
 
 ROOT = Path(__file__).parent.parent

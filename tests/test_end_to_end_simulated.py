@@ -94,7 +94,7 @@ def wait_for_step(tmp_path: Path, step: int, deadline_s: float = 30) -> None:
     raise AssertionError(f"step {step} was not reached")
 
 
-@pytest.mark.parametrize("role", ["rollout.generator", "envs.server"])
+@pytest.mark.parametrize("role", ["rollout.generator.process", "envs.server"])
 def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, role: str) -> None:
     process = start(tmp_path, "steps=40")
     wait_for_step(tmp_path, 5)
@@ -103,7 +103,7 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, role: str) -> No
     check_books(summary, steps=40)
 
 
-@pytest.mark.parametrize("role", ["rollout.broker.process", "rollout.proxy.process", "rl.simulated_learner"])
+@pytest.mark.parametrize("role", ["rollout.broker.process", "rollout.proxy.process", "rl.learner.simulated"])
 def test_the_death_of_a_single_role_names_the_first_cause(tmp_path: Path, role: str) -> None:
     process = start(tmp_path, "steps=1000")
     wait_for_step(tmp_path, 2)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.alfworld.expert import Explorer, blunder
-from envs.base import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily, Message
+from rollout.episodes.environment import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily, Message
 
 CONCURRENT = 32  # live environments
 PIECE = r" ?[a-z]+ \d{1,3}(?!\d)| ?[A-Za-z]+\n?| ?[^\sA-Za-z\d]+\n*|\d{1,3}|\s+"

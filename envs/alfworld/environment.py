@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, games_made, list_games
 from envs.alfworld.pool import LiveGame, Pool
 from envs.alfworld.wire import Reply
-from envs.base import Message, Step
+from rollout.episodes.environment import Message, Step
 
 NOTHING = "Nothing happens."
 TAGS = "Answer with the next command between <action> and </action>; you may think before it."

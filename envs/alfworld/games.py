@@ -38,7 +38,7 @@ from envs.alfworld.engine import Board, Engine
 from envs.alfworld.oracle import Oracle
 from envs.alfworld.scenes import TASK_TYPES, Infeasible, Problem, draw_problem, scenes_of
 from envs.alfworld.translation import GameError, GameFile, default_cache, kept_translation
-from rl.process import die_with_parent
+from rl.core.process import die_with_parent
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 GAME_FILE, TRAJECTORY_FILE, RECIPE_FILE = "game.tw-pddl", "traj_data.json", "recipe.json"

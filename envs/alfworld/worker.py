@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from envs.alfworld.wire import CHUNK, Inbox, Position, Reply, Request, frame
-from rl.process import die_with_parent
+from rl.core.process import die_with_parent
 
 HELD = 8  # replies; of a long queue an eighth: less than its requests wait anyway
 

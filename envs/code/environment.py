@@ -12,12 +12,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envs.base import Message, Step
 from envs.code.generate import generated_problem
 from envs.code.judge import Court, Verdict, judge
 from envs.code.problems import CodeProblem, load_problems
 from envs.swe.sandbox import Backend, BackendName, Limits, Template, make_backend
 from envs.swe.sandbox.runtime import default_runtime
+from rollout.episodes.environment import Message, Step
 
 
 class CodeOptions(BaseModel):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envs.base import Message, Step
 from envs.math import arithmetic
 from envs.math.datasets import DatasetError, Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
+from rollout.episodes.environment import Message, Step
 
 INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
 

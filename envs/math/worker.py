@@ -15,7 +15,7 @@ import sys
 import msgspec
 
 from envs.math.answers import Symbolic
-from rl.process import die_with_parent
+from rl.core.process import die_with_parent
 
 MEMORY_BYTES = 4 << 30  # address space of a worker: a bomb ends as MemoryError, a wrong answer
 DIGITS = 12  # decimals that must agree where one side is a decimal number

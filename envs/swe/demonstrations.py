@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from envs.base import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily
 from envs.swe.calls import ToolCall, render_call
 from envs.swe.environment import SweFamily, SweOptions
 from envs.swe.tasks import SweTask
+from rollout.episodes.environment import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily
 
 CONCURRENT = 4
 

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from envs.base import Message, Step
 from envs.rows import RowError
 from envs.swe.calls import Malformed, ToolCall, parse_calls, tools_text
 from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, evaluate
@@ -23,6 +22,7 @@ from envs.swe.store import generated_tasks
 from envs.swe.tasks import SweTask, load_tasks
 from envs.swe.tools import Toolbox, extract_diff
 from envs.swe.workplaces import Workplaces
+from rollout.episodes.environment import Message, Step
 
 T = TypeVar("T")
 SYSTEM_PROMPT = (

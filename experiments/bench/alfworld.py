@@ -37,7 +37,7 @@ from envs.alfworld.engine import Boards, Engine
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions
 from envs.alfworld.games import GameEntry, GameRecipe
 from envs.alfworld.wire import CHUNK, Inbox, Position, Reply, Request, frame
-from rl.process import die_with_parent
+from rl.core.process import die_with_parent
 
 EPISODE_STEPS = 12
 SLICES = 10

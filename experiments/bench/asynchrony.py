@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiments.simulate.reality import COMMON, RECIPE, measure, predict
-from rl.config import load_config
+from experiments.paper.reality import COMMON, RECIPE, measure, predict
+from rl.core.config import load_config
 
 OUT = Path(__file__).parent.parent / "results" / "bench" / "asynchrony.json"
 WARM_UP = 1  # steps

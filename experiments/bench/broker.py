@@ -29,8 +29,8 @@ import numpy as np
 import psutil
 import zmq
 
-from rl.config import load_config
-from rl.messages import (
+from rl.core.config import load_config
+from rl.core.messages import (
     AckTickets,
     BatchRequest,
     Message,
@@ -45,8 +45,8 @@ from rl.messages import (
     Version,
     encode,
 )
-from rl.run import RunFile
-from rl.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
+from rl.core.run import RunFile
+from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
 from rollout.broker import BrokerCore, Settings
 from rollout.broker.actions import EmitBatch, IssueTicket, Outcome
 from rollout.broker.memory import tune_memory

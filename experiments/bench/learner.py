@@ -29,15 +29,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rl.config import load_config
-from rl.learner import Learner
-from rl.learner_link import LearnerLink
-from rl.messages import SampleRow, Shard, decode, encode
-from rl.packing import Pack
-from rl.process import Process
-from rl.publish import Publisher
-from rl.run import Place, RunFile
-from rl.update import UpdateStats
+from rl.core.config import load_config
+from rl.core.messages import SampleRow, Shard, decode, encode
+from rl.core.process import Process
+from rl.core.run import Place, RunFile
+from rl.learner.link import LearnerLink
+from rl.learner.packing import Pack
+from rl.learner.process import Learner
+from rl.learner.publish import Publisher
+from rl.learner.update import UpdateStats
 
 TARGET = 0.90
 _VOCAB = 1024
@@ -124,7 +124,7 @@ def bare_step(run: RunFile, packs: list[Pack], tokens: int) -> Callable[[], None
 
 
 def fresco_step(learner: Learner, link: LearnerLink, frames: list[bytes | memoryview]) -> None:
-    """The training part of `rl.learner.train`, from the frames of a shard to its metrics row."""
+    """The training part of `rl.learner.process.train`, from the frames of a shard to its metrics row."""
     shard = decode(frames)
     assert isinstance(shard, Shard)
     stats = UpdateStats()

@@ -23,11 +23,11 @@ import torch
 
 from algos.registry import Loss, loss_names, make_loss
 from algos.types import LossInputs
-from rl.config import load_config
-from rl.messages import SampleRow, Shard
-from rl.tiny import TinyRecipe, ensure_tiny_model
-from rl.trainer import Trainer
-from rl.update import loss_inputs, with_logp
+from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+from rl.core.config import load_config
+from rl.core.messages import SampleRow, Shard
+from rl.learner.trainer import Trainer
+from rl.learner.update import loss_inputs, with_logp
 
 TARGET = 0.05
 _RECIPE = Path(__file__).parent.parent / "math_cpu.yaml"

@@ -15,8 +15,8 @@ import psutil
 import zmq
 
 from experiments.bench.broker import temporary_run
-from rl.messages import Heartbeat
-from rl.sockets import open_socket, receive_from
+from rl.core.messages import Heartbeat
+from rl.core.sockets import open_socket, receive_from
 
 BOUND_MB = 150
 MODULES = {"broker": "rollout.broker.process", "proxy": "rollout.proxy.process"}

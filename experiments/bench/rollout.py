@@ -32,13 +32,13 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from rl.config import load_config
-from rl.messages import Abort, ClientHello, Generate, Generated, Version, WeightNotice, decode, encode
-from rl.run import Place, RunFile
-from rl.sockets import identity, open_socket, send
+from rl.core.config import load_config
+from rl.core.messages import Abort, ClientHello, Generate, Generated, Version, WeightNotice, decode, encode
+from rl.core.run import Place, RunFile
+from rl.core.sockets import identity, open_socket, send
 from rl.weights import Manifest, WeightWriter, make_writer
-from rollout.engines.environment import engine_environment
-from rollout.generation import GenerationClient
+from rollout.episodes.generation import GenerationClient
+from rollout.generator.engines.environment import engine_environment
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -183,7 +183,7 @@ def _bare(run: RunFile) -> Iterator[Side]:
     from vllm.inputs.engine import tokens_input
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engines.vllm import engine_arguments, sampling_params
+    from rollout.generator.engines.vllm import engine_arguments, sampling_params
 
     engine = AsyncLLM.from_engine_args(engine_arguments(Place(run, 1, 0))[0])
 
@@ -214,7 +214,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
     writer.open()
     children = [
         subprocess.Popen([sys.executable, "-m", module, "--run", str(run.folder)])
-        for module in ("rollout.proxy.process", "rollout.generator")
+        for module in ("rollout.proxy.process", "rollout.generator.process")
     ]
     frontend = cast(
         zmq.asyncio.Socket,
@@ -262,7 +262,7 @@ def _manifest(run: RunFile) -> Manifest:
 def _publish(run: RunFile, writer: WeightWriter) -> None:
     from safetensors.torch import load_file
 
-    from rl.weights.export import write_shard
+    from rl.learner.export import write_shard
 
     assert run.model_folder is not None
     weights = load_file(run.model_folder / "model.safetensors")

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import torch
 
-from rl.config import load_config
-from rl.messages import Version
-from rl.run import RunFile
+from rl.core.config import load_config
+from rl.core.messages import Version
+from rl.core.run import RunFile
+from rl.learner.export import write_shard
 from rl.weights import Manifest, make_reader, make_writer
-from rl.weights.export import write_shard
 from rl.weights.shm import check_space
 
 Round = Callable[[], None]

@@ -16,8 +16,8 @@ from experiments.plain_loop import Attempt, PlainLoop
 from experiments.staleness import sampler
 from experiments.staleness.grid import Job
 from experiments.staleness.records import RECIPE, Record, setting
-from rl.config import Config, load_config
-from rl.sampling import Sampled
+from launch.warm_start.sampling import Sampled
+from rl.core.config import Config, load_config
 
 CURVES = {
     "reward": "reward/mean",

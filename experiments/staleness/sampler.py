@@ -1,4 +1,4 @@
-"""A sampler for small Qwen3-shaped models on a CPU, three times as fast as `rl.sampling.sample` and equal to it.
+"""A sampler for small Qwen3-shaped models on a CPU, three times as fast as `sampling.sample` and equal to it.
 
 It saves what costs most at this size: each distinct prompt is read once for all members of its group, finished
 rows leave the batch, and a decode step is a dozen matrix products per layer instead of a forward of transformers.
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.sampling import Sampled
+from launch.warm_start.sampling import Sampled
 
 SHRINK = 0.8
 """The batch is compacted when this share of it or less is still running."""
@@ -104,7 +104,7 @@ def sample(
     max_tokens: int,
     temperature: float = 1.0,
 ) -> list[Sampled]:
-    """As `rl.sampling.sample`: the same draws, so the same completions up to rounding."""
+    """As `launch.warm_start.sampling.sample`: the same draws, so the same completions up to rounding."""
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     longest = max(map(len, distinct))
     weights = Weights(model, longest + max_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.run import RunFile
+from rl.core.run import RunFile
 from rl.weights.base import Manifest, TensorSpec, WeightReader, WeightsCorrupt, WeightsError, WeightWriter
 
 __all__ = [

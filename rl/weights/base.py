@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from rl.messages import Version
-from rl.process import WaitExpired
+from rl.core.messages import Version
+from rl.core.process import WaitExpired
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 CHUNK_BYTES = 4 << 20  # unit of hashing: large enough that the hash releases the interpreter lock

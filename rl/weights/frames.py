@@ -35,10 +35,10 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from rl.messages import PROTOCOL, ProtocolError, Version
-from rl.process import WaitExpired
-from rl.run import RunFile
-from rl.sockets import open_socket
+from rl.core.messages import PROTOCOL, ProtocolError, Version
+from rl.core.process import WaitExpired
+from rl.core.run import RunFile
+from rl.core.sockets import open_socket
 from rl.weights.base import (
     Manifest,
     Segment,

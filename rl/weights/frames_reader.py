@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import zmq
 
-from rl.messages import Version
-from rl.process import WaitExpired
-from rl.run import RunFile
-from rl.sockets import open_socket
+from rl.core.messages import Version
+from rl.core.process import WaitExpired
+from rl.core.run import RunFile
+from rl.core.sockets import open_socket
 from rl.weights.base import ALIGNMENT, Manifest, WeightsCorrupt, WeightsError, combined_checksum, label
 from rl.weights.frames import (
     AskLease,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.messages import Version, WeightStatus
+from rl.core.messages import Version, WeightStatus
 from rl.weights.base import label
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats, mean |difference|; measured: 1e-5 and 0.02

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.config import ConfigError
-from rl.process import WaitExpired
-from rl.run import RunFile
+from rl.core.config import ConfigError
+from rl.core.process import WaitExpired
+from rl.core.run import RunFile
 from rl.weights.base import Manifest, WeightsError
 from rl.weights.slots import Geometry, SlotTable
 

@@ -27,10 +27,10 @@ from functools import partial
 
 import zmq
 
-from rl.messages import Fatal, PeerDied, ProtocolError, Version, WeightStatus
-from rl.process import Process
-from rl.run import RunFile
-from rl.sockets import open_socket, receive_from, send
+from rl.core.messages import Fatal, PeerDied, ProtocolError, Version, WeightStatus
+from rl.core.process import Process
+from rl.core.run import RunFile
+from rl.core.sockets import open_socket, receive_from, send
 from rl.weights.base import WeightsError, load_manifest
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, Suspect, UpdaterCore

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rl.messages import Version
-from rl.run import RunFile
+from rl.core.messages import Version
+from rl.core.run import RunFile
 from rl.weights.base import (
     Manifest,
     Segment,

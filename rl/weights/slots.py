@@ -25,7 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rl.messages import Version
+from rl.core.messages import Version
 from rl.weights.base import WeightsError, label
 
 _NAME_BYTES = 48

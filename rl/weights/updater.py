@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.messages import Version, WeightNotice, WeightStatus
+from rl.core.messages import Version, WeightNotice, WeightStatus
 from rl.weights.base import label
 from rl.weights.proof import History, Published
 

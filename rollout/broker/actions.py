@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from rl.messages import Ticket, Version
+from rl.core.messages import Ticket, Version
 
 
 class Outcome(Struct, frozen=True):

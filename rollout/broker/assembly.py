@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from rl.messages import SampleRow, Shard, Trajectory
+from rl.core.messages import SampleRow, Shard, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, Outcome
 
 _DTYPES = {

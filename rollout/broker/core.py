@@ -33,12 +33,12 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from rl.messages import Ticket, Version
+from rl.core.messages import Ticket, Version
+from rl.core.seeds import sample_seed
 from rollout.broker.actions import Action, CancelTickets, IssueTicket, Outcome
 from rollout.broker.journal import restore, snapshot
 from rollout.broker.lifecycle import Lifecycle
 from rollout.broker.records import Attempt, Group, State
-from rollout.seeds import sample_seed
 
 BACKSTOP_S = 30.0  # an environment server ends its own overdue episodes; after this much longer the broker does
 _EPOCHS, _EPOCH_TICKETS = 1 << 22, 1 << 40  # ticket ids of successive epochs never meet, and fit in 62 bits

@@ -10,7 +10,7 @@ from collections import Counter, deque
 
 from msgspec.structs import replace
 
-from rl.messages import Version
+from rl.core.messages import Version
 from rollout.broker.actions import EvalEpisode, EvalReport, Outcome
 
 

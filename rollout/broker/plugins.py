@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rl.config import ConfigError, nearest
+from rl.core.config import ConfigError, nearest
 
 
 def make(field: str, name: str, known: dict[str, str], **arguments: Any) -> Any:

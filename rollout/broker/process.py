@@ -18,8 +18,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from rl.checkpoint_folder import read_journal
-from rl.messages import (
+from rl.core.checkpoint_folder import read_journal
+from rl.core.messages import (
     AckTickets,
     BatchRequest,
     EvalRequest,
@@ -37,10 +37,10 @@ from rl.messages import (
     Trajectory,
     Usage,
 )
-from rl.messages import CancelTickets as CancelMessage
-from rl.process import Process, WaitExpired
-from rl.run import parse_place
-from rl.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
+from rl.core.messages import CancelTickets as CancelMessage
+from rl.core.process import Process, WaitExpired
+from rl.core.run import parse_place
+from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
 from rollout.broker.actions import (
     Action,
     CancelTickets,

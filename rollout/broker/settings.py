@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from rl.config import Config
+from rl.core.config import Config
 
 
 class Settings(Struct, frozen=True):

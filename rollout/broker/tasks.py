@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from typing import Any, Protocol
 
+from rl.core.seeds import task_order
 from rollout.broker.actions import GroupRecord
-from rollout.seeds import task_order
 
 
 class TaskSource(Protocol):

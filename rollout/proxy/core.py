@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from rl.core.recent import Recent
 from rollout.proxy.balance import Line, LoadTree
 from rollout.proxy.state import (
     AbortAt,
@@ -40,7 +41,6 @@ from rollout.proxy.state import (
     Request,
     SendTo,
 )
-from rollout.recent import Recent
 
 
 class ProxyCore:

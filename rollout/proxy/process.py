@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 from msgspec.structs import replace
 
-from rl.messages import (
+from rl.core.messages import (
     Abort,
     ClientHello,
     FirstToken,
@@ -32,9 +32,9 @@ from rl.messages import (
     Usage,
     Version,
 )
-from rl.process import Process
-from rl.run import Place, parse_place
-from rl.sockets import PeerGone, identity, open_socket, receive_from, send, send_to
+from rl.core.process import Process
+from rl.core.run import Place, parse_place
+from rl.core.sockets import PeerGone, identity, open_socket, receive_from, send, send_to
 from rollout.proxy.core import ProxyCore
 from rollout.proxy.state import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 

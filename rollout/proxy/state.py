@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from rl.core.recent import Recent
 from rollout.proxy.balance import Line
-from rollout.recent import Recent
 
 Client = Hashable
 REMEMBERED_PROMPTS = 4096  # per generator

@@ -7,7 +7,7 @@ import sys
 
 from pydantic import BaseModel
 
-from envs.base import Message, Step
+from rollout.episodes.environment import Message, Step
 
 KINDS = ("hang", "raise", "exit", "nan", "fine", "long", "stubborn", "fine")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from rl.messages import (
+from rl.core.messages import (
     Abort,
     AckTickets,
     ClientHello,
@@ -30,8 +30,8 @@ from rl.messages import (
     Trajectory,
     Version,
 )
-from rl.run import RunFile
-from rl.sockets import open_socket, receive, receive_from, send_to
+from rl.core.run import RunFile
+from rl.core.sockets import open_socket, receive, receive_from, send_to
 
 REPOSITORY = Path(__file__).parents[2]
 Result = Trajectory | TicketFailed | TicketCancelled

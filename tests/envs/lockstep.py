@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from envs.base import Step
 from envs.synthetic import SyntheticEnvironment, SyntheticFamily, SyntheticOptions
+from rollout.episodes.environment import Step
 
 
 class Options(SyntheticOptions):

@@ -29,7 +29,7 @@ from envs.alfworld.games import GameRecipe, GamesError, ensure_games, list_games
 from envs.alfworld.pool import GameLost
 from envs.alfworld.scenes import TASK_TYPES, TREATMENTS
 from envs.alfworld.translation import kept_translation, read_game
-from envs.base import Message
+from rollout.episodes.environment import Message
 
 RECIPE = GameRecipe(train=6, valid_unseen=6, max_receptacles=7, clutter=(4, 8), seed=3)
 

@@ -9,7 +9,7 @@ import pytest
 
 from envs.registry import validate_env
 from envs.synthetic import SyntheticFamily, SyntheticOptions, text_reward
-from rl.config import ConfigError, load_config
+from rl.core.config import ConfigError, load_config
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from envs.math import arithmetic
-from rl.messages import (
+from rl.core.messages import (
     AckTickets,
     CancelTickets,
     Generate,
@@ -21,7 +21,7 @@ from rl.messages import (
     Trajectory,
     Version,
 )
-from rl.run import RunFile
+from rl.core.run import RunFile
 from tests.conftest import MakeRun
 from tests.envs.harness import World, generated, ticket
 from tests.envs.model_folder import make_model_folder

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from envs.base import Step
 from envs.registry import validate_env
 from envs.swe import environment as module
 from envs.swe import store
@@ -19,7 +18,8 @@ from envs.swe.environment import SweEnvironment, SweFamily, SweOptions
 from envs.swe.generate import write_tasks
 from envs.swe.packages import PACKAGES
 from envs.swe.tasks import SweTask
-from rl.config import ConfigError, load_config
+from rl.core.config import ConfigError, load_config
+from rollout.episodes.environment import Step
 from tests.envs.repositories import make_package
 from tests.envs.test_swe_reward import TASK
 from tests.envs.test_swe_tasks import GYM, R2E

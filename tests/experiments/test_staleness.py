@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import rl.sampling
+import launch.warm_start.sampling
 from algos.registry import get_loss, loss_names, make_loss
 from algos.types import LossInputs
 from experiments.plain_loop import Attempt, make_shard
@@ -20,10 +20,10 @@ from experiments.staleness.grid import Job
 from experiments.staleness.harness import CURVES, LaggedLoop, run_job
 from experiments.staleness.records import Record
 from experiments.staleness.statistics import Estimate, estimate, paired, separates
-from rl.packing import make_packs
-from rl.policy import load_policy
-from rl.tiny import TinyRecipe, ensure_tiny_model
-from rl.update import with_logp
+from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+from rl.learner.packing import make_packs
+from rl.learner.policy import load_policy
+from rl.learner.update import with_logp
 
 SMALL = TinyRecipe(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=48, sft_steps=5, sft_batch=16)
 # The untrained model earns no reward; the entropy bonus moves it all the same.
@@ -52,7 +52,7 @@ def test_sampler_equals_the_reference_one(folder: Path, temperature: float) -> N
         "temperature": temperature,
     }
     ours = sampler.sample(policy.model, prompts, **settings)
-    reference = rl.sampling.sample(policy.model, prompts, **settings)
+    reference = launch.warm_start.sampling.sample(policy.model, prompts, **settings)
     assert [one.token_ids for one in ours] == [one.token_ids for one in reference]
     assert len({len(one.token_ids) for one in ours}) > 2
     for one, other in zip(ours, reference, strict=True):

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 
-from rl.messages import Done, Metrics, PeerDied, Stop
-from rl.process import Process
-from rl.run import parse_place
+from rl.core.messages import Done, Metrics, PeerDied, Stop
+from rl.core.process import Process
+from rl.core.run import parse_place
 
 
 def main(role: str) -> None:

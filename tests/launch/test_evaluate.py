@@ -12,7 +12,7 @@ import pytest
 
 from launch.evaluate import Episode, Request, configure, summarise
 from launch.intervals import Z95, paired_bootstrap, wilson
-from rl.config import ConfigError
+from rl.core.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "experiments" / "simulated.yaml"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.simulate.laws import Constant, Gaussian
-from experiments.simulate.recipe import assumed, read_run
 from launch.cli import main
 from launch.plan_cost import best, figure_of, options
-from rl.config import Config, load_config
+from rl.core.config import Config, load_config
+from rollout.simulate.laws import Constant, Gaussian
+from rollout.simulate.recipe import assumed, read_run
 from tests.test_end_to_end_simulated import finish, start
 
 RECIPE = Path("experiments/simulated.yaml")

@@ -11,7 +11,7 @@ import pytest
 
 STARTER = """
 from launch.prepare import prepare
-from rl.config import Config
+from rl.core.config import Config
 prepare(Config.model_validate({"model": {"path": "tiny", "tiny": {"sft_steps": 100000}}}))
 """
 

@@ -11,8 +11,8 @@ from launch import preflight
 from launch.cli import main
 from launch.plan import make_plan
 from launch.prepare import Prepared
-from rl.algorithm import make_algorithm
-from rl.config import Config, load_config
+from rl.core.config import Config, load_config
+from rl.learner.algorithm import make_algorithm
 
 RECIPES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 

@@ -18,7 +18,7 @@ import pytest
 
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
-from rl.run import RunFile
+from rl.core.run import RunFile
 from tests.conftest import MakeRun
 
 QUIET = ("tracking.wandb=disabled", "tracking.live=false", "timeouts.stop_s=2", "timeouts.heartbeat_s=0.05")
@@ -129,7 +129,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(run: RunFile) -> None:
 
 def test_children_die_with_a_killed_supervisor(run: RunFile) -> None:
     code = (
-        "import sys; from pathlib import Path; from rl.run import RunFile;"
+        "import sys; from pathlib import Path; from rl.core.run import RunFile;"
         "from tests.launch.test_supervisor import FakeSpec; from launch.supervisor import Supervisor;"
         "Supervisor(RunFile.load(sys.argv[1]), [FakeSpec(r, 0, '') for r in ('broker', 'generator')]).execute()"
     )

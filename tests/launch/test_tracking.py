@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import TrackingConfig
-from rl.tracking import Tracker, wandb_mode
+from rl.core.config import TrackingConfig
+from rl.core.tracking import Tracker, wandb_mode
 
 
 def history_rows(data: bytes) -> list[dict[str, object]]:

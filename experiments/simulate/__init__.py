@@ -1,1 +1,0 @@
-"""The paper's results in virtual time, by the production scheduler (`python -m experiments.simulate`)."""

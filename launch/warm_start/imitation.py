@@ -1,0 +1,209 @@
+"""Warm start: supervised training of any model on an environment's demonstrations, as one cached step before RL.
+
+`warm_started(config, base)` returns a folder that transformers and vLLM load like any other. It is made once and kept
+under the hash of everything it depends on: the section `model.warm_start`, the environment and its options, the model
+it begins with, and the sources that make it. Demonstrations are encoded by the very `Conversation` of an episode, so
+the model is trained on the ids that it will see and has to write.
+
+With `model.path=tiny` the model is new: the shape of `tiny.py`, and a tokenizer made of the demonstrations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+
+import launch.warm_start.sft
+import launch.warm_start.word_tokenizer
+from envs.registry import demonstrator, make_family
+from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, train_supervised
+from launch.warm_start.tiny import TinyRecipe, default_cache, new_model, to_stderr
+from launch.warm_start.word_tokenizer import build_tokenizer, save_tokenizer
+from rl.core.config import Config, ConfigError
+from rollout.episodes.conversation import Conversation
+from rollout.episodes.environment import Demonstration
+from rollout.episodes.tokenizer import ChatTokenizer
+
+_PARTS = 2  # of a batch on the CPU, a core each
+_SOURCES = (launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__file__, __file__)
+
+
+def warm_started(
+    config: Config, base: Path | None, cache: Path | None = None, log: Callable[[str], None] | None = None
+) -> Path:
+    """The folder of the warm-started model, made first if it is not there. `base` None: a new tiny model.
+
+    Raises ConfigError if the environment has no demonstrator, or one that solves nothing within the limits.
+    """
+    cache = cache or default_cache()
+    folder = cache / f"warm-{fingerprint(config, base)}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            for left in cache.glob(f".{folder.name}-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=cache))
+            try:
+                _make(config, base, draft, log or to_stderr)
+                draft.chmod(0o755)
+                draft.rename(folder)  # a folder is there whole or not at all
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def fingerprint(config: Config, base: Path | None) -> str:
+    """16 hex digits that change with whatever the result depends on."""
+    parts = {
+        "warm_start": config.model.warm_start.model_dump(mode="json"),
+        "tiny": config.model.tiny if base is None else None,
+        "base": _files(base) if base is not None else None,
+        "env": [config.env.name, config.env.options, config.env.max_turns, config.seed],
+        "max_model_len": config.generator.max_model_len,
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    _, module = _demonstrator(config)
+    for source in (*_SOURCES, module.__file__):
+        digest.update(Path(str(source)).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def demonstrations(config: Config) -> list[Demonstration]:
+    """What the environment's demonstrator does in training tasks. Raises ConfigError."""
+    settings = config.model.warm_start
+    demonstrate, _ = _demonstrator(config)
+    family = make_family(config)
+
+    async def collect() -> list[Demonstration]:
+        await family.start()
+        try:
+            return await demonstrate(
+                family, settings.demonstrations, seed=settings.seed, mistakes=settings.mistakes,
+                max_turns=config.env.max_turns,
+            )  # fmt: skip
+        finally:
+            await family.stop()
+
+    played = asyncio.run(collect())
+    if not played:
+        raise ConfigError(f"model.warm_start: the demonstrator of env {config.env.name!r} solved no task "
+                          f"within env.max_turns={config.env.max_turns}")  # fmt: skip
+    return played
+
+
+def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> Example | None:
+    """An episode as the ids of a conversation, each marked as what it is; None if longer than `max_length`."""
+    conversation = Conversation(tokenizer, played.opening)
+    prompt = len(conversation)
+    written: list[tuple[int, int, bool]] = []
+    for place, turn in enumerate(played.turns):
+        ids = np.array([*tokenizer.encode(turn.action), tokenizer.turn_end], np.int32)
+        span = conversation.append_generated(ids, np.zeros(ids.size, np.float32), np.zeros(ids.size, np.int32))
+        written.append((*span, turn.imitate))
+        if place + 1 < len(played.turns) and not conversation.append_messages(turn.answer, limit=max_length):
+            return None
+    if len(conversation) > max_length:
+        return None
+    token_ids = conversation.context().tolist()
+    mask = np.full(len(token_ids), READ, np.uint8)
+    for start, end, imitate in written:
+        mask[start:end] = IMITATED if imitate else SHOWN
+    return Example(token_ids[:prompt], token_ids[prompt:], mask[prompt:].tolist())
+
+
+def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], None]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from rl.learner import packed_attention
+
+    disable_progress_bar()
+    settings, started = config.model.warm_start, time.monotonic()
+    played = demonstrations(config)
+    log(f"warm start: {len(played)} demonstrations of {config.env.name} in {time.monotonic() - started:.0f} s")
+    if base is None:
+        _new_tiny_model(config, played, folder)
+    else:
+        shutil.copytree(base, folder, dirs_exist_ok=True)
+    tokenizer = ChatTokenizer(folder)
+    encoded = [encode(tokenizer, each, config.generator.max_model_len) for each in played]
+    examples = [each for each in encoded if each is not None]
+    if not examples:
+        raise ConfigError(f"generator.max_model_len={config.generator.max_model_len}: no demonstration is that short")
+    device = "cuda" if base is not None and torch.cuda.is_available() else "cpu"
+    packs = device == "cpu" and packed_attention.can_pack(AutoConfig.from_pretrained(folder))
+    attention = {"attn_implementation": packed_attention.NAME} if packs else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
+    model.to(device)
+    width = None if packs else max(256, min(1024, max(map(len, examples))))
+    options = SupervisedOptions(
+        settings.steps, settings.lr, settings.warmup_steps, width=width, read_weight=settings.read_weight,
+        parts=_PARTS if device == "cpu" else 1,
+    )  # fmt: skip
+
+    def report(step: int, loss: float) -> None:
+        if (step + 1) % 50 == 0 or step == 0:
+            log(f"  step {step + 1}/{settings.steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
+
+    batches = _batches(examples, settings.batch, settings.seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # in each part: the same weights whatever the number of cores
+    try:
+        train_supervised(model, lambda step: next(batches), options, report)
+    finally:
+        torch.set_num_threads(threads)
+    model.save_pretrained(folder)
+
+
+def _new_tiny_model(config: Config, played: Sequence[Demonstration], folder: Path) -> None:
+    recipe = TinyRecipe.model_validate({"seed": config.model.warm_start.seed} | config.model.tiny)
+    recipe = recipe.model_copy(update={"max_length": max(recipe.max_length, config.generator.max_model_len)})
+    _, module = _demonstrator(config)
+    piece = getattr(module, "PIECE", launch.warm_start.word_tokenizer.PIECE)
+    tokenizer = build_tokenizer(_texts(played), piece)
+    save_tokenizer(tokenizer, folder, recipe.max_length)
+    new_model(recipe, tokenizer).save_pretrained(folder)
+
+
+def _texts(played: Sequence[Demonstration]) -> Iterator[str]:
+    for episode in played:
+        yield from (message.content for message in episode.opening)
+        for turn in episode.turns:
+            yield f"\n{turn.action}"
+            yield turn.action
+            yield from (message.content for message in turn.answer)
+
+
+def _batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
+    """Batches without end: every pass in a new order."""
+    rng, waiting = random.Random(seed), list[Example]()
+    while True:
+        while len(waiting) < size:
+            waiting += rng.sample(examples, len(examples))
+        yield waiting[:size]
+        del waiting[:size]
+
+
+def _demonstrator(config: Config) -> tuple[Any, Any]:
+    """(the function, its module). Raises ConfigError."""
+    function = demonstrator(config.env.name)
+    return function, importlib.import_module(function.__module__)
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of a model's files: its content is too large to hash."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]

@@ -1,0 +1,176 @@
+"""Supervised training on (prompt, completion) pairs: packed, loss on the completions only, or on what was read as well.
+
+Used for the warm start of tiny models; works for any decoder of transformers whose head is one linear layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+SHOWN, IMITATED, READ = 0, 1, 2
+"""Marks of `Example.mask`: only seen; to be written; text of the environment."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One demonstration, as token ids; the completion ends with the end-of-turn token.
+
+    Over several turns the completion holds the environment's text as well; `mask` says what each of its tokens is
+    (None: all are imitated).
+    """
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    mask: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed examples. Positions restart at each example, which keeps them apart in attention."""
+
+    token_ids: Tensor  # (rows, width) int64
+    position_ids: Tensor  # (rows, width) int64
+    targets: Tensor  # (rows, width) int64, the next token where it is to be imitated, else IGNORED
+    read: Tensor  # (rows, width) int64, the next token where it is text of the environment, else IGNORED
+
+
+@dataclass(frozen=True)
+class SupervisedOptions:
+    steps: int
+    lr: float
+    """Highest learning rate: linear warm-up, then half a cosine down to a tenth."""
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    width: int | None = 256
+    """Tokens of a row, whose square is what attention costs; None: one row, for a model that attends in packs."""
+    read_weight: float = 0.0
+    """Weight of the mean loss on the environment's text, beside that on what is imitated. Its answers repeat names from
+    the commands: a small model learns to copy from them."""
+    parts: int = 1
+    """Parts of a batch whose gradients are computed side by side, a thread each, and added in order: the result depends
+    on the number of parts, not on that of cores."""
+
+
+def pack_rows(examples: Sequence[Example], width: int | None, device: torch.device | str = "cpu") -> Rows:
+    """First-fit decreasing into rows of `width` tokens; a longer example widens all rows to its length.
+
+    width None: all in one row without padding.
+    """
+    lengths = [len(example) for example in examples]
+    width = sum(lengths) if width is None else max(width, *lengths)
+    rows: list[list[Example]] = []
+    space: list[int] = []
+    for example in sorted(examples, key=len, reverse=True):
+        row = next((index for index, free in enumerate(space) if free >= len(example)), None)
+        if row is None:
+            rows.append([])
+            space.append(width)
+            row = len(rows) - 1
+        rows[row].append(example)
+        space[row] -= len(example)
+    token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    position_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    targets, read = torch.full((2, len(rows), width), IGNORED)
+    for index, row_examples in enumerate(rows):
+        start = 0
+        for example in row_examples:
+            end = start + len(example)
+            completion = torch.tensor(example.completion)
+            mask = torch.full_like(completion, IMITATED) if example.mask is None else torch.tensor(example.mask)
+            token_ids[index, start:end] = torch.tensor([*example.prompt, *example.completion])
+            position_ids[index, start:end] = torch.arange(len(example))
+            place = slice(end - len(completion) - 1, end - 1)
+            targets[index, place] = completion.masked_fill(mask != IMITATED, IGNORED)
+            read[index, place] = completion.masked_fill(mask != READ, IGNORED)
+            start = end
+        # Padding counts on from 0 as one more example: no target looks at it, and no example sees it.
+        position_ids[index, start:] = torch.arange(width - start)
+    return Rows(*(tensor.to(device) for tensor in (token_ids, position_ids, targets, read)))
+
+
+def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Sequence[Rows] | None = None) -> Tensor:
+    """Mean negative log-likelihood of the imitated tokens, in nats, and `read_weight` times that of the text read.
+
+    Logits are computed for those tokens only. The means are over the tokens of `batch` (default: `rows` alone): the
+    losses of a batch's parts add up to the batch's.
+    """
+    from rl.learner.packed_attention import (  # with transformers, which takes seconds to import
+        pack_bounds,
+        takes_bounds,
+    )
+
+    bounds = pack_bounds(rows.position_ids[0]) if takes_bounds(model) else {}
+    hidden = model.base_model(
+        input_ids=rows.token_ids, position_ids=rows.position_ids, use_cache=False, **bounds
+    ).last_hidden_state  # (rows, width, hidden)
+
+    def mean(kind: str) -> Tensor:
+        targets = getattr(rows, kind)
+        counted = targets != IGNORED
+        count = sum(int((getattr(part, kind) != IGNORED).sum()) for part in batch or [rows])
+        logits = model.get_output_embeddings()(hidden[counted])  # (targets, vocabulary)
+        return F.cross_entropy(logits.float(), targets[counted], reduction="sum") / max(1, count)
+
+    loss = mean("targets")
+    return loss + read_weight * mean("read") if read_weight else loss
+
+
+def split_examples(examples: Sequence[Example], parts: int) -> list[list[Example]]:
+    """At most `parts` lists of about equally many tokens: longest first, each to the list with the fewest."""
+    lists: list[list[Example]] = [[] for _ in range(min(parts, len(examples)))]
+    for example in sorted(examples, key=len, reverse=True):
+        min(lists, key=lambda each: sum(map(len, each))).append(example)
+    return lists
+
+
+def train_supervised(
+    model: nn.Module,
+    next_examples: Callable[[int], Sequence[Example]],
+    options: SupervisedOptions,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train on `next_examples(step)` for `options.steps` steps of AdamW; `report(step, loss)` follows each."""
+    device = next(model.parameters()).device
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=options.lr, weight_decay=options.weight_decay)
+
+    def gradients(rows: Rows, batch: Sequence[Rows]) -> tuple[Tensor, ...]:
+        loss = supervised_loss(model, rows, options.read_weight, batch)
+        return loss.detach(), *torch.autograd.grad(loss, parameters, materialize_grads=True)
+
+    model.train()
+    with ThreadPoolExecutor(options.parts, "gradients") as pool:
+        for step in range(options.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = options.lr * _schedule(step, options)
+            parts = split_examples(next_examples(step), options.parts)
+            batch = [pack_rows(part, options.width, device) for part in parts]
+            found = list(pool.map(gradients, batch, [batch] * len(batch)))
+            loss, *sums = (reduce(torch.add, each) for each in zip(*found, strict=True))
+            for parameter, gradient in zip(parameters, sums, strict=True):
+                parameter.grad = gradient
+            nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
+            optimizer.step()
+            report(step, loss.item())
+    model.eval()
+
+
+def _schedule(step: int, options: SupervisedOptions) -> float:
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,209 @@
+"""The tiny model: a Qwen3 of one to three million parameters that a laptop warm-starts in about a minute.
+
+`ensure_tiny_model(recipe)` returns a folder that transformers and vLLM load like one from a hub. It is made once
+and kept under the hash of the recipe and of the sources that make it. The warm start imitates the demonstrator of
+`envs/math/arithmetic.py` on training problems only: it knows the task, and is right about one time in three.
+
+    python -m launch.warm_start.tiny [field=value ...]     prints the folder and the held-out accuracy
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field
+from tokenizers import Tokenizer
+
+import launch.warm_start.sft
+import launch.warm_start.word_tokenizer
+from envs.math import arithmetic
+from envs.math.answers import last_box
+from launch.warm_start.sampling import sample
+from launch.warm_start.sft import Example, SupervisedOptions, train_supervised
+from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, id_of, save_tokenizer
+from rollout.episodes.environment import Message
+from rollout.episodes.tokenizer import ChatTokenizer
+
+_SOURCES = (arithmetic.__file__, launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__file__, __file__)
+
+
+class TinyRecipe(BaseModel):
+    """Everything that the folder's content depends on, besides the sources."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    hidden_size: int = Field(192, ge=8)
+    layers: int = Field(2, ge=1)
+    heads: int = Field(6, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    head_dim: int = Field(32, ge=8)
+    ffn_size: int = Field(640, ge=8)
+    max_length: int = Field(512, ge=64)
+    """Longest context, in tokens."""
+    seed: int = 0
+    """Of the initial weights and of the demonstrations."""
+    sft_steps: int = Field(500, ge=0)
+    sft_batch: int = Field(64, ge=1)
+    """Demonstrations of one step."""
+    sft_lr: float = Field(3e-3, gt=0)
+    sft_warmup_steps: int = Field(20, ge=1)
+    hasty: float = Field(0.65, ge=0, le=1)
+    """Share of demonstrations that answer after the first step; see `arithmetic.Student`."""
+    slip: float = Field(0.13, ge=0, le=1)
+    """Share of demonstrations with a wrong operation."""
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any field and with the sources that make the folder."""
+        digest = hashlib.sha256(self.model_dump_json().encode())
+        for source in _SOURCES:
+            digest.update(Path(source).read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def default_cache() -> Path:
+    """`$FRESCO_CACHE`, else ~/.cache/fresco."""
+    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco")
+
+
+def ensure_tiny_model(
+    recipe: TinyRecipe, cache_folder: Path | None = None, log: Callable[[str], None] | None = None
+) -> Path:
+    """The model's folder; made first if it is not there, by one process while others wait."""
+    cache = cache_folder or default_cache()
+    folder = cache / f"tiny-{recipe.fingerprint()}"
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():  # another process may have made it meanwhile
+            draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=cache))
+            _make(recipe, draft, log or to_stderr)
+            draft.chmod(0o755)
+            draft.rename(folder)  # a folder is there whole or not at all
+    return folder
+
+
+def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> float:
+    """Share of held-out problems that the model in `folder` answers right, one sample each."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = ChatTokenizer(folder)
+    problems = [arithmetic.problem("eval", index, seed) for index in range(tasks)]
+    answers = sample(
+        model,
+        [prompt_ids(tokenizer, problem) for problem in problems],
+        stop_ids=tokenizer.stop_ids,
+        max_tokens=32,
+        temperature=temperature,
+        seeds=range(seed, seed + tasks),
+    )
+    right = [
+        last_box(tokenizer.decode(answer.token_ids)) == problem.answer
+        for answer, problem in zip(answers, problems, strict=True)
+    ]
+    return sum(right) / tasks
+
+
+def prompt_ids(tokenizer: ChatTokenizer, problem: arithmetic.ArithmeticProblem) -> list[int]:
+    """The prompt exactly as an episode of the math environment opens it."""
+    return tokenizer.prompt([Message("user", problem.question)])
+
+
+def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    started = time.monotonic()
+    tokenizer = build_tokenizer(arithmetic.texts())
+    save_tokenizer(tokenizer, folder, recipe.max_length)
+    model = new_model(recipe, tokenizer)
+    model.save_pretrained(folder)  # ChatTokenizer reads the end of a turn from it
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    log(f"tiny model: {parameters / 1e6:.2f}M parameters, warm start of {recipe.sft_steps} steps")
+
+    def report(step: int, loss: float) -> None:
+        if (step + 1) % 100 == 0:
+            log(f"  step {step + 1}/{recipe.sft_steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same weights whatever the number of cores
+    try:
+        train_supervised(model, _demonstrations(recipe, folder, tokenizer), _options(recipe), report)
+    finally:
+        torch.set_num_threads(threads)
+    model.save_pretrained(folder)
+
+
+def new_model(recipe: TinyRecipe, tokenizer: Tokenizer) -> Any:
+    """A Qwen3 of the recipe's shape for this tokenizer, with random weights."""
+    # Imported here: a cached model costs no import of seconds.
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    end, padding = (id_of(tokenizer, token) for token in (TURN_END, PADDING))
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.ffn_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=recipe.max_length,
+        tie_word_embeddings=False,  # a tied head goes stale in vLLM on CPU when weights are updated
+        eos_token_id=end,
+        pad_token_id=padding,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model: Any = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding, do_sample=True)
+    return model
+
+
+def _options(recipe: TinyRecipe) -> SupervisedOptions:
+    return SupervisedOptions(recipe.sft_steps, recipe.sft_lr, recipe.sft_warmup_steps)
+
+
+def _demonstrations(recipe: TinyRecipe, folder: Path, words: Tokenizer) -> Callable[[int], list[Example]]:
+    tokenizer, end = ChatTokenizer(folder), id_of(words, TURN_END)
+    student = arithmetic.Student(recipe.hasty, recipe.slip)
+
+    def next_examples(step: int) -> list[Example]:
+        examples = []
+        for index in range(step * recipe.sft_batch, (step + 1) * recipe.sft_batch):
+            problem = arithmetic.problem("train", index, recipe.seed)
+            rng = random.Random(recipe.seed << 40 | index)
+            answer = arithmetic.demonstrate(problem, rng, student)
+            examples.append(Example(prompt_ids(tokenizer, problem), [*words.encode(answer).ids, end]))
+        return examples
+
+    return next_examples
+
+
+def to_stderr(line: str) -> None:
+    """Progress: standard output may belong to a result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    fields = dict(argument.partition("=")[::2] for argument in arguments)
+    folder = ensure_tiny_model(TinyRecipe.model_validate(fields))
+    print(folder)
+    for temperature in (0.0, 1.0):
+        print(f"held-out accuracy at temperature {temperature:g}: {accuracy(folder, 512, temperature):.3f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""What every process of a run has: a life line to the supervisor.
+
+    with Process("broker", place) as process:
+        while not process.stopping:
+            ...
+            process.progress += 1
+
+A thread owns the control socket: it registers, sends heartbeats (with the main loop's progress
+counter) and receives. Messages for the main loop are queued in `process.inbox` and announced on
+`process.wake_fd` (readable while the inbox may hold something), which poll loops and asyncio can watch.
+The process dies with its parent (PR_SET_PDEATHSIG). An exception that leaves the block travels to the
+supervisor as `Fatal` before the process exits non-zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from rl.core.messages import (
+    Done,
+    Fatal,
+    Heartbeat,
+    Message,
+    Metrics,
+    PeerDied,
+    Register,
+    Stop,
+)
+from rl.core.run import Place
+from rl.core.sockets import identity, open_socket, receive, send
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | str | None = None) -> None:
+    """The kernel kills this process when its parent ends (Linux): the process `parent`, else $FRESCO_PARENT_PID."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = parent or os.environ.get("FRESCO_PARENT_PID")
+    if parent is not None and os.getppid() != int(parent):  # it died before the call
+        os._exit(1)
+
+
+class Waits:
+    """Seconds this process waited, by whom it waited for."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def on(self, whom: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(whom, time.monotonic() - begin)
+
+    def add(self, whom: str, seconds: float) -> None:
+        self.seconds[whom] = self.seconds.get(whom, 0.0) + seconds
+
+
+class WaitExpired(TimeoutError):
+    """A wait ran past its deadline; the message says who waited for whom."""
+
+
+class Process:
+    def __init__(self, role: str, place: Place) -> None:
+        self.role, self.place = role, place
+        self.run, self.config = place.run, place.run.config
+        self.index, self.incarnation = place.index, place.incarnation
+        self.progress = 0  # advanced by the main loop
+        self.busy = False  # true while there is work: a frozen `progress` is then a hang
+        self.stats: dict[str, float] = {}
+        self.waits = Waits()
+        self.stopping = False
+        self.closing_report: Callable[[], dict[str, Any]] | None = None  # for the summary, however the run ends
+        self.inbox: queue.SimpleQueue[PeerDied | Stop] = queue.SimpleQueue()
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._finished = False
+        self._thread = threading.Thread(target=self._serve_control, name="control", daemon=True)
+
+    def __enter__(self) -> Process:
+        die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self.stopping:
+            detail = "".join(traceback.format_exception(kind, error, trace))
+            self.send(Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail))
+        self.send_closing_report()
+        self._finished = True
+        os.eventfd_write(self._outbox_fd, 1)
+        self._thread.join(timeout=2)
+        if error is not None:
+            traceback.print_exception(kind, error, trace)
+            sys.stderr.flush()
+            os._exit(0 if self.stopping else 1)  # threads of libraries must not keep a failed process alive
+
+    def send(self, message: Metrics | Fatal | Done) -> None:
+        """To the supervisor; from any thread."""
+        self._outbox.put(message)
+        os.eventfd_write(self._outbox_fd, 1)
+
+    def send_closing_report(self) -> None:
+        """Tell the supervisor that this role is done, with its part of the summary; only once."""
+        if self.closing_report is not None:
+            report, self.closing_report = self.closing_report(), None
+            self.send(Done(self.role, json.dumps(report).encode()))
+
+    def received(self) -> Iterator[PeerDied | Stop]:
+        """Drain the inbox; call when `wake_fd` is readable, or at every turn of a loop."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+        while True:
+            try:
+                yield self.inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _stop(self) -> None:
+        self.stopping = True
+        os.eventfd_write(self.wake_fd, 1)
+
+    def _serve_control(self) -> None:
+        context = zmq.Context()  # its own, so that ending it means that the last words have left
+        name = identity(self.role, self.index, self.incarnation)
+        socket = open_socket(zmq.DEALER, self.run, "control", identity=name, context=context)
+        send(socket, Register(self.role, self.index, self.incarnation, os.getpid()))
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._outbox_fd, zmq.POLLIN)
+        period = self.config.timeouts.heartbeat_s
+        next_beat = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= next_beat:
+                self._beat(socket)
+                next_beat = now + period
+            ready = dict(poller.poll(max(0, int((next_beat - now) * 1000))))
+            if self._outbox_fd in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._outbox_fd)
+                self._flush(socket)
+            if socket in ready:
+                message = receive(socket)
+                assert isinstance(message, PeerDied | Stop)
+                self.inbox.put(message)
+                if isinstance(message, Stop):
+                    self.stopping = True
+                os.eventfd_write(self.wake_fd, 1)
+            if self._finished:
+                self._flush(socket)
+                self._beat(socket)
+                socket.close(linger=1000)
+                context.term()
+                return
+
+    def _flush(self, socket: zmq.Socket) -> None:
+        while True:
+            try:
+                send(socket, self._outbox.get_nowait())
+            except queue.Empty:
+                return
+
+    def _beat(self, socket: zmq.Socket) -> None:
+        send(
+            socket,
+            Heartbeat(
+                self.role, self.index, self.incarnation, self.progress, self.busy,
+                dict(self.stats), dict(self.waits.seconds),
+            ),
+        )  # fmt: skip

@@ -1,0 +1,135 @@
+"""What torch adds to a checkpoint: models, their AdamW states and RNG, and the export to a folder that others load.
+
+Saved by all ranks (torch.distributed.checkpoint, one file per rank); any number of ranks can load what any
+other number saved. The learning rate is a function of the step, so the schedule needs no state; AdamW's
+hyperparameters come from the configuration of the resumed run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from rl.core.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
+from rl.learner.policy import Policy, export_entries
+
+_MODEL_FILE_BYTES = 4 << 30
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # weights of the source model
+
+
+Trained = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # policy, critic
+
+
+def save(folder: Path, trained: Trained, meta: Meta, journal: bytes, keep: int) -> None:
+    """Write `folder/step-N`; all ranks call it together, `journal` counts on rank 0. Keeps the newest `keep`."""
+    if dist.get_rank() == 0:
+        begin(folder, meta.step)
+    dist.barrier()
+    dcp.save(_state(trained), checkpoint_id=partial_path(folder, meta.step) / "state")
+    if dist.get_rank() == 0:
+        commit(folder, meta, journal, keep)
+    dist.barrier()
+
+
+def load(checkpoint: Path, trained: Trained) -> Meta:
+    """Load models, optimizer states and RNG in place; all ranks call it together.
+
+    Raises CheckpointError if the checkpoint is missing, damaged, of another model or without one of these.
+    """
+    meta = read_meta(checkpoint)
+    configured = {name: _hyperparameters(adamw) for name, (_model, adamw) in trained.items()}
+    state = _state(trained)
+    try:
+        dcp.load(state, checkpoint_id=checkpoint / "state")
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception; damage has many types
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {_reason(error)}") from error
+    for name, (model, adamw) in trained.items():
+        set_state_dict(model, adamw, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"])
+        for group, values in zip(adamw.param_groups, configured[name], strict=True):
+            group.update(values)
+    torch.set_rng_state(state["rng"])
+    return meta
+
+
+def export_hf(policy: Policy, folder: Path, source: Path) -> None:
+    """The policy as a model folder that transformers and vLLM load; all ranks call it together.
+
+    Weights in the dtype of the source model's files, everything else (configuration, tokenizer, chat template)
+    copied from `source`. The folder appears by one rename and replaces an earlier export.
+    """
+    partial = folder.with_name(folder.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for path in source.iterdir():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                shutil.copyfile(path, partial / path.name)
+    _write_weights(policy, partial, _source_dtype(source))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    dist.barrier()
+
+
+def _write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
+    """safetensors files of at most 4 GiB (or one tensor), and their index; one file is gathered at a time."""
+    parameters = dict(policy.model.named_parameters())
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in export_entries(policy, untie=False)}
+    files: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if files[-1] and sum(sizes[other] for other in files[-1]) + size > _MODEL_FILE_BYTES:
+            files.append([])
+        files[-1].append(name)
+    where: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        tensors = {}
+        for name in names:
+            parameter = parameters[name].detach()
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # a collective
+            if dist.get_rank() == 0:
+                tensors[name] = whole.to("cpu", dtype).contiguous()
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        where |= dict.fromkeys(names, file)
+        if dist.get_rank() == 0:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+    if dist.get_rank() == 0 and len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _source_dtype(source: Path) -> torch.dtype:
+    config = json.loads((source / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return getattr(torch, name)
+
+
+def _reason(error: BaseException) -> str:
+    """One line: the failure of the first rank that had one."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _hyperparameters(adamw: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in adamw.param_groups]
+
+
+def _state(trained: Trained) -> dict[str, Any]:
+    state: dict[str, Any] = {"rng": torch.get_rng_state()}
+    for name, (model, adamw) in trained.items():
+        weights, optimizer = get_state_dict(model, adamw)
+        state[name] = {"model": weights, "optimizer": optimizer}
+    return state

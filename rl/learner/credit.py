@@ -1,0 +1,172 @@
+"""From rewards to the advantage, weight and return of every token of a batch.
+
+What spans the batch (shaping, group statistics, the mean of an advantage, the weights of an aggregation) comes from
+`shard.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algos.advantages import Episodes, gae_advantages
+from algos.aggregation import sample_weights
+from algos.kl import kl_estimate
+from algos.rewards import RewardInputs, shape
+from rl.core.messages import Shard
+from rl.learner.algorithm import Algorithm
+from rl.learner.packing import Pack, minibatch_of
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One optimizer step's packs of this rank, and what the sum of their losses is divided by."""
+
+    packs: list[Pack]
+    loss_tokens: int  # of all ranks
+
+
+def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+    """Over all ranks, in place; nothing without a process group."""
+    if dist.is_initialized():
+        dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+    return values
+
+
+def kept_rows(shard: Shard, algorithm: Algorithm) -> Tensor:
+    """(N,) bool: the samples that count in the loss."""
+    truncated = torch.tensor([row.truncated for row in shard.rows])
+    return ~truncated if algorithm.mask_truncated else torch.ones_like(truncated)
+
+
+def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
+    """The packs without loss tokens in samples that are not kept (N,)."""
+
+    def masked(pack: Pack) -> Pack:
+        mask = pack.mask & kept[list(pack.members)][pack.sample]
+        return replace(pack, mask=mask, staleness=pack.staleness * mask)
+
+    return [masked(pack) if pack.members else pack for pack in packs]
+
+
+def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
+    """The minibatches of a batch, with advantages, weights, shaped rewards and (for a critic) returns.
+
+    parts: this rank's packs of each minibatch, one at least; they carry `logp_reference` and `values` where the
+    algorithm needs them. `shard` is the whole batch. All ranks call it together.
+    """
+    packs = [pack for part in parts for pack in part]
+    rewards = shaped_rewards(shard, algorithm)  # (N,)
+    episodes = gather_episodes(shard, packs, rewards, algorithm)
+    advantages = algorithm.estimator(episodes)  # (T,) of all packs
+    returns = None
+    if algorithm.critic is not None and episodes.values is not None:
+        discount = getattr(algorithm.estimator.options, "discount", 1.0)
+        returns = (gae_advantages(episodes, discount, algorithm.critic.lam) + episodes.values).float()
+    sizes = [pack.tokens for pack in packs]
+    columns = zip(
+        packs,
+        advantages.split(sizes),
+        [None] * len(packs) if returns is None else returns.split(sizes),
+        strict=True,
+    )
+    credited = iter([_with(pack, advantage, value, rewards) for pack, advantage, value in columns])
+    return _weighted(shard, [[next(credited) for _ in part] for part in parts], algorithm)
+
+
+def shaped_rewards(shard: Shard, algorithm: Algorithm) -> Tensor:
+    """(N,) float64, the same on every rank."""
+    rows = shard.rows
+    inputs = RewardInputs(
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        group=torch.tensor([row.group_id for row in rows]),
+        tokens=torch.tensor([row.loss_tokens for row in rows]),
+        turns=torch.tensor([max(1, len(row.turn_rewards)) for row in rows]),
+        truncated=torch.tensor([row.truncated for row in rows]),
+        max_tokens=algorithm.max_tokens,
+    )
+    return shape(inputs, algorithm.shapings)
+
+
+def gather_episodes(shard: Shard, packs: list[Pack], rewards: Tensor, algorithm: Algorithm) -> Episodes:
+    """What estimators see: rewards per turn and per token, a KL penalty taken off.
+
+    rewards (N,) after shaping: what shaping added is earned with a sample's last turn.
+    """
+    rows = shard.rows
+    by_turn = [row.turn_rewards or [row.reward] for row in rows]
+    turns = torch.tensor([len(earned) for earned in by_turn])  # (N,)
+    states = [state for row in rows for state in row.turn_states or [0] * max(1, len(row.turn_rewards))]  # (M,)
+    first = turns.cumsum(0) - turns  # (N,) index of each sample's first turn
+    turn_rewards = torch.tensor([reward for earned in by_turn for reward in earned], dtype=torch.float64)  # (M,)
+    turn_rewards[first + turns - 1] += rewards - torch.tensor([row.reward for row in rows], dtype=torch.float64)
+
+    mask = torch.cat([pack.mask for pack in packs])  # (T,)
+    token_turn = torch.cat([_turn_index(pack, first, turns) for pack in packs])  # (T,)
+    token_rewards = torch.zeros(len(mask), dtype=torch.float64)
+    own = mask.nonzero()[:, 0]
+    last = torch.full((len(turn_rewards),), -1).scatter_reduce(0, token_turn[own], own, "amax")  # (M,) -1: elsewhere
+    token_rewards[last[last >= 0]] = turn_rewards[last >= 0]
+    if algorithm.reward_kl is not None:
+        penalty = torch.cat([_reward_penalty(pack, algorithm) for pack in packs])  # (T,)
+        token_rewards -= penalty
+        turn_rewards -= all_reduce(torch.zeros_like(turn_rewards).index_add(0, token_turn, penalty), "sum")
+    return Episodes(
+        group=torch.tensor([row.group_id for row in rows]),
+        turn_rewards=turn_rewards,
+        turn_sample=torch.arange(len(rows)).repeat_interleave(turns),
+        turn_state=torch.tensor(states),
+        token_rewards=token_rewards,
+        token_turn=token_turn,
+        mask=mask,
+        values=None if algorithm.critic is None else torch.cat([_values(pack) for pack in packs]),
+        all_reduce=all_reduce,
+    )
+
+
+def _turn_index(pack: Pack, first: Tensor, turns: Tensor) -> Tensor:
+    """(T,) index into all turns of the batch; a dummy's token, which counts nowhere, is put to turn 0."""
+    if not pack.members:
+        return torch.zeros_like(pack.turn)
+    row = torch.tensor(pack.members)[pack.sample]  # (T,)
+    return first[row] + torch.minimum(pack.turn, turns[row] - 1)
+
+
+def _reward_penalty(pack: Pack, algorithm: Algorithm) -> Tensor:
+    """(T,) float64: coef * the KL of the policy that sampled to the reference, 0 outside the mask."""
+    kl = algorithm.reward_kl
+    assert kl is not None and pack.logp_reference is not None
+    estimate = kl_estimate(kl.estimator, pack.logp_behavior.double(), pack.logp_reference.double())
+    return kl.coef * torch.where(pack.mask, estimate, 0)
+
+
+def _values(pack: Pack) -> Tensor:
+    assert pack.values is not None, "the critic has not seen this pack"
+    return pack.values
+
+
+def _with(pack: Pack, advantages: Tensor, returns: Tensor | None, rewards: Tensor) -> Pack:
+    return replace(
+        pack,
+        advantages=advantages,
+        returns=returns,
+        rewards=rewards[list(pack.members)].float() if pack.members else pack.rewards,
+    )
+
+
+def _weighted(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
+    counted = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, algorithm)  # (N,)
+    where = torch.tensor(minibatch_of(shard, len(parts)))  # (N,)
+    done = []
+    for number, packs in enumerate(parts):
+        tokens = counted * (where == number)
+        weights = sample_weights(algorithm.aggregation, tokens, algorithm.constant).float()
+        weighted = [
+            replace(pack, weights=weights[list(pack.members)][pack.sample]) if pack.members else pack for pack in packs
+        ]
+        done.append(Minibatch(weighted, int(tokens.sum())))
+    return done

@@ -1,0 +1,201 @@
+"""The policy: a causal language model and its log-probability head as one module, packed, optionally FSDP-sharded.
+
+Model and head are one `nn.Module` because FSDP gathers parameters when a module is *called*: the head reads
+`lm_head.weight` directly, so it must run inside the root's forward.
+
+Packing holds only if the model gets positions that restart with each sample, no attention mask and
+`use_cache=False`; anything else lets samples attend to each other without an error (tests/rl/learner/test_policy.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.utils import is_flash_attn_2_available
+
+from rl.learner import packed_attention
+from rl.learner.logprob import token_logprobs
+from rl.learner.packed_attention import can_pack, pack_bounds, takes_bounds
+
+# Settings by which some architectures change the logits after the head: the chunked head would ignore them.
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+M = TypeVar("M", bound="PackedModel")
+
+
+class PolicyOutput(NamedTuple):
+    """A tuple, because FSDP finds the tensors whose backward it must prepare for in tuples, not in dataclasses."""
+
+    logp: Tensor  # (T,) float32
+    entropy: Tensor  # (T,) float32
+
+
+class PackedModel(nn.Module):
+    """A model of transformers that reads packs; `rl.learner.critic.Critic` is the other one."""
+
+    model: Any  # a decoder, or a causal language model around one
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
+        self._takes_bounds = takes_bounds(model)
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.get_decoder()
+
+    def hidden_states(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """(T, H) of several samples one after another, each blind to the others; both arguments (T,) int64."""
+        bounds = pack_bounds(position_ids) if self._takes_bounds else {}
+        return self.decoder(
+            token_ids[None], position_ids=position_ids[None], use_cache=False, **bounds
+        ).last_hidden_state[0]
+
+    def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast_dtype)
+
+
+class Policy(PackedModel):
+    """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, no more."""
+
+    def __init__(self, model: nn.Module, *, logprob_chunk: int = 256) -> None:
+        super().__init__(model)
+        self.logprob_chunk = logprob_chunk
+        head = self.model.get_output_embeddings()
+        changed = [name for name in _LOGIT_CHANGES if getattr(self.model.config, name, None) not in (None, 1, 1.0)]
+        if head is None or getattr(head, "bias", None) is not None or changed:
+            raise ValueError(f"{type(model).__name__}: the logits must be a plain product ({changed or 'bias'})")
+
+    @property
+    def tied(self) -> bool:
+        return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        temperature: float = 1.0,
+        select: Tensor | None = None,
+        entropy_gradient: bool = False,
+    ) -> PolicyOutput:
+        """Log pi(token t | tokens of the same sample before t) and the entropy of that distribution, each (T,).
+
+        token_ids (T,) int64 of several samples one after another; position_ids (T,) int64 restart at 0 with each.
+        Both results are 0 at a sample's first token and wherever `select` (T,) bool is false: the head, the
+        largest matrix of a small model, runs on selected positions only.
+        """
+        wanted = position_ids > 0 if select is None else select & (position_ids > 0)
+        targets = wanted.nonzero()[:, 0]  # (S,)
+        with self.autocast(token_ids.device.type):
+            hidden = self.hidden_states(token_ids, position_ids)  # (T, H)
+        logp, entropy = token_logprobs(
+            hidden[targets - 1],
+            self.model.get_output_embeddings().weight,
+            token_ids[targets],
+            temperature=temperature,
+            chunk=self.logprob_chunk,
+            entropy_gradient=entropy_gradient,
+        )
+        zeros = torch.zeros(len(token_ids), dtype=logp.dtype, device=logp.device)
+        return PolicyOutput(zeros.index_copy(0, targets, logp), zeros.index_copy(0, targets, entropy))
+
+
+def load_policy(
+    folder: str | Path, *, logprob_chunk: int = 256, attention: str | None = None, device: str = "cpu"
+) -> Policy:
+    """The model in `folder`, in float32 on the CPU (`shard_policy` moves it), ready to train.
+
+    attention: transformers' name; None is FlashAttention 2 on a GPU that has it, else `packed_attention.py`, or
+    `sdpa` for a model with sliding windows.
+    The dtype is given to `from_pretrained`: `.to(dtype)` afterwards would also cast the rotary `inv_freq`.
+    Raises ValueError for architectures whose logits or parameter names this module would get wrong.
+    """
+    if attention is None:
+        if device == "cuda" and is_flash_attn_2_available():
+            attention = "flash_attention_2"
+        else:
+            attention = packed_attention.NAME if can_pack(AutoConfig.from_pretrained(str(folder))) else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation=attention)
+    if get_checkpoint_conversion_mapping(model.config.model_type):
+        raise ValueError(
+            f"{model.config.model_type}: transformers keeps its parameters under other names and shapes than its "
+            "checkpoints, so engines could not load an export; dense models are supported"
+        )
+    modules: Iterator[Any] = model.modules()
+    for module in modules:  # train mode is needed for activation checkpointing, dropout never is
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return Policy(model, logprob_chunk=logprob_chunk).train()
+
+
+def shard_policy(
+    policy: M,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    activation_checkpointing: bool = False,
+    mesh: DeviceMesh | None = None,
+    device: str = "cpu",
+) -> M:
+    """Shard a policy or a critic in place over a one-dimensional mesh; without one only move it to the device.
+
+    Master weights, gradients and their reduction stay float32; forward and backward run in `compute_dtype`.
+    """
+    if activation_checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if mesh is None:
+        policy.autocast_dtype = None if compute_dtype == torch.float32 else compute_dtype
+        return policy.to(device)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in policy.decoder.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    # FSDP's default keeps the root's parameters gathered after a forward: a later one without gradients would
+    # leave them so through the optimizer's step, and the next forward would see old embeddings.
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    return policy
+
+
+def export_entries(policy: Policy, *, untie: bool = True) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, full shape) of every tensor of a checkpoint, in the names of the model's own files.
+
+    untie: with tied embeddings `lm_head.weight` is exported too, as a copy, for engines that load them apart.
+    """
+    return [(name, tuple(parameter.shape)) for name, parameter in _exported(policy, untie)]
+
+
+def local_rows(policy: Policy, *, untie: bool = True) -> Iterator[tuple[str, Tensor, int]]:
+    """(name, rows, first row) of what this rank holds of each tensor of `export_entries`, without communication.
+
+    rows (n, ...) float32 is a view of the master weights; n may be 0.
+    """
+    for name, parameter in _exported(policy, untie):
+        if not isinstance(parameter, DTensor):
+            yield name, parameter.detach(), 0
+            continue
+        assert parameter.placements == (Shard(0),), f"{name} is placed as {parameter.placements}"
+        rank, ranks = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
+        per_rank = -(-parameter.shape[0] // ranks)
+        yield name, parameter.to_local().detach(), min(rank * per_rank, parameter.shape[0])
+
+
+def _exported(policy: Policy, untie: bool) -> Iterator[tuple[str, Any]]:
+    parameters: Iterator[tuple[str, Any]] = policy.model.named_parameters()
+    yield from parameters
+    if untie and policy.tied:
+        yield "lm_head.weight", policy.model.get_output_embeddings().weight

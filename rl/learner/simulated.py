@@ -1,0 +1,94 @@
+"""A learner that trains nothing: the whole protocol, real bytes through the real weight transport, no torch.
+
+`python -m rl.learner.simulated --run DIR --index RANK --incarnation K`
+
+For timing and fault tests of everything around the learner. It sleeps `learner.simulated_step_s` per batch;
+weights are a function of their version, the loss is a function of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from rl.core.checkpoint_folder import Meta, begin, commit
+from rl.core.messages import Shard, Version
+from rl.core.process import Process
+from rl.core.run import parse_place
+from rl.learner.link import LearnerLink, Stopped
+from rl.weights.base import Manifest, Segment
+
+NAME = "simulated.weight"
+
+
+def simulated_manifest(size_bytes: int) -> Manifest:
+    """One tensor of (size_bytes / 4,) float32."""
+    return Manifest.layout([(NAME, (size_bytes // 4,), "float32")])
+
+
+def simulated_weights(version: Version, count: int) -> np.ndarray:
+    """(count,) float32, whole numbers; versions that follow each other differ in every element."""
+    start = (7919 * version.n + 104_729 * version.epoch) % (1 << 24)
+    return ((np.arange(count) + start) % (1 << 24)).astype(np.float32)
+
+
+def simulated_loss(shard: Shard) -> float:
+    """A number that depends on every sample of the batch and is the same on all ranks."""
+    return float(np.mean([row.reward * row.loss_tokens for row in shard.rows])) / max(1, shard.loss_tokens)
+
+
+def write_rows(view: memoryview, manifest: Manifest, version: Version, rank: int, ranks: int) -> list[Segment]:
+    """Copy this rank's rows of `version` into the slot; returns the byte range written."""
+    (spec,) = manifest.tensors
+    count = spec.shape[0]
+    first, end = count * rank // ranks, count * (rank + 1) // ranks
+    slot = np.frombuffer(view, np.float32, count, spec.offset)
+    slot[first:end] = simulated_weights(version, count)[first:end]
+    return [(spec.offset + 4 * first, 4 * (end - first))]
+
+
+def save(process: Process, link: LearnerLink, step: int) -> None:
+    """A checkpoint that holds the broker's journal only: there is nothing else to continue from."""
+    journal = link.journal(link.version(step))
+    if process.index == 0:
+        folder = process.run.folder / "checkpoints"
+        begin(folder, step)
+        ranks, keep = process.config.learner.ranks, process.config.learner.keep_checkpoints
+        commit(folder, Meta(step, process.run.epoch, ranks), journal, keep)
+
+
+def train(process: Process, link: LearnerLink, manifest: Manifest) -> None:
+    config = process.config.learner
+
+    def publish(version: Version) -> None:
+        link.publish(version, lambda view: write_rows(view, manifest, version, process.index, config.ranks))
+
+    publish(link.version(link.first_step))
+    for shard in link.batches():
+        begin = time.monotonic()
+        time.sleep(config.simulated_step_s)
+        trained = time.monotonic()
+        publish(link.version(shard.step + 1))
+        published = time.monotonic()
+        times = {"time/train": trained - begin, "time/publish": published - trained}
+        link.report(shard, {"train/loss": simulated_loss(shard)} | times)
+        if link.checkpoint_due(shard.step + 1):
+            save(process, link, shard.step + 1)
+    link.finish()
+
+
+def main() -> None:
+    with Process("learner", parse_place()) as process:
+        manifest = simulated_manifest(process.config.learner.simulated_weight_bytes)
+        link = LearnerLink(process, manifest)
+        try:
+            train(process, link, manifest)
+        except Stopped:
+            pass  # an orderly end
+        finally:
+            link.close()
+
+
+if __name__ == "__main__":
+    main()

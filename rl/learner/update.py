@@ -1,0 +1,129 @@
+"""Gradients of one minibatch: forward, loss and backward over its packs.
+
+Every token's weighted loss is divided by the minibatch's *global* token count, so packs, ranks and micro-batches are
+only a way to spread one sum. FSDP averages gradients over ranks; multiplying by the world size makes that a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from algos.correction import Correction
+from algos.diagnostics import Diagnostics
+from algos.registry import Loss
+from algos.regularisation import Regularisation
+from algos.types import LossInputs
+from rl.learner.critic import CriticStats
+from rl.learner.packing import Pack
+from rl.learner.policy import Policy, PolicyOutput
+
+NO_CORRECTION, NO_REGULARISATION = Correction(), Regularisation()
+
+
+@dataclass
+class UpdateStats:
+    """Of one rank until `all_reduce`; then of all, identically."""
+
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    critic: CriticStats = field(default_factory=CriticStats)
+    steps: dict[str, list[float]] = field(default_factory=dict)  # of each optimizer step, the same on every rank
+
+    def add(self, other: UpdateStats) -> None:
+        self.diagnostics.add(other.diagnostics)
+        self.critic.add(other.critic)
+        for name, values in other.steps.items():
+            self.steps[name] = self.steps.get(name, []) + values
+
+    def all_reduce(self) -> None:
+        self.diagnostics.all_reduce()
+        self.critic.all_reduce()
+
+    def metrics(self) -> dict[str, float]:
+        steps = {name: sum(values) / len(values) for name, values in self.steps.items()}
+        return self.diagnostics.metrics() | self.critic.metrics() | steps
+
+
+def accumulate_gradients(
+    policy: Policy,
+    packs: Iterable[Pack],
+    loss: Loss,
+    *,
+    temperature: float,
+    global_tokens: int,
+    world_size: int = 1,
+    correction: Correction = NO_CORRECTION,
+    regularisation: Regularisation = NO_REGULARISATION,
+    first_step: bool = False,
+) -> UpdateStats:
+    """Add this rank's part of the minibatch's gradient to `policy`.
+
+    first_step: the weights are still those before the batch's first optimizer step, so that the proximal policy is the
+    current one and costs no forward of its own.
+    global_tokens: loss tokens of the minibatch over all ranks. Under FSDP every rank needs equally many packs
+    (`pad_packs`).
+    """
+    device = next(policy.parameters()).device
+    stats = UpdateStats()
+    for pack in packs:
+        pack = pack.to(device)
+        output = policy(
+            pack.token_ids,
+            pack.position_ids,
+            temperature=temperature,
+            select=pack.mask,
+            entropy_gradient=loss.entropy_gradient or regularisation.entropy_gradient,
+        )
+        needs_proximal = loss.needs_proximal or correction.active
+        inputs = loss_inputs(pack, output, needs_proximal=needs_proximal, first_step=first_step)
+        result = regularisation(inputs, correction(inputs, loss))
+        total = (inputs.masked(result.per_token) * pack.weights).sum()
+        (total * (world_size / max(1, global_tokens))).backward()
+        stats.diagnostics.update(inputs, result)
+    return stats
+
+
+@torch.no_grad()
+def with_logp(policy: Policy, packs: Iterable[Pack], field_name: str, *, temperature: float) -> list[Pack]:
+    """The packs with the log-probabilities of their tokens under the policy's present weights.
+
+    field_name: `logp_proximal` (the trust region's anchor: before the first step) or `logp_reference`.
+    Not under inference_mode: parameters gathered there could not be trained afterwards.
+    """
+    device = next(policy.parameters()).device
+    done = []
+    for pack in packs:
+        moved = pack.to(device)
+        logp = policy(moved.token_ids, moved.position_ids, temperature=temperature, select=moved.mask).logp
+        done.append(replace(pack, **{field_name: logp.to(pack.token_ids.device)}))
+    return done
+
+
+def loss_inputs(pack: Pack, output: PolicyOutput, *, needs_proximal: bool, first_step: bool = False) -> LossInputs:
+    """first_step: `output` is of the proximal policy itself.
+
+    Raises ValueError when `logp_proximal` is needed and the pack (a dummy added too late?) has none.
+    """
+    proximal = output.logp.detach() if first_step else pack.logp_proximal
+    if needs_proximal and proximal is None:
+        raise ValueError("this algorithm needs logp_proximal: call with_logp on the padded packs first")
+
+    def clean(values: Tensor) -> Tensor:  # what stands at masked positions is nobody's business: nan there is legal
+        return torch.where(pack.mask, values, torch.zeros_like(values))
+
+    return LossInputs(
+        logp_current=clean(output.logp),
+        logp_behavior=clean(pack.logp_behavior),
+        logp_proximal=clean(proximal) if needs_proximal and proximal is not None else None,
+        entropy=clean(output.entropy),
+        advantages=clean(pack.advantages),
+        mask=pack.mask,
+        sample=pack.sample,
+        n_samples=len(pack.rewards),
+        staleness=pack.staleness,
+        rewards=pack.rewards,
+        logp_reference=None if pack.logp_reference is None else clean(pack.logp_reference),
+    )

@@ -1,0 +1,291 @@
+"""One episode: reset → (generate → step)* → reward, as one coroutine with no barrier to any other (but for the
+baseline `rollout.turn_barrier`).
+
+Stop reasons of a trajectory: `done` (the environment said so), `length` (it said so after a turn cut at
+`sampling.max_tokens`), `context` (`generator.max_model_len` is full), `max_turns`.
+
+The environment is foreign code: each call runs in a task of its own with a deadline, and whatever it does (raise,
+hang, swallow its cancellation, answer nonsense) fails this episode only, as EpisodeFailed. It is closed exactly once,
+also after a failure or a cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from rl.core.config import Config
+from rl.core.messages import Generate, Generated, Ticket, Trajectory, Turn
+from rl.core.seeds import turn_seed
+from rollout.episodes.conversation import Conversation
+from rollout.episodes.environment import Environment, Message, Step
+from rollout.episodes.tokenizer import ConversationTokenizer
+from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
+
+CANCEL_GRACE_S = 1.0  # for foreign code to honour its cancellation before it is abandoned
+CLOSE_DEADLINE_S = 10.0
+
+T = TypeVar("T")
+
+
+class EpisodeFailed(Exception):
+    """This ticket has no result; the message says what went wrong, in one line."""
+
+
+class Generation(Protocol):
+    def __call__(self, request: Generate) -> Awaitable[Generated]:
+        """Answer one request; assigns `request_id`. Cancelled, it aborts the request and waits for the answer first."""
+        ...
+
+
+@dataclass
+class Activity:
+    """Where the episodes of one server spend their time, in episode-seconds; shared by all of them."""
+
+    generating: int = 0  # episodes that wait for a generation now
+    environment: int = 0  # episodes inside an environment call now
+    generate_s: float = 0.0
+    environment_s: float = 0.0
+    close_failures: int = 0
+
+
+@dataclass
+class Progress:
+    """How far an episode has come: what is known of one that does not end by itself."""
+
+    turns: int = 0  # begun: with a generation requested
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every episode of a server shares."""
+
+    config: Config
+    tokenizer: ConversationTokenizer
+    generate: Generation
+    activity: Activity = field(default_factory=Activity)
+    barrier: TurnBarrier[int] | None = None  # over tickets; waiting there counts towards the episode's deadline only
+
+
+async def run_episode(
+    ticket: Ticket, make: Callable[[], Environment], task: Any, around: Surroundings, progress: Progress | None = None
+) -> Trajectory:
+    """The finished trajectory of this ticket (server, incarnation and seq left 0 for the sender).
+
+    Raises EpisodeFailed; CancelledError when cancelled, after the running generation was aborted.
+    """
+    episode = _Episode(ticket, make(), around, progress or Progress())
+    if around.barrier is not None:
+        around.barrier.join(ticket.ticket_id)
+    try:
+        return await episode.run(task)
+    finally:
+        if around.barrier is not None:
+            around.barrier.leave(ticket.ticket_id)  # before closing, for which nobody else needs to wait
+        await episode.close()
+
+
+class _Episode:
+    def __init__(self, ticket: Ticket, environment: Environment, around: Surroundings, progress: Progress) -> None:
+        self.ticket, self.environment, self.around, self.progress = ticket, environment, around, progress
+        self.config = around.config
+        self.turns: list[Turn] = []
+        self.info: dict[str, float] = {}  # the last value of each number the environment reported
+        self.requests = 0
+        self.tokens_generated = 0
+        self.epoch = ticket.version.epoch
+
+    async def run(self, task: Any) -> Trajectory:
+        begin = time.monotonic()
+        messages = _checked_messages(await self._call(self.environment.reset(task), "reset"), "reset")
+        conversation = Conversation(self.around.tokenizer, messages)
+        stop_reason = ""
+        while not stop_reason:
+            stop_reason = await self._turn(conversation)
+        token_ids, loss_mask, logp, version = conversation.arrays()
+        ticket = self.ticket
+        return Trajectory(
+            server=0, incarnation=0, seq=0,
+            ticket_id=ticket.ticket_id, sample_id=ticket.sample_id, group_id=ticket.group_id,
+            task_index=ticket.task_index, kind=ticket.kind, epoch=self.epoch,
+            token_ids=token_ids, loss_mask=loss_mask, logp_behavior=logp, policy_version=version,
+            turns=self.turns, reward=math.fsum(turn.reward for turn in self.turns), stop_reason=stop_reason,
+            tokens_generated=self.tokens_generated, seconds=time.monotonic() - begin, info=self.info,
+        )  # fmt: skip
+
+    async def _turn(self, conversation: Conversation) -> str:
+        """One generate → step round; the reason to stop, or the empty string."""
+        start = len(conversation)
+        await self._meet(GENERATE)
+        self.progress.turns += 1
+        begin = time.monotonic()
+        generated, cut_by_context = await self._generate_turn(conversation)
+        generate_s = time.monotonic() - begin
+        end = len(conversation)
+        what = f"step of turn {len(self.turns) + 1}"
+        await self._meet(STEP)
+        begin = time.monotonic()
+        step = _checked_step(await self._call(self.environment.step(conversation.text(start, end)), what), what)
+        self.info.update(step.info)
+        self.turns.append(
+            Turn(
+                start, end, step.reward, generate_s, time.monotonic() - begin,
+                generated.finish_reason, generated.generator,
+            )
+        )  # fmt: skip
+        if cut_by_context:
+            return "context"
+        if step.done:
+            return "length" if generated.finish_reason == "length" else "done"
+        if len(self.turns) >= self.config.env.max_turns:
+            return "max_turns"
+        room = self.config.generator.max_model_len - 1  # the next turn needs one id at least
+        return "" if conversation.append_messages(step.messages, limit=room) else "context"
+
+    async def _meet(self, phase: int) -> None:
+        """With a per-turn barrier: wait until the server's other episodes are there as well."""
+        if self.around.barrier is None:
+            return
+        released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.around.barrier.arrive(self.ticket.ticket_id, phase, partial(_release, released))
+        await released
+
+    async def _generate_turn(self, conversation: Conversation) -> tuple[Generated, bool]:
+        """Generate one turn into the conversation; the last answer, and whether the context ended it.
+
+        A turn aborted on the generators' side (at a weight update) keeps what it has and goes on from there.
+        """
+        wanted = self.config.sampling.max_tokens
+        while True:
+            room = self.config.generator.max_model_len - len(conversation)
+            if room < 1:
+                raise EpisodeFailed(
+                    f"the prompt of {len(conversation)} tokens leaves no room in generator.max_model_len="
+                    f"{self.config.generator.max_model_len}"
+                )
+            generated = await self._generate(self._request(conversation, min(wanted, room)))
+            if generated.finish_reason == "error":
+                raise EpisodeFailed(f"generation failed: {generated.error}")
+            sampled = (generated.token_ids, generated.logp, generated.policy_version)
+            try:
+                start, end = conversation.append_generated(*sampled)
+            except ValueError as error:
+                raise EpisodeFailed(f"generator {generated.generator} answered {error}") from None
+            wanted -= end - start
+            if generated.finish_reason != "abort":
+                if end == start:
+                    raise EpisodeFailed(f"generator {generated.generator} answered without a token")
+                return generated, generated.finish_reason == "length" and wanted > 0
+            if wanted < 1 or len(conversation) >= self.config.generator.max_model_len:
+                return replace(generated, finish_reason="length"), wanted > 0
+
+    def _request(self, conversation: Conversation, max_tokens: int) -> Generate:
+        ticket, sampling = self.ticket, self.config.sampling
+        seed = turn_seed(ticket.seed, self.requests) if sampling.seeded else None
+        self.requests += 1
+        return Generate(
+            request_id=0, session=ticket.ticket_id, kind=ticket.kind, version=ticket.version,
+            prompt_ids=conversation.context(), max_tokens=max_tokens, temperature=ticket.temperature,
+            top_p=sampling.top_p, stop_token_ids=self.around.tokenizer.stop_ids, seed=seed,
+            priority=ticket.group_id if ticket.kind == "train" else 0,
+        )  # fmt: skip
+
+    async def _generate(self, request: Generate) -> Generated:
+        activity, begin = self.around.activity, time.monotonic()
+        activity.generating += 1
+        try:
+            generated = await self.around.generate(request)
+        finally:
+            activity.generating -= 1
+            activity.generate_s += time.monotonic() - begin
+        self.tokens_generated += generated.tokens_generated
+        self.epoch = generated.epoch
+        return generated
+
+    async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        """Await foreign code within the step deadline."""
+        activity, begin = self.around.activity, time.monotonic()
+        deadline_s = self.config.env.step_deadline_s
+        activity.environment += 1
+        try:
+            return await _isolated(call, deadline_s)
+        except _Overrun:
+            raise EpisodeFailed(f"environment: {what} ran past env.step_deadline_s={deadline_s:g}") from None
+        except Exception as error:
+            raise EpisodeFailed(f"environment: {what} raised {type(error).__name__}: {error}") from error
+        finally:
+            activity.environment -= 1
+            activity.environment_s += time.monotonic() - begin
+
+    async def close(self) -> None:
+        """Close the environment. A failure is counted: the episode's outcome stands without it."""
+        try:
+            await _isolated(self.environment.close(), CLOSE_DEADLINE_S)
+        except Exception as error:
+            self.around.activity.close_failures += 1
+            print(f"ticket {self.ticket.ticket_id}: environment did not close: {error!r}", flush=True)
+
+
+def _release(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():  # else cancelled meanwhile
+        waiting.set_result(None)
+
+
+class _Overrun(Exception):
+    """Foreign code ran past its deadline."""
+
+
+async def _isolated(call: Coroutine[Any, Any, T], deadline_s: float) -> T:
+    """Run foreign code in a task of its own: past the deadline it is cancelled, and abandoned if it resists."""
+
+    async def guarded() -> T:
+        try:
+            return await call
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let these end the whole server
+            raise RuntimeError(f"{type(error).__name__}({error})") from error
+
+    task = asyncio.ensure_future(guarded())
+    try:
+        await asyncio.wait({task}, timeout=deadline_s)
+        if task.done():
+            if task.cancelled():
+                raise RuntimeError("it cancelled itself")
+            return task.result()
+        raise _Overrun
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_forget)
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    """Take the exception of an abandoned call, so that asyncio does not report it at collection."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _checked_messages(answer: Any, what: str) -> list[Message]:
+    if not isinstance(answer, list) or not all(isinstance(message, Message) for message in answer):
+        raise EpisodeFailed(f"environment: {what} answered {type(answer).__name__}, not a list of Message")
+    return answer
+
+
+def _checked_step(answer: Any, what: str) -> Step:
+    if not isinstance(answer, Step):
+        raise EpisodeFailed(f"environment: {what} answered {type(answer).__name__}, not a Step")
+    try:  # plain numbers: a numpy scalar would not cross the socket
+        reward = float(answer.reward)
+        info = {str(name): float(value) for name, value in answer.info.items()}
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailed(f"environment: {what} answered a reward or info that is no number: {error}") from None
+    if not math.isfinite(reward):
+        raise EpisodeFailed(f"environment: {what} answered the reward {reward}")
+    return Step(_checked_messages(answer.messages, what), reward, bool(answer.done), info)

@@ -1,0 +1,209 @@
+"""Text to ids and back for conversations, without transformers: tokenizer.json and the model's chat template.
+
+The ids between two turns (*glue*) are derived from the template itself, by rendering a fixed dummy conversation
+
+    user: DUMMY_USER · assistant: DUMMY_TURN · <the new messages> · <generation prompt>
+
+and keeping what stands after DUMMY_TURN: the end of the assistant's turn (`<|im_end|>\\n`), the messages in the
+template's own form, and the opening of the next turn. So no template is special-cased, and templates that treat the
+last turn differently (dropping its reasoning, say) never touch ids that were generated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from rollout.episodes.environment import Message
+
+DUMMY_USER = "fresco dummy question"
+DUMMY_TURN = "fresco dummy answer"
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerError(ValueError):
+    """A model folder without what a conversation needs, or messages that its chat template refuses."""
+
+
+class ConversationTokenizer(Protocol):
+    stop_ids: list[int]
+    """Ids that end a turn; a turn that ends by one of them contains it."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the opening messages and of the first turn's opening."""
+        ...
+
+    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        """Ids between a generated turn, which ended with `last_id`, and the next one."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a generated turn, special tokens left out. Never raises for ids that a model produced."""
+        ...
+
+
+class ChatTokenizer:
+    """The tokenizer and chat template of a model folder. Raises TokenizerError if the folder has none."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise TokenizerError(f"{path} does not exist: conversations need a fast tokenizer")
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read_json(folder / "tokenizer_config.json")
+        self._named = _named_tokens(_read_json(folder / "special_tokens_map.json") | settings)
+        self._template = _compile(_chat_template(folder, settings))
+        special = {id: token for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special_texts = [token.content for token in special.values() if len(token.content.strip()) > 2]
+        self.stop_ids = _eos_ids(folder, self._named, self._tokenizer)
+        closing = self._encode(self._after_turn([], opens_turn=False))
+        # A template may close turns with a token that the model's configuration does not list as an end
+        # (base models with a chat template): it must stop generation too.
+        ends = [id for id in closing if id in self.stop_ids or id in special]
+        self.turn_end: int | None = ends[0] if ends else None
+        if self.turn_end is not None and self.turn_end not in self.stop_ids:
+            self.stop_ids.append(self.turn_end)
+        if not self.stop_ids:
+            raise TokenizerError(f"{folder} names no end-of-sequence token, nor does its chat template close turns")
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return self._encode(self._render(self._plain(messages), opens_turn=True))
+
+    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        ids = self._encode(self._after_turn(self._plain(messages), opens_turn=True))
+        if last_id == self.turn_end:  # generated: the sequence has it already
+            return ids[ids.index(last_id) + 1 :]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text, as it would stand within a turn."""
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids  # the template has written them
+
+    def _after_turn(self, messages: list[dict[str, str]], *, opens_turn: bool) -> str:
+        opening = [{"role": "user", "content": DUMMY_USER}, {"role": "assistant", "content": DUMMY_TURN}]
+        text = self._render([*opening, *messages], opens_turn=opens_turn)
+        before, found, after = text.partition(DUMMY_TURN)
+        if not found or DUMMY_USER not in before:
+            raise TokenizerError("the chat template does not keep an assistant turn in its place")
+        return after
+
+    def _plain(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+        """Messages with the texts of special tokens broken up: an environment may echo what a model wrote."""
+        plain = []
+        for message in messages:
+            content = message.content
+            for text in self._special_texts:
+                if text in content:
+                    content = content.replace(text, f"{text[0]} {text[1:]}")
+            plain.append({"role": message.role, "content": content})
+        return plain
+
+    def _render(self, messages: list[dict[str, str]], *, opens_turn: bool) -> str:
+        try:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=opens_turn, **self._named
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TokenizerError(f"the chat template refuses messages of roles ({roles}): {error}") from None
+
+
+class IdTokenizer:
+    """For runs without a model: a message's content is its ids, separated by spaces; turns have no glue."""
+
+    def __init__(self) -> None:
+        self.stop_ids: list[int] = []
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        try:
+            return [int(word) for message in messages for word in message.content.split()]
+        except ValueError as error:
+            raise TokenizerError(f"without a model, messages are ids separated by spaces: {error}") from None
+
+    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        return self.prompt(messages)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def load_tokenizer(model_folder: Path | None) -> ConversationTokenizer:
+    return IdTokenizer() if model_folder is None else ChatTokenizer(model_folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    values = {name: settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None}
+    return {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not template:
+        raise TokenizerError(f"{folder} has no chat template (chat_template.jinja or tokenizer_config.json)")
+    return template
+
+
+def _eos_ids(folder: Path, named: dict[str, str], tokenizer: Tokenizer) -> list[int]:
+    configured = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if configured is None:
+        configured = _read_json(folder / "config.json").get("eos_token_id")
+    found = [] if configured is None else configured if isinstance(configured, list) else [configured]
+    own = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
+    return list(dict.fromkeys([*found, *([] if own is None else [own])]))
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks assistant text in templates made for training; here its body is plain output."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    """As transformers compiles chat templates: sandboxed, trimmed blocks, its three helpers."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TokenizerError(f"the chat template does not compile: {error}") from None

@@ -1,0 +1,64 @@
+"""The small protocol between a generator process and an inference engine.
+
+Adding an engine is one file here that implements `Engine`, plus a line in `rollout.generator.engines.make_engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rl.core.messages import Generate, Version
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    kv_tokens: int  # capacity of the KV cache, in tokens
+    max_num_seqs: int
+    max_model_len: int
+
+
+@dataclass
+class Sampled:
+    """All that was sampled for one request, in order; versions are per token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    policy_version: list[int] = field(default_factory=list)
+    finish_reason: str = ""  # stop | length | abort
+    tokens_generated: int = 0  # also counts tokens that an `abort` update discarded
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one weight load did, for WeightStatus."""
+
+    version: Version
+    checksum: int
+    probe_logp: list[float]
+    wait_s: float
+    pause_s: float
+    copy_s: float
+    load_s: float
+
+
+class Engine(Protocol):
+    async def start(self) -> EngineInfo:
+        """Load the model; the first version arrives through `load` before any request runs."""
+        ...
+
+    async def generate(self, request: Generate, progress: Callable[[Sampled], None]) -> Sampled:
+        """Run one request to its end. `progress` is called with the growing result, first at the first token.
+
+        Returns early with finish_reason "abort" after `abort(request_id)`; raises on engine failure.
+        """
+        ...
+
+    async def abort(self, request_id: int) -> None: ...
+
+    async def load(self, version: Version, probe_ids: list[int]) -> LoadReport:
+        """Load the published weights of `version` under the configured `on_update`, and probe them."""
+        ...
+
+    async def stop(self) -> None: ...

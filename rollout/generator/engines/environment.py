@@ -1,0 +1,23 @@
+"""Environment variables an engine needs before its libraries are imported.
+
+The supervisor puts them into the environment of each generator process; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from rl.core.config import Config
+
+
+def engine_environment(config: Config, device: str) -> dict[str, str]:
+    """Variables for one generator process on `device` (`cpu` or `cuda`)."""
+    if config.generator.engine != "vllm":
+        return {}
+    variables = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if device == "cpu":
+        variables |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker shares the engine core's process
+            "OMP_NUM_THREADS": str(config.generator.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin beside other processes
+            "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles for seconds
+        }
+    return variables

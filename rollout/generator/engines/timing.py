@@ -1,0 +1,194 @@
+"""How long an engine takes: continuous batching as a pure model in its own time.
+
+`BatchModel` knows sequences only by key, prompt tokens to prefill and response length. The simulated
+engine drives it with the wall clock, the virtual-time simulator with `next_event`; neither changes what it does.
+
+The model: prefills run one after another, ahead of decoding (as an engine without chunked prefill schedules
+them), and yield the first token; then every decode step gives each running sequence one token and takes
+`decode_base_s + decode_per_seq_s * (n - 1)` seconds. A weight load stalls everything.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from rl.core.config import SimulatedEngineConfig
+
+_EPSILON_S = 1e-9  # `advance(next_event())` reaches that event in spite of rounding
+_SHORTEST_STEP_S = 1e-9  # a step of no time would be an endless number of steps
+
+
+class Timing:
+    """Seconds and lengths of `generator.simulated`."""
+
+    def __init__(self, config: SimulatedEngineConfig) -> None:
+        self._config = config
+        # The mean of a log-normal is exp(mu + sigma^2 / 2).
+        self._mu = math.log(config.length_mean) - config.length_sigma**2 / 2
+
+    def prefill_s(self, tokens: int) -> float:
+        return tokens / self._config.prefill_tokens_per_s
+
+    def decode_step_s(self, batch: int) -> float:
+        """One step of a batch of `batch` >= 1 sequences."""
+        step = self._config.decode_base_s + self._config.decode_per_seq_s * (batch - 1)
+        return max(step, _SHORTEST_STEP_S)
+
+    def response_length(self, seed: int) -> int:
+        """Tokens that the policy would generate without a limit: log-normal, at least 1."""
+        return max(1, round(random.Random(seed).lognormvariate(self._mu, self._config.length_sigma)))
+
+
+class Event(NamedTuple):
+    kind: Literal["first_token", "finished"]
+    key: int
+    at: float
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    key: int
+    prompt_len: int
+    prefill: int  # tokens of the prompt that are not cached
+    length: int
+    joined: float | None = None  # decode steps done when it joined the batch; None: not prefilled yet
+    over: bool = False
+
+
+class BatchModel:
+    """One engine's batch at `self.now`, in seconds of any clock: `advance`, then add, remove or stall."""
+
+    def __init__(self, timing: Timing, max_num_seqs: int, now: float = 0.0) -> None:
+        self._timing = timing
+        self._max_num_seqs = max_num_seqs
+        self.now = now
+        self._steps = 0.0  # decode steps done, fractions included
+        self._sequences: dict[int, _Sequence] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._prefilling: _Sequence | None = None
+        self._prefill_s = 0.0  # what is left of that prefill; the batch does not decode meanwhile
+        self._stall_s = 0.0  # what is left of a load, which comes before anything else
+        self._running = 0
+        self._ends: list[tuple[float, int, _Sequence]] = []  # (last step, key, sequence)
+
+    def __len__(self) -> int:
+        """Sequences that have not finished."""
+        return len(self._sequences)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._sequences
+
+    def add(self, key: int, prompt_len: int, prefill: int, length: int) -> None:
+        """A new sequence, of which `prefill` prompt tokens are not cached, arrives at `self.now`."""
+        sequence = _Sequence(key, prompt_len, prefill, length)
+        self._sequences[key] = sequence
+        self._waiting.append(sequence)
+        self._start_prefill()
+
+    def remove(self, key: int) -> None:
+        """Abort; unknown keys are ignored."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is None:
+            return
+        sequence.over = True
+        if sequence is self._prefilling:
+            self._prefilling = None
+        elif sequence.joined is not None:
+            self._running -= 1
+        else:
+            self._waiting.remove(sequence)
+        self._start_prefill()
+
+    def stall(self, seconds: float, *, recompute: bool) -> None:
+        """A weight load: no token for `seconds`, and with `recompute` all running context is prefilled again."""
+        if recompute:
+            running = [each for each in self._sequences.values() if each.joined is not None]
+            seconds += self._timing.prefill_s(sum(each.prompt_len + self._tokens(each) for each in running))
+        self._stall_s += seconds
+
+    def tokens(self, key: int) -> int:
+        """Tokens that this unfinished sequence has so far."""
+        return self._tokens(self._sequences[key])
+
+    def next_event(self) -> float | None:
+        """When the next first token or end comes if nothing is added or removed; None: never."""
+        resumes = self.now + self._stall_s
+        if self._prefilling is not None:
+            return resumes + self._prefill_s
+        end = self._next_end()
+        return None if end is None else resumes + max(0.0, end - self._steps) * self._step_s()
+
+    def advance(self, now: float) -> list[Event]:
+        """Run until `now`; returns the events in order, those at `now` included."""
+        events: list[Event] = []
+        while True:
+            left = max(0.0, now - self.now)
+            if self._stall_s > left + _EPSILON_S:
+                self._stall_s -= left
+                break
+            if self._stall_s > 0:
+                self.now, self._stall_s = self.now + self._stall_s, 0.0
+            elif self._prefilling is not None:
+                if self._prefill_s > left + _EPSILON_S:
+                    self._prefill_s -= left
+                    break
+                self.now += self._prefill_s
+                self._finish_prefill(self._prefilling, events)
+            elif not self._decode(left, events):
+                break
+        self.now = max(self.now, now)
+        return events
+
+    def _decode(self, left: float, events: list[Event]) -> bool:
+        """Up to the next end, or for the `left` seconds (then False)."""
+        end = self._next_end()
+        if end is None:
+            return False
+        needed = max(0.0, end - self._steps) * self._step_s()
+        if needed > left + _EPSILON_S:
+            self._steps += left / self._step_s()
+            return False
+        self.now, self._steps = self.now + needed, max(end, self._steps)
+        self._end(heapq.heappop(self._ends)[2], events)
+        self._start_prefill()
+        return True
+
+    def _step_s(self) -> float:
+        return self._timing.decode_step_s(self._running)
+
+    def _tokens(self, sequence: _Sequence) -> int:
+        if sequence.joined is None:
+            return 0
+        return min(sequence.length, 1 + int(self._steps - sequence.joined + 1e-6))
+
+    def _next_end(self) -> float | None:
+        while self._ends and self._ends[0][2].over:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else None
+
+    def _start_prefill(self) -> None:
+        if self._prefilling is None and self._waiting and self._running < self._max_num_seqs:
+            self._prefilling = self._waiting.popleft()
+            self._prefill_s = self._timing.prefill_s(self._prefilling.prefill)
+
+    def _finish_prefill(self, sequence: _Sequence, events: list[Event]) -> None:
+        self._prefilling = None
+        sequence.joined = self._steps
+        self._running += 1
+        events.append(Event("first_token", sequence.key, self.now))
+        if sequence.length == 1:
+            self._end(sequence, events)
+        else:
+            heapq.heappush(self._ends, (self._steps + sequence.length - 1, sequence.key, sequence))
+        self._start_prefill()
+
+    def _end(self, sequence: _Sequence, events: list[Event]) -> None:
+        sequence.over = True
+        del self._sequences[sequence.key]
+        self._running -= 1
+        events.append(Event("finished", sequence.key, self.now))

@@ -1,0 +1,72 @@
+"""The rows of the paper's table, small: directions that must hold, bounds, and the cost of scheduling."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from experiments.paper import bounds, cost, environments, queueing, redundancy, rlvr, rows, split
+from rollout.simulate.laws import LogNormal
+from rollout.simulate.setting import Setting, Work
+
+
+def test_makespans_keep_the_bounds_and_approach_the_lower_one() -> None:
+    """2 generators of 16 slots: at Q = 8192 within 5 % of max(work / slots, longest)."""
+    few, many = (bounds.queue_line(samples, generators=2) for samples in (32, 8192))
+    assert few["holds"] and many["holds"]
+    assert many["over lower"] < 1.05
+
+
+@given(
+    samples=st.integers(1, 60),
+    generators=st.integers(1, 3),
+    mean=st.integers(1, 2000),
+    sigma=st.floats(0.0, 2.0),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_makespan_exceeds_the_upper_bound(samples: int, generators: int, mean: int, sigma: float, seed: int) -> None:
+    work = Work(length=LogNormal(mean, sigma), max_tokens=4096, prompt_tokens=1)
+    line = bounds.queue_line(samples, generators, work, seed)
+    assert line["holds"], line
+
+
+def test_mean_steps_keep_the_bounds() -> None:
+    assert all(line["holds"] for line in bounds.step_lines((0.5,), measured=2))
+
+
+def test_environment_level_asynchrony_gains_more_with_more_spread() -> None:
+    calm, wild = (environments.line(sigma, turns=4, environments=64)["speed-up"] for sigma in (1.0, 10.0))
+    assert 1 < calm < wild
+
+
+def test_queue_scheduling_beats_rounds() -> None:
+    free = queueing.setting(measured=10)
+    rounds = rows.simulate(replace(free.with_broker(redundant_groups=0), batch_barrier=True))
+    assert rounds.step_s / rows.simulate(free).step_s > 2
+
+
+def test_redundancy_hides_hangs() -> None:
+    alone, spare = (rows.simulate(redundancy.setting(shape, measured=6)).step_s for shape in ((32, 8), (32, 10)))
+    assert spare < alone / 2
+
+
+def test_every_row_is_closed_by_its_parameters() -> None:
+    for setting in (rlvr.setting(16, (2_000, 0.8), 0.5), split.setting(16, 1.0), cost.setting(10)):
+        assert isinstance(setting, Setting) and setting.until > setting.warm_up
+
+
+def test_a_gain_from_dropping_long_samples_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"setting": "x", "kept": 80.0, "drawn": 100.0, "speed-up": 2.0, "tokens x": 1.6}
+    rows.verdict([line])
+    assert "dropping long samples" in capsys.readouterr().out
+    rows.verdict([line | {"kept": 99.0}])
+    assert not capsys.readouterr().out
+
+
+def test_scheduling_is_measured_per_sample() -> None:
+    line = cost.measure(10, samples=300)
+    assert line["samples"] >= 300
+    assert line["broker_us"] > 0 and line["proxy_us"] > 0

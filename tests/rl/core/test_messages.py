@@ -1,0 +1,84 @@
+"""Frames: typed, validated, without pickle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from rl.core.messages import Generate, ProtocolError, Stop, Trajectory, Turn, Version, decode, encode
+
+
+def trajectory(length: int) -> Trajectory:
+    return Trajectory(
+        server=0, incarnation=0, seq=1, ticket_id=2, sample_id=3, group_id=4, task_index=5, kind="train", epoch=0,
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=(np.arange(length) % 2).astype(np.uint8),
+        logp_behavior=np.linspace(-1, 0, length, dtype=np.float32),
+        policy_version=np.full(length, 7, np.int32),
+        turns=[Turn(1, 2, 1.0, 0.1, 0.2, "stop", 0)], reward=1.0, stop_reason="done", tokens_generated=1, seconds=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096])
+def test_round_trip(length: int) -> None:
+    sent = trajectory(length)
+    received = decode([bytes(frame) for frame in encode(sent)])
+    assert isinstance(received, Trajectory)
+    for name in ("token_ids", "loss_mask", "logp_behavior", "policy_version"):
+        np.testing.assert_array_equal(getattr(received, name), getattr(sent, name))
+        assert getattr(received, name).dtype == getattr(sent, name).dtype
+    assert received.turns == sent.turns
+    assert received.first_version == (7 if length > 1 else -1)
+
+
+@pytest.mark.parametrize("length", [3, 8, 20_000])
+def test_smaller_arrays_share_an_aligned_frame(length: int) -> None:
+    sent = trajectory(length)
+    frames = [bytes(frame) for frame in encode(sent)]
+    assert len(frames) == (5 if length == 20_000 else 2)  # of 20 000 tokens, three arrays have 80 kB
+    received = decode(frames)
+    assert isinstance(received, Trajectory)
+    for name in ("token_ids", "loss_mask", "logp_behavior", "policy_version"):
+        array = getattr(received, name)
+        np.testing.assert_array_equal(array, getattr(sent, name))
+        assert array.flags.aligned and not array.flags.writeable
+
+
+@given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=4))
+def test_garbage_is_refused_with_one_error(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+def test_missing_or_misshapen_buffers_are_refused() -> None:
+    header, *buffers = [bytes(frame) for frame in encode(trajectory(8))]
+    with pytest.raises(ProtocolError, match="does not exist"):
+        decode([header])
+    with pytest.raises(ProtocolError):
+        decode([header, buffers[0][:-1], *buffers[1:]])
+
+
+def test_other_protocol_version_is_refused() -> None:
+    header = bytes(encode(Stop("x"))[0])
+    with pytest.raises(ProtocolError, match="protocol 9"):
+        decode([header.replace(b"\x92\x01", b"\x92\x09", 1)])
+
+
+@given(ids=arrays.arrays(np.int32, st.integers(0, 50)))
+def test_prompts_survive(ids: np.ndarray) -> None:
+    request = Generate(1, 2, "train", Version(0, 3), ids, 8, 1.0, 1.0, [0])
+    received = decode([bytes(frame) for frame in encode(request)])
+    assert isinstance(received, Generate)
+    np.testing.assert_array_equal(received.prompt_ids, ids)
+
+
+def test_float64_is_not_allowed_on_the_wire() -> None:
+    with pytest.raises(ProtocolError, match="float64"):
+        encode(Generate(1, 2, "train", Version(0, 3), np.zeros(2), 8, 1.0, 1.0, [0]))
+
+
+def test_versions_are_ordered_by_epoch_first() -> None:
+    assert Version(1, 0) > Version(0, 9) > Version(0, 8)

@@ -1,0 +1,208 @@
+"""A learner process under test, and everything it talks to, played by the test over real sockets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+
+from rl.core.config import load_config
+from rl.core.messages import (
+    BatchRequest,
+    Done,
+    Fatal,
+    Heartbeat,
+    Journal,
+    Message,
+    Metrics,
+    PeerDied,
+    Published,
+    Register,
+    SampleRow,
+    SaveRequest,
+    Shard,
+    Stop,
+    Version,
+)
+from rl.core.run import RunFile
+from rl.core.sockets import identity, open_socket, receive_from, send, send_to
+
+ROOT = Path(__file__).parents[3]
+M = TypeVar("M", bound=Any)
+
+
+class Rig:
+    """Broker and supervisor of one run. Messages are kept in `inbox` in the order they came."""
+
+    def __init__(self, run: RunFile, module: str = "rl.learner.process") -> None:
+        self.run, self.module, self.ranks = run, module, run.config.learner.ranks
+        self.inbox: list[Message] = []
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.learner = b""  # identity on the socket `steps`
+        self.context = zmq.Context()
+        self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
+        self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=self.context)
+        self.shards = [open_socket(zmq.PUSH, run, "batches", rank, context=self.context) for rank in range(self.ranks)]
+
+    def start(self) -> Rig:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "FRESCO_PARENT_PID": str(os.getpid()),
+        }  # fmt: skip
+        for rank in range(self.ranks):
+            log = (self.run.folder / f"learner.{rank}.log").open("wb")
+            command = [sys.executable, "-m", self.module, "--run", str(self.run.folder), "--index", str(rank)]
+            self.children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+        return self
+
+    def __enter__(self) -> Rig:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for child in self.children:
+            child.kill()
+            child.wait()
+        self.context.destroy(linger=0)
+
+    def pump(self, timeout_s: float = 0.1) -> None:
+        """Take what has arrived on both sockets."""
+        poller = zmq.Poller()
+        for socket in (self.control, self.steps):
+            poller.register(socket, zmq.POLLIN)
+        for socket, _ in poller.poll(int(timeout_s * 1000)):
+            peer, message = receive_from(socket)
+            if socket is self.steps:
+                self.learner = peer
+            if isinstance(message, SaveRequest):
+                self.answer(Journal(message.version, f"journal {message.version.n}".encode()))
+            if not isinstance(message, Register | Heartbeat):
+                self.inbox.append(message)
+
+    def take(self, kind: type[M], deadline_s: float = 180.0) -> M:
+        """The next message of this type; others stay. A learner that gives up instead fails the test with its log."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            for message in self.inbox:
+                if isinstance(message, kind):
+                    self.inbox.remove(message)
+                    return message
+            if kind is not Fatal:
+                fatal = [message for message in self.inbox if isinstance(message, Fatal)]
+                assert not fatal, f"{fatal[0].message}\n{fatal[0].detail}"
+            assert time.monotonic() < deadline, f"no {kind.__name__} within {deadline_s} s\n{self.logs()}"
+            self.pump()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in sorted(self.run.folder.glob("learner.*.log")))
+
+    def send_batch(self, shards: list[Shard]) -> None:
+        for socket, shard in zip(self.shards, shards, strict=True):
+            send(socket, shard)
+
+    def train(self, batches: list[list[Shard]]) -> list[Metrics]:
+        """Serve every batch as it is asked for; returns the metrics rows."""
+        rows = []
+        for batch in batches:
+            assert self.take(BatchRequest).step == batch[0].step
+            self.send_batch(batch)
+            rows.append(self.take(Metrics))
+        return rows
+
+    def published(self, n: int) -> None:
+        assert self.take(Published) == Published(Version(self.run.epoch, n))
+
+    def answer(self, message: Message) -> None:
+        send_to(self.steps, self.learner, message)
+
+    def tell(self, message: Stop | PeerDied) -> None:
+        """As the supervisor, to every rank."""
+        for rank in range(self.ranks):
+            send_to(self.control, identity("learner", rank), message)
+
+    def finish(self) -> Done:
+        done = self.take(Done)
+        self.stop()
+        return done
+
+    def stop(self, deadline_s: float = 20.0) -> None:
+        """Tell every rank to stop, and require that all exit cleanly."""
+        self.tell(Stop("test"))
+        deadline = time.monotonic() + deadline_s
+        codes = [child.wait(max(0.1, deadline - time.monotonic())) for child in self.children]
+        assert codes == [0] * self.ranks, self.logs()
+
+
+def make_batch(
+    step: int,
+    *,
+    ranks: int = 1,
+    groups: int = 4,
+    group_size: int = 2,
+    vocab: int = 64,
+    version: int | None = None,
+    epoch: int = 0,
+    seed: int = 0,
+) -> list[Shard]:
+    """One random batch of `groups * group_size` two-turn samples, as a shard per rank (whole groups in turn)."""
+    random = np.random.default_rng(1000 * seed + step)
+    samples: list[dict[str, Any]] = []
+    for sample in range(groups * group_size):
+        lengths = random.integers(2, 7, size=4)  # prompt, answer, observation, answer
+        mask = np.repeat(np.array([0, 1, 0, 1], np.uint8), lengths)
+        tokens = int(lengths.sum())
+        samples.append({
+            "ids": random.integers(1, vocab, tokens).astype(np.int32),
+            "mask": mask,
+            "logp": np.where(mask, random.uniform(-5, -3, tokens), 0).astype(np.float32),
+            "starts": [int(lengths[0]), int(lengths[:3].sum())],
+            "group": 10 * step + sample // group_size,
+            "id": 100 * step + sample,
+            "reward": float(random.random() < 0.5) + 0.25 * (sample % group_size),
+        })  # fmt: skip
+    made_by = step if version is None else version
+    rows = [SampleRow(s["id"], s["group"], s["reward"], len(s["ids"]), int(s["mask"].sum()), made_by) for s in samples]
+    return [_shard(step, rank, ranks, epoch, made_by, rows, samples, group_size) for rank in range(ranks)]
+
+
+def _shard(
+    step: int,
+    rank: int,
+    ranks: int,
+    epoch: int,
+    version: int,
+    rows: list[SampleRow],
+    samples: list[dict[str, Any]],
+    group_size: int,
+) -> Shard:
+    members = [i for i in range(len(samples)) if (i // group_size) % ranks == rank]
+    mine = [samples[i] for i in members]
+    mask = np.concatenate([s["mask"] for s in mine])
+    return Shard(
+        step=step, rank=rank, epoch=epoch, rows=rows, members=members, lengths=[len(s["ids"]) for s in mine],
+        turn_starts=[s["starts"] for s in mine], token_ids=np.concatenate([s["ids"] for s in mine]), loss_mask=mask,
+        logp_behavior=np.concatenate([s["logp"] for s in mine]),
+        policy_version=np.where(mask, version, -1).astype(np.int32), loss_tokens=sum(row.loss_tokens for row in rows),
+        metrics={"staleness/mean": float(step - version)},
+    )  # fmt: skip
+
+
+def make_learner_run(*overrides: str, **fields: Any) -> RunFile:
+    """A saved RunFile in a new folder with a short path; the caller removes the folder."""
+    folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))
+    values = {
+        "config": load_config(None, list(overrides)), "run_id": uuid.uuid4().hex[:8], "folder": folder,
+        "socket_folder": folder, "device": "cpu", "train_tasks": 1000, "eval_tasks": 16, "started_at": time.time(),
+    }  # fmt: skip
+    run = RunFile.model_validate(values | fields)
+    run.save()
+    return run

@@ -1,0 +1,123 @@
+"""Tiny Qwen3 models and batches for tests of the learner's numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from algos.registry import make_loss
+from rl.core.config import load_config
+from rl.core.messages import SampleRow, Shard
+from rl.learner.algorithm import make_algorithm
+from rl.learner.credit import assign
+from rl.learner.packing import Pack, dummy_pack, make_packs
+from rl.learner.policy import Policy
+from rl.learner.update import UpdateStats, accumulate_gradients
+
+VOCAB = 67  # odd: two ranks hold a different number of rows
+
+
+def save_tiny(folder: Path, *, tied: bool = True) -> Path:
+    """Initial weights large enough that attention matters: a packing fault moves logprobs by tenths of a nat."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=96, tie_word_embeddings=tied, initializer_range=0.15,
+        max_position_embeddings=512, attention_dropout=0.1,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int = 0) -> list[Shard]:
+    """The same batch for any number of ranks; the first rank gets the samples 0, ranks, 2 ranks, ..."""
+    random = np.random.default_rng(seed)
+    samples, rows = [], []
+    for i in range(groups * group_size):
+        lengths = random.integers(1, 12, size=4)  # prompt, answer, observation, answer
+        mask = np.repeat(np.array([0, 1, 0, 1], np.uint8), lengths)
+        tokens = len(mask)
+        samples.append((
+            random.integers(0, VOCAB, tokens).astype(np.int32),
+            mask,
+            np.where(mask, random.uniform(-6, -2, tokens), 0).astype(np.float32),
+            np.where(mask, random.integers(3, 6, tokens), -1).astype(np.int32),
+        ))  # fmt: skip
+        rows.append(SampleRow(i, i // group_size, float(random.normal()), tokens, int(mask.sum()), 3))
+    shards = []
+    for rank in range(ranks):
+        members = list(range(rank, len(rows), ranks))
+        arrays = [np.concatenate([samples[i][k] for i in members]) for k in range(4)]
+        shards.append(
+            Shard(
+                step=5,
+                rank=rank,
+                epoch=0,
+                rows=rows,
+                members=members,
+                lengths=[rows[i].tokens for i in members],
+                turn_starts=[[0] for _ in members],
+                token_ids=arrays[0],
+                loss_mask=arrays[1],
+                logp_behavior=arrays[2],
+                policy_version=arrays[3],
+                loss_tokens=sum(row.loss_tokens for row in rows),
+            )
+        )
+    return shards
+
+
+def packs_of(shard: Shard, max_tokens: int = 64) -> list[Pack]:
+    """With group advantages; of one minibatch, or of the part that `shard` is."""
+    packs = make_packs(shard, max_tokens, version=5) or [dummy_pack()]
+    return assign(shard, [packs], make_algorithm(load_config(None)))[0].packs
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, parameter in policy.model.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+    return found
+
+
+def backward(
+    policy: Policy,
+    packs: list[Pack],
+    tokens: int,
+    *,
+    loss: str = "grpo",
+    options: dict[str, Any] | None = None,
+    world_size: int = 1,
+    first_step: bool = False,
+) -> tuple[dict[str, Tensor], UpdateStats]:
+    """Fresh gradients and statistics of these packs."""
+    policy.zero_grad(set_to_none=True)
+    stats = accumulate_gradients(
+        policy, packs, make_loss(loss, options or {}), temperature=0.7, global_tokens=tokens, world_size=world_size,
+        first_step=first_step,
+    )  # fmt: skip
+    return gradients(policy), stats
+
+
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@contextmanager
+def stock_attention(model: Any) -> Iterator[None]:
+    """transformers' own attention, which needs no bounds of samples."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)

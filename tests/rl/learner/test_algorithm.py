@@ -1,0 +1,40 @@
+"""What the section `algo` refuses at start: a loss that uses log-probabilities nobody computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from algos.registry import NoOptions
+from algos.types import LossInputs, LossResult
+from rl.core.config import load_config
+from rl.learner.algorithm import make_algorithm
+
+
+def anchored(inputs: LossInputs, options: NoOptions) -> LossResult:
+    return LossResult(inputs.masked(inputs.logp_current - inputs.logp_proximal))  # type: ignore[operator]
+
+
+def referenced(inputs: LossInputs, options: NoOptions) -> LossResult:
+    return LossResult(inputs.masked(inputs.logp_current - inputs.logp_reference))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "loss, missing, fix, override",
+    [
+        ("anchored", "logp_proximal", "needs_proximal=True", "algo.correction.weight=token"),
+        ("referenced", "logp_reference", "algo.kl.coef", "algo.kl.coef=0.01"),
+    ],
+)
+def test_logprobs_that_nobody_computes(loss: str, missing: str, fix: str, override: str) -> None:
+    chosen = f"algo.loss=tests.rl.learner.test_algorithm:{loss}"
+    with pytest.raises(ValueError, match=f"{loss}' uses {missing}, which nothing here computes: .*{fix}"):
+        make_algorithm(load_config(None, [chosen]))
+    assert make_algorithm(load_config(None, [chosen, override])).loss.spec.name.endswith(loss)
+
+
+def test_the_proximal_policy_is_computed_for_those_that_need_it() -> None:
+    def needs(*overrides: str) -> bool:
+        return make_algorithm(load_config(None, list(overrides))).needs_proximal
+
+    assert needs("algo.loss=decoupled_ppo") and needs("algo.correction.mask=token") and not needs("algo.loss=grpo")
+    assert not needs("algo.loss=decoupled_ppo", "algo.options={proximal: interpolated}")

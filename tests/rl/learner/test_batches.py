@@ -1,0 +1,57 @@
+"""What the learner asserts about every shard before it trains on it."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl.core.messages import SampleRow, Shard
+from rl.learner.batches import StaleBatch, check_shard
+from tests.rl.learner.learner_rig import make_batch
+
+
+def check(shard: Shard, step: int = 3, rank: int = 0, epoch: int = 0, bound: int = 1) -> None:
+    check_shard(shard, step=step, rank=rank, epoch=epoch, staleness_bound=bound)
+
+
+def test_the_oldest_allowed_version_passes_and_the_next_older_does_not() -> None:
+    check(make_batch(3, version=2)[0])
+    with pytest.raises(StaleBatch, match=r"step 3 holds 8 of 8 samples .*versions \[1\].*at most 1"):
+        check(make_batch(3, version=1)[0])
+
+
+def test_one_stale_row_of_another_rank_is_refused() -> None:
+    shard = make_batch(3, ranks=2)[0]
+    rows = list(shard.rows)
+    rows[-1] = msgspec.structs.replace(rows[-1], version=1)
+    assert len(rows) - 1 not in shard.members
+    with pytest.raises(StaleBatch, match="1 of 8"):
+        check(msgspec.structs.replace(shard, rows=rows))
+
+
+def test_tokens_older_than_their_row_says_are_refused() -> None:
+    shard = make_batch(3)[0]
+    versions = shard.policy_version.copy()
+    versions[np.flatnonzero(shard.loss_mask)[-1]] = 1
+    with pytest.raises(StaleBatch, match=r"versions \[1\]"):
+        check(msgspec.structs.replace(shard, policy_version=versions))
+
+
+@pytest.mark.parametrize("field, value", [("step", 4), ("rank", 1), ("epoch", 7)])
+def test_a_shard_of_another_place_is_refused(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match="expected its shard of step 3 in epoch 0"):
+        check(msgspec.structs.replace(make_batch(3)[0], **{field: value}))
+
+
+def test_a_sample_that_appears_twice_is_refused() -> None:
+    shard = make_batch(3)[0]
+    rows: list[SampleRow] = [shard.rows[0], *shard.rows[:-1]]
+    with pytest.raises(ValueError, match="twice"):
+        check(msgspec.structs.replace(shard, rows=rows))
+
+
+def test_arrays_of_the_wrong_size_are_refused() -> None:
+    shard = make_batch(3)[0]
+    with pytest.raises(ValueError, match="contradicts itself"):
+        check(msgspec.structs.replace(shard, token_ids=shard.token_ids[1:]))

@@ -1,0 +1,255 @@
+"""The critic under packing, against autograd, and PPO with GAE against a loop that shares none of its code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl.core.config import Config, load_config
+from rl.core.messages import Shard
+from rl.learner.critic import Critic, CriticStats, accumulate_critic, load_critic, with_values
+from rl.learner.packing import Pack, dummy_pack, make_packs
+from rl.learner.trainer import Trainer
+from rl.learner.update import UpdateStats
+from tests.rl.learner.learner_rig import make_batch
+from tests.rl.learner.policy_rig import VOCAB, save_tiny, stock_attention
+
+LR, CRITIC_LR, EPS, TEMPERATURE, LAM, CRITIC_LAM, BETA, ENTROPY = 5e-3, 1e-2, 1e-3, 0.7, 0.9, 0.95, 0.05, 0.02
+SETTINGS = (
+    "model.dtype=float32", f"sampling.temperature={TEMPERATURE}", f"learner.lr={LR}", f"learner.eps={EPS}",
+    "learner.max_tokens_per_pack=48", "rollout.groups_per_batch=4", "rollout.group_size=2", "env.max_turns=2",
+    "algo.loss=ppo", "algo.advantage=gae", f"algo.advantage_options={{lam: {LAM}}}",
+    f"algo.critic={{enabled: true, lr: {CRITIC_LR}, lam: {CRITIC_LAM}}}", f"algo.entropy_coef={ENTROPY}",
+    f"algo.kl={{coef: {BETA}, place: reward, estimator: k1}}", "algo.aggregation=sequence",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def critic(folder: Path) -> Critic:
+    """With a head that is not zero."""
+    made = load_critic(folder)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(made.head.weight, std=0.3)
+    torch.nn.init.constant_(made.head.bias, 0.2)
+    return made
+
+
+def two_turn_shard(step: int) -> Shard:
+    (shard,) = make_batch(step, vocab=VOCAB)
+    rows = [
+        msgspec.structs.replace(row, turn_rewards=[0.5 * (i % 3), row.reward], reward=row.reward + 0.5 * (i % 3))
+        for i, row in enumerate(shard.rows)
+    ]
+    return msgspec.structs.replace(shard, rows=rows)
+
+
+def samples(shard: Shard) -> list[tuple[Tensor, Tensor, Tensor, list[int]]]:
+    """(ids, generated, log-probabilities when sampled, starts of turns) of each sample."""
+    bounds = np.cumsum([0, *shard.lengths])
+    found = []
+    for i in range(len(shard.members)):
+        span = slice(bounds[i], bounds[i + 1])
+        ids, mask = torch.tensor(shard.token_ids[span], dtype=torch.int64), torch.tensor(shard.loss_mask[span] != 0)
+        found.append((ids, mask, torch.tensor(shard.logp_behavior[span]), shard.turn_starts[i]))
+    return found
+
+
+def plain_values(critic: Critic, ids: Tensor) -> Tensor:
+    """(T,) value of the context before each token; of the first token nothing."""
+    with stock_attention(critic.model):
+        hidden = critic.model(ids[None], use_cache=False).last_hidden_state[0, :-1]
+    return torch.cat((torch.zeros(1), critic.head(hidden)[:, 0]))
+
+
+def with_returns(packs: list[Pack]) -> list[Pack]:
+    return [replace(pack, returns=torch.cos(pack.token_ids.float())) for pack in packs]
+
+
+# ---------------------------------------------------------------- values and gradients
+
+
+def test_a_new_critic_values_everything_at_zero(folder: Path) -> None:
+    (pack, *_) = make_packs(two_turn_shard(0), 48, 0)
+    (valued,) = with_values(load_critic(folder), [pack])
+    assert valued.values is not None and not valued.values.any()
+
+
+def test_values_under_packing_are_those_of_each_sample_alone(critic: Critic) -> None:
+    shard = two_turn_shard(0)
+    packs = with_values(critic, make_packs(shard, 48, 0))
+    assert 1 < len(packs) < len(shard.members)
+    alone = samples(shard)
+    for pack in packs:
+        assert pack.values is not None
+        for place, member in enumerate(pack.members):
+            ids, mask, _, _ = alone[member]
+            expected = torch.where(mask, plain_values(critic, ids), 0)
+            torch.testing.assert_close(pack.values[pack.sample == place], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradient_and_loss_are_those_of_the_mean_over_tokens(critic: Critic, clip: float | None) -> None:
+    shard = two_turn_shard(0)
+    packs = with_returns(with_values(critic, make_packs(shard, 48, 0)) + with_values(critic, [dummy_pack()]))
+    with torch.no_grad():
+        critic.head.bias += 0.1  # values have moved since the batch arrived
+    stats = accumulate_critic(critic, packs, global_tokens=shard.loss_tokens, clip=clip)
+    found = {
+        name: parameter.grad.clone() for name, parameter in critic.named_parameters() if parameter.grad is not None
+    }
+    critic.zero_grad()
+    total = torch.zeros(())
+    for ids, mask, _, _ in samples(shard):
+        values, returns = plain_values(critic, ids)[mask], torch.cos(ids.float())[mask]
+        loss = (values - returns) ** 2 / 2
+        if clip is not None:
+            before = values.detach() - 0.1
+            near = torch.minimum(torch.maximum(values, before - clip), before + clip)
+            loss = torch.maximum(loss, (near - returns) ** 2 / 2)
+        total = total + loss.sum() / shard.loss_tokens
+    total.backward()
+    assert stats.metrics()["critic/loss"] == pytest.approx(total.item(), rel=1e-5)
+    for name, parameter in critic.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_explained_variance() -> None:
+    returns, values = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([1.0, 2.5, 3.0]).double()
+    stats = CriticStats()
+    for part in (slice(0, 1), slice(1, 3)):
+        r, v = returns[part], values[part]
+        parts = [torch.tensor(float(len(r))), r.sum() * 0, r.sum(), (r**2).sum(), ((r - v) ** 2).sum()]
+        stats.add(CriticStats(torch.stack([one.double() for one in parts])))
+    expected = 1 - float(((returns - values) ** 2).mean() / returns.var(correction=0))
+    assert stats.metrics()["critic/explained_variance"] == pytest.approx(expected)
+    assert CriticStats().metrics() == {}
+
+
+# ---------------------------------------------------------------- the whole of PPO with GAE
+
+
+class PlainPPO:
+    """Each sample alone, every quantity from its formula, torch's AdamW; KL charged to the reward, entropy bonus."""
+
+    def __init__(self, folder: Path) -> None:
+        self.policy, self.reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in "12")
+        self.backbone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
+        self.head = torch.nn.Linear(64, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        for model in (self.policy, self.reference, self.backbone):
+            model.eval()
+        self.valued = [*self.backbone.parameters(), *self.head.parameters()]
+        make = torch.optim.AdamW
+        self.policy_adamw = make(self.policy.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+        self.critic_adamw = make(self.valued, lr=CRITIC_LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+
+    def values(self, ids: Tensor) -> Tensor:
+        return self.head(self.backbone(ids[None], use_cache=False).last_hidden_state[0, :-1])[:, 0]  # (T - 1,)
+
+    def logits(self, model: torch.nn.Module, ids: Tensor) -> Tensor:
+        return (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)  # (T - 1, vocab)
+
+    @torch.no_grad()
+    def credit(self, shard: Shard) -> list[tuple[Tensor, Tensor]]:
+        """(advantages not yet normalised, returns) on the generated tokens of each sample."""
+        found = []
+        for (ids, mask, behavior, starts), row in zip(samples(shard), shard.rows, strict=True):
+            where = mask.nonzero()[:, 0].tolist()
+            reference = self.logits(self.reference, ids).gather(1, ids[1:, None])[:, 0]
+            values = self.values(ids)
+            advantages, returns = torch.zeros(len(where)), torch.zeros(len(where))
+            ahead = {LAM: 0.0, CRITIC_LAM: 0.0}
+            next_value = 0.0
+            for k in reversed(range(len(where))):
+                t = where[k]
+                reward = -BETA * float(behavior[t] - reference[t - 1])
+                ends_turn = k == len(where) - 1 or where[k + 1] != t + 1
+                if ends_turn:
+                    reward += row.turn_rewards[max(i for i, start in enumerate(starts) if start <= t)]
+                delta = reward + next_value - float(values[t - 1])
+                ahead = {lam: delta + lam * after for lam, after in ahead.items()}
+                next_value = float(values[t - 1])
+                advantages[k], returns[k] = ahead[LAM], ahead[CRITIC_LAM] + next_value
+            found.append((advantages, returns))
+        return found
+
+    def train(self, shard: Shard) -> tuple[float, float]:
+        """One step; (policy's objective, critic's loss), means over tokens."""
+        credit = self.credit(shard)
+        every = torch.cat([advantages for advantages, _ in credit]).double()
+        policy_loss, objective, critic_loss = torch.zeros(()), torch.zeros(()), torch.zeros(())
+        for (ids, mask, behavior, _), (advantages, returns) in zip(samples(shard), credit, strict=True):
+            normalised = ((advantages - every.mean()) / every.std(correction=0)).float()
+            logits, own = self.logits(self.policy, ids), mask[1:]
+            ratio = (logits.gather(1, ids[1:, None])[:, 0] - behavior[1:])[own].exp()
+            entropy = -(logits.exp() * logits).sum(-1)[own]
+            clipped = torch.minimum(ratio * normalised, ratio.clamp(0.8, 1.2) * normalised)
+            policy_loss = policy_loss - (clipped + ENTROPY * entropy).mean() / len(credit)
+            objective -= (clipped + ENTROPY * entropy).sum().detach() / shard.loss_tokens
+            critic_loss = critic_loss + ((self.values(ids)[own] - returns) ** 2).sum() / 2 / shard.loss_tokens
+        for loss, parameters, adamw in (
+            (policy_loss, list(self.policy.parameters()), self.policy_adamw),
+            (critic_loss, self.valued, self.critic_adamw),
+        ):
+            adamw.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            adamw.step()
+        return objective.item(), critic_loss.item()
+
+
+def config() -> Config:
+    return load_config(None, list(SETTINGS))
+
+
+def test_three_steps_equal_the_plain_loop(folder: Path) -> None:
+    trainer, plain = Trainer(config(), folder, last_step=3), PlainPPO(folder)
+    for step in range(3):
+        shard = two_turn_shard(step)
+        stats = UpdateStats()
+        for minibatch in trainer.minibatches(shard):
+            stats.add(trainer.update(minibatch, step))
+        objective, critic_loss = plain.train(shard)
+        values = stats.metrics()
+        assert values["loss/objective"] == pytest.approx(objective, rel=1e-4, abs=1e-5)
+        assert values["critic/loss"] == pytest.approx(critic_loss, rel=1e-4)
+    assert trainer.critic is not None
+    for mine, theirs in (
+        (trainer.policy.model.named_parameters(), plain.policy.named_parameters()),
+        (trainer.critic.model.named_parameters(), plain.backbone.named_parameters()),
+        (trainer.critic.head.named_parameters(), plain.head.named_parameters()),
+    ):
+        for (name, parameter), (_, expected) in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=0, atol=2e-5, msg=name)
+
+
+def test_the_policy_waits_for_the_critic(folder: Path) -> None:
+    """Nothing but the critic moves in the first batches; then the warm-up begins."""
+    settings = config().model_copy(deep=True)
+    settings.algo.critic.pretrain_steps, settings.algo.critic.epochs = 2, 3
+    trainer = Trainer(settings, folder, last_step=4)
+    assert trainer.critic is not None
+    start = [parameter.clone() for parameter in trainer.policy.parameters()]
+    errors = []
+    for step in range(3):
+        (minibatch,) = trainer.minibatches(two_turn_shard(0))
+        stats = trainer.update(minibatch, step)
+        still = all(torch.equal(a, b) for a, b in zip(start, trainer.policy.parameters(), strict=True))
+        assert still == (step < 2) and stats.steps["train/lr"] == [0.0 if step < 2 else LR]
+        assert len(stats.steps["critic/grad_norm"]) == 3
+        errors.append(stats.metrics()["critic/loss"])
+    assert errors[2] < errors[0]

@@ -1,0 +1,83 @@
+"""Two ranks, as real processes over gloo, give the gradient, statistics and step of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from rl.learner.packing import pad_packs
+from rl.learner.policy import load_policy, local_rows, shard_policy
+from tests.rl.learner.policy_rig import backward, largest_difference, make_shards, packs_of, save_tiny
+
+RANKS = 2
+VARIANTS = {  # name -> (max tokens per pack of each rank, activation checkpointing)
+    "even": ((64, 64), False),
+    "uneven": ((64, 16), False),  # the second rank has more packs
+    "checkpointed": ((16, 64), True),
+}
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    shard = make_shards(RANKS)[rank]
+    results: dict[str, Any] = {}
+    for name, (bounds, checkpointing) in VARIANTS.items():
+        policy = shard_policy(load_policy(folder), mesh=mesh, activation_checkpointing=checkpointing)
+        packs = packs_of(shard, bounds[rank])
+        counts = torch.tensor([len(packs)])
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
+        grads, stats = backward(policy, pad_packs(packs, int(counts)), shard.loss_tokens, world_size=RANKS)
+        stats.all_reduce()
+        results[name] = {"packs": len(packs), "grads": grads, "metrics": stats.metrics()}
+    results["rows"] = [(name, rows.clone(), first) for name, rows, first in local_rows(policy)]
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    multiprocessing.spawn(rank_main, (str(folder),), nprocs=RANKS)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant: str) -> None:
+    (whole,) = make_shards(1)
+    expected, stats = backward(load_policy(folder), packs_of(whole), whole.loss_tokens)
+    found = [rank[variant] for rank in ranks]
+    if variant != "even":
+        assert found[0]["packs"] != found[1]["packs"]
+    for rank in found:
+        assert largest_difference(rank["grads"], expected) < 1e-6
+        assert rank["metrics"] == pytest.approx(stats.metrics(), rel=1e-5)
+    assert found[0]["metrics"] == found[1]["metrics"]
+
+
+def test_local_rows_of_all_ranks_are_the_checkpoint(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    saved = load_file(folder / "model.safetensors")
+    saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
+    pieces: dict[str, list[Tensor]] = {}
+    for rank in ranks:
+        for name, rows, first in rank["rows"]:
+            have = pieces.setdefault(name, [])
+            assert first == sum(len(piece) for piece in have)
+            have.append(rows)
+    assert pieces.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(torch.cat(pieces[name]), tensor)

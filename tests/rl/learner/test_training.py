@@ -1,0 +1,250 @@
+"""The real learner, as processes of 1 and 2 ranks, against a plain loop that shares none of its code.
+
+The plain loop runs each sample alone through transformers, takes the loss and the advantages from their
+formulas and steps torch's AdamW: whatever packing, sharding, minibatches, checkpoints and the wire do, the
+losses and weights must come out the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl.core.checkpoint_folder import read_journal, read_meta
+from rl.core.messages import BatchRequest, EvalRequest, Metrics, Shard, Version
+from rl.core.run import RunFile
+from rl.learner.export import tensors
+from rl.learner.publish import probe_prompt
+from rl.weights import make_reader
+from tests.rl.learner.learner_rig import Rig, make_batch, make_learner_run
+from tests.rl.learner.policy_rig import VOCAB, save_tiny
+
+STEPS, MINIBATCHES, TEMPERATURE, LR, EPS, MAX_NORM = 3, 2, 0.7, 1e-2, 1e-3, 0.5
+SETTINGS = (
+    "learner.kind=fsdp", "model.dtype=float32", "generator.dtype=float32", f"sampling.temperature={TEMPERATURE}",
+    f"learner.lr={LR}", f"learner.max_grad_norm={MAX_NORM}", f"learner.minibatches={MINIBATCHES}",
+    f"learner.eps={EPS}",  # a small eps would turn rounding in tiny gradients into whole steps of size lr
+    "learner.max_tokens_per_pack=48", "rollout.groups_per_batch=4", "rollout.group_size=2", "rollout.alpha=1",
+)  # fmt: skip
+
+
+def batches(ranks: int, first: int = 0, last: int = STEPS, epoch: int = 0) -> list[list[Shard]]:
+    """The same samples for any number of ranks; trained one version late."""
+    return [make_batch(s, ranks=ranks, vocab=VOCAB, version=max(0, s - 1), epoch=epoch) for s in range(first, last)]
+
+
+# ---------------------------------------------------------------- the plain loop
+
+
+@dataclass
+class Plain:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)  # of version 0, 1, ...
+    probe: list[float] = field(default_factory=list)
+
+
+def plain_logp(model: torch.nn.Module, ids: Tensor, temperature: float) -> Tensor:
+    """(T - 1,) log pi(id t | ids before t) for t = 1 ..."""
+    logits = model(ids[None]).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def plain_advantages(shard: Shard) -> list[float]:
+    found = []
+    for row in shard.rows:
+        rewards = np.array([other.reward for other in shard.rows if other.group_id == row.group_id])
+        found.append(float((row.reward - rewards.mean()) / (rewards.std() + 1e-6)))
+    return found
+
+
+def plain_sum(model: torch.nn.Module, shard: Shard, groups: list[int]) -> Tensor:
+    """Sum of the clipped objective over the generated tokens of these groups."""
+    advantages, offsets = plain_advantages(shard), np.cumsum([0, *shard.lengths])
+    total = torch.zeros(())
+    for i, row in enumerate(shard.members):
+        if shard.rows[row].group_id not in groups:
+            continue
+        span = slice(offsets[i], offsets[i + 1])
+        ids = torch.tensor(shard.token_ids[span], dtype=torch.int64)
+        mask = torch.tensor(shard.loss_mask[span].astype(bool))[1:]
+        behavior = torch.tensor(shard.logp_behavior[span])[1:]
+        ratio = (plain_logp(model, ids, TEMPERATURE) - behavior)[mask].exp()
+        total = total - torch.minimum(ratio * advantages[row], ratio.clamp(0.8, 1.2) * advantages[row]).sum()
+    return total
+
+
+@pytest.fixture(scope="module")
+def plain(model_folder: Path) -> Plain:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model.eval()
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    result = Plain()
+
+    def remember() -> None:
+        result.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    remember()
+    for (shard,) in batches(ranks=1):
+        groups = list(dict.fromkeys(row.group_id for row in shard.rows))
+        loss_sum, norms = 0.0, []
+        for half in (groups[:2], groups[2:]):
+            tokens = sum(row.loss_tokens for row in shard.rows if row.group_id in half)
+            adamw.zero_grad()
+            total = plain_sum(model, shard, half)
+            (total / tokens).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+            adamw.step()
+            loss_sum += total.item()
+        result.losses.append(loss_sum / shard.loss_tokens)
+        result.norms.append(sum(norms) / len(norms))
+        remember()
+    with torch.no_grad():
+        result.probe = plain_logp(model, torch.tensor(probe_prompt(VOCAB, 2048)), 1.0).tolist()
+    return result
+
+
+# ---------------------------------------------------------------- the learner
+
+
+@dataclass
+class Trained:
+    run: RunFile
+    rows: list[Metrics]
+    wire: dict[str, Tensor]  # the last version, as a generator reads it
+    report: dict[str, object]
+
+
+def run_learner(run: RunFile, work: list[list[Shard]], evaluations: list[int] | None = None) -> Trained:
+    with Rig(run) as rig:
+        rig.published(run.start_step)
+        rows = rig.train(work)
+        last = run.start_step + len(work)
+        reader = make_reader(run, "test", 0)
+        reader.open(10)
+        version, view = reader.lease(Version(run.epoch, last), 10)
+        assert version == Version(run.epoch, last)
+        reader.checksum()
+        wire = {name: tensor.clone() for name, tensor in tensors(reader.manifest, view)}
+        del view
+        assert reader.release()
+        reader.close()
+        report = msgspec.json.decode(rig.finish().report)
+        if evaluations is not None:
+            assert [m.version.n for m in rig.inbox if isinstance(m, EvalRequest)] == evaluations
+    return Trained(run, rows, wire, report)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny(tmp_path_factory.mktemp("model"))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_folder: Path) -> Iterator[Trained]:
+    run = make_learner_run(*SETTINGS, f"steps={STEPS}", "eval.tasks=4", model_folder=model_folder)
+    yield run_learner(run, batches(ranks=1), evaluations=[0, STEPS])
+    shutil.rmtree(run.folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model_folder: Path) -> Iterator[Trained]:
+    overrides = (*SETTINGS, f"steps={STEPS}", "learner.ranks=2", "learner.checkpoint_every=2")
+    run = make_learner_run(*overrides, model_folder=model_folder)
+    yield run_learner(run, batches(ranks=2))
+    shutil.rmtree(run.folder)
+
+
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    return max(float((left[name] - right[name]).abs().max()) for name in left.keys() | right.keys())
+
+
+def test_losses_and_gradient_norms_equal_the_plain_loop(one_rank: Trained, plain: Plain) -> None:
+    assert [row.step for row in one_rank.rows] == [1, 2, 3]
+    assert [row.values["train/loss"] for row in one_rank.rows] == pytest.approx(plain.losses, rel=1e-5, abs=1e-6)
+    assert [row.values["train/grad_norm"] for row in one_rank.rows] == pytest.approx(plain.norms, rel=1e-4)
+    assert max(plain.norms) > MAX_NORM  # the clip is part of what was compared
+
+
+def test_published_weights_equal_the_plain_loop(one_rank: Trained, plain: Plain) -> None:
+    wire = dict(one_rank.wire)
+    assert torch.equal(wire.pop("lm_head.weight"), wire["model.embed_tokens.weight"])  # tied: sent twice
+    assert largest_difference(wire, plain.weights[-1]) < 2e-5
+    assert largest_difference(wire, plain.weights[0]) > LR  # they did move
+
+
+def test_two_ranks_equal_one(one_rank: Trained, two_ranks: Trained) -> None:
+    for mine, theirs in zip(two_ranks.rows, one_rank.rows, strict=True):
+        for name in ("train/loss", "train/grad_norm", "loss/entropy", "loss/kl_behavior", "tokens/trained"):
+            assert mine.values[name] == pytest.approx(theirs.values[name], rel=1e-4, abs=1e-6), name
+    assert largest_difference(two_ranks.wire, one_rank.wire) < 2e-5
+
+
+def test_export_loads_in_transformers_with_the_same_logits(two_ranks: Trained, model_folder: Path) -> None:
+    folder = two_ranks.run.folder / "model"
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+    exported = AutoModelForCausalLM.from_pretrained(folder)
+    fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    fresh.load_state_dict(two_ranks.wire)
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, fresh(ids).logits)
+    assert not load_file(folder / "model.safetensors").keys() - exported.state_dict().keys()
+
+
+def test_one_rank_continues_what_two_ranks_saved(two_ranks: Trained, model_folder: Path) -> None:
+    """Step 3 from the checkpoint of step 2 equals step 3 of the run that was not interrupted."""
+    saved = two_ranks.run.folder / "checkpoints" / "step-2"
+    assert read_meta(saved).ranks == 2 and read_journal(saved) == b"journal 2"
+    overrides = (*SETTINGS, "steps=1", f"resume={saved}")
+    run = make_learner_run(*overrides, model_folder=model_folder, epoch=1, start_step=2)
+    resumed = run_learner(run, batches(1, first=2, epoch=1))
+    shutil.rmtree(run.folder)
+    assert [row.step for row in resumed.rows] == [3]
+    assert resumed.rows[0].values["train/loss"] == pytest.approx(two_ranks.rows[2].values["train/loss"], abs=1e-6)
+    assert largest_difference(resumed.wire, two_ranks.wire) < 1e-6
+
+
+def test_metrics_and_report_say_where_the_time_went(one_rank: Trained) -> None:
+    values = one_rank.rows[0].values
+    assert {"time/step", "time/wait_batch", "time/train", "time/publish", "tokens_per_second"} <= values.keys()
+    assert values["time/train"] + values["time/publish"] <= values["time/step"]
+    assert values["train/lr"] == LR
+    assert values["tokens/trained"] == sum(batches(ranks=1)[0][0].lengths)
+    assert one_rank.rows[1].histograms["staleness"] == [1.0] * 8
+    assert one_rank.report["steps"] == STEPS
+    assert 0 <= float(str(one_rank.report["wait_fraction"])) <= 1
+    assert one_rank.report["last"] == {
+        key: one_rank.rows[2].values[f"train/{key}"] for key in ("reward", "loss")
+    }  # fmt: skip
+
+
+def test_probe_of_the_last_version_equals_the_plain_loop(one_rank: Trained, plain: Plain, model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(one_rank.run.folder / "model")
+    with torch.no_grad():
+        logp = plain_logp(model, torch.tensor(probe_prompt(VOCAB, 2048)), 1.0).tolist()
+    assert logp == pytest.approx(plain.probe, abs=1e-4)
+
+
+def test_two_ranks_stop_during_a_step(model_folder: Path) -> None:
+    run = make_learner_run(*SETTINGS, "steps=3", "learner.ranks=2", model_folder=model_folder)
+    with Rig(run) as rig:
+        rig.take(BatchRequest)
+        rig.send_batch(make_batch(0, ranks=2, groups=400, vocab=VOCAB))
+        rig.take(BatchRequest)  # of the next step: the first one has arrived
+        rig.stop(deadline_s=10)
+        rig.pump()
+        assert not [message for message in rig.inbox if isinstance(message, Metrics)]  # it was in the middle
+    shutil.rmtree(run.folder)

@@ -1,0 +1,162 @@
+"""The shared-memory file: space, stale segments, and its torch side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl.core.config import ConfigError
+from rl.core.messages import Version
+from rl.core.process import WaitExpired
+from rl.core.run import RunFile
+from rl.learner.export import tensors, write_shard
+from rl.weights import Manifest, WeightsError, make_reader, make_writer, segment
+from rl.weights.shm import ShmReader, check_space, sweep_stale, unlink_segments
+from tests.conftest import MakeRun
+
+SPAWN = multiprocessing.get_context("spawn")
+MANIFEST = Manifest.layout([("a", (300, 77), "bfloat16"), ("b", (5,), "float32"), ("c", (40, 3, 2), "bfloat16")])
+
+
+def test_a_small_shared_memory_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=16384, f_frsize=4096))  # Docker's 64 MB
+    check_space(16 << 20, 3)
+    with pytest.raises(ConfigError) as error:
+        check_space(1 << 30, 3)
+    text = str(error.value)
+    assert "0.07 GB free" in text and "3 weight slots need 3.22 GB" in text and "\n" not in text
+    assert "weights.transport=zmq" in text and "--shm-size=3380m" in text
+
+
+def test_no_space_at_start_leaves_no_file(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    run = make_run()
+    with pytest.raises(ConfigError, match="enlarge it"):
+        make_writer(run, 0, MANIFEST).open()
+    assert not segment.segment_path(run.run_id).exists()
+
+
+def make_and_hang(folder: str, shm: str, made: object) -> None:
+    segment.FOLDER = Path(shm)
+    make_writer(RunFile.load(folder), 0, MANIFEST).open()
+    made.set()  # type: ignore[attr-defined]
+    time.sleep(60)
+
+
+def test_sweep_removes_segments_of_dead_runs_only(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    dead_run, live_run = make_run(), make_run()
+    made = SPAWN.Event()
+    owner = SPAWN.Process(target=make_and_hang, args=(str(dead_run.folder), str(tmp_path), made))
+    owner.start()
+    assert made.wait(20)
+    live = make_writer(live_run, 0, MANIFEST)
+    live.open()
+    begun = tmp_path / "fresco-00000000-weights"  # its owner has not written its name yet
+    begun.touch()
+    (tmp_path / "something-else").touch()
+
+    assert sweep_stale() == []
+    owner.kill()
+    owner.join(10)
+    assert sweep_stale() == [segment.segment_path(dead_run.run_id)]
+    os.utime(begun, (time.time() - 600,) * 2)
+    assert sweep_stale() == [begun]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"fresco-{live_run.run_id}-weights", "something-else"]
+    unlink_segments(live_run.run_id)
+    unlink_segments(live_run.run_id)
+    live.close()
+
+
+def test_a_reader_does_not_attach_to_what_a_dead_owner_left(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    run, made = make_run(), SPAWN.Event()
+    owner = SPAWN.Process(target=make_and_hang, args=(str(run.folder), str(tmp_path), made))
+    owner.start()
+    assert made.wait(20)
+    reader = make_reader(run, "generator-0-0", 0)
+    reader.open(5)
+    reader.close()
+    owner.kill()
+    owner.join(10)
+    with pytest.raises(WaitExpired):
+        make_reader(run, "generator-0-0", 1).open(0.2)
+
+
+def test_ranks_with_different_tensors_are_refused(make_run: MakeRun) -> None:
+    run = make_run("learner.ranks=2")
+    first = make_writer(run, 0, MANIFEST)
+    first.open()
+    with pytest.raises(WeightsError, match="another layout"):
+        make_writer(run, 1, Manifest.layout([("a", (1,), "float32")])).open()
+    first.close()
+
+
+def test_the_lock_of_a_stopped_process_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "_LOCK_DEADLINE_S", 0.2)
+    run = make_run()
+    writer, reader = make_writer(run, 0, MANIFEST), ShmReader(run, "generator-0-0", 0)
+    writer.open()
+    reader.open(5)
+    with (
+        writer._mapped.lock(),  # type: ignore[attr-defined]
+        pytest.raises(WaitExpired, match=f"held by stopped process {os.getpid()}"),
+    ):
+        reader.lease(Version(0, 0), 1)
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
+    run = make_run(f"learner.ranks={ranks}")
+    writers = [make_writer(run, rank, MANIFEST) for rank in range(ranks)]
+    for writer in writers:
+        writer.open()
+    reader = ShmReader(run, "generator-0-0", 0)
+    reader.open(5)
+    masters = {spec.name: torch.randn(spec.shape) for spec in MANIFEST.tensors}
+    for rank, writer in enumerate(writers):
+        view = writer.begin(Version(0, 0), 5)
+        shards = []
+        for name, master in masters.items():
+            size = -(-len(master) // ranks)  # as Shard(0) splits: even, the last ones shorter or empty
+            shards.append((name, master[rank * size : (rank + 1) * size], min(rank * size, len(master))))
+        writer.commit(write_shard(view, MANIFEST, shards))
+    _, view = reader.lease(Version(0, 0), 5)
+    checksum = reader.checksum()
+    assert checksum == writers[0].checksum(Version(0, 0), 1)
+    arrived = dict(tensors(MANIFEST, view))
+    assert list(arrived) == ["a", "b", "c"]
+    for spec in MANIFEST.tensors:
+        assert arrived[spec.name].dtype == (torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
+        assert torch.equal(arrived[spec.name], masters[spec.name].to(arrived[spec.name].dtype))
+    del arrived, view
+    assert reader.release()
+    reader.close()
+    for writer in writers:
+        writer.close()
+
+
+def test_write_shard_names_what_does_not_fit() -> None:
+    view = memoryview(bytearray(MANIFEST.total_bytes))
+    with pytest.raises(WeightsError, match="'d' is not in the manifest"):
+        write_shard(view, MANIFEST, [("d", torch.zeros(1), 0)])
+    with pytest.raises(WeightsError, match=r"'b'.*rows from 3 on of shape \(3,\) do not fit"):
+        write_shard(view, MANIFEST, [("b", torch.zeros(3), 3)])
+    with pytest.raises(WeightsError, match="'a'"):
+        write_shard(view, MANIFEST, [("a", torch.zeros(2, 76), 0)])
+    assert write_shard(view, MANIFEST, [("a", torch.zeros(0, 77), 300)]) == []

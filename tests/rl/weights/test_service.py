@@ -1,0 +1,163 @@
+"""The updater's thread over real sockets, with generators played by the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from rl.core.messages import Fatal, PeerDied, Version, WeightNotice, WeightStatus
+from rl.core.process import Process
+from rl.core.run import Place, RunFile
+from rl.core.sockets import identity, open_socket, receive, send
+from rl.weights import Manifest, WeightsError
+from rl.weights.base import save_manifest
+from rl.weights.service import UpdaterService
+from tests.conftest import MakeRun
+
+NOTHING = Version(-1, -1)
+
+
+class Played:
+    """One generator's sockets."""
+
+    def __init__(self, run: RunFile, index: int, incarnation: int = 0) -> None:
+        self.index, self.incarnation = index, incarnation
+        self.notices = open_socket(zmq.PULL, run, "notices", index, bind=True)
+        self.status = open_socket(
+            zmq.DEALER, run, "weight_status", identity=identity("generator", index, incarnation)
+        )  # fmt: skip
+        self.beat(NOTHING)
+
+    def beat(self, version: Version, **more: object) -> None:
+        send(self.status, WeightStatus(self.index, self.incarnation, version, **more))  # type: ignore[arg-type]
+
+    def told(self, within_s: float = 5.0) -> int | None:
+        if not self.notices.poll(int(within_s * 1000)):
+            return None
+        notice = receive(self.notices)
+        assert isinstance(notice, WeightNotice)
+        return notice.version.n
+
+    def close(self) -> None:
+        self.notices.close(linger=0)
+        self.status.close(linger=0)
+
+
+class Stage:
+    def __init__(self, run: RunFile, process: Process, on_failure: Callable[[str], None] | None) -> None:
+        self.run = run
+        self.service = UpdaterService(run, process, on_failure)
+        self.service.start()
+        self.generators: list[Played] = []
+
+    def generator(self, index: int, incarnation: int = 0) -> Played:
+        self.generators.append(Played(self.run, index, incarnation))
+        return self.generators[-1]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < deadline, self.service.stats()
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def stage(make_run: MakeRun) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(*overrides: str, on_failure: Callable[[str], None] | None = None) -> Stage:
+        run = make_run(*overrides)
+        save_manifest(run.folder, run.run_id, Manifest.layout([("a", (1000,), "float32")]))
+        stages.append(Stage(run, Process("learner", Place(run, 0, 0)), on_failure))
+        return stages[-1]
+
+    yield make
+    for made in stages:
+        made.service.stop()
+        made.service.stop()  # idempotent
+        for generator in made.generators:
+            generator.close()
+
+
+def test_rolling_update_of_two_generators(stage: Callable[..., Stage]) -> None:
+    scene = stage("generator.count=2")
+    first, second = scene.generator(0), scene.generator(1)
+    scene.service.publish(Version(0, 0), 7, [], [])
+    assert (first.told(), second.told()) == (0, 0)
+    for generator in (first, second):
+        generator.beat(Version(0, 0), checksum=7, pause_s=0.25, copy_s=0.5)
+    scene.until(lambda: scene.service.loaded_all == Version(0, 0))
+    stats = scene.service.stats()
+    assert (stats["count"], stats["bytes"]) == (2, 2 * 4032)  # 4000 bytes, aligned
+    assert (stats["pause_mean_s"], stats["copy_mean_s"]) == (0.25, 0.5)
+
+    scene.service.publish(Version(0, 1), 8, [], [])
+    assert first.told() == 1 and second.told(0.2) is None
+    first.beat(Version(0, 1), checksum=8)
+    assert second.told() == 1
+    scene.service.raise_if_failed()
+
+
+def test_a_death_frees_the_roll_and_other_roles_do_not(stage: Callable[..., Stage]) -> None:
+    scene = stage("generator.count=2")
+    first, second = scene.generator(0), scene.generator(1)
+    scene.service.publish(Version(0, 0), 7, [], [])
+    for generator in (first, second):
+        assert generator.told() == 0
+        generator.beat(Version(0, 0), checksum=7)
+    scene.until(lambda: scene.service.loaded_all == Version(0, 0))
+    scene.service.publish(Version(0, 1), 8, [], [])
+    assert first.told() == 1
+    scene.service.peer_died(PeerDied("env_server", 0, 0))
+    assert second.told(0.2) is None
+    scene.service.peer_died(PeerDied("generator", 0, 0))
+    assert second.told() == 1
+    # The connection to the dead one is still there, as when its end has not been noticed yet.
+    reborn = scene.generator(0, incarnation=1)
+    assert reborn.told() == 1 and first.told(0.0) is None
+
+
+def test_a_mismatch_reaches_the_main_thread_and_the_callback(stage: Callable[..., Stage]) -> None:
+    told: list[str] = []
+    scene = stage(on_failure=told.append)
+    generator = scene.generator(0)
+    scene.service.publish(Version(0, 0), 7, [], [])
+    assert generator.told() == 0
+    generator.beat(Version(0, 0), checksum=6)
+    scene.until(lambda: scene.service.failed is not None)
+    with pytest.raises(WeightsError, match=r"generator 0, weights 0\.0: checksum"):
+        scene.service.raise_if_failed()
+    assert told == [scene.service.failed]
+
+
+def test_a_late_load_is_fatal_and_dumps_the_state(stage: Callable[..., Stage]) -> None:
+    scene = stage("weights.deadline_s=0.3", "generator.count=2")
+    generator = scene.generator(0)
+    scene.service.publish(Version(0, 0), 7, [], [])
+    assert generator.told() == 0
+    scene.until(lambda: scene.service.failed is not None)
+    fatal = scene.service._process._outbox.get(timeout=2)
+    assert isinstance(fatal, Fatal) and "generator 0 (incarnation 0) to load weights 0.0" in fatal.message
+    assert "generator 0: incarnation 0 has -1.-1, loading 0.0" in fatal.detail
+
+
+def test_garbage_on_the_socket_is_ignored(stage: Callable[..., Stage]) -> None:
+    scene = stage()
+    generator = scene.generator(0)
+    generator.status.send(b"not a message")
+    send(generator.status, WeightStatus(99, 0, NOTHING))
+    scene.service.publish(Version(0, 0), 7, [], [])
+    assert generator.told() == 0
+    scene.service.raise_if_failed()
+
+
+def test_an_error_of_the_thread_is_not_silent(stage: Callable[..., Stage]) -> None:
+    scene = stage(on_failure=lambda message: None)
+    scene.service.publish(Version(0, 3), 7, [], [])
+    scene.service.publish(Version(0, 3), 7, [], [])
+    scene.until(lambda: scene.service.failed is not None)
+    with pytest.raises(WeightsError, match=r"updater ended: ValueError: version 0\.3 published after 0\.3"):
+        scene.service.raise_if_failed()

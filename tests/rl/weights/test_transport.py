@@ -1,0 +1,363 @@
+"""Both transports, end to end: the same guarantees through the same interface, over processes and threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from rl.core.messages import Version
+from rl.core.process import WaitExpired
+from rl.core.run import RunFile
+from rl.core.sockets import make_curve_keys
+from rl.weights import Manifest, WeightReader, WeightsCorrupt, WeightsError, WeightWriter, make_reader, make_writer
+from rl.weights.base import Segment, digest
+from rl.weights.frames_reader import pieces
+from rl.weights.segment import segment_path
+from tests.conftest import BASE_PORT, MakeRun
+
+SPAWN = multiprocessing.get_context("spawn")
+MANIFEST = Manifest.layout(
+    [("embed", (1000, 100), "bfloat16"), ("norm", (7,), "float32"), ("none", (0, 3), "float32")]
+    + [("scalar", (), "float32")]
+    + [(f"layer.{i}", (33, 65), "bfloat16") for i in range(20)]
+)  # fmt: skip
+Open = Callable[..., tuple[RunFile, WeightWriter, WeightReader]]
+TRANSPORTS = ["shm", "zmq", "tcp"]
+
+
+def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
+    tcp = ["network.transport=tcp", f"network.base_port={BASE_PORT}"] if transport == "tcp" else []
+    run = make_run(
+        f"weights.transport={'shm' if transport == 'shm' else 'zmq'}", f"learner.ranks={ranks}", *tcp, *overrides
+    )
+    if tcp:
+        make_curve_keys(run.folder)
+    return run
+
+
+@pytest.fixture
+def opened(make_run: MakeRun) -> Iterator[Open]:
+    """A run with one rank and one reader, both open, closed after the test."""
+    ends: list[WeightWriter | WeightReader] = []
+
+    def make(transport: str, *overrides: str) -> tuple[RunFile, WeightWriter, WeightReader]:
+        run = run_for(make_run, transport, *overrides)
+        writer, reader = make_writer(run, 0, MANIFEST), make_reader(run, "generator-0-0", 0)
+        ends.extend([reader, writer])
+        writer.open()
+        reader.open(10)
+        return run, writer, reader
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+def content(n: int, manifest: Manifest = MANIFEST) -> np.ndarray:
+    return np.random.default_rng(n).integers(0, 256, manifest.total_bytes, np.uint8)
+
+
+def rows_of(rank: int, ranks: int) -> list[tuple[int, int]]:
+    """Byte ranges of a rank's rows, as FSDP shards the first axis."""
+    found = []
+    for spec in MANIFEST.tensors:
+        rows = spec.shape[0] if spec.shape else int(rank == 0)
+        first, end = (rows * rank // ranks, rows * (rank + 1) // ranks) if spec.shape else (0, rows)
+        if end > first:
+            found.append((spec.offset + first * spec.row_bytes, (end - first) * spec.row_bytes))
+    return found
+
+
+def publish(writer: WeightWriter, n: int, rank: int = 0, ranks: int = 1) -> None:
+    view = np.frombuffer(writer.begin(Version(0, n), 10), np.uint8)
+    segments: list[Segment] = []
+    for offset, length in rows_of(rank, ranks):
+        view[offset : offset + length] = content(n)[offset : offset + length]
+        # Half of the digests come from the writer, half are left to `commit`.
+        segments.append((offset, length, digest(view[offset : offset + length].data)) if n % 2 else (offset, length))
+    writer.commit(segments)
+
+
+def holds(view: memoryview, n: int) -> bool:
+    data = np.frombuffer(view, np.uint8)
+    return all(
+        np.array_equal(data[s.offset : s.offset + s.nbytes], content(n)[s.offset : s.offset + s.nbytes])
+        for s in MANIFEST.tensors
+    )
+
+
+def read(reader: WeightReader, at_least: int) -> tuple[int, int]:
+    """(version, checksum) of what a whole lease gave."""
+    version, view = reader.lease(Version(0, at_least), 10)
+    checksum = reader.checksum()
+    assert holds(view, version.n)
+    del view
+    assert reader.release()
+    return version.n, checksum
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_newest_version_arrives_with_the_writers_checksum(opened: Open, transport: str) -> None:
+    _, writer, reader = opened(transport)
+    assert reader.manifest == MANIFEST
+    seen = set()
+    for n in range(7):
+        publish(writer, n)
+        if n % 2 == 0:
+            assert read(reader, n) == (n, writer.checksum(Version(0, n), 1))
+            seen.add(writer.checksum(Version(0, n), 1))
+    assert len(seen) == 4
+    publish(writer, 8)
+    publish(writer, 9)
+    assert read(reader, 7)[0] == 9
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_view_is_read_only(opened: Open, transport: str) -> None:
+    _, writer, reader = opened(transport)
+    publish(writer, 0)
+    _, view = reader.lease(Version(0, 0), 10)
+    assert view.readonly
+    with pytest.raises(TypeError):
+        view[0] = 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_the_writer_never_waits_for_a_reader_that_holds_a_lease(opened: Open, transport: str) -> None:
+    _, writer, slow = opened(transport)
+    publish(writer, 0)
+    version, view = slow.lease(Version(0, 0), 10)
+    begin = time.monotonic()
+    for n in range(1, 8):
+        publish(writer, n)
+    assert time.monotonic() - begin < 5
+    assert version.n == 0 and holds(view, 0) and slow.checksum()
+    del view
+    assert slow.release()
+    assert read(slow, 7)[0] == 7
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_waits_have_a_deadline_and_a_name(opened: Open, make_run: MakeRun, transport: str) -> None:
+    _, writer, reader = opened(transport)
+    publish(writer, 0)
+    with pytest.raises(WaitExpired, match=r"generator-0-0 waits for .*0\.5 or newer"):
+        reader.lease(Version(0, 5), 0.2)
+    assert read(reader, 0)[0] == 0  # an expired wait leaves nothing behind
+    lonely = make_reader(run_for(make_run, transport), "generator-9-0", 0)
+    with pytest.raises(WaitExpired, match="generator-9-0 waits for learner rank 0"):
+        lonely.open(0.2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_rank_that_does_not_commit_is_named(make_run: MakeRun, transport: str) -> None:
+    run = run_for(make_run, transport, ranks=2)
+    writers = [make_writer(run, rank, MANIFEST) for rank in range(2)]
+    for writer in writers:
+        writer.open()
+    publish(writers[0], 0, 0, 2)
+    with pytest.raises(WaitExpired, match=r"learner rank 0 waits for rank 1 to commit version 0\.0"):
+        writers[0].checksum(Version(0, 0), 0.2)
+    publish(writers[1], 0, 1, 2)
+    assert writers[0].checksum(Version(0, 0), 5)
+    for writer in reversed(writers):
+        writer.close()
+
+
+def write_as_rank(folder: str, rank: int, ranks: int, versions: int, gate: object, done: object) -> None:
+    run = RunFile.load(folder)
+    writer = make_writer(run, rank, MANIFEST)
+    writer.open()
+    for n in range(versions):
+        time.sleep(0.003 * ((n + rank) % 3))  # ranks arrive at different moments
+        publish(writer, n, rank, ranks)
+        if rank == 0:
+            assert writer.checksum(Version(0, n), 10)
+        gate.wait(20)  # type: ignore[attr-defined]  # as the gradient reduction of the next step does
+    assert done.wait(30)  # type: ignore[attr-defined]
+    writer.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transport: str) -> None:
+    run = run_for(make_run, transport, ranks=2)
+    gate, done = SPAWN.Barrier(2), SPAWN.Event()
+    ranks = [SPAWN.Process(target=write_as_rank, args=(str(run.folder), r, 2, 40, gate, done)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    readers = [make_reader(run, f"generator-{i}-0", 0) for i in range(2)]
+    try:
+        seen: list[list[int]] = [[], []]
+
+        def follow(index: int) -> None:
+            readers[index].open(30)
+            while not seen[index] or seen[index][-1] < 39:
+                seen[index].append(read(readers[index], seen[index][-1] + 1 if seen[index] else 0)[0])
+
+        threads = [threading.Thread(target=follow, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        for versions in seen:
+            assert versions[-1] == 39 and versions == sorted(set(versions))
+    finally:
+        for reader in readers:
+            reader.close()
+        done.set()
+        for process in ranks:
+            process.join(20)
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def lease_and_hang(folder: str, leased: object) -> None:
+    reader = make_reader(RunFile.load(folder), "generator-0-0", 0)
+    reader.open(10)
+    reader.lease(Version(0, 0), 10)
+    leased.set()  # type: ignore[attr-defined]
+    time.sleep(60)
+
+
+def test_a_dying_reader_frees_its_lease_and_leaves_the_segment(make_run: MakeRun) -> None:
+    run = run_for(make_run, "shm", "weights.slots=2")
+    writer = make_writer(run, 0, MANIFEST)
+    writer.open()
+    publish(writer, 0)
+    leased = SPAWN.Event()
+    reader = SPAWN.Process(target=lease_and_hang, args=(str(run.folder), leased))
+    reader.start()
+    assert leased.wait(20)
+    publish(writer, 1)
+    with pytest.raises(WaitExpired, match=r"the lease of generator-0-0 on version 0\.0"):
+        writer.begin(Version(0, 2), 0.3)
+    reader.kill()
+    publish(writer, 2)  # while the killed reader is still a zombie
+    reader.join(10)
+    time.sleep(0.2)  # a resource tracker would unlink the segment about now
+    assert segment_path(run.run_id).exists()
+    again = make_reader(run, "generator-0-0", 1)
+    again.open(5)
+    assert read(again, 2)[0] == 2
+    again.close()
+    assert segment_path(run.run_id).exists()
+    writer.close()
+    assert not segment_path(run.run_id).exists()
+
+
+def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun) -> None:
+    run = run_for(make_run, "zmq", "weights.slots=2", "weights.deadline_s=1")
+    writer = make_writer(run, 0, MANIFEST)
+    writer.open()
+    publish(writer, 0)
+    reader = make_reader(run, "generator-0-0", 0)
+    reader.open(5)
+    (stream,) = reader._streams  # type: ignore[attr-defined]
+    stream.ask(Version(0, 0))
+    assert stream.socket.poll(5000)  # granted, and then the reader hangs
+    publish(writer, 1)
+    begin = time.monotonic()
+    publish(writer, 2)
+    assert 0.5 < time.monotonic() - begin < 5
+    assert read(reader, 2)[0] == 2  # it was only slow
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_torn_reads_are_noticed(opened: Open, transport: str) -> None:
+    """The lease of a reader that reads on is ended for it, and its slot is overwritten."""
+    _, writer, reader = opened(transport, "weights.slots=2")
+    publish(writer, 0)
+    if transport == "shm":
+        _, view = reader.lease(Version(0, 0), 10)
+        writer.end_leases("generator-0", 0)
+        publish(writer, 1)
+        publish(writer, 2)
+        assert not holds(view, 0)
+        assert reader.checksum() == 0 and not reader.release()
+        del view
+    else:
+        (stream,) = reader._streams  # type: ignore[attr-defined]
+        stream.ask(Version(0, 0))
+        while stream.granted is None:
+            assert stream.socket.poll(5000)
+            stream.receive()
+        writer.end_leases("generator-0", 0)
+        publish(writer, 1)
+        publish(writer, 2)
+        stream.fetch(memoryview(bytearray(MANIFEST.total_bytes)), MANIFEST)
+        while not stream.fetched:
+            assert stream.socket.poll(5000)
+            stream.receive()
+        assert stream.torn
+    assert read(reader, 2)[0] == 2
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_corrupted_byte_is_found_and_named(opened: Open, transport: str) -> None:
+    _, writer, reader = opened(transport)
+    publish(writer, 0)
+    spec = next(spec for spec in MANIFEST.tensors if spec.name == "layer.7")
+    slots = writer._mapped if transport == "shm" else writer._slots  # type: ignore[attr-defined]
+    newest = slots.table.newest()
+    view = slots.slot(newest) if transport == "shm" else slots.view(newest)
+    view[spec.offset + 1234] ^= 0x10
+    reader.lease(Version(0, 0), 10)
+    with pytest.raises(WeightsCorrupt, match=r"generator-0-0, version 0\.0: tensor 'layer\.7'"):
+        reader.checksum()
+    reader.release()
+    publish(writer, 1)
+    assert read(reader, 1)[0] == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_unwritten_rows_are_an_error(opened: Open, transport: str) -> None:
+    _, writer, _ = opened(transport)
+    writer.begin(Version(0, 0), 1)
+    rows = rows_of(0, 1)
+    with pytest.raises(WeightsError, match="not wholly written"):
+        writer.commit(rows[:3] + rows[4:])
+        writer.checksum(Version(0, 0), 1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_misuse_is_refused(opened: Open, transport: str) -> None:
+    _, writer, reader = opened(transport)
+    writer.begin(Version(0, 0), 1)
+    with pytest.raises(WeightsError, match=r"begins 0\.1 before it committed 0\.0"):
+        writer.begin(Version(0, 1), 1)
+    with pytest.raises(WeightsError, match="no lease"):
+        reader.release()
+    with pytest.raises(WeightsError, match="not open"):
+        make_writer(make_run_like(reader), 0, MANIFEST).begin(Version(0, 0), 1)
+
+
+def make_run_like(reader: WeightReader) -> RunFile:
+    return reader._run  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_pieces_hold_every_row_of_a_rank_and_no_other(ranks: int) -> None:
+    """A chunk may span padding, never bytes that another rank wrote."""
+    total = 0
+    for rank in range(ranks):
+        own = np.zeros(MANIFEST.total_bytes, bool)
+        for offset, length in rows_of(rank, ranks):
+            own[offset : offset + length] = True
+        foreign = np.zeros(MANIFEST.total_bytes, bool)
+        for other in set(range(ranks)) - {rank}:
+            for offset, length in rows_of(other, ranks):
+                foreign[offset : offset + length] = True
+        table = np.array([(offset, length, 0) for offset, length in rows_of(rank, ranks)], np.uint64)
+        for offset, length in pieces(table, MANIFEST):
+            assert not foreign[offset : offset + length].any()
+            own[offset : offset + length] = False
+            total += 1
+        assert not own.any()
+    if ranks == 1:
+        assert total == 1  # tensors and their padding, in one run

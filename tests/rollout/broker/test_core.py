@@ -1,0 +1,490 @@
+"""Each rule of DESIGN section 3 in a scenario whose outcome is known in advance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl.core.messages import Ticket, Version
+from rl.core.seeds import sample_seed, task_order
+from rollout.broker import BrokerCore, Settings
+from rollout.broker.actions import (
+    Action,
+    CancelTickets,
+    EmitBatch,
+    EvalReport,
+    Finished,
+    GroupRecord,
+    IssueTicket,
+    Outcome,
+    StopRun,
+)
+
+
+def settings(**changes: Any) -> Settings:
+    base: dict[str, Any] = {"steps": 4, "groups_per_batch": 2, "group_size": 2, "train_tasks": 50, "alpha": 0}
+    return Settings(**(base | changes))
+
+
+def of(actions: list[Action], kind: type) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+class Driver:
+    """A core with a generous server; keeps what is live and what was emitted."""
+
+    def __init__(self, config: Settings, capacity: int = 100, state: dict | None = None, epoch: int = 0) -> None:
+        self.core, self.epoch = BrokerCore(config, audit=True), epoch
+        if state is not None:
+            self.core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
+        self.live: dict[int, Ticket] = {}
+        self.cancelled: list[int] = []
+        self.actions: list[Action] = []
+        self.now = 0.0
+        self.do(self.core.server_joined(0, 0, capacity, self.now))
+
+    def do(self, actions: list[Action]) -> list[Action]:
+        self.core.ledger.check()
+        self.actions += actions
+        for action in actions:
+            if isinstance(action, IssueTicket):
+                self.live[action.ticket.ticket_id] = action.ticket
+            elif isinstance(action, CancelTickets):
+                self.cancelled += action.ticket_ids
+        return actions
+
+    def publish(self, n: int) -> list[Action]:
+        return self.do(self.core.published(Version(self.epoch, n), self.now))
+
+    def request(self, step: int) -> list[Action]:
+        return self.do(self.core.batch_requested(step, self.now))
+
+    def begin(self, ticket: Ticket, version: int) -> list[Action]:
+        return self.do(self.core.first_token(ticket.ticket_id, Version(self.epoch, version), self.now))
+
+    def finish(
+        self, ticket: Ticket, version: int, reward: float = 1.0, tokens: int = 5, *, late: bool = False
+    ) -> list[Action]:
+        """late: the generators' report comes after the trajectory."""
+        self.live.pop(ticket.ticket_id, None)
+        outcome = Outcome(self.epoch, version, reward, tokens, tokens, success=reward, payload=ticket.ticket_id)
+        events = [lambda: self.core.finished(ticket.ticket_id, outcome, self.now)]
+        if ticket.kind == "train":
+            events.insert(int(late), lambda: self.core.usage(ticket.ticket_id, tokens, False, self.now))
+        return [action for event in events for action in self.do(event())]
+
+    def fail(self, ticket: Ticket) -> list[Action]:
+        self.live.pop(ticket.ticket_id)
+        return self.do(self.core.failed(ticket.ticket_id, "boom", self.now))
+
+    def confirm_cancels(self) -> None:
+        while self.cancelled:
+            ticket_id = self.cancelled.pop()
+            self.live.pop(ticket_id, None)
+            self.do(self.core.cancelled(ticket_id, self.now))
+
+    def group(self, group_id: int) -> list[Ticket]:
+        return sorted((t for t in self.live.values() if t.group_id == group_id), key=lambda t: t.sample_id)
+
+    def finish_group(self, group_id: int, version: int, rewards: tuple[float, ...] = (1.0, 0.0)) -> list[Action]:
+        actions: list[Action] = []
+        for ticket, reward in zip(self.group(group_id), rewards, strict=False):
+            actions += self.finish(ticket, version, reward)
+        return actions
+
+    def samples(self, state: str) -> int:
+        return self.core.ledger.report()["samples"][state]
+
+
+def groups_of(batch: EmitBatch) -> list[int]:
+    return list(dict.fromkeys(sample.group_id for sample in batch.samples))
+
+
+# ------------------------------------------------------------ F1, F2
+
+
+@pytest.mark.parametrize(
+    ("alpha", "extra", "groups"), [(0, 0, 2), (0.4, 0, 2), (0.5, 0, 3), (1, 0, 4), (1, 2, 6), (9, 0, 8)]
+)
+def test_admission_counts_whole_groups(alpha: float, extra: int, groups: int) -> None:
+    """F1: min(floor((1 + alpha) B), remaining steps * B) + R, with B = 2 and 4 steps."""
+    driver = Driver(settings(alpha=alpha, redundant_groups=extra, redundant_episodes=1))
+    driver.publish(0)
+    assert len({t.group_id for t in driver.live.values()}) == groups
+    assert len(driver.live) == 3 * groups
+    assert {t.version for t in driver.live.values()} == {Version(0, 0)}
+
+
+def test_nothing_is_issued_before_the_first_version() -> None:
+    driver = Driver(settings())
+    assert driver.request(0) == [] and not driver.live
+    assert driver.publish(0)
+
+
+def test_tickets_follow_group_order_and_credit() -> None:
+    driver = Driver(settings(alpha=1), capacity=3)
+    driver.publish(0)
+    assert sorted(t.sample_id for t in driver.live.values()) == [0, 1, 2]
+    (ticket,) = of(driver.finish(driver.group(0)[0], 0), IssueTicket)
+    assert ticket.ticket.sample_id == 3
+
+
+def test_a_ticket_carries_the_version_at_its_issue_and_reproducible_seeds() -> None:
+    driver = Driver(settings(alpha=1, seed=11))
+    driver.publish(0)
+    order = task_order(11, 0, 50)
+    for ticket in driver.live.values():
+        assert ticket.task_index == order[ticket.group_id]
+        assert ticket.seed == sample_seed(11, ticket.sample_id) < 2**63
+    driver.request(0)
+    driver.finish_group(0, 0)
+    driver.finish_group(1, 0)
+    (fresh, *_) = of(driver.publish(1), IssueTicket)
+    assert fresh.ticket.version == Version(0, 1) and fresh.ticket.group_id == 4
+
+
+def test_no_ticket_goes_out_that_no_later_batch_could_use() -> None:
+    """alpha = 0 with a redundant group: once batch 0 is assembled, version 0 is too old for anything."""
+    driver = Driver(settings(redundant_groups=1))
+    driver.publish(0)
+    driver.request(0)
+    driver.begin(driver.group(1)[0], 0)
+    driver.finish_group(0, 0)
+    actions = driver.finish_group(2, 0)
+    assert [groups_of(b) for b in of(actions, EmitBatch)] == [[0, 2]]
+    assert of(actions, GroupRecord)[0].end == "redundant" and of(actions, IssueTicket) == []
+    issued = of(driver.publish(1), IssueTicket)
+    assert {i.ticket.group_id for i in issued} == {3, 4, 5}
+    assert issued[0].ticket.task_index == next(
+        a.ticket.task_index for a in of(driver.actions, IssueTicket) if a.ticket.group_id == 1
+    )
+
+
+# ------------------------------------------------------------ F3
+
+
+def test_expiry_takes_the_whole_group_and_puts_its_task_in_front() -> None:
+    """alpha = 1: a group begun at version 0 and unfinished when batch 1 is assembled fits no later batch."""
+    driver = Driver(settings(alpha=1, hold_patience=math.inf))
+    driver.publish(0)
+    slow = driver.group(0)
+    for group_id in range(4):
+        driver.begin(driver.group(group_id)[0], 0)
+    driver.finish(slow[0], 0)
+    driver.finish_group(1, 0)
+    driver.finish_group(2, 0)
+    driver.request(0)
+    driver.publish(1)
+    driver.finish_group(3, 0)
+    driver.finish_group(4, 1)
+    actions = driver.request(1)
+    assert groups_of(of(actions, EmitBatch)[0]) == [3, 4]
+    (record,) = of(actions, GroupRecord)
+    assert (record.group_id, record.end, record.attempts) == (0, "stale", 0)
+    assert [c.ticket_ids for c in of(actions, CancelTickets)] == [[slow[1].ticket_id]]
+    assert driver.samples("stale") == 2
+    again = [i.ticket for i in of(actions, IssueTicket) if i.ticket.task_index == slow[0].task_index]
+    assert len(again) == 2 and again[0].group_id > 4
+    assert driver.core.groups[again[0].group_id].assignment.attempts == 1
+
+
+def test_a_late_first_token_expires_a_group_and_batched_groups_are_exempt() -> None:
+    driver = Driver(settings(alpha=1))
+    driver.publish(0)
+    for group_id in (0, 1):
+        driver.finish_group(group_id, 0)
+    driver.request(0)
+    driver.publish(1)
+    for group_id in (4, 5):
+        driver.finish_group(group_id, 1)
+    driver.request(1)  # batched, untrained, v = 1
+    assert driver.samples("batched") == 4 and driver.samples("stale") == 0  # groups 2 and 3 have not started
+    actions = driver.begin(driver.group(2)[1], 0)
+    assert [(r.group_id, r.end) for r in of(actions, GroupRecord)] == [(2, "stale")]
+    driver.publish(2)
+    assert driver.samples("trained") == 8
+
+
+def test_v_is_that_of_live_members() -> None:
+    """The first token of an attempt that failed ages its group no longer."""
+    driver = Driver(settings(alpha=1))
+    driver.publish(0)
+    first = driver.group(0)[0]
+    driver.begin(first, 0)
+    assert driver.core.groups[0].version == 0
+    driver.fail(first)
+    assert driver.core.groups[0].version is None
+
+
+# ------------------------------------------------------------ F4, F5
+
+
+def test_finished_groups_do_not_wait_for_running_ones_and_older_go_first() -> None:
+    driver = Driver(settings(alpha=2))
+    driver.publish(0)
+    driver.finish_group(0, 0)
+    driver.finish_group(4, 0)
+    driver.request(0)
+    driver.publish(1)
+    driver.finish_group(6, 1)
+    driver.finish_group(3, 0)
+    driver.finish_group(2, 0)
+    (batch,) = of(driver.request(1), EmitBatch)
+    assert groups_of(batch) == [2, 3]
+    assert batch.metrics["staleness/mean"] == 1 and batch.metrics["rollout/reward"] == 0.5
+
+
+@pytest.mark.parametrize(("patience", "held"), [(0, True), (1, False), (math.inf, False)])
+def test_hold_waits_for_a_group_about_to_expire(patience: float, held: bool) -> None:
+    driver = Driver(settings(redundant_groups=1, hold_patience=patience, hold_deadline_s=10))
+    driver.publish(0)
+    driver.begin(driver.group(0)[0], 0)
+    driver.finish_group(1, 0)
+    driver.finish_group(2, 0)
+    batches = of(driver.request(0), EmitBatch)
+    if not held:
+        assert groups_of(batches[0]) == [1, 2]
+        return
+    assert batches == [] and driver.core.next_deadline() == 10
+    driver.now = 3
+    (batch,) = of(driver.finish_group(0, 0), EmitBatch)
+    assert groups_of(batch) == [0, 1]
+    assert batch.metrics["broker/hold_s"] == 3
+
+
+def test_hold_after_one_cut_off_and_its_deadline() -> None:
+    """P = 1: the first cut-off is not waited for, the second is, until the deadline."""
+    driver = Driver(settings(redundant_groups=1, hold_patience=1, hold_deadline_s=10))
+    driver.publish(0)
+    driver.begin(driver.group(0)[0], 0)
+    driver.finish_group(1, 0)
+    driver.finish_group(2, 0)
+    assert of(driver.request(0), EmitBatch)
+    driver.confirm_cancels()
+    driver.publish(1)
+    driver.begin(driver.group(3)[0], 1)  # the task of group 0 again
+    driver.finish_group(4, 1)
+    driver.finish_group(5, 1)
+    assert of(driver.request(1), EmitBatch) == []
+    assert of(driver.do(driver.core.tick(9.9)), EmitBatch) == []
+    (batch,) = of(driver.do(driver.core.tick(10.0)), EmitBatch)
+    assert groups_of(batch) == [4, 5]
+
+
+# ------------------------------------------------------------ redundancy, filtering, retries
+
+
+def test_the_first_g_results_win_and_the_rest_is_cancelled() -> None:
+    driver = Driver(settings(redundant_episodes=2))
+    driver.publish(0)
+    tickets = driver.group(0)
+    driver.finish(tickets[3], 0)
+    actions = driver.finish(tickets[1], 0)
+    assert [c.ticket_ids for c in of(actions, CancelTickets)] == [[tickets[0].ticket_id, tickets[2].ticket_id]]
+    assert driver.samples("redundant") == 2
+    assert driver.finish(tickets[0], 0) == [] and driver.samples("waiting") == 2  # too late: dropped, tokens counted
+    assert driver.core.ledger.report()["tokens"]["redundant"] == 5
+
+
+def test_constant_groups_are_dropped_up_to_the_bound() -> None:
+    driver = Driver(settings(filter_constant_groups=True, max_filtered_per_step=1))
+    driver.publish(0)
+    driver.request(0)
+    (record,) = of(driver.finish_group(0, 0, (1.0, 1.0)), GroupRecord)
+    assert record.end == "filtered" and record.rewards == [1.0, 1.0]
+    driver.finish_group(1, 0, (0.0, 0.0))  # the bound is reached: kept
+    (batch,) = of(driver.finish_group(2, 0), EmitBatch)
+    assert groups_of(batch) == [1, 2] and batch.metrics["broker/filtered_groups"] == 1
+
+
+def test_retries_go_first_and_a_group_is_replaced_after_the_last_attempt() -> None:
+    driver = Driver(settings(alpha=1, max_attempts=2), capacity=2)
+    driver.publish(0)
+    first, second = driver.group(0)
+    driver.do(driver.core.usage(first.ticket_id, 7, False, 0.0))
+    (again,) = of(driver.fail(first), IssueTicket)
+    assert (again.ticket.sample_id, again.ticket.attempt) == (0, 1)  # samples 2 to 7 were queued before it
+    assert driver.core.ledger.report()["tokens"]["failed"] == 7
+    driver.finish(second, 0)
+    assert driver.finish(first, 0) == []  # late result of the attempt that had failed
+    (record,) = of(driver.fail(again.ticket), GroupRecord)
+    assert (record.end, record.rewards) == ("failed", [1.0])
+    assert driver.samples("failed") == 2 and len(driver.core.groups) == 4
+
+
+def test_redundant_members_cover_for_one_that_failed_for_good() -> None:
+    driver = Driver(settings(redundant_episodes=1, max_attempts=1))
+    driver.publish(0)
+    driver.fail(driver.group(0)[0])
+    driver.finish_group(0, 0)
+    assert driver.core.book.ready == 1 and driver.samples("failed") == 1
+
+
+def test_a_dead_server_gives_its_tickets_to_another() -> None:
+    driver = Driver(settings())
+    driver.publish(0)
+    before = dict(driver.live)
+    assert of(driver.do(driver.core.server_left(0, 0, 0.0)), IssueTicket) == []
+    assert driver.do(driver.core.server_joined(0, 0, 100, 0.0)) == []  # a late hello of the dead one
+    again = of(driver.do(driver.core.server_joined(0, 1, 100, 0.0)), IssueTicket)
+    assert [i.ticket.sample_id for i in again] == [t.sample_id for t in before.values()]
+    assert {i.ticket.attempt for i in again} == {1}
+
+
+def test_failing_for_ever_stops_the_run_with_one_line() -> None:
+    driver = Driver(settings(max_attempts=1, max_groups_given_up=3))
+    driver.publish(0)
+    while not (stops := of(driver.actions, StopRun)):
+        driver.fail(next(iter(driver.live.values())))
+        driver.confirm_cancels()
+    assert stops[0].reason == "3 groups in a row failed every attempt; the last one: boom"
+
+
+def test_an_episode_without_end_is_cancelled_by_the_broker() -> None:
+    driver = Driver(settings(episode_deadline_s=5))
+    driver.publish(0)
+    assert driver.core.next_deadline() == 35
+    actions = driver.do(driver.core.tick(35))
+    assert sum(len(c.ticket_ids) for c in of(actions, CancelTickets)) == 4 == len(of(actions, IssueTicket))
+
+
+# ------------------------------------------------------------ tokens, epochs, evaluation, end, journal
+
+
+def test_tokens_are_booked_by_ticket_and_checked_twice() -> None:
+    driver = Driver(settings())
+    driver.publish(0)
+    ticket = driver.group(0)[0]
+    driver.finish(ticket, 0, tokens=5)
+    driver.do(driver.core.usage(driver.group(1)[0].ticket_id, 3, True, 0.0))
+    tokens = driver.core.ledger.report()["tokens"]
+    assert (tokens["generated"], tokens["waiting"], tokens["lost"]) == (8, 5, 3)
+    assert driver.core.ledger.mismatches == 0
+    driver.do(driver.core.usage(ticket.ticket_id, 1, False, 0.0))  # one more than the trajectory says
+    assert driver.core.ledger.mismatches == 1
+
+
+def test_a_ledger_that_does_not_close_fails_the_run() -> None:
+    driver = Driver(settings(steps=1, groups_per_batch=1, group_size=1, drain_deadline_s=4))
+    driver.publish(0)
+    driver.request(0)
+    (ticket,) = driver.live.values()
+    driver.do(driver.core.finished(ticket.ticket_id, Outcome(0, 0, 1.0, 9), 0.0))  # its usage never comes
+    driver.publish(1)
+    assert driver.core.next_deadline() == 4
+    driver.do(driver.core.tick(4.0))
+    assert of(driver.actions, Finished)[0].report["ledger_mismatches"] == 1
+    assert "claims 9 tokens, generators reported 0" in of(driver.actions, StopRun)[0].reason
+
+
+def test_results_of_another_epoch_end_stale() -> None:
+    driver = Driver(settings(), epoch=5)
+    driver.publish(0)
+    ticket = driver.group(0)[0]
+    driver.do(driver.core.finished(ticket.ticket_id, Outcome(4, 0, 1.0, 0), 0.0))
+    assert driver.samples("stale") == 2 and of(driver.actions, GroupRecord)[0].end == "stale"
+
+
+@pytest.mark.parametrize(("version", "what"), [(Version(0, 3), "without that batch"), (Version(1, 1), "in epoch 1")])
+def test_a_learner_that_contradicts_itself_stops_the_run(version: Version, what: str) -> None:
+    driver = Driver(settings())
+    driver.publish(0)
+    assert what in of(driver.do(driver.core.published(version, 0.0)), StopRun)[0].reason
+
+
+def test_evaluations_take_credit_first_and_stand_outside_the_ledger() -> None:
+    driver = Driver(settings(eval_temperature=0.2, max_attempts=2), capacity=1)
+    driver.publish(0)
+    driver.do(driver.core.eval_requested(Version(0, 0), 2, 0.0))
+    issued = driver.samples("issued")
+    (first,) = of(driver.finish(driver.group(0)[0], 0), IssueTicket)
+    assert (first.ticket.kind, first.ticket.task_index, first.ticket.temperature) == ("eval", 0, 0.2)
+    (retry,) = of(driver.fail(first.ticket), IssueTicket)
+    assert (retry.ticket.task_index, retry.ticket.attempt) == (0, 1)
+    (second,) = of(driver.finish(retry.ticket, 0, 1.0), IssueTicket)
+    driver.now = 2.0
+    (report,) = of(driver.finish(second.ticket, 1, 0.0), EvalReport)
+    assert (report.accuracy, report.tasks, report.failed, report.seconds) == (0.5, 2, 0, 2.0)
+    assert report.versions == {0: 1, 1: 1}
+    assert driver.samples("issued") == issued and driver.core.ledger.generated == 5
+
+
+def test_the_end_cancels_what_is_left_and_waits_for_the_last_evaluation() -> None:
+    driver = Driver(settings(steps=1, redundant_groups=1, eval_tasks=1))
+    driver.publish(0)
+    driver.request(0)
+    driver.finish_group(0, 0)
+    driver.finish_group(1, 0)
+    assert driver.samples("redundant") == 2 and len(driver.cancelled) == 2
+    driver.publish(1)
+    driver.confirm_cancels()
+    assert of(driver.actions, Finished) == []
+    (ticket,) = of(driver.do(driver.core.eval_requested(Version(0, 1), 1, 0.0)), IssueTicket)
+    (end,) = of(driver.finish(ticket.ticket, 1), Finished)
+    report = end.report
+    assert report["steps"] == 1 and report["useful_tokens"] == 20 and report["kept_over_issued_length"] == 1
+    assert report["staleness"] == {"mean": 0, "max": 0, "histogram": {"0": 4}}
+    assert report["reward"] == {"first": 0.5, "last": 0.5} and report["eval"]["last"]["versions"] == {"1": 1}
+    assert list(report["ledger"]["samples"]) == [
+        "issued", "queued", "running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed",
+    ]  # fmt: skip
+    assert list(report["ledger"]["tokens"]) == [
+        "generated", "running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed", "lost",
+    ]  # fmt: skip
+
+
+def test_a_restored_core_issues_the_open_groups_again() -> None:
+    driver = Driver(settings(alpha=1))
+    driver.publish(0)
+    driver.finish_group(0, 0)
+    driver.finish_group(1, 0)
+    driver.request(0)
+    driver.publish(1)
+    driver.finish(driver.group(2)[0], 0)
+    driver.fail(driver.group(3)[0])
+    state = driver.core.snapshot()
+    assert state["ledger"]["issued"] == 4
+    open_tasks = {t.group_id: t.task_index for t in driver.live.values()}
+
+    resumed = Driver(settings(alpha=1), state=state, epoch=1)
+    resumed.core.ledger.check()
+    resumed.publish(1)
+    assert {t.group_id: t.task_index for t in resumed.live.values()} == open_tasks
+    assert all(t.seed == sample_seed(0, t.sample_id) for t in resumed.live.values())
+    assert not set(resumed.live) & set(driver.live)
+    assert resumed.samples("issued") == 12 and resumed.samples("trained") == 4
+    for ticket in list(driver.live.values()):  # the old epoch is over
+        assert resumed.do(resumed.core.finished(ticket.ticket_id, Outcome(0, 0, 1.0, 5), 0.0)) == []
+    assert resumed.core.tasks.next_group == driver.core.tasks.next_group
+
+
+def test_a_resumed_synchronous_run_draws_the_same_groups_as_an_uninterrupted_one() -> None:
+    def play(driver: Driver, begin: int, end: int) -> list[tuple[int, int, int]]:
+        seen = []
+        for step in range(begin, end):
+            driver.request(step)
+            for group_id in (2 * step, 2 * step + 1):
+                seen += [(t.sample_id, t.task_index, t.seed) for t in driver.group(group_id)]
+                driver.finish_group(group_id, step)
+            driver.publish(step + 1)
+        return seen
+
+    whole = Driver(settings(train_tasks=3))
+    whole.publish(0)
+    expected = play(whole, 0, 4)
+    half = Driver(settings(train_tasks=3))
+    half.publish(0)
+    first = play(half, 0, 2)
+    rest = Driver(settings(train_tasks=3), state=half.core.snapshot(), epoch=1)
+    rest.publish(2)
+    assert first + play(rest, 2, 4) == expected
+    assert of(rest.actions, Finished)[0].report["ledger"]["samples"]["trained"] == 16
+
+
+def test_a_journal_of_other_groups_is_refused() -> None:
+    state = Driver(settings()).core.snapshot()
+    with pytest.raises(ValueError, match="members=2, the configuration 3"):
+        BrokerCore(settings(redundant_episodes=1)).restore(state)

@@ -1,0 +1,262 @@
+"""The real broker process over ipc; the test plays supervisor, environment server, proxy and learner."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from rl.core.messages import (
+    AckTickets,
+    BatchRequest,
+    CancelTickets,
+    Done,
+    EvalRequest,
+    Fatal,
+    Journal,
+    Message,
+    Metrics,
+    PeerDied,
+    Published,
+    Register,
+    SaveRequest,
+    ServerHello,
+    Shard,
+    Stop,
+    Ticket,
+    TicketCancelled,
+    Trajectory,
+    Turn,
+    Usage,
+    Version,
+)
+from rl.core.run import RunFile
+from rl.core.sockets import identity, open_socket, receive, receive_from, send, send_to
+from tests.conftest import MakeRun
+
+DEADLINE_S = 20.0
+
+
+class Rig:
+    def __init__(self, run: RunFile) -> None:
+        self.context = zmq.Context()
+        self.run = run
+        self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
+        self.shards = [
+            open_socket(zmq.PULL, run, "batches", rank, bind=True, context=self.context)
+            for rank in range(run.config.learner.ranks)
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rollout.broker.process", "--run", str(run.folder)], stderr=subprocess.PIPE
+        )
+        self.to_supervisor: list[Message] = []
+        self.await_control(Register)
+        self.learner = open_socket(zmq.DEALER, run, "steps", identity=identity("learner", 0), context=self.context)
+        self.proxy = open_socket(zmq.PUSH, run, "usage", context=self.context)
+        self.results = open_socket(zmq.PUSH, run, "trajectories", context=self.context)
+        self.servers: dict[int, zmq.Socket] = {}
+        self.seq: dict[int, int] = {}
+
+    def join(self, incarnation: int, capacity: int) -> None:
+        me = identity("env_server", 0, incarnation)
+        self.servers[incarnation] = open_socket(zmq.DEALER, self.run, "tickets", identity=me, context=self.context)
+        send(self.servers[incarnation], ServerHello(0, incarnation, capacity))
+        self.seq[incarnation] = 0
+
+    def next_seq(self, incarnation: int = 0) -> int:
+        self.seq[incarnation] += 1
+        return self.seq[incarnation]
+
+    def from_broker(self, incarnation: int = 0, timeout_s: float = DEADLINE_S) -> Message:
+        return _next(self.servers[incarnation], timeout_s)
+
+    def tickets(self, count: int, incarnation: int = 0) -> list[Ticket]:
+        found: list[Ticket] = []
+        while len(found) < count:
+            message = self.from_broker(incarnation)
+            if isinstance(message, Ticket):
+                found.append(message)
+        return found
+
+    def acks(self, count: int, incarnation: int = 0) -> list[int]:
+        found: list[int] = []
+        while len(found) < count:
+            message = self.from_broker(incarnation)
+            if isinstance(message, AckTickets):
+                found += message.ticket_ids
+        return found
+
+    def deliver(self, ticket: Ticket, reward: float = 1.0, *, tokens: int = 4, incarnation: int = 0) -> Trajectory:
+        trajectory = make_trajectory(ticket, self.next_seq(incarnation), reward, tokens, incarnation)
+        send(self.results, trajectory)
+        if ticket.kind == "train":
+            send(self.proxy, Usage(ticket.ticket_id, tokens))
+        return trajectory
+
+    def await_control(self, kind: type[Message]) -> Message:
+        """The next message of this kind that the supervisor receives (heartbeats in between are dropped)."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            for message in self.to_supervisor:
+                if isinstance(message, kind):
+                    self.to_supervisor.remove(message)
+                    return message
+            if self.control.poll(100):
+                self.to_supervisor.append(receive_from(self.control)[1])
+        raise AssertionError(f"no {kind.__name__} in {DEADLINE_S} s; received {self.to_supervisor[-5:]}")
+
+    def tell_broker(self, message: Message) -> None:
+        send_to(self.control, identity("broker", 0), message)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.context.destroy(linger=0)
+
+
+def _next(socket: zmq.Socket, timeout_s: float = DEADLINE_S) -> Message:
+    assert socket.poll(int(timeout_s * 1000)), "nothing arrived"
+    return receive(socket)
+
+
+def make_trajectory(ticket: Ticket, seq: int, reward: float, tokens: int = 4, incarnation: int = 0) -> Trajectory:
+    length = tokens + 2
+    mask = np.array([0, 0] + [1] * tokens, np.uint8)
+    return Trajectory(
+        server=0, incarnation=incarnation, seq=seq, ticket_id=ticket.ticket_id, sample_id=ticket.sample_id,
+        group_id=ticket.group_id, task_index=ticket.task_index, kind=ticket.kind, epoch=ticket.version.epoch,
+        token_ids=np.full(length, ticket.sample_id + 10, np.int32), loss_mask=mask,
+        logp_behavior=-np.ones(length, np.float32) * mask,
+        policy_version=np.where(mask != 0, ticket.version.n, -1).astype(np.int32),
+        turns=[Turn(2, length, reward, 0.1, 0.0, "stop", 0)], reward=reward, stop_reason="done",
+        tokens_generated=tokens, seconds=0.1, info={"legal": 1.0},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def rig(make_run: MakeRun, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(make_run(*request.param, train_tasks=10))
+    yield rig
+    rig.close()
+
+
+BASE = ("steps=1", "rollout.alpha=0", "rollout.groups_per_batch=2", "rollout.group_size=2")
+
+
+@pytest.mark.parametrize("rig", [(*BASE, "learner.ranks=2", "eval.tasks=2")], indirect=True)
+def test_a_whole_run(rig: Rig) -> None:
+    send(rig.learner, Published(Version(0, 0)))
+    send(rig.learner, BatchRequest(0))
+    rig.join(0, 8)
+    tickets = rig.tickets(4)
+    assert [t.sample_id for t in tickets] == [0, 1, 2, 3]
+
+    first = rig.deliver(tickets[0])
+    assert rig.acks(1) == [tickets[0].ticket_id]
+    send(rig.results, first)  # as if the acknowledgement had been lost
+    assert rig.acks(1) == [tickets[0].ticket_id]
+    rig.results.send_multipart([b"\x93not a message"])
+    rig.results.send_multipart([b""])
+    for ticket, tokens in zip(tickets[1:], (9, 5, 3), strict=True):
+        rig.deliver(ticket, reward=0.0, tokens=tokens)
+
+    shards = [_next(socket) for socket in rig.shards]
+    assert all(isinstance(shard, Shard) for shard in shards)
+    rows = shards[0].rows
+    assert rows == shards[1].rows and [row.sample_id for row in rows] == [0, 1, 2, 3]
+    assert [row.tokens for row in rows] == [6, 11, 7, 5]
+    assert [shard.members for shard in shards] == [[1, 3], [0, 2]]  # 11 + 5 against 7 + 6: longest first
+    assert [shard.lengths for shard in shards] == [[11, 5], [6, 7]]
+    assert shards[0].token_ids.tolist() == [11] * 11 + [13] * 5
+    assert shards[0].turn_starts == [[2], [2]]
+    assert shards[0].loss_tokens == 21
+    metrics = shards[0].metrics
+    assert metrics["rollout/reward"] == 0.25 and metrics["staleness/mean"] == 0 and metrics["env/legal"] == 1
+
+    send(rig.learner, SaveRequest(Version(0, 1)))  # waits for the publication
+    send(rig.learner, Published(Version(0, 1)))
+    send(rig.learner, EvalRequest(Version(0, 1), 2))
+    journal = _next(rig.learner)
+    assert isinstance(journal, Journal) and msgspec.msgpack.decode(journal.state)["n"] == 1
+    for ticket in rig.tickets(2):
+        assert ticket.kind == "eval" and ticket.temperature == 0 and ticket.version == Version(0, 1)
+        rig.deliver(ticket, reward=float(ticket.task_index))
+    evaluation = rig.await_control(Metrics)
+    assert isinstance(evaluation, Metrics) and evaluation.values["eval/accuracy"] == 0.5
+
+    done = rig.await_control(Done)
+    assert isinstance(done, Done)
+    report = json.loads(done.report)
+    assert report["ledger"]["samples"] == {
+        "issued": 4, "queued": 0, "running": 0, "waiting": 0, "batched": 0,
+        "trained": 4, "stale": 0, "filtered": 0, "redundant": 0, "failed": 0,
+    }  # fmt: skip
+    assert report["ledger"]["tokens"]["trained"] == report["ledger"]["tokens"]["generated"] == 21
+    assert report["eval"]["last"]["versions"] == {"1": 2}
+    rig.tell_broker(Stop("done"))
+    assert rig.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("rig", [BASE], indirect=True)
+def test_a_dead_server_and_an_invalid_trajectory(rig: Rig) -> None:
+    send(rig.learner, Published(Version(0, 0)))
+    send(rig.learner, BatchRequest(0))
+    rig.join(0, 4)
+    lost = rig.tickets(4)
+    rig.deliver(lost[0])
+    rig.acks(1)
+    rig.tell_broker(PeerDied("env_server", 0, 0))
+    rig.join(1, 2)
+    again = rig.tickets(2, 1)
+    assert [(t.sample_id, t.attempt) for t in again] == [(1, 1), (2, 1)]
+    assert [t.seed for t in again] == [t.seed for t in lost[1:3]]
+
+    broken = msgspec.structs.replace(
+        make_trajectory(again[0], rig.next_seq(1), 1.0, incarnation=1), loss_mask=np.ones(3, np.uint8)
+    )
+    send(rig.results, broken)
+    (retried,) = rig.tickets(1, 1)  # before the group that is still queued
+    assert (retried.sample_id, retried.attempt) == (1, 2)
+    send(rig.results, make_trajectory(lost[3], 2, 1.0))  # of the dead incarnation: dropped
+    cancelled_seq, result_seq = rig.seq[1] + 2, rig.seq[1] + 1
+    send(rig.servers[1], TicketCancelled(0, 1, cancelled_seq, retried.ticket_id))  # overtakes a result
+    assert rig.from_broker(1) == AckTickets([broken.ticket_id])
+    assert not rig.servers[1].poll(200), "a message is handled only when all before it are"
+    send(rig.results, make_trajectory(again[1], result_seq, 1.0, incarnation=1))
+    following = rig.tickets(
+        2, 1
+    )  # sample 1 has failed three times: its group is given up, the next one takes its place
+    assert [(t.sample_id, t.attempt) for t in following] == [(3, 1), (4, 0)]
+
+
+@pytest.mark.parametrize("rig", [(*BASE, "learner.batch_deadline_s=0.5")], indirect=True)
+def test_the_watchdog_says_who_waits_for_whom(rig: Rig) -> None:
+    send(rig.learner, Published(Version(0, 0)))
+    send(rig.learner, BatchRequest(0))
+    rig.join(0, 4)
+    rig.tickets(4)
+    fatal = rig.await_control(Fatal)
+    assert isinstance(fatal, Fatal)
+    assert "learner.0 waited 0.5 s for the broker: batch 0" in fatal.message
+    assert "4 episodes of the environment servers (0 of 2 groups ready)" in fatal.message
+    assert '"running": 4' in fatal.detail
+    assert rig.process.wait(10) == 1
+
+
+@pytest.mark.parametrize("rig", [(*BASE, "rollout.redundant_episodes=1")], indirect=True)
+def test_redundant_episodes_are_cancelled(rig: Rig) -> None:
+    send(rig.learner, Published(Version(0, 0)))
+    rig.join(0, 6)
+    tickets = rig.tickets(6)
+    rig.deliver(tickets[0])
+    rig.deliver(tickets[2])
+    while not isinstance(message := rig.from_broker(), CancelTickets):
+        pass
+    assert message.ticket_ids == [tickets[1].ticket_id]

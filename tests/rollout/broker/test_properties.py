@@ -1,0 +1,69 @@
+"""Random interleavings: after every event the ledger closes, nothing is stale, and work always reaches the end."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout.broker import Settings
+from tests.rollout.broker.world import World
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Settings:
+    return Settings(
+        steps=draw(st.integers(1, 5)),
+        groups_per_batch=draw(st.integers(1, 4)),
+        group_size=draw(st.integers(1, 3)),
+        train_tasks=draw(st.integers(1, 9)),
+        alpha=draw(st.sampled_from([0, 0.3, 0.5, 1, 1.5, 2, 4])),
+        redundant_groups=draw(st.integers(0, 3)),
+        redundant_episodes=draw(st.integers(0, 2)),
+        hold_patience=draw(st.sampled_from([0, 1, 2, math.inf])),
+        hold_deadline_s=draw(st.sampled_from([0.5, 20.0])),
+        max_attempts=draw(st.integers(1, 3)),
+        episode_deadline_s=draw(st.sampled_from([1.0, 600.0])),
+        filter_constant_groups=draw(st.booleans()),
+        max_filtered_per_step=draw(st.integers(0, 5)),
+        surplus=draw(st.sampled_from(["keep", "cancel"])),
+        hedge_quantile=draw(st.sampled_from([0, 0.3, 0.9])),
+        quarantine_failures=draw(st.sampled_from([0, 1, 2])),
+        quarantine_s=draw(st.sampled_from([0.5, 30.0])),
+        priority=draw(st.sampled_from(["oldest", "freshest"])),
+        curriculum=draw(st.sampled_from(["shuffled", "success"])),
+        batch_barrier=draw(st.booleans()),
+        eval_tasks=draw(st.sampled_from([0, 0, 3])),
+        max_groups_given_up=10**6,
+        drain_deadline_s=1e9,  # this world may be slow, but reports all usage in the end
+    )
+
+
+@given(
+    config=configurations(),
+    seed=st.integers(0, 2**32),
+    events=st.integers(0, 400),
+    capacity=st.integers(1, 12),
+    prefetch=st.booleans(),
+)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_random_interleavings(config: Settings, seed: int, events: int, capacity: int, prefetch: bool) -> None:
+    world = World(config, seed, capacity=capacity, prefetch=prefetch)
+    for _ in range(events):
+        world.step()
+    world.finish_all()
+    assert not world.stopped
+    assert world.report is not None
+    assert sorted(world.batches) == list(range(config.steps))
+    assert world.report["freshness_violations"] == 0
+    assert world.report["ledger_mismatches"] == 0
+    books = world.report["ledger"]
+    trained = config.steps * config.groups_per_batch * config.group_size
+    assert books["samples"]["trained"] == trained == len(world.trained)
+    assert books["samples"]["issued"] == sum(v for k, v in books["samples"].items() if k != "issued")
+    assert not any(books["samples"][state] for state in ("queued", "running", "waiting", "batched"))
+    assert books["tokens"]["generated"] == sum(v for k, v in books["tokens"].items() if k != "generated")
+    assert books["tokens"]["trained"] == sum(
+        sample.outcome.tokens_generated for batch in world.batches.values() for sample in batch.samples
+    )

@@ -1,0 +1,456 @@
+"""Redundancy beyond groups, slow and failing servers, priorities, curricula, baselines: outcomes known in advance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl.core.config import ConfigError, load_config
+from rl.core.messages import Ticket, Version
+from rollout.broker import BrokerCore, Settings
+from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket, Outcome
+from rollout.broker.curricula import SuccessWeighted
+from rollout.broker.hedging import MIN_PEERS
+from rollout.broker.tasks import Assignment
+from tests.rollout.broker.test_core import Driver, groups_of, of, settings
+
+# ------------------------------------------------------------ second copies
+
+
+def slow_episode(**changes: Any) -> tuple[Driver, Ticket]:
+    """Every peer took one second; one episode of server 0 still runs when a second copy is due."""
+    driver = Driver(settings(groups_per_batch=11, hedge_quantile=0.9, **changes))
+    driver.publish(0)
+    driver.now = 1.0
+    for ticket in list(driver.live.values())[1:]:
+        driver.finish(ticket, 0)
+    assert driver.core.stats.issued.episodes >= MIN_PEERS
+    slow = next(ticket for ticket in driver.live.values())
+    return driver, slow
+
+
+def hedge(driver: Driver, slow: Ticket) -> Ticket:
+    driver.do(driver.core.server_joined(1, 0, 100, driver.now))
+    copies = [t for t in driver.live.values() if t.sample_id == slow.sample_id and t is not slow]
+    (copy,) = copies
+    assert driver.core.ledger.attempts[copy.ticket_id].server == 1
+    return copy
+
+
+def test_a_slow_episode_gets_a_second_copy_on_another_server_only() -> None:
+    driver, slow = slow_episode()
+    driver.do(driver.core.tick(driver.now))
+    assert len([t for t in driver.live.values() if t.sample_id == slow.sample_id]) == 1, "there is no other server"
+    copy = hedge(driver, slow)
+    assert (copy.seed, copy.group_id, copy.task_index) == (slow.seed, slow.group_id, slow.task_index)
+    assert driver.core.stats.hedged == 1 and driver.core.hedging.live == 1
+
+
+def test_the_first_copy_to_finish_wins_and_the_other_is_cancelled_at_once() -> None:
+    for second_wins in (True, False):
+        driver, slow = slow_episode()
+        copy = hedge(driver, slow)
+        winner, loser = (copy, slow) if second_wins else (slow, copy)
+        driver.do(driver.core.usage(loser.ticket_id, 7, False, driver.now))
+        driver.finish(winner, 0)
+        assert driver.cancelled == [loser.ticket_id]
+        driver.confirm_cancels()
+        tokens = driver.core.ledger.report()["tokens"]
+        assert tokens["redundant"] == 7 and tokens["running"] == 0
+        assert driver.core.stats.hedges_won == second_wins and driver.core.hedging.live == 0
+
+
+def test_a_copy_takes_over_when_the_other_fails() -> None:
+    driver, slow = slow_episode(max_attempts=1)
+    copy = hedge(driver, slow)
+    driver.do(driver.core.usage(slow.ticket_id, 3, False, driver.now))
+    driver.do(driver.core.usage(copy.ticket_id, 4, False, driver.now))
+    driver.fail(slow)
+    tokens = driver.core.ledger.report()["tokens"]
+    assert (tokens["failed"], tokens["redundant"], tokens["running"]) == (3, 0, 4)
+    driver.finish(copy, 0, tokens=1)
+    assert driver.core.ledger.report()["samples"]["failed"] == 0
+
+
+def test_second_copies_are_bounded_and_end_with_their_sample() -> None:
+    """A share of the samples that run or wait: those that wait are what the slow ones hold up."""
+    driver = Driver(settings(groups_per_batch=40, group_size=1, hedge_quantile=0.75))
+    driver.publish(0)
+    driver.now = 1.0
+    for ticket in list(driver.live.values())[:MIN_PEERS]:
+        driver.finish(ticket, 0)
+    driver.now = 5.0  # every other episode is slow: 20 of them
+    driver.do(driver.core.server_joined(1, 0, 100, driver.now))
+    assert driver.core.hedging.live == 10, "a quarter of 20 that run and 20 that wait"
+
+
+# ------------------------------------------------------------ quarantine
+
+
+def two_servers(**changes: Any) -> BrokerCore:
+    core = BrokerCore(settings(quarantine_failures=2, quarantine_s=10, max_attempts=99, **changes), audit=True)
+    core.server_joined(0, 0, 50, 0.0)
+    core.server_joined(1, 0, 50, 0.0)
+    return core
+
+
+def issue(core: BrokerCore, now: float = 0.0) -> dict[int, int]:
+    return {a.ticket.ticket_id: a.server for a in of(core.published(Version(0, 0), now), IssueTicket)}
+
+
+def test_a_server_that_keeps_failing_is_quarantined_for_longer_each_time() -> None:
+    core = two_servers(groups_per_batch=8)
+    where = issue(core)
+    bad = [ticket_id for ticket_id, server in where.items() if server == 0]
+    first, second, third = bad[:3]
+    assert [a.server for a in of(core.failed(first, "boom", 1.0), IssueTicket)]
+    assert [a.server for a in of(core.failed(second, "boom", 1.0), IssueTicket)] == [1]
+    assert core.servers.by_index[0].quarantined and core.servers.quarantines == 1
+    assert [a.server for a in of(core.failed(third, "boom", 1.0), IssueTicket)] == [1], "it has no tickets to give"
+    assert core.next_deadline() == 11.0
+    core.tick(11.0)
+    assert not core.servers.by_index[0].quarantined
+    core.failed(bad[3], "boom", 12.0)  # one failure is enough now
+    assert core.next_deadline() == 12.0 + 20.0
+
+
+def test_the_last_server_in_service_is_never_quarantined() -> None:
+    core = two_servers(groups_per_batch=8)
+    for ticket_id in issue(core):
+        core.failed(ticket_id, "boom", 1.0)
+    assert sum(server.quarantined for server in core.servers.by_index.values()) == 1
+
+
+def die(core: BrokerCore, incarnation: int, now: float) -> None:
+    """Server 0 dies, and its next incarnation joins."""
+    core.server_left(0, incarnation, now)
+    core.server_joined(0, incarnation + 1, 50, now)
+
+
+def test_a_server_that_keeps_dying_with_its_episodes_is_quarantined() -> None:
+    core = two_servers(groups_per_batch=8)
+    issue(core)
+    die(core, 0, 1.0)
+    assert not core.servers.by_index[0].quarantined
+    core.server_left(1, 0, 1.0)
+    core.server_joined(1, 1, 50, 1.0)  # what it held goes out again, some of it to server 0
+    assert core.servers.by_index[0].live
+    core.server_left(0, 1, 2.0)
+    actions = core.server_joined(0, 2, 50, 2.0)
+    server = core.servers.by_index[0]
+    assert server.quarantined and not server.live and core.servers.quarantines == 1
+    assert not [action for action in of(actions, IssueTicket) if action.server == 0]
+    assert core.servers.next_release() == 12.0
+    die(core, 2, 3.0)
+    assert core.servers.by_index[0].quarantined, "a death does not shorten it"
+    assert core.servers.quarantines == 1, "nor does one without episodes count"
+    core.tick(12.0)
+    assert not core.servers.by_index[0].quarantined
+
+
+def test_deaths_without_episodes_and_before_a_success_are_forgiven() -> None:
+    core = two_servers(groups_per_batch=8)
+    for incarnation in range(5):
+        die(core, incarnation, 1.0)  # before the first version: it holds nothing
+    assert core.servers.quarantines == 0
+    issue(core, 2.0)
+    core.server_left(0, 5, 2.0)
+    core.server_joined(0, 6, 50, 2.0)
+    assert core.servers.by_index[0].failures == 1
+    core.server_left(1, 0, 3.0)  # its episodes go to server 0
+    (held, *_) = core.servers.by_index[0].live
+    core.finished(held, Outcome(0, 0, 1.0, 0), 4.0)
+    assert core.servers.by_index[0].failures == 0
+
+
+def test_the_last_server_in_service_joins_without_quarantine() -> None:
+    core = two_servers(groups_per_batch=8)
+    issue(core)
+    core.server_left(1, 0, 1.0)
+    for incarnation in range(4):
+        die(core, incarnation, 2.0)
+    assert core.servers.quarantines == 0 and core.servers.by_index[0].live
+
+
+# ------------------------------------------------------------ what is no longer needed
+
+
+@pytest.mark.parametrize("surplus", ["keep", "cancel"])
+def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surplus: Any) -> None:
+    driver = Driver(settings(alpha=1, redundant_groups=2, surplus=surplus))
+    driver.publish(0)
+    driver.request(0)
+    for group in (2, 3, 4, 5):
+        driver.begin(driver.group(group)[0], 0)
+    driver.finish_group(0, 0)
+    (batch,) = of(driver.finish_group(1, 0), EmitBatch)
+    assert groups_of(batch) == [0, 1]
+    ended = [record.group_id for record in of(driver.actions, GroupRecord) if record.end == "redundant"]
+    cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
+    assert (ended, cancelled) == (([2, 3], {2, 3}) if surplus == "cancel" else ([], set()))
+    driver.confirm_cancels()
+    cut = driver.core.report()["cut"]
+    assert not ended or cut["redundant"]["running"]["episodes"] == 4
+
+
+@pytest.mark.parametrize("surplus", ["keep", "cancel"])
+def test_surplus_that_has_sampled_nothing_is_cancelled_in_that_round_too(surplus: Any) -> None:
+    """alpha = 0: groups 2 and 3 are still in reset. Their tasks wait, without tickets, for the next version."""
+    driver = Driver(settings(redundant_groups=2, surplus=surplus))
+    driver.publish(0)
+    driver.request(0)
+    tasks = {ticket.task_index for group in (2, 3) for ticket in driver.group(group)}
+    driver.finish_group(0, 0)
+    actions = driver.finish_group(1, 0)
+    (batch,) = of(actions, EmitBatch)
+    assert groups_of(batch) == [0, 1] and not of(actions, IssueTicket)
+    cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
+    assert cancelled == ({2, 3} if surplus == "cancel" else set())
+    assert set(driver.live) == set(driver.cancelled) or surplus == "keep"
+    driver.confirm_cancels()
+    issued = {action.ticket.task_index for action in of(driver.publish(1), IssueTicket)}
+    assert (tasks <= issued) == (surplus == "cancel")
+
+
+def test_with_alpha_what_has_sampled_nothing_is_the_next_batch_until_no_ticket_may_go_out() -> None:
+    driver = Driver(settings(alpha=1, redundant_groups=2, surplus="cancel"))
+    driver.publish(0)
+    driver.request(0)
+    for group in (0, 1):
+        driver.finish_group(group, 0)
+    assert not driver.cancelled and driver.core.n == driver.core.floor, "groups 2 to 5 are of batch 1"
+    driver.request(1)
+    driver.finish_group(2, 0)
+    actions = driver.finish_group(3, 0)
+    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.floor
+    running = {ticket_id for ticket_id, ticket in driver.live.items() if ticket.group_id >= 4}
+    assert set(driver.cancelled) == running != set()
+
+
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_a_group_that_the_next_batch_would_wait_for_is_no_surplus(attempts: int) -> None:
+    """P = 1: a task that was cut off once keeps its environments, also before its first token."""
+    driver = Driver(settings(redundant_groups=1, surplus="cancel"))
+    driver.publish(0)
+    late = driver.group(2)[0]
+    for step in range(attempts + 1):
+        driver.request(step)
+        groups = sorted({ticket.group_id for ticket in driver.live.values() if ticket.task_index != late.task_index})
+        driver.cancelled.clear()
+        for group in groups[:2]:
+            driver.finish_group(group, step)
+        cancelled = {driver.live[ticket_id].task_index for ticket_id in driver.cancelled}
+        if step < attempts:
+            driver.confirm_cancels()
+            driver.publish(step + 1)
+    assert (late.task_index in cancelled) == (attempts == 0)
+
+
+def test_what_was_cut_off_is_measured() -> None:
+    driver = Driver(settings(group_size=2, filter_constant_groups=True))
+    driver.publish(0)
+    driver.finish_group(0, 0, (1.0, 1.0))
+    cut = driver.core.report()["cut"]["filtered"]["finished"]
+    assert (cut["episodes"], cut["success"], cut["length"], cut["turns"]) == (2, 1.0, 5.0, 1.0)
+
+
+def test_how_far_what_was_cancelled_had_come_is_measured() -> None:
+    """Three of four groups are surplus in the round of the second batch: their turns are the servers' word, their
+    tokens the generators', before or after the ticket's end; the dead server's are counted without turns."""
+    driver = Driver(settings(alpha=0, redundant_groups=1, surplus="cancel"))
+    driver.publish(0)
+    driver.request(0)
+    first, second = driver.group(2)
+    driver.begin(first, 0)
+    driver.finish_group(0, 0)
+    driver.do(driver.core.usage(first.ticket_id, 40, False, driver.now))
+    driver.now = 8.0
+    driver.finish_group(1, 0)
+    assert set(driver.cancelled) == {first.ticket_id, second.ticket_id}
+    assert "redundant" not in driver.core.report()["cut"], "counted at their end"
+    driver.do(driver.core.cancelled(first.ticket_id, driver.now, turns=3))
+    driver.do(driver.core.usage(first.ticket_id, 20, False, driver.now))
+    driver.do(driver.core.usage(first.ticket_id, 99, True, driver.now))  # of a generator that died
+    driver.do(driver.core.server_left(0, 0, driver.now))
+    report = driver.core.report()
+    assert report["cut"]["redundant"]["running"] == {"episodes": 2, "turns": 3.0, "tokens": 30.0, "seconds": 8.0}
+    driver.publish(1)
+    assert driver.core.report()["kept_against_cut"] == {
+        "length": {"kept": 5.0, "cut": 30.0}, "turns": {"kept": 1.0, "cut": 3.0}, "success": {"kept": 0.5, "cut": None},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_episode_that_finished_before_its_cancel_arrived_is_known_in_full(late: bool) -> None:
+    """Once, also when the generators report its tokens after its trajectory has come."""
+    driver = Driver(settings(redundant_episodes=1))
+    driver.publish(0)
+    straggler = driver.group(0)[2]
+    driver.finish_group(0, 0)
+    assert driver.cancelled == [straggler.ticket_id]
+    driver.finish(straggler, 0, reward=1.0, tokens=80, late=late)
+    cut = driver.core.report()["cut"]["redundant"]
+    assert (cut["finished"]["episodes"], cut["finished"]["length"]) == (1, 80.0)
+    assert (cut["running"]["episodes"], cut["running"]["tokens"]) == (0, 0.0)
+    assert driver.core.report()["kept_against_cut"]["length"]["cut"] == 80.0
+    assert driver.core.report()["kept_against_cut"]["success"] == {"kept": None, "cut": 1.0}
+
+
+def test_attempts_that_fail_and_copies_that_lose_are_among_what_was_cut() -> None:
+    driver, slow = slow_episode()
+    copy = hedge(driver, slow)
+    driver.do(driver.core.usage(slow.ticket_id, 7, False, driver.now))
+    driver.now = 5.0
+    driver.finish(copy, 0)
+    driver.do(driver.core.cancelled(slow.ticket_id, driver.now, turns=2))
+    cut = driver.core.report()["cut"]
+    assert cut["redundant"]["running"] == {"episodes": 1, "turns": 2.0, "tokens": 7.0, "seconds": 5.0}
+    assert driver.core.report()["kept_against_cut"]["length"]["cut"] == 7.0
+    driver, slow = slow_episode()
+    driver.live.pop(slow.ticket_id)
+    driver.do(driver.core.failed(slow.ticket_id, "boom", 3.0, turns=4))
+    assert driver.core.report()["cut"]["failed"]["running"]["turns"] == 4.0
+
+
+# ------------------------------------------------------------ priorities
+
+
+class LastTaskFirst:
+    """A custom priority, named by its import path."""
+
+    def issue(self, assignment: Assignment) -> float:
+        return -assignment.origin
+
+    def consume(self, version: int, assignment: Assignment) -> float:
+        return -assignment.origin
+
+
+@pytest.mark.parametrize(
+    ("priority", "issued", "consumed"),
+    [
+        ("oldest", [0, 1, 2, 3], [0, 1]),
+        ("freshest", [0, 1, 2, 3], [2, 3]),
+        (f"{__name__}:LastTaskFirst", [3, 2, 1, 0], [3, 2]),
+    ],
+)
+def test_priorities(priority: str, issued: list[int], consumed: list[int]) -> None:
+    driver = Driver(settings(alpha=1, priority=priority))
+    driver.publish(0)
+    assert list(dict.fromkeys(ticket.group_id for ticket in driver.live.values())) == issued
+    for group in (0, 1):
+        driver.begin(driver.group(group)[0], 0)
+    for group, version in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        driver.finish_group(group, version)
+    (batch,) = of(driver.request(0), EmitBatch)
+    assert groups_of(batch) == consumed
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"priority": "freshes"}, "did you mean 'freshest'"),
+        ({"curriculum": "no.such:Thing"}, "cannot be made"),
+        ({"curriculum": "success", "curriculum_options": {"floor": 0}}, "must lie in"),
+    ],
+)
+def test_bad_names_are_one_clear_error(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        BrokerCore(settings(**changes))
+
+
+# ------------------------------------------------------------ curricula
+
+
+def record(task: int, success: float, end: str = "trained") -> GroupRecord:
+    return GroupRecord(0, task, end, 0, 0, [success], 1.0, success)
+
+
+def test_tasks_are_weighted_by_past_success() -> None:
+    source = SuccessWeighted(run_seed=3, tasks=10, floor=0.05)
+    for task in range(5):
+        for _ in range(2):
+            source.ended(record(task, 1.0))
+    source.ended(record(9, 0.0, end="stale"))  # cut off: says nothing of the task
+    assert source.weight(0) == 0.05 and source.weight(9) == 1.0
+    drawn = [source.next() for _ in range(1000)]
+    solved = sum(task < 5 for task in drawn) / len(drawn)
+    assert 0.02 < solved < 0.09  # 0.05 / 1.05
+    assert source.skipped > 0
+
+
+def test_a_curriculum_goes_on_from_its_snapshot() -> None:
+    one, other = (SuccessWeighted(run_seed=3, tasks=7) for _ in range(2))
+    for task, success in enumerate((1.0, 0.0, 0.5, 0.9)):
+        one.ended(record(task, success))
+    for _ in range(20):
+        one.next()
+    other.restore(one.snapshot())
+    assert [one.next() for _ in range(50)] == [other.next() for _ in range(50)]
+
+
+def test_curriculum_state_is_part_of_the_journal() -> None:
+    config = settings(group_size=1, curriculum="success")
+    driver = Driver(config)
+    driver.publish(0)
+    driver.request(0)
+    for ticket in list(driver.live.values()):
+        driver.finish(ticket, 0)
+    driver.publish(1)
+    state = driver.core.snapshot()
+    resumed = Driver(config, state=state, epoch=1)
+    assert resumed.core.tasks.source.snapshot()["success"] == state["tasks"]["source"]["success"] != []
+    with pytest.raises(ValueError, match=r"another rollout\.curriculum"):
+        BrokerCore(settings(group_size=1)).restore(state)
+
+
+# ------------------------------------------------------------ baselines
+
+
+def test_the_batch_barrier_starts_and_assembles_only_between_rounds() -> None:
+    driver = Driver(settings(batch_barrier=True, redundant_groups=1, filter_constant_groups=True))
+    driver.publish(0)
+    driver.request(0)
+    driver.finish_group(0, 0)
+    actions = driver.finish_group(1, 0)
+    assert not of(actions, EmitBatch), "group 2 runs"
+    actions = driver.finish_group(2, 0, (1.0, 1.0))
+    assert len(of(actions, EmitBatch)) == 1
+    assert len(of(driver.publish(1), IssueTicket)) == 6, "the next round"
+    assert [r.end for r in of(actions, GroupRecord)] == ["filtered"]
+
+
+def test_hold_patience_trades_waste_for_speed() -> None:
+    """F5: P = 0 waits for the straggler, P = inf never does, P = 1 once it has been cut off."""
+    emitted = {}
+    for patience in (0, 1, float("inf")):
+        driver = Driver(settings(alpha=1, hold_patience=patience, steps=9))
+        steps: list[int] = []
+        straggler = None
+        for step in range(6):
+            driver.publish(step)
+            straggler = straggler or driver.group(0)[0].task_index
+            for ticket in list(driver.live.values()):
+                if ticket.task_index == straggler:
+                    driver.begin(ticket, ticket.version.n)
+            driver.request(step)
+            for ticket in list(driver.live.values()):
+                if ticket.task_index != straggler:
+                    driver.finish(ticket, max(ticket.version.n, step))
+            steps += [batch.step for batch in of(driver.actions, EmitBatch) if batch.step not in steps]
+            driver.confirm_cancels()
+            if step not in steps:
+                break
+        emitted[patience] = len(steps)
+    assert emitted[float("inf")] == 6
+    assert emitted[0] < emitted[1] < 6
+
+
+def test_settings_come_from_the_configuration() -> None:
+    config = load_config(
+        None, ["rollout.surplus=cancel", "rollout.hedge_quantile=0.9", "rollout.quarantine_failures=3",
+               "rollout.priority=freshest", "rollout.curriculum=success", "rollout.batch_barrier=true"]
+    )  # fmt: skip
+    made = Settings.of(config, 10)
+    assert (made.surplus, made.hedge_quantile, made.quarantine_failures) == ("cancel", 0.9, 3)
+    assert (made.priority, made.curriculum, made.batch_barrier) == ("freshest", "success", True)

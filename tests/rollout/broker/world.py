@@ -1,0 +1,258 @@
+"""A small random world around BrokerCore: servers, generators and a learner that do as they like, in any order.
+
+After every event it checks what must hold at every instant, from scratch and independently of the core's own books.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from rl.core.messages import Ticket, Version
+from rollout.broker import BrokerCore, Settings
+from rollout.broker.actions import (
+    Action,
+    CancelTickets,
+    EmitBatch,
+    EvalReport,
+    Finished,
+    GroupRecord,
+    IssueTicket,
+    Outcome,
+    StopRun,
+)
+
+
+@dataclass
+class Episode:
+    ticket: Ticket
+    server: int
+    version: int | None = None  # of its first token
+    cancelled: bool = False
+    tokens: int = 0  # what generators sampled for it
+    unreported: list[int] = field(default_factory=list)  # usage not told yet
+
+
+class World:
+    """`step()` lets one random thing happen; `finish_all()` completes work until the run ends."""
+
+    def __init__(self, settings: Settings, seed: int, *, servers: int = 2, capacity: int = 8, prefetch: bool = True):
+        self.core = BrokerCore(settings, audit=True)
+        self.settings = settings
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.epoch = 0
+        self.running: dict[int, Episode] = {}
+        self.late_usage: list[tuple[int, int]] = []  # of ended tickets
+        self.ended: list[tuple[int, Outcome]] = []  # results that may be sent again
+        self.servers: dict[int, tuple[int, int]] = {}  # index -> incarnation, capacity
+        self.prefetch = prefetch
+        self.published = -1
+        self.asked = 0  # steps requested
+        self.batches: dict[int, EmitBatch] = {}
+        self.trained: set[int] = set()
+        self.records: list[GroupRecord] = []
+        self.evals: list[EvalReport] = []
+        self.report: dict | None = None
+        self.stopped = ""
+        self.do(self.core.server_joined(7, 0, 0, self.now))  # a server without credit gets no ticket
+        for index in range(servers):
+            self.join(index, 0, capacity)
+
+    # ------------------------------------------------------------ what the world does
+
+    def join(self, index: int, incarnation: int, capacity: int) -> None:
+        self.servers[index] = (incarnation, capacity)
+        self.do(self.core.server_joined(index, incarnation, capacity, self.now))
+
+    def kill(self, index: int) -> None:
+        incarnation, capacity = self.servers[index]
+        for ticket_id, episode in list(self.running.items()):
+            if episode.server == index:
+                self.close(ticket_id)
+        self.do(self.core.server_left(index, incarnation, self.now))
+        self.join(index, incarnation + 1, capacity)
+
+    def publish(self) -> None:
+        self.published += 1
+        if self.published:
+            self.trained |= {sample.sample_id for sample in self.batches[self.published - 1].samples}
+        self.do(self.core.published(Version(self.epoch, self.published), self.now))
+        if self.published == self.settings.steps and self.settings.eval_tasks:
+            self.do(self.core.eval_requested(Version(self.epoch, self.published), self.settings.eval_tasks, self.now))
+
+    def request(self) -> None:
+        self.do(self.core.batch_requested(self.asked, self.now))
+        self.asked += 1
+
+    def first_token(self, ticket_id: int) -> None:
+        episode = self.running[ticket_id]
+        episode.version = self.random.randint(episode.ticket.version.n, self.published)
+        self.sample_tokens(ticket_id, 1)
+        self.do(self.core.first_token(ticket_id, Version(self.epoch, episode.version), self.now))
+
+    def sample_tokens(self, ticket_id: int, tokens: int) -> None:
+        self.running[ticket_id].tokens += tokens
+        self.running[ticket_id].unreported.append(tokens)
+
+    def tell_usage(self, ticket_id: int) -> None:
+        for tokens in self.running[ticket_id].unreported:
+            self.do(self.core.usage(ticket_id, tokens, False, self.now))
+        self.running[ticket_id].unreported.clear()
+
+    def finish(self, ticket_id: int, reward: float | None = None) -> None:
+        episode = self.running[ticket_id]
+        if episode.version is None:  # its FirstToken is late or never comes
+            episode.version = self.random.randint(episode.ticket.version.n, self.published)
+        self.sample_tokens(ticket_id, self.random.randint(1, 9))
+        outcome = Outcome(
+            epoch=self.epoch,
+            first_version=episode.version,
+            reward=float(self.random.random() < 0.5) if reward is None else reward,
+            tokens_generated=episode.tokens,
+            length=episode.tokens,
+            payload=ticket_id,
+        )
+        self.close(ticket_id)
+        self.ended.append((ticket_id, outcome))
+        self.do(self.core.finished(ticket_id, outcome, self.now))
+
+    def fail(self, ticket_id: int) -> None:
+        self.close(ticket_id)
+        self.do(self.core.failed(ticket_id, "environment error", self.now))
+
+    def confirm_cancel(self, ticket_id: int) -> None:
+        self.close(ticket_id)
+        self.do(self.core.cancelled(ticket_id, self.now))
+
+    def close(self, ticket_id: int) -> None:
+        episode = self.running.pop(ticket_id)
+        if episode.ticket.kind == "train":
+            self.late_usage += [(ticket_id, tokens) for tokens in episode.unreported]
+
+    def step(self) -> None:
+        """One thing that can happen now, at random."""
+        self.now += self.random.random()
+        choices = [self._episode_event] * 12 + [self._late_usage, self._duplicate]
+        if self.published < 0 or self.published in self.batches:
+            choices.append(self.publish)
+        if self.published >= 0 and self.asked <= self.published + self.prefetch and self.asked < self.settings.steps:
+            choices += [self.request] * 2
+        if self.random.random() < 0.02:
+            choices.append(lambda: self.kill(self.random.choice(list(self.servers))))
+        if self.random.random() < 0.1:
+            choices.append(lambda: self.do(self.core.tick(self.now)))
+        self.random.choice(choices)()
+
+    def _episode_event(self) -> None:
+        if not self.running:
+            return
+        ticket_id = self.random.choice(list(self.running))
+        episode = self.running[ticket_id]
+        what = self.random.random()
+        if episode.cancelled and what < 0.5:
+            self.confirm_cancel(ticket_id)
+        elif episode.version is None and what < 0.6:
+            self.first_token(ticket_id)
+        elif what < 0.7:
+            self.tell_usage(ticket_id) if episode.ticket.kind == "train" else None
+        elif what < 0.74:
+            self.fail(ticket_id)
+        else:
+            self.finish(ticket_id)
+
+    def _late_usage(self) -> None:
+        if self.late_usage:
+            ticket_id, tokens = self.late_usage.pop(self.random.randrange(len(self.late_usage)))
+            self.do(self.core.usage(ticket_id, tokens, False, self.now))
+
+    def _duplicate(self) -> None:
+        if self.ended:
+            self.do(self.core.finished(*self.random.choice(self.ended), self.now))
+
+    def finish_all(self, limit: int = 200_000) -> None:
+        """A driver that only completes work must reach the end: no live-lock, no dead-lock."""
+        for _ in range(limit):
+            if self.report is not None or self.stopped:
+                return
+            self.now += 0.01
+            if self.published < 0 or self.published in self.batches:
+                self.publish()
+            elif self.asked <= self.published and self.asked < self.settings.steps:
+                self.request()
+            elif self.running:
+                ticket_id = self.random.choice(list(self.running))
+                self.confirm_cancel(ticket_id) if self.running[ticket_id].cancelled else self.finish(ticket_id)
+            elif self.late_usage:
+                self._late_usage()
+            else:
+                deadline = self.core.next_deadline()
+                assert deadline is not None, f"nothing can happen any more: {self.core.describe()}"
+                self.now = max(self.now, deadline)
+                self.do(self.core.tick(self.now))
+        raise AssertionError(f"no end in {limit} events: {self.core.describe()}")
+
+    # ------------------------------------------------------------ what the core asks, and what must hold
+
+    def do(self, actions: list[Action]) -> None:
+        """What one turn asks happens at one instant: a sample's old ticket is cancelled beside its new one."""
+        for action in sorted(actions, key=lambda action: not isinstance(action, CancelTickets)):
+            match action:
+                case IssueTicket():
+                    self._issued(action)
+                case CancelTickets():
+                    for ticket_id in action.ticket_ids:
+                        if ticket_id in self.running:  # else its end is on the way
+                            assert self.running[ticket_id].server == action.server
+                            self.running[ticket_id].cancelled = True
+                case EmitBatch():
+                    self._emitted(action)
+                case GroupRecord():
+                    self.records.append(action)
+                case EvalReport():
+                    self.evals.append(action)
+                case Finished():
+                    self.report = action.report
+                case StopRun():
+                    self.stopped = action.reason
+        self.check()
+
+    def _issued(self, action: IssueTicket) -> None:
+        ticket = action.ticket
+        assert self.published >= 0, "nothing is issued before the first version"
+        assert ticket.ticket_id not in self.running
+        if ticket.kind == "train":
+            assert ticket.version == Version(self.epoch, self.published)
+            twins = [e for e in self.running.values() if e.ticket.sample_id == ticket.sample_id and not e.cancelled]
+            assert all(twin.server != action.server for twin in twins), "a second copy runs elsewhere"
+            assert len(twins) <= (self.settings.hedge_quantile > 0)
+        self.running[ticket.ticket_id] = Episode(ticket, action.server)
+        used = sum(episode.server == action.server for episode in self.running.values())
+        assert used <= self.servers[action.server][1], "more tickets than credit"
+
+    def _emitted(self, batch: EmitBatch) -> None:
+        settings = self.settings
+        assert batch.step not in self.batches
+        assert len(batch.samples) == settings.groups_per_batch * settings.group_size
+        by_group: dict[int, int] = {}
+        for sample in batch.samples:
+            by_group[sample.group_id] = by_group.get(sample.group_id, 0) + 1
+            assert sample.sample_id // settings.members == sample.group_id
+            assert batch.step - sample.outcome.first_version <= settings.staleness_bound
+            assert sample.version <= sample.outcome.first_version
+            assert sample.outcome.payload is not None
+        assert set(by_group.values()) == {settings.group_size}, "whole groups"
+        earlier = {s.sample_id for other in self.batches.values() for s in other.samples}
+        assert not earlier & {s.sample_id for s in batch.samples}, "nothing is batched twice"
+        order = [(s.version, s.group_id, s.sample_id) for s in batch.samples]
+        if settings.priority == "freshest":
+            order = [(-version, group, sample) for version, group, sample in order]
+        assert order == sorted(order)
+        self.batches[batch.step] = batch
+
+    def check(self) -> None:
+        core = self.core
+        core.ledger.check()
+        assert core.stats.freshness_violations == 0
+        assert len(core.groups) <= self.settings.admitted(max(0, self.published)), "F1"
+        assert core.servers.outstanding == len(self.running)

@@ -1,0 +1,248 @@
+"""The episode loop alone, on an event loop, with a scripted generator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rl.core.config import load_config
+from rl.core.messages import Abort, Generate, Generated, Trajectory
+from rl.core.process import WaitExpired
+from rl.core.seeds import turn_seed
+from rollout.episodes.environment import Message, Step
+from rollout.episodes.episode import EpisodeFailed, Surroundings, run_episode
+from rollout.episodes.generation import GenerationClient
+from rollout.episodes.tokenizer import IdTokenizer
+from rollout.episodes.turn_barrier import TurnBarrier
+from tests.envs.harness import generated, ticket
+
+
+class Scripted:
+    """Two ids of observation a turn; done after `turns`. Counts its closes."""
+
+    def __init__(self, turns: int = 99, observation: str = "7 7") -> None:
+        self.turns, self.observation = turns, observation
+        self.actions: list[str] = []
+        self.closes = 0
+
+    async def reset(self, task: Any) -> list[Message]:
+        return [Message("user", "1 2 3")]
+
+    async def step(self, action: str) -> Step:
+        self.actions.append(action)
+        return Step([Message("user", self.observation)], 0.5, len(self.actions) >= self.turns, {"n": len(self.actions)})
+
+    async def close(self) -> None:
+        self.closes += 1
+
+
+def surroundings(generate: Callable[[Generate], Coroutine[Any, Any, Generated]], *overrides: str) -> Surroundings:
+    small = ("sampling.max_tokens=4", "generator.max_model_len=20", "env.max_turns=9")
+    return Surroundings(load_config(None, [*small, *overrides]), IdTokenizer(), generate)
+
+
+def run(environment: Scripted, around: Surroundings, **fields: Any) -> Trajectory:
+    return asyncio.run(asyncio.wait_for(run_episode(ticket(5, **fields), lambda: environment, None, around), 10))
+
+
+async def two_ids(request: Generate) -> Generated:
+    return generated(request, [8, 9][: request.max_tokens])
+
+
+async def as_many_as_allowed(request: Generate) -> Generated:
+    return generated(request, [8] * request.max_tokens, "length")
+
+
+def test_done() -> None:
+    environment = Scripted(turns=2)
+    result = run(environment, surroundings(two_ids))
+    assert result.stop_reason == "done" and result.reward == 1.0 and result.info == {"n": 2.0}
+    assert result.token_ids.tolist() == [1, 2, 3, 8, 9, 7, 7, 8, 9]  # no observation after the end
+    assert [turn.reward for turn in result.turns] == [0.5, 0.5]
+    assert environment.actions == ["8 9", "8 9"] and environment.closes == 1
+    assert (result.ticket_id, result.sample_id, result.kind, result.epoch) == (5, 5, "train", 0)
+    assert result.first_version == 3
+
+
+@pytest.mark.parametrize(
+    ("turns", "generate", "overrides", "stop_reason", "tokens"),
+    [
+        (1, as_many_as_allowed, (), "length", 7),  # the environment judged a response that was cut
+        (9, two_ids, ("env.max_turns=2",), "max_turns", 9),
+        (9, two_ids, (), "context", 20),  # 3 + 4·4 = 19 leaves room for one id, and then for nothing
+        (9, as_many_as_allowed, (), "context", 19),  # 3 + 4 + 2 + 4 + 2 + 4 = 19: an observation would pass 19
+        (9, as_many_as_allowed, ("generator.max_model_len=16",), "context", 16),  # the third turn is cut at 1 id
+    ],
+)
+def test_stop_reasons(turns: int, generate: Any, overrides: tuple[str, ...], stop_reason: str, tokens: int) -> None:
+    environment = Scripted(turns)
+    result = run(environment, surroundings(generate, *overrides))
+    assert (result.stop_reason, len(result.token_ids)) == (stop_reason, tokens)
+    assert result.loss_mask[-1] == 1  # never ends on environment text
+    assert len(environment.actions) == len(result.turns) and environment.closes == 1
+
+
+def test_seeds_are_a_function_of_ticket_and_turn() -> None:
+    seen: list[int | None] = []
+
+    async def generate(request: Generate) -> Generated:
+        seen.append(request.seed)
+        return generated(request, [8, 9])
+
+    run(Scripted(turns=3), surroundings(generate, "sampling.seeded=true"), seed=21)
+    assert seen == [turn_seed(21, turn) for turn in range(3)] and len(set(seen)) == 3
+    seen.clear()
+    run(Scripted(turns=1), surroundings(generate), seed=21)
+    assert seen == [None]
+
+
+def test_tokens_generated_are_the_generators_count() -> None:
+    async def generate(request: Generate) -> Generated:
+        answer = generated(request, [8, 9])
+        return Generated(**{name: getattr(answer, name) for name in answer.__struct_fields__} | {"tokens_generated": 5})
+
+    assert run(Scripted(turns=2), surroundings(generate)).tokens_generated == 10
+
+
+async def _no_ids(request: Generate) -> Generated:
+    return generated(request, [])
+
+
+async def _mismatched(request: Generate) -> Generated:
+    answer = generated(request, [8, 9])
+    return Generated(**{name: getattr(answer, name) for name in answer.__struct_fields__} | {"logp": answer.logp[:1]})
+
+
+@pytest.mark.parametrize(("generate", "message"), [(_no_ids, "without a token"), (_mismatched, "1,.* logprobs")])
+def test_bad_generations_fail_the_ticket(generate: Any, message: str) -> None:
+    environment = Scripted()
+    with pytest.raises(EpisodeFailed, match=message):
+        run(environment, surroundings(generate))
+    assert environment.closes == 1
+
+
+class Nonsense(Scripted):
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def step(self, action: str) -> Step:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "NoneType, not a Step"),
+        (Step([], float("inf"), True), "reward inf"),
+        (Step(["text"], 0.0, False), "not a list of Message"),  # type: ignore[list-item]
+        (Step([], 0.0, True, {"x": "y"}), "no number"),  # type: ignore[dict-item]
+    ],
+)
+def test_nonsense_from_an_environment_fails_the_ticket(answer: Any, message: str) -> None:
+    environment = Nonsense(answer)
+    with pytest.raises(EpisodeFailed, match=message):
+        run(environment, surroundings(two_ids))
+    assert environment.closes == 1
+
+
+def test_cancel_aborts_waits_and_closes_once() -> None:
+    async def scenario() -> None:
+        sent: list[Generate | Abort] = []
+        client = GenerationClient(sent.append, abort_deadline_s=5)
+        environment = Scripted()
+        episode = asyncio.create_task(run_episode(ticket(5), lambda: environment, None, surroundings(client.generate)))
+        while not sent:
+            await asyncio.sleep(0.001)
+        episode.cancel()
+        await asyncio.sleep(0.05)
+        request, abort = sent
+        assert isinstance(request, Generate) and abort == Abort(request.request_id)
+        assert not episode.done() and environment.closes == 0 and len(client) == 1
+        client.answered(generated(request, [8], "abort"))
+        await asyncio.wait({episode}, timeout=5)
+        assert episode.cancelled() and environment.closes == 1 and len(client) == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_without_an_answer_has_a_name() -> None:
+    async def scenario() -> None:
+        sent: list[Generate | Abort] = []
+        client = GenerationClient(sent.append, abort_deadline_s=0.05)
+        episode = asyncio.create_task(run_episode(ticket(5), Scripted, None, surroundings(client.generate)))
+        while not sent:
+            await asyncio.sleep(0.001)
+        episode.cancel()
+        with pytest.raises(WaitExpired, match=r"the abort of request 1 \(ticket 5\)"):
+            await asyncio.wait_for(episode, 5)
+
+    asyncio.run(scenario())
+
+
+def test_cancel_during_a_step_closes_once() -> None:
+    class Slow(Scripted):
+        async def step(self, action: str) -> Step:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    async def scenario() -> None:
+        environment = Slow()
+        around = surroundings(two_ids)
+        episode = asyncio.create_task(run_episode(ticket(5), lambda: environment, None, around))
+        while not around.activity.environment or not around.activity.generate_s:
+            await asyncio.sleep(0.001)
+        episode.cancel()
+        await asyncio.wait({episode}, timeout=5)
+        assert episode.cancelled() and environment.closes == 1 and around.activity.environment == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
+    """Three episodes: one is cancelled at the barrier, one in its generation; the third goes on alone."""
+
+    async def scenario() -> None:
+        sent: list[Generate] = []
+        answers: dict[int, asyncio.Future[Generated]] = {}
+
+        async def generate(request: Generate) -> Generated:
+            sent.append(request)
+            answers[request.session] = asyncio.get_running_loop().create_future()
+            return await answers[request.session]
+
+        async def settle() -> None:
+            await asyncio.sleep(0.02)
+
+        around = replace(surroundings(generate), barrier=TurnBarrier[int](asyncio.get_running_loop().call_soon))
+        environments = {1: Scripted(turns=2), 2: Scripted(), 3: Scripted()}
+        episodes = {
+            number: asyncio.create_task(run_episode(ticket(number), lambda made=made: made, None, around))  # type: ignore[misc]
+            for number, made in environments.items()
+        }
+        await settle()
+        assert [request.session for request in sent] == [1, 2, 3]
+        for number in (1, 2):
+            answers.pop(number).set_result(generated(sent[number - 1], [8, 9]))
+        await settle()
+        assert environments[1].actions == [], "1 and 2 wait for the generation of 3"
+        assert not around.activity.environment
+        episodes[2].cancel()  # at the barrier
+        await settle()
+        assert episodes[2].cancelled() and environments[2].closes == 1
+        assert environments[1].actions == []
+        answers.pop(3).set_result(generated(sent[2], [8, 9]))
+        await settle()
+        assert environments[1].actions == environments[3].actions == ["8 9"]
+        assert [request.session for request in sent[3:]] == [1, 3]
+        answers.pop(1).set_result(generated(sent[3], [8, 9]))
+        await settle()
+        episodes[3].cancel()  # inside its generation: nobody is left to be waited for
+        assert (await asyncio.wait_for(episodes[1], 5)).stop_reason == "done"
+        assert [environment.closes for environment in environments.values()] == [1, 1, 1]
+
+    asyncio.run(scenario())

@@ -1,0 +1,210 @@
+"""The generator process over real sockets and shared memory, with the simulated engine; the tests are its peers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from rl.core.messages import (
+    Abort,
+    Fatal,
+    FirstToken,
+    Generate,
+    Generated,
+    GeneratorHello,
+    GeneratorStatus,
+    Heartbeat,
+    Message,
+    Stop,
+    Version,
+    WeightNotice,
+    WeightStatus,
+)
+from rl.core.run import RunFile
+from rl.core.sockets import identity, open_socket, receive_from, send, send_to
+from rl.weights import Manifest, make_writer
+from tests.conftest import MakeRun
+
+ME = identity("generator", 0, 2)
+SETTINGS = (
+    "generator.engine=simulated", "timeouts.heartbeat_s=0.1", "generator.simulated.decode_base_s=0.002",
+    "generator.simulated.length_mean=100", "generator.simulated.length_sigma=0", "weights.deadline_s=5",
+)  # fmt: skip
+
+
+class Outside:
+    """Supervisor, proxy and learner of one generator, incarnation 2."""
+
+    def __init__(self, run: RunFile) -> None:
+        self.context = zmq.Context()
+        names = ("control", "backend", "weight_status")
+        self.control, self.backend, self.status = (
+            open_socket(zmq.ROUTER, run, name, bind=True, context=self.context) for name in names
+        )
+        self.notices = open_socket(zmq.PUSH, run, "notices", 0, context=self.context)
+        self.writer = make_writer(run, 0, Manifest.layout([("weight", (64,), "float32")]))
+        self.writer.open()
+        command = [sys.executable, "-m", "rollout.generator.process", "--run", str(run.folder), "--incarnation", "2"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
+
+    def get(self, socket: zmq.Socket, wanted: Callable[[Message], bool], seconds: float = 20) -> Message:
+        """The next message that is wanted; heartbeats and the like pass by."""
+        deadline = time.monotonic() + seconds
+        while socket.poll(int(1000 * max(0, deadline - time.monotonic()))):
+            peer, message = receive_from(socket)
+            assert peer == ME
+            if wanted(message):
+                return message
+        raise AssertionError(f"nothing wanted arrived in {seconds} s")
+
+    def answer(self) -> Generated:
+        message = self.get(self.backend, lambda message: isinstance(message, Generated))
+        assert isinstance(message, Generated)
+        return message
+
+    def running(self, wanted: Callable[[dict[int, int]], bool]) -> GeneratorStatus:
+        message = self.get(self.backend, lambda each: isinstance(each, GeneratorStatus) and wanted(each.running))
+        assert isinstance(message, GeneratorStatus)
+        return message
+
+    def heartbeat(self, wanted: Callable[[Heartbeat], bool]) -> Heartbeat:
+        message = self.get(self.control, lambda each: isinstance(each, Heartbeat) and bool(each.stats) and wanted(each))
+        assert isinstance(message, Heartbeat)
+        return message
+
+    def publish(self, n: int) -> int:
+        """The learner's version n; returns its checksum."""
+        view = self.writer.begin(Version(0, n), 5)
+        view[:256] = bytes([n]) * 256
+        self.writer.commit([(0, 256)])
+        return self.writer.checksum(Version(0, n), 5)
+
+    def load(self, n: int) -> None:
+        checksum = self.publish(n)
+        send(self.notices, WeightNotice(Version(0, n), [1, 2, 3]))
+        status = self.get(self.status, lambda each: isinstance(each, WeightStatus) and each.version.n == n)
+        assert isinstance(status, WeightStatus)
+        assert (status.generator, status.incarnation, status.checksum, status.error) == (0, 2, checksum, "")
+        assert len(status.probe_logp) == 2
+
+    def generate(self, request_id: int, gate: int, epoch: int = 0, max_tokens: int = 1000) -> None:
+        prompt = np.arange(30, dtype="<i4")
+        gate_version = Version(epoch, gate)
+        request = Generate(request_id, 70 + request_id, "train", gate_version, prompt, max_tokens, 1.0, 1.0, [2])
+        send_to(self.backend, ME, request)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self.writer.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def start(make_run: MakeRun) -> Iterator[Callable[..., Outside]]:
+    worlds: list[Outside] = []
+
+    def make(*overrides: str) -> Outside:
+        world = Outside(make_run(*SETTINGS, *overrides))
+        worlds.append(world)
+        hello = world.get(world.backend, lambda each: isinstance(each, GeneratorHello), 40)
+        assert hello == GeneratorHello(0, 2, 64 * 2048, 64, 2048, Version(-1, -1))
+        return world
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def test_requests_wait_for_their_version_and_the_process_stops_cleanly(start: Callable[..., Outside]) -> None:
+    outside = start()
+    outside.generate(1, gate=0)
+    outside.generate(2, gate=2)
+    held = outside.heartbeat(lambda beat: beat.stats["held"] == 2)
+    assert not held.busy, "a held request waits for the learner: no hang"
+    outside.load(0)
+    first = outside.get(outside.backend, lambda each: isinstance(each, FirstToken))
+    assert first == FirstToken(1, 71, Version(0, 0))
+    answer = outside.answer()
+    assert (answer.request_id, answer.session, answer.generator, answer.epoch) == (1, 71, 0, 0)
+    assert answer.finish_reason == "stop" and answer.tokens_generated == answer.token_ids.size == 100
+    assert answer.queued_s > 0 and answer.generate_s >= 0.15
+    outside.load(1)
+    outside.heartbeat(lambda beat: beat.stats["version"] == 1 and beat.stats["held"] == 1)
+    outside.load(3)
+    assert set(outside.answer().policy_version.tolist()) == {3}
+    beat = outside.heartbeat(lambda beat: beat.stats["running"] == 0 and beat.stats["tokens"] == 200)
+    assert beat.stats["busy_s"] >= 0.3 and beat.stats["idle_s"] > 0 and beat.stats["loads"] == 3
+    outside.generate(3, gate=3)
+    outside.running(lambda running: running.get(3, 0) > 0)
+    send_to(outside.control, ME, Stop("test over"))
+    assert outside.process.wait(timeout=5) == 0
+    assert outside.process.stderr is not None and outside.process.stderr.read() == b""
+
+
+def test_versions_are_tagged_per_token_over_an_update(start: Callable[..., Outside]) -> None:
+    outside = start("generator.on_update=keep")
+    outside.load(0)
+    outside.generate(1, gate=0)
+    outside.running(lambda running: running.get(1, 0) > 10)
+    outside.load(1)
+    versions = outside.answer().policy_version.tolist()
+    assert versions == sorted(versions) and len(versions) == 100 and 10 < versions.count(0) < 100
+
+
+def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(start: Callable[..., Outside]) -> None:
+    outside = start("generator.simulated.length_mean=1000")
+    outside.load(0)
+    outside.generate(1, gate=1)
+    send_to(outside.backend, ME, Abort(1))
+    held = outside.answer()
+    assert (held.request_id, held.finish_reason, held.tokens_generated, held.epoch) == (1, "abort", 0, 0)
+    outside.generate(2, gate=0)
+    outside.running(lambda running: running.get(2, 0) > 5)
+    send_to(outside.backend, ME, Abort(2))
+    running = outside.answer()
+    assert running.finish_reason == "abort" and 5 < running.tokens_generated == running.logp.size < 1000
+    outside.generate(3, gate=0)
+    send_to(outside.backend, ME, Abort(3))  # at once: it may not have reached the engine
+    assert outside.answer().finish_reason == "abort"
+    send_to(outside.backend, ME, Abort(3))
+    outside.load(1)  # the aborted request 1 is not run
+    outside.heartbeat(lambda beat: beat.stats["version"] == 1 and beat.stats["running"] == beat.stats["held"] == 0)
+
+
+def test_a_request_of_a_past_epoch_is_refused(start: Callable[..., Outside]) -> None:
+    outside = start()
+    outside.load(0)
+    outside.generate(1, gate=7, epoch=-1)
+    answer = outside.answer()
+    assert (answer.finish_reason, answer.error) == ("error", "epoch -1 is over; this is 0")
+
+
+def test_only_the_newest_notice_is_loaded_and_a_load_is_no_hang(start: Callable[..., Outside]) -> None:
+    outside = start("generator.simulated.load_s=0.6")
+    checksums = [outside.publish(n) for n in range(3)]
+    for n in range(3):
+        send(outside.notices, WeightNotice(Version(0, n), []))
+    beats = [outside.heartbeat(lambda beat: beat.busy) for _ in range(3)]
+    assert beats[0].progress < beats[-1].progress
+    status = outside.get(outside.status, lambda each: isinstance(each, WeightStatus) and each.version.n >= 0)
+    assert isinstance(status, WeightStatus) and (status.version.n, status.checksum) == (2, checksums[2])
+    assert outside.heartbeat(lambda beat: not beat.busy).stats["loads"] == 1
+
+
+def test_weights_that_do_not_arrive_end_the_process(start: Callable[..., Outside]) -> None:
+    outside = start("weights.deadline_s=0.5")
+    send(outside.notices, WeightNotice(Version(0, 5), []))
+    status = outside.get(outside.status, lambda each: isinstance(each, WeightStatus) and each.error != "")
+    assert isinstance(status, WeightStatus) and "weights of version 5" in status.error
+    fatal = outside.get(outside.control, lambda each: isinstance(each, Fatal))
+    assert isinstance(fatal, Fatal) and "weights of version 5" in fatal.message
+    assert outside.process.wait(timeout=5) == 1

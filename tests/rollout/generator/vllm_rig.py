@@ -1,0 +1,198 @@
+"""One real vLLM engine (float32, tiny random Qwen3), its event loop in a thread, and transformers as the judge.
+
+Policy version n is the random model of seed n: neighbouring versions differ by nats per token, so a token
+tagged with the wrong version cannot pass a 1e-4 comparison.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from rl.core.config import load_config
+from rl.core.messages import Generate, Version
+from rl.core.run import Place, RunFile
+from rollout.generator.engines.base import LoadReport, Sampled
+from rollout.generator.engines.environment import engine_environment
+
+VOCABULARY = 256
+MAX_MODEL_LEN = 512
+MAX_NUM_SEQS = 32
+KV_BYTES = 32 << 20
+STOP = 0
+TOLERANCE = 1e-4  # nats
+PROBE = list(range(1, 40))
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 1024,
+    "initializer_range": 0.15,
+}  # fmt: skip
+
+
+class Rig:
+    def __init__(self, tied: bool) -> None:
+        self.tied = tied
+        self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
+        config = load_config(None, [
+            "generator.dtype=float32", f"generator.max_model_len={MAX_MODEL_LEN}",
+            f"generator.max_num_seqs={MAX_NUM_SEQS}", f"generator.kv_cache_bytes={KV_BYTES}", "weights.deadline_s=10",
+        ])  # fmt: skip
+        os.environ.update(engine_environment(config, "cpu"))
+        self.model(0).save_pretrained(self.folder / "model")
+        self.run = RunFile(
+            config=config, run_id="0badf00d", folder=self.folder, socket_folder=self.folder, device="cpu",
+            model_folder=self.folder / "model", train_tasks=1, eval_tasks=1, started_at=time.time(),
+        )  # fmt: skip
+        self.run.save()
+        self.n = -1
+        self._ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        from rollout.generator.engines import vllm
+
+        vllm._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
+        before = set(psutil.Process().children(recursive=True))
+        self.engine = vllm.VllmEngine(Place(self.run, 0, 0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", str(self.folder))  # its sockets go with the rig
+            patch.setattr(tempfile, "tempdir", None)
+            patch.setenv("LD_PRELOAD", "")  # vLLM's addition is for its own child, not for other tests'
+            self.info = self.call(self.engine.start(), 120)
+        self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before and _is_engine(p)]
+        self.update()
+
+    def stop(self) -> None:
+        self.call(self.engine.stop())
+        gone, alive = psutil.wait_procs(self.processes, timeout=5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        shutil.rmtree(self.folder)
+        assert gone and not alive, f"stop() left {alive}"
+
+    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    # ------------------------------------------------------------ weights
+
+    def model(self, n: int) -> Any:
+        return _model(n, self.tied)
+
+    def publish(self, n: int, without: str = "") -> None:
+        from safetensors.torch import save_file
+
+        weights = {name: tensor.clone() for name, tensor in self.model(n).state_dict().items() if name != without}
+        if self.tied:
+            weights.pop("lm_head.weight")
+        save_file(weights, self.folder / "writing")
+        (self.folder / "writing").rename(self.folder / f"weights.{n}.safetensors")
+
+    async def next(self) -> LoadReport:
+        """Publish and load the next version."""
+        self.n += 1
+        self.publish(self.n)
+        return await self.engine.load(Version(0, self.n), PROBE)
+
+    def update(self) -> LoadReport:
+        return self.call(self.next())
+
+    # ------------------------------------------------------------ requests
+
+    def request(self, prompt: list[int], **fields: Any) -> Generate:
+        request_id = next(self._ids)
+        values: dict[str, Any] = {
+            "request_id": request_id, "session": request_id, "kind": "train", "version": Version(0, self.n),
+            "prompt_ids": np.array(prompt, dtype=np.int32), "max_tokens": 24, "temperature": 1.0, "top_p": 1.0,
+            "stop_token_ids": [],
+        }  # fmt: skip
+        return Generate(**values | fields)
+
+    def begin(self, request: Generate, progress: Callable[[Sampled], None] = lambda _: None) -> asyncio.Task[Sampled]:
+        """Start a request; call from the engine's loop."""
+        return asyncio.create_task(self.engine.generate(request, progress))
+
+    def generate(self, *requests: Generate) -> list[Sampled]:
+        async def run() -> list[Sampled]:
+            return await asyncio.gather(*(self.begin(request) for request in requests))
+
+        return self.call(run())
+
+    # ------------------------------------------------------------ the judge
+
+    def reference(self, n: int, ids: list[int], temperature: float = 1.0, top_p: float = 1.0) -> np.ndarray:
+        """Log-probabilities of ids[1:] under version n: temperature, then the nucleus, renormalised."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.model(n)(torch.tensor([ids])).logits[0, :-1].double() / temperature
+        logp = logits.log_softmax(-1)  # (T-1, vocab)
+        ordered, order = logp.sort(-1, descending=True)
+        outside = (ordered.exp().cumsum(-1) - ordered.exp()) >= top_p
+        logp = logp.masked_fill(outside.scatter(-1, order, outside), -torch.inf).log_softmax(-1)
+        return logp.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+    def error(self, request: Generate, sampled: Sampled, **distribution: float) -> float:
+        """Largest |difference| to the model of each token's own version, in nats."""
+        assert len(sampled.token_ids) == len(sampled.logp) == len(sampled.policy_version) > 0
+        assert sampled.policy_version == sorted(sampled.policy_version)
+        prompt = request.prompt_ids.tolist()
+        worst = 0.0
+        for n in set(sampled.policy_version):
+            expected = self.reference(n, prompt + sampled.token_ids, **distribution)[len(prompt) - 1 :]
+            mine = np.array(sampled.policy_version) == n
+            worst = max(worst, float(np.abs(expected - np.array(sampled.logp))[mine].max()))
+        return worst
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """Python's own resource tracker lives as long as its parent."""
+    return "resource_tracker" not in " ".join(process.cmdline())
+
+
+@lru_cache(maxsize=64)
+def _model(n: int, tied: bool) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1000 + n)
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=tied)).eval()
+
+
+def _running(tied: bool) -> Iterator[Rig]:
+    rig = Rig(tied)
+    rig.start()
+    yield rig
+    rig.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_rig() -> Iterator[Rig]:
+    yield from _running(tied=False)
+
+
+@pytest.fixture
+def rig(shared_rig: Rig) -> Rig:
+    """The untied engine, under `recompute`."""
+    shared_rig.engine.on_update = "recompute"
+    return shared_rig
+
+
+@pytest.fixture(scope="session")
+def tied_rig() -> Iterator[Rig]:
+    yield from _running(tied=True)

@@ -1,0 +1,214 @@
+"""The proxy process over real sockets: addresses, payloads, a generator's death, and what is no message at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from rl.core.messages import (
+    Abort,
+    FirstToken,
+    Generate,
+    Generated,
+    GeneratorHello,
+    GeneratorStatus,
+    Heartbeat,
+    Message,
+    PeerDied,
+    Stop,
+    Usage,
+    Version,
+    encode,
+)
+from rl.core.run import RunFile
+from rl.core.sockets import identity, open_socket, receive, receive_from, send, send_to
+from tests.conftest import MakeRun
+
+PROXY = identity("proxy", 0)
+
+
+def poll(socket: zmq.Socket, seconds: float = 10) -> None:
+    assert socket.poll(int(1000 * seconds)), "nothing arrived"
+
+
+class Outside:
+    """All the proxy's neighbours: supervisor, broker, one client, and generators as asked for."""
+
+    def __init__(self, run: RunFile) -> None:
+        self.run = run
+        self.context = zmq.Context()
+        self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
+        self.usage = open_socket(zmq.PULL, run, "usage", bind=True, context=self.context)
+        command = [sys.executable, "-m", "rollout.proxy.process", "--run", str(run.folder)]
+        self.process = subprocess.Popen(command)
+        poll(self.control, 30)
+        receive_from(self.control)  # it has registered
+        self.client = self.connect("frontend", identity("env_server", 0))
+
+    def connect(self, name: str, me: bytes) -> zmq.Socket:
+        return open_socket(zmq.DEALER, self.run, name, identity=me, context=self.context)
+
+    def generator(self, index: int, incarnation: int = 0, seats: int = 8) -> zmq.Socket:
+        socket = self.connect("backend", identity("generator", index, incarnation))
+        send(socket, GeneratorHello(index, incarnation, 1000, seats, 500, Version(0, 0)))
+        return socket
+
+    def heartbeat(self) -> Heartbeat:
+        """The next one that was sent after this call."""
+        while self.control.poll(0):
+            receive_from(self.control)
+        for _ in range(2):
+            poll(self.control)
+            _, message = receive_from(self.control)
+        assert isinstance(message, Heartbeat)
+        return message
+
+    def close(self) -> None:
+        send_to(self.control, PROXY, Stop("test over"))
+        try:
+            assert self.process.wait(timeout=10) == 0
+        finally:
+            self.process.kill()
+            self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def outside(make_run: MakeRun) -> Iterator[Outside]:
+    world = Outside(make_run("timeouts.heartbeat_s=0.1"))
+    yield world
+    world.close()
+
+
+def request(request_id: int, session: int = 1, prompt: int = 20, kind: str = "train") -> Generate:
+    return Generate(
+        request_id, session, kind, Version(0, 3), np.arange(prompt, dtype="<i4"), 30, 1.0, 1.0, [2], priority=4
+    )
+
+
+def answer(key: int, session: int, tokens: int, reason: str = "stop") -> Generated:
+    ids = np.arange(tokens, dtype="<i4")
+    logp = np.full(tokens, -0.5, "<f4")
+    return Generated(key, session, ids, logp, np.full(tokens, 3, "<i4"), 0, reason, tokens, 0)
+
+
+def get(socket: zmq.Socket, kind: type) -> Message:
+    poll(socket)
+    message = receive(socket)
+    assert isinstance(message, kind), message
+    return message
+
+
+def test_requests_and_answers_cross_unchanged_but_for_the_request_id(outside: Outside) -> None:
+    generator = outside.generator(0)
+    other = outside.connect("frontend", identity("env_server", 1))
+    for socket, session in ((outside.client, 70), (other, 71)):
+        send(socket, request(5, session))  # equal ids of different clients
+    arrived = [get(generator, Generate) for _ in range(2)]
+    assert {each.session for each in arrived} == {70, 71}  # type: ignore[union-attr]
+    for each in arrived:
+        assert isinstance(each, Generate)
+        assert (each.version, each.max_tokens, each.stop_token_ids, each.priority) == (Version(0, 3), 30, [2], 4)
+        np.testing.assert_array_equal(each.prompt_ids, np.arange(20))
+        send(generator, FirstToken(each.request_id, each.session, Version(0, 4)))
+        send(generator, answer(each.request_id, each.session, tokens=each.session - 65))
+    for socket, session in ((outside.client, 70), (other, 71)):
+        reply = get(socket, Generated)
+        assert isinstance(reply, Generated)
+        assert (reply.request_id, reply.session, reply.finish_reason) == (5, session, "stop")
+        np.testing.assert_array_equal(reply.token_ids, np.arange(session - 65))
+        np.testing.assert_array_equal(reply.logp, np.full(session - 65, -0.5, np.float32))
+        np.testing.assert_array_equal(reply.policy_version, np.full(session - 65, 3))
+    reports = [get(outside.usage, FirstToken | Usage) for _ in range(4)]  # type: ignore[arg-type]
+    firsts = {(each.session, each.version) for each in reports if isinstance(each, FirstToken)}
+    assert firsts == {(70, Version(0, 4)), (71, Version(0, 4))}
+    assert {(each.session, each.tokens, each.lost) for each in reports if isinstance(each, Usage)} == {
+        (70, 5, False),
+        (71, 6, False),
+    }
+
+
+def test_a_dead_generator_s_requests_are_sent_to_another(outside: Outside) -> None:
+    first = outside.generator(0)
+    send(outside.client, request(1, session=9))
+    key = get(first, Generate).request_id  # type: ignore[union-attr]
+    send(first, GeneratorStatus(0, 0, Version(0, 3), {key: 11}))
+    outside.heartbeat()  # the status has been read
+    second = outside.generator(1)
+    first.close()
+    outside.heartbeat()
+    assert not second.poll(200), "nothing is sent again on a suspicion"
+    send_to(outside.control, PROXY, PeerDied("generator", 0, 0))
+    again = get(second, Generate)
+    assert isinstance(again, Generate) and again.request_id == key
+    np.testing.assert_array_equal(again.prompt_ids, np.arange(20))
+    assert get(outside.usage, Usage) == Usage(9, 11, lost=True)
+    send(second, answer(key, 9, tokens=3))
+    reply = get(outside.client, Generated)
+    assert isinstance(reply, Generated) and (reply.request_id, reply.tokens_generated) == (1, 3)
+    assert get(outside.usage, Usage) == Usage(9, 3, lost=False)
+
+
+def test_abort_queued_and_in_flight(outside: Outside) -> None:
+    generator = outside.generator(0, seats=1)
+    send(outside.client, request(1))
+    key = get(generator, Generate).request_id  # type: ignore[union-attr]
+    send(outside.client, request(2))
+    send(outside.client, Abort(2))
+    queued = get(outside.client, Generated)
+    assert isinstance(queued, Generated)
+    assert (queued.request_id, queued.finish_reason, queued.tokens_generated) == (2, "abort", 0)
+    send(outside.client, Abort(1))
+    assert get(generator, Abort) == Abort(key)
+    send(generator, answer(key, 1, tokens=4, reason="abort"))
+    running = get(outside.client, Generated)
+    assert isinstance(running, Generated) and running.token_ids.size == 4
+
+
+def test_a_dead_client_s_requests_are_aborted(outside: Outside) -> None:
+    generator = outside.generator(0)
+    send(outside.client, request(1, session=4))
+    key = get(generator, Generate).request_id  # type: ignore[union-attr]
+    outside.client.close()
+    send_to(outside.control, PROXY, PeerDied("env_server", 0, 0))
+    assert get(generator, Abort) == Abort(key)
+    send(generator, answer(key, 4, tokens=6, reason="abort"))
+    assert get(outside.usage, Usage) == Usage(4, 6, lost=False)
+
+
+def test_what_is_no_message_is_counted_and_the_rest_goes_on(outside: Outside) -> None:
+    generator = outside.generator(0)
+    header, prompt = encode(request(1))
+    bad: list[list[bytes | memoryview]] = [
+        [b""],
+        [b"\xc1garbage"],
+        [header],  # its array is missing
+        [header, bytes(prompt)[:-1]],
+        [bytes(header)[:-3], prompt],
+        list(encode(PeerDied("generator", 0, 0))),  # not a client's to say
+    ]
+    for frames in bad:
+        outside.client.send_multipart(frames)
+    stranger = outside.connect("backend", b"stranger")
+    send(stranger, answer(1, 1, 1))
+    send(outside.client, request(7, prompt=480))  # can never fit
+    refused = get(outside.client, Generated)
+    assert isinstance(refused, Generated)
+    assert refused.finish_reason == "error" and "max_model_len of 500" in refused.error
+    send(outside.client, request(8))
+    assert isinstance(get(generator, Generate), Generate)
+    stats = outside.heartbeat().stats
+    assert stats["malformed"] == len(bad) + 1
+    assert (stats["in_flight"], stats["queue_depth"], stats["live.0"], stats["kv_reserved.0"]) == (1, 0, 1, 50)
+
+
+def test_it_stays_small_and_without_torch(outside: Outside) -> None:
+    with open(f"/proc/{outside.process.pid}/status") as status:
+        resident = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+    assert resident < 150_000  # kB
+    with open(f"/proc/{outside.process.pid}/maps") as maps:
+        assert "libtorch" not in maps.read()

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import multiprocessing
 import os
 import random
-import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,17 +24,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
-from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from envs.alfworld import engine, grammar, oracle, scenes, translation
 from envs.alfworld.engine import Board, Engine
 from envs.alfworld.oracle import Oracle
 from envs.alfworld.scenes import TASK_TYPES, Infeasible, Problem, draw_problem, scenes_of
-from envs.alfworld.translation import GameError, GameFile, default_cache, kept_translation
+from envs.alfworld.translation import GameError, GameFile, kept_translation
+from rl.core.made_once import cache_folder, digest, made_once, to_stderr
 from rl.core.process import die_with_parent
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
@@ -86,10 +82,7 @@ class GameRecipe(BaseModel):
 
     def fingerprint(self) -> str:
         """16 hex digits that change with any field and with the sources that make the games."""
-        digest = hashlib.sha256(self.model_dump_json().encode())
-        for source in _SOURCES:
-            digest.update(Path(source).read_bytes())
-        return digest.hexdigest()[:16]
+        return digest(self.model_dump_json(), *_SOURCES)
 
 
 @dataclass(frozen=True)
@@ -105,39 +98,29 @@ def ensure_games(
     recipe: GameRecipe,
     folder: Path | None = None,
     workers: int | None = None,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = to_stderr,
 ) -> Path:
     """The folder with this recipe's games; made first if it is not there, by one process while others wait.
 
     Raises GamesError if `folder` holds something else, or the recipe cannot be met.
     """
     fingerprint = recipe.fingerprint()
-    folder = folder or default_cache() / f"alfworld-{fingerprint}"
-    if _fingerprint_of(folder) == fingerprint:
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if _fingerprint_of(folder) != fingerprint:
-            if folder.exists() and any(folder.iterdir()) and _fingerprint_of(folder) is None:
-                raise GamesError(f"{folder} holds files that were not made here; choose another folder")
-            for left in folder.parent.glob(f".{folder.name}-*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            try:
-                _make(recipe, draft, workers or os.cpu_count() or 1, log or _to_stderr)
-                (draft / RECIPE_FILE).write_text(json.dumps({"fingerprint": fingerprint, **recipe.model_dump()}))
-                draft.chmod(0o755)
-                shutil.rmtree(folder, ignore_errors=True)
-                draft.rename(folder)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
-    return folder
+    target = folder or cache_folder() / f"alfworld-{fingerprint}"
+
+    def make(draft: Path) -> None:
+        if target.exists() and any(target.iterdir()) and _fingerprint_of(target) is None:
+            raise GamesError(f"{target} holds files that were not made here; choose another folder")
+
+        _make(recipe, draft, workers or os.cpu_count() or 1, log)
+        (draft / RECIPE_FILE).write_text(json.dumps({"fingerprint": fingerprint, **recipe.model_dump()}))
+
+    return made_once(target, make, fits=lambda folder: _fingerprint_of(folder) == fingerprint)
 
 
 def games_made(recipe: GameRecipe) -> bool:
     """Whether the cache has this recipe's games."""
     fingerprint = recipe.fingerprint()
-    return _fingerprint_of(default_cache() / f"alfworld-{fingerprint}") == fingerprint
+    return _fingerprint_of(cache_folder() / f"alfworld-{fingerprint}") == fingerprint
 
 
 def list_games(folder: Path, split: str, task_types: Sequence[str] = TASK_TYPES) -> list[GameEntry]:
@@ -175,7 +158,7 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
     begun = time.monotonic()
     counts = {"train": recipe.train, "valid_seen": recipe.valid_seen, "valid_unseen": recipe.valid_unseen}
     for split in counts:
-        (folder / split).mkdir()
+        (folder / split).mkdir(parents=True)
     total, made, keys = sum(counts.values()), 0, set[str]()
     attempts: Counter[tuple[str, int]] = Counter()
     wanted = [(split, index) for split, count in counts.items() for index in range(count)]
@@ -281,10 +264,6 @@ def _fingerprint_of(folder: Path) -> str | None:
         return str(json.loads((folder / RECIPE_FILE).read_text())["fingerprint"])
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -20,12 +20,9 @@ import fast_downward
 import msgspec
 from textworld.logic import Proposition, Type, Variable
 
+from rl.core.made_once import cache_folder
+
 _FORMAT = 1  # of a kept translation
-
-
-def default_cache() -> Path:
-    """`$FRESCO_CACHE`, else ~/.cache/fresco."""
-    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco")
 
 
 class GameError(ValueError):
@@ -79,7 +76,7 @@ class _Kept(msgspec.Struct, array_like=True):
 def kept_translation(game: GameFile, cache: Path | None = None) -> Translation:
     """`translate`, once for ever: kept under the hash of domain and problem. Raises GameError."""
     digest = hashlib.sha256(f"{_FORMAT}\0{game.domain}\0{game.problem}".encode()).hexdigest()
-    path = (cache or default_cache()) / "alfworld-translations" / digest[:2] / digest[2:34]
+    path = (cache or cache_folder()) / "alfworld-translations" / digest[:2] / digest[2:34]
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return _restored(msgspec.msgpack.decode(path.read_bytes(), type=_Kept))
     made = translate(game)

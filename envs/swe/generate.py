@@ -28,6 +28,7 @@ from envs.swe.packages import PACKAGES, Package, PackageError, package_tree
 from envs.swe.sandbox import WORKSPACE, Backend, Template, make_backend, write_file
 from envs.swe.tasks import SweTask, file_diff, to_row
 from envs.swe.workplaces import Workplaces
+from rl.core.made_once import to_stderr
 
 BASELINE_RUNS = 3
 MAX_BROKEN_SHARE = 0.5
@@ -208,15 +209,11 @@ def main(argv: Sequence[str]) -> None:
     backend = make_backend()
     try:
         packages = [PACKAGES[name] for name in options.packages]
-        tasks = generate(backend, packages, options.count, options.seed, Workplaces(), _to_stderr)
+        tasks = generate(backend, packages, options.count, options.seed, Workplaces(), to_stderr)
     finally:
         backend.close()
     write_tasks(tasks, options.out)
     print(f"{len(tasks)} tasks, every gold patch verified, in {time.monotonic() - begin:.0f} s: {options.out}")
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from filelock import FileLock
+from rl.core.made_once import cache_folder, made_once
 
 _FETCH_DEADLINE_S = 300.0
 
@@ -67,23 +66,21 @@ PACKAGES = {package.name: package for package in _PINNED}
 
 def default_cache() -> Path:
     """`$FRESCO_CACHE/swe`, else ~/.cache/fresco/swe."""
-    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco") / "swe"
+    return cache_folder() / "swe"
 
 
 def package_tree(package: Package, cache: Path | None = None) -> Path:
     """The unpacked source distribution, fetched once. Raises PackageError."""
     folder = (cache or default_cache()) / "packages" / f"{package.repo}-{package.sha256[:8]}"
-    if folder.exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"), TemporaryDirectory(dir=folder.parent) as scratch:
-        if not folder.exists():
-            archive = package.archive or _download(package, Path(scratch))
-            digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-            if digest != package.sha256:
-                raise PackageError(f"{package.repo}: sha256 of {archive.name} is {digest}, not {package.sha256}")
-            _unpack(archive, Path(scratch) / "tree").rename(folder)
-    return folder
+
+    def make(draft: Path) -> None:
+        archive = package.archive or _download(package, draft.parent)
+        digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if digest != package.sha256:
+            raise PackageError(f"{package.repo}: sha256 of {archive.name} is {digest}, not {package.sha256}")
+        _unpack(archive, draft.parent / "tree").rename(draft)
+
+    return made_once(folder, make)
 
 
 def open_to_all(tree: Path) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 from collections.abc import Sequence
-
-from filelock import FileLock
+from pathlib import Path
 
 from envs.swe.generate import generate, write_tasks
 from envs.swe.packages import PACKAGES
 from envs.swe.sandbox import Backend
 from envs.swe.tasks import SweTask, load_tasks
 from envs.swe.workplaces import Workplaces
+from rl.core.made_once import digest, made_once, to_stderr
 
 
 def generated_tasks(
@@ -22,14 +20,9 @@ def generated_tasks(
     """Blocks while they are made, a few seconds each; other processes wait. Raises PackageError."""
     pinned = [PACKAGES[name] for name in packages]
     key = json.dumps([[package.sha256 for package in pinned], count, seed])
-    path = workplaces.cache / f"tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        if not path.exists():
-            _log(f"swe: generating {count} tasks from {', '.join(packages)}")
-            write_tasks(generate(backend, pinned, count, seed, workplaces, _log), path)
-    return load_tasks(str(path))
 
+    def make(draft: Path) -> None:
+        to_stderr(f"swe: generating {count} tasks from {', '.join(packages)}")
+        write_tasks(generate(backend, pinned, count, seed, workplaces, to_stderr), draft)
 
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return load_tasks(str(made_once(workplaces.cache / f"tasks-{digest(key)}.jsonl", make)))

@@ -5,19 +5,16 @@ The history begins with the bug: there is no earlier commit from which to take t
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from tempfile import mkdtemp
-
-from filelock import FileLock
 
 from envs.swe.opening import GIT_IDENTITY, Workplace
 from envs.swe.packages import PACKAGES, Package, PackageError, default_cache, open_to_all, package_tree
 from envs.swe.sandbox import Template
 from envs.swe.tasks import SweTask
+from rl.core.made_once import digest, made_once
 
 _GIT_DEADLINE_S = 120.0
 _IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in the images of SWE-bench and those made like them
@@ -45,15 +42,10 @@ class Workplaces:
             template = Template(image=task.image, workspace="/testbed")
             return Workplace(template, "", python=_IMAGE_PYTHON, bug_patch=task.bug_patch)
         tree, python_path = self._source(task)
-        key = hashlib.sha256(f"{tree}\0{task.bug_patch}".encode()).hexdigest()[:16]
+        key = digest(f"{tree}\0{task.bug_patch}\0work, commit")  # the last part: how the folder is laid out
         folder = self.cache / "templates" / f"{_plain(task.instance_id)}-{key}"
-        commit = folder.with_name(f"{folder.name}.commit")
-        if not commit.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{folder}.lock"):
-                if not commit.exists():
-                    self._make(tree, task, folder, commit)
-        return Workplace(Template(folder), commit.read_text(), python_path)
+        made_once(folder, lambda draft: _make(tree, task, draft))
+        return Workplace(Template(folder / "work"), (folder / "commit").read_text(), python_path)
 
     def _source(self, task: SweTask) -> tuple[Path, tuple[str, ...]]:
         package = self._packages.get(task.package)
@@ -70,25 +62,19 @@ class Workplaces:
             "or sandbox=docker to use the data set's image"
         )
 
-    def _make(self, tree: Path, task: SweTask, folder: Path, commit: Path) -> None:
-        draft = Path(mkdtemp(prefix=".draft-", dir=folder.parent))
-        try:
-            work = draft / "work"
-            shutil.copytree(tree, work, symlinks=True, ignore=shutil.ignore_patterns(".git"))
-            _git(work, "init", "--quiet")
-            if task.bug_patch:
-                _git(work, "apply", "--whitespace=nowarn", given=task.bug_patch)
-            _git(work, "add", "--all", "--force")
-            _git(work, "commit", "--quiet", "--message", "Initial commit")
-            head = _git(work, "rev-parse", "HEAD").strip()
-            open_to_all(work)
-            shutil.rmtree(folder, ignore_errors=True)
-            work.rename(folder)
-            partial = draft / "commit"
-            partial.write_text(head)
-            partial.rename(commit)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+
+def _make(tree: Path, task: SweTask, folder: Path) -> None:
+    """`folder/work`: the repository; `folder/commit`: the name of its only commit."""
+    work = folder / "work"
+    shutil.copytree(tree, work, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+    _git(work, "init", "--quiet")
+    if task.bug_patch:
+        _git(work, "apply", "--whitespace=nowarn", given=task.bug_patch)
+    _git(work, "add", "--all", "--force")
+    _git(work, "commit", "--quiet", "--message", "Initial commit")
+
+    (folder / "commit").write_text(_git(work, "rev-parse", "HEAD").strip())
+    open_to_all(work)
 
 
 def _git(folder: Path, *arguments: str, given: str = "") -> str:

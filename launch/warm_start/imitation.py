@@ -11,7 +11,6 @@ With `model.path=tiny` the model is new: the shape of `tiny.py`, and a tokenizer
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib
 import json
 import random
@@ -19,20 +18,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 
 import launch.warm_start.sft
 import launch.warm_start.word_tokenizer
 from envs.registry import demonstrator, make_family
 from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, train_supervised
-from launch.warm_start.tiny import TinyRecipe, default_cache, new_model, to_stderr
+from launch.warm_start.tiny import TinyRecipe, new_model
 from launch.warm_start.word_tokenizer import build_tokenizer, save_tokenizer
 from rl.core.config import Config, ConfigError
+from rl.core.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import Demonstration
 from rollout.episodes.tokenizer import ChatTokenizer
@@ -42,27 +40,14 @@ _SOURCES = (launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__f
 
 
 def warm_started(
-    config: Config, base: Path | None, cache: Path | None = None, log: Callable[[str], None] | None = None
+    config: Config, base: Path | None, cache: Path | None = None, log: Callable[[str], None] = to_stderr
 ) -> Path:
     """The folder of the warm-started model, made first if it is not there. `base` None: a new tiny model.
 
     Raises ConfigError if the environment has no demonstrator, or one that solves nothing within the limits.
     """
-    cache = cache or default_cache()
-    folder = cache / f"warm-{fingerprint(config, base)}"
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            for left in cache.glob(f".{folder.name}-*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=cache))
-            try:
-                _make(config, base, draft, log or to_stderr)
-                draft.chmod(0o755)
-                draft.rename(folder)  # a folder is there whole or not at all
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
-    return folder
+    folder = (cache or cache_folder()) / f"warm-{fingerprint(config, base)}"
+    return made_once(folder, lambda draft: _make(config, base, draft, log))
 
 
 def fingerprint(config: Config, base: Path | None) -> str:
@@ -74,11 +59,8 @@ def fingerprint(config: Config, base: Path | None) -> str:
         "env": [config.env.name, config.env.options, config.env.max_turns, config.seed],
         "max_model_len": config.generator.max_model_len,
     }
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     _, module = _demonstrator(config)
-    for source in (*_SOURCES, module.__file__):
-        digest.update(Path(str(source)).read_bytes())
-    return digest.hexdigest()[:16]
+    return digest(json.dumps(parts, sort_keys=True, default=str), *_SOURCES, str(module.__file__))
 
 
 def demonstrations(config: Config) -> list[Demonstration]:
@@ -137,7 +119,7 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
     if base is None:
         _new_tiny_model(config, played, folder)
     else:
-        shutil.copytree(base, folder, dirs_exist_ok=True)
+        shutil.copytree(base, folder)
     tokenizer = ChatTokenizer(folder)
     encoded = [encode(tokenizer, each, config.generator.max_model_len) for each in played]
     examples = [each for each in encoded if each is not None]
@@ -174,6 +156,7 @@ def _new_tiny_model(config: Config, played: Sequence[Demonstration], folder: Pat
     _, module = _demonstrator(config)
     piece = getattr(module, "PIECE", launch.warm_start.word_tokenizer.PIECE)
     tokenizer = build_tokenizer(_texts(played), piece)
+    folder.mkdir()
     save_tokenizer(tokenizer, folder, recipe.max_length)
     new_model(recipe, tokenizer).save_pretrained(folder)
 

@@ -9,18 +9,14 @@ and kept under the hash of the recipe and of the sources that make it. The warm 
 
 from __future__ import annotations
 
-import hashlib
-import os
 import random
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
@@ -31,6 +27,7 @@ from envs.math.answers import last_box
 from launch.warm_start.sampling import sample
 from launch.warm_start.sft import Example, SupervisedOptions, train_supervised
 from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, id_of, save_tokenizer
+from rl.core.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.environment import Message
 from rollout.episodes.tokenizer import ChatTokenizer
 
@@ -64,33 +61,13 @@ class TinyRecipe(BaseModel):
 
     def fingerprint(self) -> str:
         """16 hex digits that change with any field and with the sources that make the folder."""
-        digest = hashlib.sha256(self.model_dump_json().encode())
-        for source in _SOURCES:
-            digest.update(Path(source).read_bytes())
-        return digest.hexdigest()[:16]
+        return digest(self.model_dump_json(), *_SOURCES)
 
 
-def default_cache() -> Path:
-    """`$FRESCO_CACHE`, else ~/.cache/fresco."""
-    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco")
-
-
-def ensure_tiny_model(
-    recipe: TinyRecipe, cache_folder: Path | None = None, log: Callable[[str], None] | None = None
-) -> Path:
+def ensure_tiny_model(recipe: TinyRecipe, cache: Path | None = None, log: Callable[[str], None] = to_stderr) -> Path:
     """The model's folder; made first if it is not there, by one process while others wait."""
-    cache = cache_folder or default_cache()
-    folder = cache / f"tiny-{recipe.fingerprint()}"
-    if folder.exists():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():  # another process may have made it meanwhile
-            draft = Path(mkdtemp(prefix=f".{folder.name}-", dir=cache))
-            _make(recipe, draft, log or to_stderr)
-            draft.chmod(0o755)
-            draft.rename(folder)  # a folder is there whole or not at all
-    return folder
+    folder = (cache or cache_folder()) / f"tiny-{recipe.fingerprint()}"
+    return made_once(folder, lambda draft: _make(recipe, draft, log))
 
 
 def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> float:
@@ -126,6 +103,7 @@ def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
     disable_progress_bar()
     started = time.monotonic()
     tokenizer = build_tokenizer(arithmetic.texts())
+    folder.mkdir()
     save_tokenizer(tokenizer, folder, recipe.max_length)
     model = new_model(recipe, tokenizer)
     model.save_pretrained(folder)  # ChatTokenizer reads the end of a turn from it
@@ -190,11 +168,6 @@ def _demonstrations(recipe: TinyRecipe, folder: Path, words: Tokenizer) -> Calla
         return examples
 
     return next_examples
-
-
-def to_stderr(line: str) -> None:
-    """Progress: standard output may belong to a result."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> None:

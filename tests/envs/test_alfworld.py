@@ -274,7 +274,7 @@ def test_makers_of_games_die_with_their_parent_and_the_next_one_clears_up(tmp_pa
     maker = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob(".games-*/train/*")):
+        while not list(tmp_path.glob(".games.draft-*/games/train/*")):
             assert maker.poll() is None and time.monotonic() < deadline, "the maker writes no game"
             time.sleep(0.05)
         children = psutil.Process(maker.pid).children(recursive=True)
@@ -284,7 +284,7 @@ def test_makers_of_games_die_with_their_parent_and_the_next_one_clears_up(tmp_pa
         maker.wait()
     assert not psutil.wait_procs(children, timeout=30)[1]
     ensure_games(RECIPE, tmp_path / "games", workers=1)
-    assert not list(tmp_path.glob(".games-*"))
+    assert not list(tmp_path.glob(".games.draft-*"))
 
 
 def test_a_reset_before_the_workers_run_or_after_their_end_says_so(folder: Path) -> None:

@@ -1,12 +1,11 @@
 """Floors: imports between folders only go down, and broker, proxy and environment servers never import torch.
 
-The floors are derived from the folders themselves. A folder stands above every folder that its modules import; that
-has an answer exactly when the folders of each storey form no cycle, so no list of modules has to be kept.
+The floors are derived from the folders themselves: a folder stands above every folder that its modules import. That
+has an answer exactly when no imports between folders form a circle, so no list of modules has to be kept.
 """
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -14,56 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from experiments.structure.checkout import FLOORS, Graph, folder_graph, import_graph, modules_of
+from experiments.structure.figures import LONGEST_FUNCTION, arrows, length, upward
+
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("algos", "rl", "rollout", "envs", "launch", "experiments")
-"""From the ground up: what stands later may import what stands earlier."""
+MODULES = modules_of(ROOT, *FLOORS)
 MAX_ARROWS = 13
+MAX_LINES = 450
 
 
-def all_modules() -> dict[str, Path]:
-    modules = {}
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            modules[name] = path
-    return modules
-
-
-MODULES = all_modules()
-
-
-def project_imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            for alias in node.names:
-                candidate = f"{node.module}.{alias.name}"
-                found.add(candidate if candidate in MODULES else node.module)
-    return found & MODULES.keys()
-
-
-def imports() -> dict[str, set[str]]:
-    return {module: project_imports(path) - {module} for module, path in MODULES.items()}
-
-
-def folder_of(module: str, depth: int) -> str:
-    """The folder that holds a module, at most `depth` names long."""
-    parts = module.split(".") if MODULES[module].name == "__init__.py" else module.split(".")[:-1]
-    return ".".join(parts[:depth])
-
-
-def folder_graph(depth: int) -> dict[str, set[str]]:
-    graph: dict[str, set[str]] = {}
-    for module, targets in imports().items():
-        folder = folder_of(module, depth)
-        graph.setdefault(folder, set()).update(folder_of(target, depth) for target in targets)
-        graph[folder].discard(folder)
-    return graph
-
-
-def no_cycle(graph: dict[str, set[str]]) -> None:
+def no_circle(graph: Graph) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -71,24 +30,20 @@ def no_cycle(graph: dict[str, set[str]]) -> None:
 
 
 def test_top_level_folders_import_downwards_only() -> None:
-    graph = folder_graph(1)
-    upwards = [
-        f"{package} imports {target}"
-        for package, targets in graph.items()
-        for target in targets
-        if PACKAGES.index(target) >= PACKAGES.index(package)
-    ]
-    assert not upwards, "\n".join(upwards)
-    assert sum(len(targets) for targets in graph.values()) <= MAX_ARROWS
+    graph = folder_graph(MODULES, depth=1)
+
+    assert set(graph) == set(FLOORS)
+    assert not upward(graph)
+    assert arrows(graph) <= MAX_ARROWS
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_nested_folders_have_floors(depth: int) -> None:
-    no_cycle(folder_graph(depth))
+    no_circle(folder_graph(MODULES, depth))
 
 
-def test_no_import_cycles() -> None:
-    no_cycle(imports())
+def test_modules_import_in_no_circle() -> None:
+    no_circle(import_graph(MODULES))
 
 
 @pytest.mark.parametrize(
@@ -113,5 +68,14 @@ def test_torch_is_not_imported(module: str) -> None:
 
 
 def test_files_stay_short() -> None:
-    long = {str(path): n for path in MODULES.values() if (n := len(path.read_text().splitlines())) > 450}
+    assert not {str(module.path): n for module in MODULES if (n := len(module.lines)) > MAX_LINES}
+
+
+def test_functions_stay_short() -> None:
+    long = [
+        f"{module.path}:{function.lineno} {function.name}"
+        for module in MODULES
+        for function in module.functions
+        if length(function) > LONGEST_FUNCTION
+    ]
     assert not long

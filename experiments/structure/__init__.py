@@ -1,0 +1,1 @@
+"""The shape of the code in figures and in one picture."""

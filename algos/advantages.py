@@ -88,9 +88,9 @@ class Estimator:
         return torch.where(episodes.mask, advantages, torch.zeros_like(advantages)).float()
 
 
-def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
-    """`algo.advantage` and `algo.advantage_options` as one callable. Raises ValueError."""
-    spec = get_advantage(name)
+def make_estimator(estimator: str | AdvantageSpec | Callable[..., Tensor], options: Mapping[str, Any]) -> Estimator:
+    """An estimator and the section `algo.advantage_options` as one callable. Raises ValueError."""
+    spec = get_advantage(estimator)
     return Estimator(spec, parse_options(spec, options))
 
 

@@ -1,8 +1,8 @@
 """Losses, advantage estimators and reward shaping by name.
 
 Every module of this package is imported at the first look-up, so a new file with `@register_loss("my_loss", MyOptions)`
-is found by itself. Outside the package, `module:function` and `module.function` name a function, and `module` alone the
-one thing that the module registers.
+is found by itself. What the configuration names by its import path is loaded by `rl.core.plugins` and comes here as the
+function itself, registered or not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import types
@@ -136,46 +135,50 @@ def register_shaping(name: str, options: type = NoOptions) -> Callable[[Callable
     return register
 
 
-def get_loss(name: str) -> LossSpec:
-    """A registered loss, or the one at an import path. Raises ValueError naming the nearest."""
-    found = _look_up(_losses, "loss", name)
-    return found if isinstance(found, LossSpec) else LossSpec(name, found, _options_of(found))
+def get_loss(loss: str | LossSpec | LossFunction) -> LossSpec:
+    """A loss by its registered name, or by its function. Raises ValueError naming the nearest."""
+    found = _look_up(_losses, "loss", loss)
+    return found if isinstance(found, LossSpec) else LossSpec(_path(found), found, _options_of(found))
 
 
-def get_advantage(name: str) -> AdvantageSpec:
-    """A registered estimator, or the one at `module:function` (level "sample" unless it is registered).
+def get_advantage(estimator: str | AdvantageSpec | Callable[..., Tensor]) -> AdvantageSpec:
+    """An estimator by its registered name, or by its function (level "sample" unless it is registered).
 
     Raises ValueError naming the nearest.
     """
-    found = _look_up(_advantages, "advantage", name)
-    return found if isinstance(found, AdvantageSpec) else AdvantageSpec(name, found)
+    found = _look_up(_advantages, "advantage", estimator)
+    return found if isinstance(found, AdvantageSpec) else AdvantageSpec(_path(found), found)
 
 
-def get_shaping(name: str) -> ShapingSpec:
-    """A registered reward shaping, or the one at `module:function`. Raises ValueError naming the nearest."""
-    found = _look_up(_shapings, "shaping", name)
-    return found if isinstance(found, ShapingSpec) else ShapingSpec(name, found, _options_of(found))
+def get_shaping(shaping: str | ShapingSpec | Callable[..., Tensor]) -> ShapingSpec:
+    """A reward shaping by its registered name, or by its function. Raises ValueError naming the nearest."""
+    found = _look_up(_shapings, "shaping", shaping)
+    return found if isinstance(found, ShapingSpec) else ShapingSpec(_path(found), found, _options_of(found))
 
 
-def make_loss(name: str, options: Mapping[str, Any]) -> Loss:
-    """`algo.loss` and `algo.options` of a configuration as one callable."""
-    spec = get_loss(name)
+def make_loss(loss: str | LossSpec | LossFunction, options: Mapping[str, Any]) -> Loss:
+    """A loss and the section `algo.options` of a configuration as one callable."""
+    spec = get_loss(loss)
     return Loss(spec, parse_options(spec, options))
 
 
-def loss_names() -> list[str]:
+def registered(kind: Literal["loss", "advantage", "shaping"]) -> Mapping[str, object]:
+    """All plug-ins of a kind by name: what `rl.core.plugins` resolves names of the configuration with."""
     _import_all()
-    return sorted(_losses)
+    tables: dict[str, Mapping[str, object]] = {"loss": _losses, "advantage": _advantages, "shaping": _shapings}
+    return tables[kind]
+
+
+def loss_names() -> list[str]:
+    return sorted(registered("loss"))
 
 
 def advantage_names() -> list[str]:
-    _import_all()
-    return sorted(_advantages)
+    return sorted(registered("advantage"))
 
 
 def shaping_names() -> list[str]:
-    _import_all()
-    return sorted(_shapings)
+    return sorted(registered("shaping"))
 
 
 def parse_options(spec: LossSpec | AdvantageSpec | ShapingSpec, options: Mapping[str, Any]) -> Any:
@@ -200,37 +203,17 @@ def _checked(what: str, hint: Any, value: Any) -> Any:
     return value
 
 
-def _look_up(table: Mapping[str, Any], kind: str, name: str) -> Any:
-    if ":" in name or "." in name:
-        try:
-            return _imported(table, kind, name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"{kind} {name!r} cannot be imported: {error}") from None
+def _look_up(table: Mapping[str, Any], kind: str, plugin: Any) -> Any:
     _import_all()
-    if name not in table:
-        raise ValueError(f"unknown {kind} {name!r}{_nearest(name, table)}")
-    return table[name]
+    if not isinstance(plugin, str):
+        return next((spec for spec in table.values() if plugin in (spec, spec.function)), plugin)
+    if plugin not in table:
+        raise ValueError(f"unknown {kind} {plugin!r}{_nearest(plugin, table)}")
+    return table[plugin]
 
 
-def _imported(table: Mapping[str, Any], kind: str, path: str) -> Any:
-    """What stands at `module:function` or `module.function`, or the only plug-in that the module `path` registers."""
-    if ":" not in path and _is_module(path):
-        importlib.import_module(path)
-        own = {name: spec for name, spec in table.items() if spec.function.__module__ == path}
-        if len(own) != 1:
-            found = f"registers {', '.join(sorted(own))}: choose one by name" if own else f"registers no {kind}"
-            raise ValueError(f"{kind} {path!r}: the module {found}, or write module:function")
-        return next(iter(own.values()))
-    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute)
-    return next((spec for spec in table.values() if spec.function is found), found)
-
-
-def _is_module(path: str) -> bool:
-    try:
-        return importlib.util.find_spec(path) is not None
-    except ModuleNotFoundError:  # what stands before the last dot is a module without parts, or missing
-        return False
+def _path(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def _options_of(function: Callable[..., Any]) -> type:

@@ -4,13 +4,13 @@
     def double(inputs: RewardInputs, options: NoOptions) -> Tensor:
         return 2 * inputs.rewards
 
-`algo.shaping` lists names (or `module:function`) with their options; each sees the rewards the one before it returned.
-Every rank shapes the whole batch. What is added to a sample's reward counts as earned at its end.
+`algo.shaping` lists names (or `package.module:Name`) with their options; each sees the rewards that the one before it
+returned. Every rank shapes the whole batch. What is added to a sample's reward counts as earned at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +50,8 @@ class Shaping:
         return shaped.double()
 
 
-def make_shaping(name: str, options: Mapping[str, Any]) -> Shaping:
-    spec = get_shaping(name)
+def make_shaping(shaping: str | ShapingSpec | Callable[..., Tensor], options: Mapping[str, Any]) -> Shaping:
+    spec = get_shaping(shaping)
     return Shaping(spec, parse_options(spec, options))
 
 

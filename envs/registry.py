@@ -1,17 +1,17 @@
 """Environment families by name, and the checks that run before any process starts.
 
-A family is loaded lazily (`name -> "module:Class"`): naming one environment never imports another's libraries.
-Anything else importable as `module:Class` works without registration.
+A family is loaded lazily: naming one environment never imports another's libraries. Anything else importable as
+`package.module:Name` works without registration.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from pydantic import ValidationError
 
 from rl.core.config import Config, ConfigError, nearest
+from rl.core.plugins import load
 from rollout.episodes.environment import EnvironmentFamily
 
 FAMILIES = {
@@ -28,17 +28,10 @@ DEMONSTRATORS = {
 
 
 def load_family(name: str) -> type[EnvironmentFamily]:
-    """The class registered as `name`, or importable as `module:Class`. Raises ConfigError."""
-    target = FAMILIES.get(name, name)
-    module_name, separator, class_name = target.partition(":")
-    if not separator:
-        raise ConfigError(f"env.name={name!r} is not a registered environment{nearest(name, list(FAMILIES))}")
-    try:
-        family = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"env.name={name!r} cannot be loaded from {target}: {error}") from error
+    """The class registered as `name`, or importable as `package.module:Name`. Raises ConfigError."""
+    family: type[EnvironmentFamily] = load("env.name", name, FAMILIES)
     if not hasattr(family, "Options"):
-        raise ConfigError(f"env.name={name!r}: {target} has no Options and is no EnvironmentFamily")
+        raise ConfigError(f"env.name={name!r} has no Options and is no EnvironmentFamily")
     return family
 
 
@@ -47,8 +40,7 @@ def demonstrator(name: str) -> Any:
     if name not in DEMONSTRATORS:
         known = ", ".join(DEMONSTRATORS)
         raise ConfigError(f"model.warm_start.demonstrations: env.name={name!r} has no demonstrator ({known} has)")
-    module, _, function = DEMONSTRATORS[name].partition(":")
-    return getattr(importlib.import_module(module), function)
+    return load("env.name", name, DEMONSTRATORS)
 
 
 def make_family(config: Config) -> EnvironmentFamily:

@@ -1,6 +1,6 @@
 """`fresco check-loss NAME [option=value ...]`: the conformance checks on one loss, in seconds.
 
-NAME is a registered loss or an importable `module:function`, as in `algo.loss`; options as in `algo.options`.
+NAME is a registered loss or an importable `package.module:Name`, as in `algo.loss`; options as in `algo.options`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import sys
 import yaml
 
 from algos.conformance import CHECKS, check_loss
-from algos.registry import make_loss
+from algos.registry import make_loss, registered
+from rl.core.plugins import load
 
 
 def run(name: str, options: list[str]) -> int:
     """Returns the exit code: 0 all hold, 1 something does not, 2 no such loss or option."""
     try:
-        loss = make_loss(name, dict(_parse(option) for option in options))
+        options_by_name = dict(_parse(option) for option in options)
+        loss = make_loss(load("loss", name, registered("loss")), options_by_name)
     except ValueError as error:
         print(f"fresco: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,6 @@ fresco doctor
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import yaml
 
 from rl.core.config import Config, ConfigError, load_config
+from rl.core.plugins import own_packages_first
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("overrides", nargs="*", metavar="key=value")
     run.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
     loss = commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds")
-    loss.add_argument("name", help="a registered loss or an importable module:function")
+    loss.add_argument("name", help="a registered loss or an importable package.module:Name")
     loss.add_argument("options", nargs="*", metavar="option=value")
     _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
     _add_plan(commands.add_parser("plan", help="predict step times of GPU splits, alpha and redundancy; name the best"))
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [item for item in rest if item.startswith("-") or arguments.command not in ("run", "eval", "plan")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    sys.path.insert(0, os.getcwd())  # a plug-in may stand in the folder of its user
+    own_packages_first()
     if arguments.command == "check-loss":
         from launch.check_loss import run as check_loss
 

@@ -122,7 +122,7 @@ class GeneratorConfig(Section):
 
 class EnvConfig(Section):
     name: str = "math"
-    """A registered environment (`envs/registry.py`) or an importable `module:Class`."""
+    """A registered environment (`envs/registry.py`) or an importable `package.module:Name`."""
     servers: int = Field(1, ge=1)
     """Environment server processes."""
     episodes_per_server: int = Field(64, ge=1)
@@ -309,9 +309,9 @@ def validate(tree: dict[str, Any]) -> Config:
 
 
 def nearest(key: str, valid: list[str]) -> str:
-    """` (did you mean 'x'?)` or the empty string."""
+    """The end of an error message: the nearest valid name, or all of them."""
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; valid keys: {', '.join(sorted(valid))}"
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid))}"
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:

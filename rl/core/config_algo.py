@@ -11,7 +11,7 @@ from rl.core.config_section import Section
 
 class ShapingConfig(Section):
     name: str
-    """A registered reward shaping (`algos/rewards.py`) or an importable `module:function`."""
+    """A registered reward shaping (`algos/rewards.py`) or an importable `package.module:Name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Its options, validated against its own dataclass."""
 
@@ -62,12 +62,12 @@ class CorrectionConfig(Section):
 
 class AlgoConfig(Section):
     loss: str = "grpo"
-    """A registered loss (`algos/`) or an importable `module:function`."""
+    """A registered loss (`algos/`) or an importable `package.module:Name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss (clip ranges, caps), validated against its own dataclass."""
     advantage: str | None = None
-    """A registered advantage estimator (`algos/advantages.py`) or an importable `module:function`; None: the loss's own
-    (`group` for most, `leave_one_out` for rloo)."""
+    """A registered advantage estimator (`algos/advantages.py`) or an importable `package.module:Name`; None: the loss's
+    own (`group` for most, `leave_one_out` for rloo)."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator (discount, lam), validated against its own dataclass."""
     aggregation: Literal["token", "sequence", "constant"] | None = None

@@ -45,9 +45,10 @@ class RolloutConfig(Section):
     max_filtered_per_step: int = Field(64, ge=0)
     """Replacement groups per step before the step trains what it has."""
     priority: str = "oldest"
-    """Order of issue and of consumption: `oldest`, `freshest`, or `module:Class` (rollout/broker/priorities.py)."""
+    """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
+    (rollout/broker/priorities.py)."""
     curriculum: str = "shuffled"
-    """Order of tasks: `shuffled`, `success` (weighted by past success), or `module:Class`
+    """Order of tasks: `shuffled`, `success` (weighted by past success), or `package.module:Name`
     (rollout/broker/curricula.py); its state is saved with checkpoints."""
     curriculum_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""

@@ -9,11 +9,12 @@ from algos.advantages import Estimator, make_estimator
 from algos.aggregation import Aggregation
 from algos.conformance import missing_logprobs
 from algos.correction import Correction
-from algos.registry import Loss, make_loss
+from algos.registry import Loss, make_loss, registered
 from algos.regularisation import Regularisation
 from algos.rewards import Shaping, check_shaping, make_shaping
 from rl.core.config import Config
 from rl.core.config_algo import CriticConfig, KLConfig
+from rl.core.plugins import load
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Algorithm:
 def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, in one line, for unknown names and options and for settings that contradict each other."""
     algo, kl = config.algo, config.algo.kl
-    loss = make_loss(algo.loss, algo.options)
-    estimator = make_estimator(algo.advantage or loss.spec.advantage, algo.advantage_options)
+    loss = make_loss(load("algo.loss", algo.loss, registered("loss")), algo.options)
+    advantage = load("algo.advantage", algo.advantage or loss.spec.advantage, registered("advantage"))
+    estimator = make_estimator(advantage, algo.advantage_options)
     aggregation = algo.aggregation or loss.spec.aggregation
     _check_critic(config, estimator)
     if algo.correction.low >= algo.correction.high:
@@ -64,7 +66,10 @@ def make_algorithm(config: Config) -> Algorithm:
     max_tokens = config.sampling.max_tokens * config.env.max_turns
     correction = Correction(**algo.correction.model_dump())
     _check_logprobs(loss, proximal=loss.needs_proximal or correction.active, reference=bool(kl.coef))
-    shapings = tuple(make_shaping(one.name, one.options) for one in algo.shaping)
+    shapings = tuple(
+        make_shaping(load(f"algo.shaping.{index}.name", each.name, registered("shaping")), each.options)
+        for index, each in enumerate(algo.shaping)
+    )
     for shaping in shapings:
         check_shaping(shaping, max_tokens)
     charged = bool(kl.coef) and kl.place == "reward"

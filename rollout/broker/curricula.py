@@ -1,7 +1,7 @@
 """Curricula: the order of tasks as a function of what became of earlier groups. A custom one is a `TaskSource`.
 
-`rollout.curriculum=module:Class` is called as `Class(run_seed=..., tasks=..., **rollout.curriculum_options)`. Its
-snapshot goes into the broker's journal with every checkpoint.
+`rollout.curriculum=package.module:Name` is called as `Name(run_seed=..., tasks=..., **rollout.curriculum_options)`.
+Its snapshot goes into the broker's journal with every checkpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from rl.core.plugins import make
 from rollout.broker.actions import GroupRecord
-from rollout.broker.plugins import make
 from rollout.broker.tasks import ShuffledTasks, TaskSource
 
 _OWN_ENDS = frozenset({"trained", "filtered"})  # whole groups: others ended early, which says nothing fair of a task

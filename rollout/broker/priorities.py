@@ -1,6 +1,6 @@
 """Which group goes first: at issue, and in a batch (F4 decides what is fresh enough, a priority only the order).
 
-A custom priority is a class with these two methods, named by `rollout.priority=module:Class`. Retries of failed
+A custom priority is a class with these two methods, named by `rollout.priority=package.module:Name`. Retries of failed
 members go before anything new whatever it says, and a group that waits for its turn too long still expires (F3).
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rollout.broker.plugins import make
+from rl.core.plugins import make
 from rollout.broker.tasks import Assignment
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.advantages import Episodes, Estimator, discounted_sums, gae_advantages, make_estimator
+from algos.advantages import Episodes, Estimator, discounted_sums, gae, gae_advantages, make_estimator
 from algos.registry import advantage_names, get_advantage
 
 REWARDS = torch.tensor([1.0, 0.0, 3.0, 0.1, 7.0, 0.1, 2.0, 0.1])
@@ -328,11 +328,11 @@ def sign_of_reward(rewards: Tensor, group: Tensor) -> Tensor:
     return rewards.sign()
 
 
-def test_import_path() -> None:
+def test_a_function_of_the_users_own() -> None:
     episodes = some_episodes()
-    found = make_estimator("tests.algos.test_advantages:sign_of_reward", {})(episodes)
+    found = make_estimator(sign_of_reward, {})(episodes)
     assert torch.equal(found[episodes.mask], episodes.rewards.sign().float()[episodes.token_sample][episodes.mask])
-    assert get_advantage("algos.advantages:gae").needs_values
+    assert get_advantage(gae).needs_values
 
 
 def test_the_guide_lists_every_estimator_at_its_level() -> None:

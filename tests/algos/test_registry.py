@@ -9,6 +9,7 @@ import torch
 
 from algos.advantages import group_normalised
 from algos.conformance import random_inputs
+from algos.kimi import kimi
 from algos.ppo import PPOOptions, ppo
 from algos.registry import (
     NoOptions,
@@ -58,30 +59,22 @@ def test_unknown_advantage_names_the_nearest() -> None:
         get_advantage("grop")
 
 
-def test_import_path() -> None:
-    spec = get_loss("tests.algos.test_registry:scaled")
+def test_a_function_of_the_users_own() -> None:
+    spec = get_loss(scaled)
     assert spec.options is ScaleOptions and spec.name == "tests.algos.test_registry:scaled"
     inputs = random_inputs()
-    per_token = make_loss(spec.name, {"scale": 3, "sign": -1})(inputs).per_token
+    per_token = make_loss(scaled, {"scale": 3, "sign": -1})(inputs).per_token
     torch.testing.assert_close(per_token, -3 * inputs.masked(inputs.logp_current))
-    assert get_loss("tests.algos.test_registry:bare").options is NoOptions
-    assert get_loss("algos.ppo:ppo").options is PPOOptions
-    for missing in ("no.such.module:loss", "algos.ppo:nothing", "no.such.module", "algos.ppo.nothing"):
-        with pytest.raises(ValueError, match="cannot be imported"):
-            get_loss(missing)
+    assert get_loss(bare).options is NoOptions
 
 
-def test_dotted_path_names_a_module_or_a_function() -> None:
-    assert get_loss("algos.kimi") is get_loss("algos.kimi:kimi") is get_loss("algos.kimi.kimi") is get_loss("kimi")
-    assert get_loss("tests.algos.test_registry.scaled").options is ScaleOptions
-    with pytest.raises(ValueError, match="registers aipo, tis: choose one by name, or write module:function"):
-        get_loss("algos.tis")
-    with pytest.raises(ValueError, match=r"'algos\.types': the module registers no loss, or write module:function"):
-        get_loss("algos.types")
+def test_a_registered_function_comes_with_what_it_was_registered_with() -> None:
+    assert get_loss(kimi) is get_loss("kimi") is get_loss(get_loss("kimi"))
+    assert get_loss(ppo).options is PPOOptions
 
 
 def test_options() -> None:
-    spec = get_loss("tests.algos.test_registry:scaled")
+    spec = get_loss(scaled)
     assert parse_options(spec, {}) == ScaleOptions()
     assert parse_options(spec, {"scale": 1, "cap": 5}) == ScaleOptions(1.0, 1, 5.0)
     assert parse_options(spec, {"cap": None}) == ScaleOptions()

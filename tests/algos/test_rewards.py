@@ -42,8 +42,7 @@ def broken(inputs: RewardInputs, options: NoOptions) -> Tensor:
 
 
 def test_each_sees_what_the_one_before_returned() -> None:
-    path = "tests.algos.test_rewards:shortest_first"
-    found = shape(INPUTS, [make_shaping("affine", {"scale": 10}), make_shaping(path, {})])
+    found = shape(INPUTS, [make_shaping("affine", {"scale": 10}), make_shaping(shortest_first, {})])
     assert found.tolist() == pytest.approx([9.9, 9.2, -0.85, 9.0, -1.2])
     assert shape(INPUTS, []) is INPUTS.rewards
 
@@ -58,4 +57,4 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"low=1\.0 is above high=0\.0"):
         make_shaping("affine", {"low": 1.0, "high": 0.0})
     with pytest.raises(ValueError, match=r"broken' must answer \(5,\) finite rewards, answered \(4,\)"):
-        make_shaping("tests.algos.test_rewards:broken", {})(INPUTS)
+        make_shaping(broken, {})(INPUTS)

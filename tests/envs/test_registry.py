@@ -15,8 +15,11 @@ from rl.core.config import ConfigError, load_config
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.name=mth"], "env.name='mth' is not a registered environment; did you mean 'math'?"),
-        (["env.name=envs.synthetic:Nothing"], "cannot be loaded from envs.synthetic:Nothing"),
+        (["env.name=mth"], "env.name='mth' is not a registered name; did you mean 'math'?"),
+        (
+            ["env.name=envs.synthetic:Nothing"],
+            "env.name='envs.synthetic:Nothing' cannot be imported: no 'Nothing' in it",
+        ),
         (["env.name=nowhere:Family"], "No module named 'nowhere'"),
         (["env.name=synthetic", "env.options.turn=3"], "unknown key 'env.options.turn'; did you mean 'turns'?"),
         (["env.name=synthetic", "env.options.turns=0"], "env.options.turns=0: Input should be greater"),

@@ -350,7 +350,7 @@ def test_priorities(priority: str, issued: list[int], consumed: list[int]) -> No
     ("changes", "text"),
     [
         ({"priority": "freshes"}, "did you mean 'freshest'"),
-        ({"curriculum": "no.such:Thing"}, "cannot be made"),
+        ({"curriculum": "no.such:Thing"}, "cannot be imported"),
         ({"curriculum": "success", "curriculum_options": {"floor": 0}}, "must lie in"),
     ],
 )

@@ -47,7 +47,7 @@ from rl.core.messages import (
 )
 from rl.core.run import RunFile
 from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
-from rollout.broker import BrokerCore, Settings
+from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, IssueTicket, Outcome
 from rollout.broker.memory import tune_memory
 
@@ -209,7 +209,7 @@ def core_events_per_s(episodes: int = 100_000, live: int = 100_000) -> float:
     """Events per second of the core alone, with many live episodes (first token, usage, result per episode)."""
     groups = live // 16
     tune_memory()  # as the process does
-    core = BrokerCore(Settings(steps=10**6, groups_per_batch=groups, group_size=8, train_tasks=1000, alpha=1))
+    core = BrokerCore(Rules(steps=10**6, groups_per_batch=groups, group_size=8, train_tasks=1000, alpha=1))
     core.server_joined(0, 0, live, 0.0)
     issued = [a.ticket for a in core.published(Version(0, 0), 0.0) if isinstance(a, IssueTicket)]
     core.batch_requested(0, 0.0)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, trainer_8b, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import Constant, Gaussian, LogNormal
 from rollout.simulate.setting import Servers, Setting, Trainer, Work
 
@@ -32,7 +32,7 @@ def reasoning() -> Setting:
     """RLVR: long tails, so that stragglers matter."""
     work = Work(length=LogNormal(4_000, 1.0), task_share=0.5, max_tokens=32_768)
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=32, group_size=8, train_tasks=20_000, alpha=1.0,
             episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),
@@ -60,7 +60,7 @@ def agentic() -> Setting:
             length=LogNormal(300, 0.6), task_share=0.3, turns=Gaussian(10, 4), observation_tokens=200, max_tokens=2048,
             step_s=LogNormal(5, 1.0, 300), hang_probability=0.001, step_deadline_s=300,
         ),
-        broker=replace(base.broker, redundant_groups=6, redundant_episodes=2, max_attempts=100),
+        broker=base.broker.changed(redundant_groups=6, redundant_episodes=2, max_attempts=100),
         servers=Servers(count=8, capacity=80),
         engine=engine_8b(4, 3_000),
     )  # fmt: skip

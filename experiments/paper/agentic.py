@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, trainer_8b, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.setting import Servers, Setting, Work
 
 ONE_BARRIER = Servers(count=1)  # a barrier is a server's: over all environments
@@ -37,7 +37,7 @@ class Agentic(Struct, frozen=True):
     def stages(self) -> dict[str, Setting]:
         """By name, the baseline first."""
         colocated = Setting(
-            broker=Settings(
+            broker=Rules(
                 steps=ENDLESS, groups_per_batch=self.groups, group_size=self.size, train_tasks=20_000, alpha=0.0,
                 episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S, max_attempts=100,
             ),

@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, trainer_8b, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import LogNormal
 from rollout.simulate.setting import Setting, Work
 
@@ -40,7 +40,7 @@ def setting(machine: tuple[int, int], prompts: int, sigma: float, alpha: float) 
     generating, training = machine
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=32_768)
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=prompts, group_size=RESPONSES, train_tasks=20_000, alpha=alpha,
             episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),

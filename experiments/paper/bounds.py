@@ -16,7 +16,7 @@ from typing import Any
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S
 from rl.core.seeds import sample_seed
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import LogNormal
 from rollout.simulate.setting import Engine, Setting, Trainer, Work
 from rollout.simulate.world import World
@@ -44,7 +44,7 @@ def setting(
     seed: int = 0,
 ) -> Setting:
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS if measured else 1, groups_per_batch=samples, group_size=1, train_tasks=10**6, alpha=alpha,
             hold_patience=0, hold_deadline_s=PATIENT_S, episode_deadline_s=PATIENT_S, seed=seed,
         ),

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import PATIENT_S
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.broker.memory import tune_memory
 from rollout.simulate.laws import Constant, Gaussian, LogNormal
 from rollout.simulate.setting import Engine, Servers, Setting, Trainer, Work
@@ -34,7 +34,7 @@ MIN_SAMPLES = 6_000
 def setting(live: int, samples: int = MIN_SAMPLES) -> Setting:
     groups = max(1, live // 4)  # of two samples; with alpha = 1 as many are open as there are environments
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=max(2, math.ceil(samples / (2 * groups))), groups_per_batch=groups, group_size=2, train_tasks=100_000,
             alpha=1.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),

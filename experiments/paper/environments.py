@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import Constant, Gaussian, LogNormal
 from rollout.simulate.setting import Servers, Setting, Work
 
@@ -30,7 +30,7 @@ SWEEP = [(10, 256), (40, 256), (20, 64)]  # turns, environments
 
 def setting(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS, measured: int = 4) -> Setting:
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=environments // 8, group_size=8, train_tasks=20_000, alpha=0.0,
             episode_deadline_s=PATIENT_S,
         ),

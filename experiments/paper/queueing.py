@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import LogNormal
 from rollout.simulate.result import Result
 from rollout.simulate.setting import Setting, Work
@@ -37,7 +37,7 @@ def setting(
 ) -> Setting:
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=LIMIT, success=SUCCESS, success_spread=spread)
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=PROMPTS, group_size=RESPONSES, train_tasks=20_000, alpha=0.0,
             redundant_groups=round(redundant), filter_constant_groups=True, max_filtered_per_step=10_000,
             episode_deadline_s=PATIENT_S,

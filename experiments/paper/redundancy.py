@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import Constant, Gaussian, LogNormal
 from rollout.simulate.setting import Setting, Trainer, Work
 
@@ -44,7 +44,7 @@ def setting(
         hang_probability=hang, step_deadline_s=deadline_s,
     )  # fmt: skip
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=GROUPS, group_size=SIZE, train_tasks=20_000, alpha=0.0,
             hold_patience=patience,
             redundant_groups=groups - GROUPS, redundant_episodes=size - SIZE, episode_deadline_s=PATIENT_S,

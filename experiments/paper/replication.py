@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import LogNormal
 from rollout.simulate.setting import Setting, Work
 
@@ -33,7 +33,7 @@ SWEPT_COSTS = (0.0, 1.0, 4.0)  # of a further sequence, in multiples of reading 
 def setting(shape: tuple[int, int], gpus: int, measured: int = 4) -> Setting:
     prompts, responses = shape
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=prompts, group_size=responses, train_tasks=20_000, alpha=0.0,
             episode_deadline_s=PATIENT_S,
         ),

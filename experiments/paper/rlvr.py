@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, trainer_8b, verdict
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import LogNormal
 from rollout.simulate.result import Result
 from rollout.simulate.setting import Setting, Work
@@ -37,7 +37,7 @@ def setting(gpus: int, length: tuple[float, float], share: float, prompts: int =
     mean, sigma = length
     work = Work(length=LogNormal(mean, sigma), task_share=TASK_SHARE, max_tokens=32_768)
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=prompts, group_size=RESPONSES, train_tasks=20_000,
             alpha=ALPHA if share else 0.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),

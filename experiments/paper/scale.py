@@ -9,7 +9,7 @@ import resource
 import time
 
 from experiments.paper.report import save
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import Gaussian, LogNormal
 from rollout.simulate.setting import Engine, Servers, Setting, Trainer, Work
 from rollout.simulate.world import World
@@ -18,7 +18,7 @@ from rollout.simulate.world import World
 def setting(generators: int = 1024, environments: int = 100_000, steps: int = 3) -> Setting:
     """alpha = 1: two batches of environments / 2 samples are open at once, so all environments are live."""
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=steps, groups_per_batch=environments // 16, group_size=8, train_tasks=100_000, alpha=1.0,
             episode_deadline_s=3600, hold_deadline_s=600,
         ),

@@ -21,7 +21,7 @@ from experiments.paper.rows import (
     trainer_8b,
     verdict,
 )
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import LogNormal
 from rollout.simulate.result import Result
 from rollout.simulate.setting import Setting, Work
@@ -39,7 +39,7 @@ def setting(training: int, reuses: float, measured: int = 6) -> Setting:
     """`training` = 0: synchronous, all GPUs for both."""
     work = Work(length=LogNormal(MEAN, SIGMA), task_share=0.5, max_tokens=32_768)
     return Setting(
-        broker=Settings(
+        broker=Rules(
             steps=ENDLESS, groups_per_batch=PROMPTS, group_size=RESPONSES, train_tasks=20_000,
             alpha=ALPHA if training else 0.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
         ),

@@ -4,6 +4,6 @@
 """
 
 from rollout.broker.core import BrokerCore
-from rollout.broker.settings import Settings
+from rollout.broker.rules import Rules
 
-__all__ = ["BrokerCore", "Settings"]
+__all__ = ["BrokerCore", "Rules"]

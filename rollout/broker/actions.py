@@ -28,7 +28,7 @@ class IssueTicket(Struct, frozen=True):
     ticket: Ticket
 
 
-class CancelTickets(Struct, frozen=True):
+class RevokeTickets(Struct, frozen=True):
     """Stop these episodes and their generations now; each still ends once, by its own message."""
 
     server: int
@@ -100,4 +100,4 @@ class StopRun(Struct, frozen=True):
     reason: str
 
 
-Action = IssueTicket | CancelTickets | EmitBatch | GroupRecord | EvalReport | Finished | StopRun
+Action = IssueTicket | RevokeTickets | EmitBatch | GroupRecord | EvalReport | Finished | StopRun

@@ -4,7 +4,7 @@ Events are methods; each takes the caller's clock (`now`, seconds) and returns t
 in order. No sockets, no clock, no threads; the production shell, the tests and the virtual-time simulator drive
 this same object.
 
-    core = BrokerCore(Settings(steps=10, groups_per_batch=4, group_size=8, train_tasks=100))
+    core = BrokerCore(Rules(steps=10, groups_per_batch=4, group_size=8, train_tasks=100))
     core.server_joined(0, 0, capacity=64, now=0.0)
     actions = core.published(Version(0, 0), now=0.0)      # the first version: IssueTicket(...) for F1's groups
     actions = core.batch_requested(0, now=0.1)            # nothing yet
@@ -12,7 +12,7 @@ this same object.
 
 n = published version = batches trained; e = the next step to be assembled (n <= e). Where the rules meet:
 
-* **F1** `Settings.admitted(n)`, whole groups; a group's tickets go out in order of (retry first, rank, issue number).
+* **F1** `Rules.admitted(n)`, whole groups; a group's tickets go out in order of (retry first, rank, issue number).
 * **F2** tickets carry the version at which they go out. None goes out while n < e - S: no later batch could use it.
 * **F3** an unbatched group with v < e - S fits no later batch and ends `stale`, its task in front again with
   attempts + 1. e >= n, so this is F3's bound n - S, applied as soon as it is certain (at assembly), not only at
@@ -35,7 +35,7 @@ from typing import Any
 
 from rl.core.messages import Ticket, Version
 from rl.core.seeds import sample_seed
-from rollout.broker.actions import Action, CancelTickets, IssueTicket, Outcome
+from rollout.broker.actions import Action, IssueTicket, Outcome, RevokeTickets
 from rollout.broker.journal import restore, snapshot
 from rollout.broker.lifecycle import Lifecycle
 from rollout.broker.records import Attempt, Group, State
@@ -165,8 +165,8 @@ class BrokerCore(Lifecycle):
 
     def usage(self, ticket_id: int, tokens: int, lost: bool, now: float) -> list[Action]:
         """Tokens that a generator sampled for a training ticket; of evaluations nothing is counted."""
-        if not ticket_id & 1:
-            attempt = self.ledger.attempts.get(ticket_id)
+        attempt = self.ledger.attempts.get(ticket_id)
+        if attempt is not None or ticket_id not in self.evaluations.tickets:
             self.ledger.usage(ticket_id, tokens, lost)
             if attempt is not None and attempt.cut and not attempt.live and attempt.claimed < 0 and not lost:
                 self.stats.cut_late(attempt.cut, tokens)
@@ -228,7 +228,7 @@ class BrokerCore(Lifecycle):
             if self.n == self.settings.steps:
                 self._drain(now)
         if self._cancels:
-            self._out += [CancelTickets(server, ticket_ids) for server, ticket_ids in self._cancels.items()]
+            self._out += [RevokeTickets(server, ticket_ids) for server, ticket_ids in self._cancels.items()]
             self._cancels = {}
         out, self._out = self._out, []
         return out
@@ -252,9 +252,9 @@ class BrokerCore(Lifecycle):
             if server is None:
                 return
             ticket_id = self._next_ticket
-            self._next_ticket += 2
+            self._next_ticket += 1
             if self.evaluations.queue:
-                ticket = self._evaluation_ticket(ticket_id + 1, server.index)  # odd ids: not in the ledger
+                ticket = self._evaluation_ticket(ticket_id, server.index)
             else:
                 ticket = self._ticket(ticket_id, server.index, now)
             self.servers.take(server, ticket.ticket_id)
@@ -284,7 +284,7 @@ class BrokerCore(Lifecycle):
             if server is None or self.n < self.floor:
                 return
             attempt = Attempt(self._next_ticket, slow.sample, server.index, self.n, now)
-            self._next_ticket += 2
+            self._next_ticket += 1
             self.ledger.hedge(slow.sample, attempt)
             servers.take(server, attempt.ticket_id)
             hedging.live += 1

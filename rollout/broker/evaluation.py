@@ -56,6 +56,7 @@ class Evaluations:
         self.max_attempts = max_attempts
         self.queue: deque[EvalAttempt] = deque()
         self.running: dict[int, EvalAttempt] = {}  # by ticket
+        self.tickets: set[int] = set()  # all that went out, so that late usage of one is known
         self.requested: set[int] = set()  # versions
         self.pending = 0  # evaluations
 
@@ -71,6 +72,7 @@ class Evaluations:
         attempt = self.queue.popleft()
         attempt.server = server
         self.running[ticket_id] = attempt
+        self.tickets.add(ticket_id)
         return attempt
 
     def end(self, ticket_id: int, outcome: Outcome | None, now: float) -> EvalReport | None:

@@ -21,8 +21,8 @@ from rollout.broker.hedging import Hedging
 from rollout.broker.ledger import Ledger, LedgerError
 from rollout.broker.priorities import Priority, load_priority
 from rollout.broker.records import ENDS, NAMES, Attempt, Group, Phase, Sample, State
+from rollout.broker.rules import Rules
 from rollout.broker.servers import Servers
-from rollout.broker.settings import Settings
 from rollout.broker.statistics import Statistics, batch_metrics, sample_version
 from rollout.broker.tasks import TaskQueue, TaskSource
 
@@ -35,7 +35,7 @@ class Lifecycle:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Rules,
         *,
         tasks: TaskSource | None = None,
         priority: Priority | None = None,

@@ -22,6 +22,7 @@ from rl.core.checkpoint_folder import read_journal
 from rl.core.messages import (
     AckTickets,
     BatchRequest,
+    CancelTickets,
     EvalRequest,
     FirstToken,
     Journal,
@@ -37,24 +38,23 @@ from rl.core.messages import (
     Trajectory,
     Usage,
 )
-from rl.core.messages import CancelTickets as CancelMessage
 from rl.core.process import Process, WaitExpired
 from rl.core.run import parse_place
 from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
 from rollout.broker.actions import (
     Action,
-    CancelTickets,
     EmitBatch,
     EvalReport,
     Finished,
     IssueTicket,
+    RevokeTickets,
     StopRun,
 )
 from rollout.broker.assembly import fault, make_shards, outcome_of
 from rollout.broker.core import BrokerCore
 from rollout.broker.memory import tune_memory
 from rollout.broker.reorder import Reorder
-from rollout.broker.settings import Settings
+from rollout.broker.rules import Rules
 
 POLL_S = 0.1
 _DRAIN = 500  # messages of one socket per turn, so that none starves the others
@@ -73,7 +73,7 @@ class Broker:
     def __init__(self, process: Process) -> None:
         self.process, self.config = process, process.config
         run = process.run
-        self.core = BrokerCore(Settings.of(self.config, run.train_tasks, run.start_step))
+        self.core = BrokerCore(Rules.of(self.config, run.train_tasks, run.start_step))
         process.closing_report = self.core.report
         if self.config.resume is not None:
             self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
@@ -228,9 +228,9 @@ class Broker:
                 case IssueTicket(server, ticket):
                     self.counts["tickets"] += 1
                     self._tell(server, ticket)
-                case CancelTickets(server, ticket_ids):
+                case RevokeTickets(server, ticket_ids):
                     self.counts["cancels"] += len(ticket_ids)
-                    self._tell(server, CancelMessage(ticket_ids))
+                    self._tell(server, CancelTickets(ticket_ids))
                 case EmitBatch():
                     shards = make_shards(action, self.core.epoch, len(self.batches))
                     for socket, shard in zip(self.batches, shards, strict=True):

@@ -65,6 +65,11 @@ class Episode:
         self.key = -1
         self.ended = False
 
+    @property
+    def stream(self) -> int:
+        """Of the draws of this attempt's environment (`laws.uniform`)."""
+        return 2 * self.ticket.ticket_id  # twice, so that the recorded results stay what they are
+
 
 class Server:
     """One incarnation of an environment server. Its ends of tickets go to the broker in order."""
@@ -92,7 +97,7 @@ class Server:
         if not self._overdue:
             world.at(world.now + ticket.deadline_s, self._check_deadlines)
         self._overdue.append((world.now + ticket.deadline_s, episode))
-        reset_s = self.slowness * work.reset_s.at(normal(ticket.ticket_id, 0))
+        reset_s = self.slowness * work.reset_s.at(normal(episode.stream, 0))
         if reset_s:
             world.environment_begins()
             world.at(world.now + reset_s, self._reset, episode)
@@ -160,12 +165,12 @@ class Server:
         if episode.ended:
             return
         world, work = self.world, self.world.setting.work
-        draw, ticket_id = 3 * episode.turn, episode.ticket.ticket_id
+        draw = 3 * episode.turn
         seconds = self.slowness * world.step_seconds(episode)
-        if work.hang_probability and uniform(ticket_id, draw + 2) < work.hang_probability:
+        if work.hang_probability and uniform(episode.stream, draw + 2) < work.hang_probability:
             world.environment_begins()
             world.at(world.now + work.step_deadline_s, self._hung, episode)
-        elif work.fail_probability and uniform(ticket_id, draw + 3) < work.fail_probability:
+        elif work.fail_probability and uniform(episode.stream, draw + 3) < work.fail_probability:
             world.environment_begins()
             world.at(world.now + seconds, self._hung, episode)
         elif seconds:

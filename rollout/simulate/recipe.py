@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from rl.core.batch_files import read_shard_files
 from rl.core.config import Config, ConfigError, validate
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import Constant, Empirical, Gaussian, Law, LogNormal
 from rollout.simulate.setting import Engine, Servers, Setting, Trainer, Work
 
@@ -94,7 +94,7 @@ def setting_of(config: Config, measured: Measured, work_sizes: tuple[int, int] =
         step_deadline_s=config.env.step_deadline_s,
     )
     return Setting(
-        broker=Settings.of(config, measured.tasks),
+        broker=Rules.of(config, measured.tasks),
         engine=engine,
         work=work,
         servers=Servers(count=config.env.servers, capacity=config.env.episodes_per_server),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rl.core.config import SimulatedEngineConfig
 from rl.core.seeds import sample_seed
-from rollout.broker import Settings
+from rollout.broker import Rules
 from rollout.simulate.laws import Constant, Law, normal
 
 
@@ -95,7 +95,7 @@ class Trainer(Struct, frozen=True):
 
 
 class Setting(Struct, frozen=True):
-    broker: Settings
+    broker: Rules
     engine: Engine
     work: Work
     servers: Servers = Servers()
@@ -120,7 +120,7 @@ class Setting(Struct, frozen=True):
         return min(self.broker.steps, self.warm_up + self.measured) if self.measured else self.broker.steps
 
     def with_broker(self, **changes: object) -> Setting:
-        return replace(self, broker=replace(self.broker, **changes))
+        return replace(self, broker=self.broker.changed(**changes))
 
     def with_engine(self, **changes: object) -> Setting:
         return replace(self, engine=replace(self.engine, **changes))

@@ -17,13 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
-
 from rl.core.messages import Ticket, Version, WeightStatus
 from rl.weights.updater import Notify, UpdaterCore
 from rollout.broker import BrokerCore
 from rollout.broker.actions import Action as BrokerAction
-from rollout.broker.actions import CancelTickets, EmitBatch, Finished, IssueTicket, Outcome, StopRun
+from rollout.broker.actions import EmitBatch, Finished, IssueTicket, Outcome, RevokeTickets, StopRun
 from rollout.broker.tasks import TaskSource
 from rollout.generator.engines.timing import Timing
 from rollout.proxy.core import ProxyCore
@@ -48,7 +46,7 @@ class World:
     def __init__(self, setting: Setting, *, tasks: TaskSource | None = None, limit_s: float = 1e9) -> None:
         self.setting, self.limit_s = setting, limit_s
         self.now = 0.0
-        rules = replace(setting.broker, batch_barrier=setting.batch_barrier or setting.broker.batch_barrier)
+        rules = setting.broker.changed(batch_barrier=setting.batch_barrier or setting.broker.batch_barrier)
         self.broker = BrokerCore(rules, tasks=tasks)
         self.proxy = ProxyCore(
             cache_survives_update=setting.engine.on_update == "keep", pin_prompts=setting.pinned_prompts
@@ -128,7 +126,7 @@ class World:
         for action in actions:
             if isinstance(action, IssueTicket):
                 self.post(self.servers[action.server].begin, action.ticket)
-            elif isinstance(action, CancelTickets):
+            elif isinstance(action, RevokeTickets):
                 self.record.cancels += len(action.ticket_ids)
                 if self.setting.cancellation:
                     for ticket_id in action.ticket_ids:
@@ -342,7 +340,7 @@ class World:
 
     def step_seconds(self, episode: Episode) -> float:
         """What the environment takes for this turn."""
-        return self.setting.work.step_s.at(normal(episode.ticket.ticket_id, 3 * episode.turn + 1))
+        return self.setting.work.step_s.at(normal(episode.stream, 3 * episode.turn + 1))
 
     def reward(self, task: int, seed: int) -> float:
         work = self.setting.work

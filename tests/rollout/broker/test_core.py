@@ -10,23 +10,23 @@ import pytest
 
 from rl.core.messages import Ticket, Version
 from rl.core.seeds import sample_seed, task_order
-from rollout.broker import BrokerCore, Settings
+from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
-    CancelTickets,
     EmitBatch,
     EvalReport,
     Finished,
     GroupRecord,
     IssueTicket,
     Outcome,
+    RevokeTickets,
     StopRun,
 )
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> Rules:
     base: dict[str, Any] = {"steps": 4, "groups_per_batch": 2, "group_size": 2, "train_tasks": 50, "alpha": 0}
-    return Settings(**(base | changes))
+    return Rules(**(base | changes))
 
 
 def of(actions: list[Action], kind: type) -> list[Any]:
@@ -36,7 +36,7 @@ def of(actions: list[Action], kind: type) -> list[Any]:
 class Driver:
     """A core with a generous server; keeps what is live and what was emitted."""
 
-    def __init__(self, config: Settings, capacity: int = 100, state: dict | None = None, epoch: int = 0) -> None:
+    def __init__(self, config: Rules, capacity: int = 100, state: dict | None = None, epoch: int = 0) -> None:
         self.core, self.epoch = BrokerCore(config, audit=True), epoch
         if state is not None:
             self.core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
@@ -52,7 +52,7 @@ class Driver:
         for action in actions:
             if isinstance(action, IssueTicket):
                 self.live[action.ticket.ticket_id] = action.ticket
-            elif isinstance(action, CancelTickets):
+            elif isinstance(action, RevokeTickets):
                 self.cancelled += action.ticket_ids
         return actions
 
@@ -184,7 +184,7 @@ def test_expiry_takes_the_whole_group_and_puts_its_task_in_front() -> None:
     assert groups_of(of(actions, EmitBatch)[0]) == [3, 4]
     (record,) = of(actions, GroupRecord)
     assert (record.group_id, record.end, record.attempts) == (0, "stale", 0)
-    assert [c.ticket_ids for c in of(actions, CancelTickets)] == [[slow[1].ticket_id]]
+    assert [c.ticket_ids for c in of(actions, RevokeTickets)] == [[slow[1].ticket_id]]
     assert driver.samples("stale") == 2
     again = [i.ticket for i in of(actions, IssueTicket) if i.ticket.task_index == slow[0].task_index]
     assert len(again) == 2 and again[0].group_id > 4
@@ -283,7 +283,7 @@ def test_the_first_g_results_win_and_the_rest_is_cancelled() -> None:
     tickets = driver.group(0)
     driver.finish(tickets[3], 0)
     actions = driver.finish(tickets[1], 0)
-    assert [c.ticket_ids for c in of(actions, CancelTickets)] == [[tickets[0].ticket_id, tickets[2].ticket_id]]
+    assert [c.ticket_ids for c in of(actions, RevokeTickets)] == [[tickets[0].ticket_id, tickets[2].ticket_id]]
     assert driver.samples("redundant") == 2
     assert driver.finish(tickets[0], 0) == [] and driver.samples("waiting") == 2  # too late: dropped, tokens counted
     assert driver.core.ledger.report()["tokens"]["redundant"] == 5
@@ -348,7 +348,7 @@ def test_an_episode_without_end_is_cancelled_by_the_broker() -> None:
     driver.publish(0)
     assert driver.core.next_deadline() == 35
     actions = driver.do(driver.core.tick(35))
-    assert sum(len(c.ticket_ids) for c in of(actions, CancelTickets)) == 4 == len(of(actions, IssueTicket))
+    assert sum(len(c.ticket_ids) for c in of(actions, RevokeTickets)) == 4 == len(of(actions, IssueTicket))
 
 
 # ------------------------------------------------------------ tokens, epochs, evaluation, end, journal

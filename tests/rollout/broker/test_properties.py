@@ -7,13 +7,13 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.broker import Settings
+from rollout.broker import Rules
 from tests.rollout.broker.world import World
 
 
 @st.composite
-def configurations(draw: st.DrawFn) -> Settings:
-    return Settings(
+def configurations(draw: st.DrawFn) -> Rules:
+    return Rules(
         steps=draw(st.integers(1, 5)),
         groups_per_batch=draw(st.integers(1, 4)),
         group_size=draw(st.integers(1, 3)),
@@ -48,7 +48,7 @@ def configurations(draw: st.DrawFn) -> Settings:
     prefetch=st.booleans(),
 )
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_random_interleavings(config: Settings, seed: int, events: int, capacity: int, prefetch: bool) -> None:
+def test_random_interleavings(config: Rules, seed: int, events: int, capacity: int, prefetch: bool) -> None:
     world = World(config, seed, capacity=capacity, prefetch=prefetch)
     for _ in range(events):
         world.step()

@@ -8,7 +8,7 @@ import pytest
 
 from rl.core.config import ConfigError, load_config
 from rl.core.messages import Ticket, Version
-from rollout.broker import BrokerCore, Settings
+from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket, Outcome
 from rollout.broker.curricula import SuccessWeighted
 from rollout.broker.hedging import MIN_PEERS
@@ -451,6 +451,6 @@ def test_settings_come_from_the_configuration() -> None:
         None, ["rollout.surplus=cancel", "rollout.hedge_quantile=0.9", "rollout.quarantine_failures=3",
                "rollout.priority=freshest", "rollout.curriculum=success", "rollout.batch_barrier=true"]
     )  # fmt: skip
-    made = Settings.of(config, 10)
+    made = Rules.of(config, 10)
     assert (made.surplus, made.hedge_quantile, made.quarantine_failures) == ("cancel", 0.9, 3)
     assert (made.priority, made.curriculum, made.batch_barrier) == ("freshest", "success", True)

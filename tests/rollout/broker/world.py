@@ -9,16 +9,16 @@ import random
 from dataclasses import dataclass, field
 
 from rl.core.messages import Ticket, Version
-from rollout.broker import BrokerCore, Settings
+from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
-    CancelTickets,
     EmitBatch,
     EvalReport,
     Finished,
     GroupRecord,
     IssueTicket,
     Outcome,
+    RevokeTickets,
     StopRun,
 )
 
@@ -36,7 +36,7 @@ class Episode:
 class World:
     """`step()` lets one random thing happen; `finish_all()` completes work until the run ends."""
 
-    def __init__(self, settings: Settings, seed: int, *, servers: int = 2, capacity: int = 8, prefetch: bool = True):
+    def __init__(self, settings: Rules, seed: int, *, servers: int = 2, capacity: int = 8, prefetch: bool = True):
         self.core = BrokerCore(settings, audit=True)
         self.settings = settings
         self.random = random.Random(seed)
@@ -196,11 +196,11 @@ class World:
 
     def do(self, actions: list[Action]) -> None:
         """What one turn asks happens at one instant: a sample's old ticket is cancelled beside its new one."""
-        for action in sorted(actions, key=lambda action: not isinstance(action, CancelTickets)):
+        for action in sorted(actions, key=lambda action: not isinstance(action, RevokeTickets)):
             match action:
                 case IssueTicket():
                     self._issued(action)
-                case CancelTickets():
+                case RevokeTickets():
                     for ticket_id in action.ticket_ids:
                         if ticket_id in self.running:  # else its end is on the way
                             assert self.running[ticket_id].server == action.server

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from rollout.broker import Settings
-from rollout.broker.actions import CancelTickets
+from rollout.broker import Rules
+from rollout.broker.actions import RevokeTickets
 from rollout.simulate.laws import Constant, Empirical, Gaussian, LogNormal, normal
 from rollout.simulate.setting import Engine, Servers, Setting, Trainer, Work
 from rollout.simulate.world import SimulationStopped, World
 
-BROKER = Settings(
+BROKER = Rules(
     steps=6, groups_per_batch=4, group_size=4, train_tasks=100, alpha=1.0, episode_deadline_s=1e6, hold_deadline_s=1e6
 )
 CALM = Setting(
@@ -22,8 +22,8 @@ CALM = Setting(
 )
 STORM = replace(
     CALM,
-    broker=replace(
-        BROKER, steps=8, redundant_groups=2, redundant_episodes=2, episode_deadline_s=300, max_groups_given_up=10**6,
+    broker=BROKER.changed(
+        steps=8, redundant_groups=2, redundant_episodes=2, episode_deadline_s=300, max_groups_given_up=10**6,
         filter_constant_groups=True, max_attempts=50,
     ),
     engine=replace(CALM.engine, count=4, mtbf_s=120, restart_s=10, load_s=0.5, copy_s=0.2),
@@ -55,7 +55,7 @@ class Watched(World):
 
     def _broker(self, actions: list) -> None:
         super()._broker(actions)
-        cancelled = {each for action in actions if isinstance(action, CancelTickets) for each in action.ticket_ids}
+        cancelled = {each for action in actions if isinstance(action, RevokeTickets) for each in action.ticket_ids}
         if cancelled:
             self.at(self.now, self._look, cancelled)
 
@@ -78,7 +78,7 @@ def test_a_step_takes_what_arithmetic_says() -> None:
     """16 equal responses of 50 tokens on 2 engines, alpha 0: 50 decode steps, prefill, then training."""
     engine = Engine(count=2, decode_base_s=0.02, decode_per_seq_s=0.001, prefill_tokens_per_s=1e9)
     setting = Setting(
-        broker=replace(BROKER, alpha=0.0),
+        broker=BROKER.changed(alpha=0.0),
         engine=engine,
         work=Work(length=Constant(50)),
         trainer=Trainer(step_s=3.0, publish_s=0.5),
@@ -189,7 +189,7 @@ def test_the_per_turn_barrier_waits_for_the_slowest_at_every_turn() -> None:
 
 @pytest.mark.parametrize("baseline", ["turn_barrier", "batch_barrier", "pinned_prompts"])
 def test_baselines_survive_failures(baseline: str) -> None:
-    broker = replace(STORM.broker, alpha=0.0, redundant_groups=0, redundant_episodes=0)
+    broker = STORM.broker.changed(alpha=0.0, redundant_groups=0, redundant_episodes=0)
     setting = replace(STORM, broker=broker, **{baseline: True})
     world = World(setting)
     assert world.run().report["freshness_violations"] == 0

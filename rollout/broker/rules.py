@@ -1,0 +1,54 @@
+"""The rules of one run in numbers: the section `rollout` of its configuration, and the few others the core needs."""
+
+from __future__ import annotations
+
+import math
+
+from rl.core.config import Config
+from rl.core.config_rollout import RolloutConfig
+
+_DEFAULTS = Config()
+
+
+class Rules(RolloutConfig):
+    """Every field of `rollout` with its own default; B, G, R, g, P and S are explained there."""
+
+    steps: int
+    """The version at which the run ends."""
+    train_tasks: int
+    """Tasks of the training split."""
+    seed: int = _DEFAULTS.seed
+    temperature: float = _DEFAULTS.sampling.temperature
+    eval_tasks: int = _DEFAULTS.eval.tasks
+    """More than 0: the end waits for the evaluation of the last version."""
+    eval_temperature: float = _DEFAULTS.eval.temperature
+    drain_deadline_s: float = 20.0
+    """Longest wait, at the end, for cancelled tickets and late usage."""
+    max_groups_given_up: int = 64
+    """So many in a row, without any episode finishing, stop the run."""
+
+    @classmethod
+    def of(cls, config: Config, train_tasks: int, start_step: int = 0) -> Rules:
+        return cls(
+            **config.rollout.model_dump(),
+            steps=start_step + config.steps,
+            train_tasks=train_tasks,
+            seed=config.seed,
+            temperature=config.sampling.temperature,
+            eval_tasks=config.eval.tasks,
+            eval_temperature=config.eval.temperature,
+        )
+
+    def changed(self, **changes: object) -> Rules:
+        """These rules with other values in some fields. Raises ValidationError for a value that is not allowed."""
+        return Rules.model_validate(self.model_dump() | changes)
+
+    @property
+    def members(self) -> int:
+        """G + g: tickets of one group; sample_id = group_id * members + member."""
+        return self.group_size + self.redundant_episodes
+
+    def admitted(self, trained: int) -> int:
+        """F1: groups that may be queued, running, waiting or batched but untrained at once."""
+        remaining = (self.steps - trained) * self.groups_per_batch
+        return min(math.floor((1 + self.alpha) * self.groups_per_batch), remaining) + self.redundant_groups

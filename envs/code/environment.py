@@ -13,10 +13,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.code.generate import generated_problem
-from envs.code.judge import Court, Verdict, judge
 from envs.code.problems import CodeProblem, load_problems
-from envs.swe.sandbox import Backend, BackendName, Limits, Template, make_backend
-from envs.swe.sandbox.runtime import default_runtime
+from envs.code.verifier import CodeVerifier, Verdict
+from envs.sandbox import Backend, BackendName, Limits, Template, make_backend
+from envs.sandbox.runtime import default_runtime
 from rollout.episodes.environment import Message, Step
 
 
@@ -45,7 +45,7 @@ class CodeOptions(BaseModel):
     sandbox: BackendName = "auto"
     """`bubblewrap` or `auto`; code runs on the host's Python, so `docker` cannot serve."""
     threads: int = Field(4, ge=1)
-    """Solutions judged at once by one server."""
+    """Solutions verified at once by one server."""
     timeout_s: float = Field(10.0, gt=0)
     """Of all tests of one solution."""
     case_s: float = Field(4.0, gt=0)
@@ -79,7 +79,7 @@ class CodeFamily:
         self._empty = tempfile.TemporaryDirectory(prefix="fresco-code-")
         self._template = Template(Path(self._empty.name))
         Path(self._empty.name).chmod(0o777)
-        self._threads = ThreadPoolExecutor(options.threads, "judge")
+        self._threads = ThreadPoolExecutor(options.threads, "verifier")
 
     def task_count(self, split: str) -> int:
         return self._count[split]
@@ -103,12 +103,11 @@ class CodeFamily:
             await asyncio.to_thread(self._backend.close)
         self._empty.cleanup()
 
-    async def judge(self, problem: CodeProblem, response: str) -> Verdict:
+    async def verify(self, problem: CodeProblem, response: str) -> Verdict:
         assert self._backend is not None, "start() comes first"
         options = self.options
-        court = Court(self._backend, self._template, default_runtime().python, self.limits, options.case_s)
-        work = functools.partial(judge, court, problem, response)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        verifier = CodeVerifier(self._backend, self._template, default_runtime().python, self.limits, options.case_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, verifier.verify, problem, response)
 
 
 class CodeEnvironment:
@@ -122,7 +121,7 @@ class CodeEnvironment:
         return [*opening, Message("user", task.question + options.instruction)]
 
     async def step(self, action: str) -> Step:
-        verdict = await self._family.judge(self._problem, action)
+        verdict = await self._family.verify(self._problem, action)
         info = {
             "solved": float(verdict.solved), "tests_passed": verdict.fraction, "no_code": float(verdict.no_code),
             "timed_out": float(verdict.timed_out), "out_of_memory": float(verdict.out_of_memory),

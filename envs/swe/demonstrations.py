@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from envs.swe.calls import ToolCall, render_call
 from envs.swe.environment import SweFamily, SweOptions
 from envs.swe.tasks import SweTask
+from envs.swe.tool_calls import ToolCall, render_call
 from rollout.episodes.environment import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily
 
 CONCURRENT = 4

@@ -13,15 +13,15 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.rows import RowError
-from envs.swe.calls import Malformed, ToolCall, parse_calls, tools_text
+from envs.sandbox import Backend, BackendName, Limits, Sandbox, make_backend
+from envs.swe.checkout import Checkout, open_checkout
+from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, evaluate
-from envs.swe.opening import Workplace, open_workplace
 from envs.swe.packages import PACKAGES
-from envs.swe.sandbox import Backend, BackendName, Limits, Sandbox, make_backend
 from envs.swe.store import generated_tasks
 from envs.swe.tasks import SweTask, load_tasks
+from envs.swe.tool_calls import Malformed, ToolCall, parse_calls, tools_text
 from envs.swe.tools import Toolbox, extract_diff
-from envs.swe.workplaces import Workplaces
 from rollout.episodes.environment import Message, Step
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class SweFamily:
         memory = options.memory_mb << 20
         self.limits = Limits(timeout_s=options.command_s, memory_bytes=memory, output_bytes=2 * MAX_DIFF_CHARS)
         self.test_limits = replace(TEST_LIMITS, timeout_s=options.test_s, memory_bytes=memory)
-        self.workplaces = Workplaces(repositories=options.repositories)
+        self.checkouts = CheckoutCache(repositories=options.repositories)
         self._backend: Backend | None = None
         self._threads = ThreadPoolExecutor(options.threads, "swe")
         self.places = asyncio.Semaphore(options.sandboxes)
@@ -114,7 +114,7 @@ class SweFamily:
         self._backend = await asyncio.to_thread(make_backend, options.sandbox, slots, options.threads)
         if self._tasks is None:
             work = functools.partial(
-                generated_tasks, self._backend, options.packages, options.generated_count, self.seed, self.workplaces
+                generated_tasks, self._backend, options.packages, options.generated_count, self.seed, self.checkouts
             )
             self._tasks = _split(options, await asyncio.to_thread(work))
 
@@ -129,15 +129,15 @@ class SweFamily:
     async def blocking(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def begin(self, task: SweTask) -> tuple[Workplace, Sandbox]:
+    def begin(self, task: SweTask) -> tuple[Checkout, Sandbox]:
         backend = self._backend
         assert backend is not None, "start() comes first"
-        workplace = self.workplaces.prepare(task, images=backend.name != "bubblewrap")
-        return open_workplace(backend, workplace, self.limits)
+        checkout = self.checkouts.prepare(task, images=backend.name != "bubblewrap")
+        return open_checkout(backend, checkout, self.limits)
 
-    def judge(self, task: SweTask, workplace: Workplace, diff: str) -> Outcome:
+    def judge(self, task: SweTask, checkout: Checkout, diff: str) -> Outcome:
         assert self._backend is not None
-        return evaluate(self._backend, workplace, task, diff, self.test_limits)
+        return evaluate(self._backend, checkout, task, diff, self.test_limits)
 
 
 class SweEnvironment:
@@ -184,13 +184,13 @@ class SweEnvironment:
             self._placed = False
             self._family.places.release()
 
-    def _begin(self, task: SweTask) -> tuple[Workplace, Sandbox]:
+    def _begin(self, task: SweTask) -> tuple[Checkout, Sandbox]:
         """In a thread, which goes on when the episode is cancelled meanwhile: then nobody else closes the sandbox."""
-        workplace, sandbox = self._family.begin(task)
+        checkout, sandbox = self._family.begin(task)
         self._sandbox = sandbox
         if self._closed:
             sandbox.close()
-        return workplace, sandbox
+        return checkout, sandbox
 
     async def _answer(self, call: ToolCall | Malformed) -> str:
         self._counts["tool_calls"] += 1

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envs.swe.opening import Workplace, open_workplace
+from envs.sandbox import Backend, Command, Limits, Result, Sandbox
+from envs.sandbox.runtime import HARNESS
+from envs.swe.checkout import Checkout, open_checkout
 from envs.swe.runners import RUNNERS, RunnerName, protected, share_passed
-from envs.swe.sandbox import Backend, Call, Limits, Result, Sandbox
-from envs.swe.sandbox.runtime import HARNESS
 from envs.swe.tasks import SweTask
 
 MAX_DIFF_CHARS = 1_000_000
@@ -59,17 +59,17 @@ class TestRun:
         return share_passed(self.outcomes, tests)
 
 
-def evaluate(backend: Backend, workplace: Workplace, task: SweTask, diff: str, limits: Limits = TEST_LIMITS) -> Outcome:
+def evaluate(backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits = TEST_LIMITS) -> Outcome:
     """Blocks for the time of the tests. Raises SandboxError for faults of the host only."""
     if len(diff) > MAX_DIFF_CHARS:
         return Outcome(0, 0, applied=False, why=f"the diff has {len(diff)} characters, more than {MAX_DIFF_CHARS}")
-    workplace, sandbox = open_workplace(backend, workplace, limits)
+    checkout, sandbox = open_checkout(backend, checkout, limits)
     try:
         machinery = protected(task.runner, task.gold_patch)
-        applied = apply_diff(sandbox, workplace, diff, task.test_patch, machinery)
+        applied = apply_diff(sandbox, checkout, diff, task.test_patch, machinery)
         if not applied["applied"]:
             return Outcome(0, 0, applied=False, why=f"the diff does not apply: {applied['error']}")
-        run = run_tests(sandbox, workplace, task.test_files, runner=task.runner)
+        run = run_tests(sandbox, checkout, task.test_files, runner=task.runner)
     finally:
         sandbox.close()
     restored = tuple(applied["restored"])
@@ -79,15 +79,15 @@ def evaluate(backend: Backend, workplace: Workplace, task: SweTask, diff: str, l
 
 
 def apply_diff(
-    sandbox: Sandbox, workplace: Workplace, diff: str, test_patch: str = "", machinery: Sequence[str] = ()
+    sandbox: Sandbox, checkout: Checkout, diff: str, test_patch: str = "", machinery: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What the harness says of the diff: applied, restored, error. `machinery`: put back too, beside tests."""
-    roots = ["" if folder == "." else folder for folder in workplace.python_path]
+    roots = ["" if folder == "." else folder for folder in checkout.python_path]
     job = {
-        "base": workplace.base, "diff": diff, "test_patch": test_patch, "import_roots": roots,
+        "base": checkout.base, "diff": diff, "test_patch": test_patch, "import_roots": roots,
         "machinery": list(machinery),
     }  # fmt: skip
-    result = _harness(sandbox, workplace, "apply_diff.py", job)
+    result = _harness(sandbox, checkout, "apply_diff.py", job)
     try:
         answer = json.loads(result.output)
     except ValueError:
@@ -96,13 +96,13 @@ def apply_diff(
 
 
 def run_tests(
-    sandbox: Sandbox, workplace: Workplace, files: Sequence[str], seed: int = 0, runner: RunnerName = "pytest"
+    sandbox: Sandbox, checkout: Checkout, files: Sequence[str], seed: int = 0, runner: RunnerName = "pytest"
 ) -> TestRun:
     """All tests of these files (pytest: or folders), once; `seed` is that of Python's hashes."""
     key, chosen = secrets.token_hex(16), RUNNERS[runner]
-    job = {"key": key, "files": list(files), "python_path": list(workplace.python_path)}
+    job = {"key": key, "files": list(files), "python_path": list(checkout.python_path)}
     environment = chosen.environment | {"PYTHONHASHSEED": str(seed)}
-    result = _harness(sandbox, workplace, chosen.script, job, environment)
+    result = _harness(sandbox, checkout, chosen.script, job, environment)
     text, found, line = result.text().rstrip().rpartition("\n")
     if result.timed_out or result.out_of_memory:
         return TestRun(
@@ -120,7 +120,7 @@ def run_tests(
 
 
 def _harness(
-    sandbox: Sandbox, workplace: Workplace, script: str, job: object, environment: dict[str, str] | None = None
+    sandbox: Sandbox, checkout: Checkout, script: str, job: object, environment: dict[str, str] | None = None
 ) -> Result:
-    argv = [workplace.python, "-s", f"{HARNESS}/{script}"]
-    return sandbox.run(Call(argv, json.dumps(job).encode(), environment=environment or {}))
+    argv = [checkout.python, "-s", f"{HARNESS}/{script}"]
+    return sandbox.run(Command(argv, json.dumps(job).encode(), environment=environment or {}))

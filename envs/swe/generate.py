@@ -20,14 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from envs.sandbox import WORKSPACE, Backend, Template, make_backend, write_file
+from envs.swe.checkout import Checkout
+from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import TEST_LIMITS, TestRun, evaluate, run_tests
 from envs.swe.harness.apply_diff import is_test_file
 from envs.swe.mutate import Mutation, mutations
-from envs.swe.opening import Workplace
 from envs.swe.packages import PACKAGES, Package, PackageError, package_tree
-from envs.swe.sandbox import WORKSPACE, Backend, Template, make_backend, write_file
 from envs.swe.tasks import SweTask, file_diff, to_row
-from envs.swe.workplaces import Workplaces
 from rl.core.made_once import to_stderr
 
 BASELINE_RUNS = 3
@@ -52,11 +52,11 @@ class Baseline:
 
 
 def generate(
-    backend: Backend, packages: Sequence[Package], count: int, seed: int, workplaces: Workplaces, log: Log
+    backend: Backend, packages: Sequence[Package], count: int, seed: int, checkouts: CheckoutCache, log: Log
 ) -> list[SweTask]:
     """`count` tasks, taken from the packages in turns. Raises PackageError if they do not yield as many."""
     sources = [
-        _tasks_of(backend, package, random.Random(f"{seed} {package.repo}"), workplaces, log) for package in packages
+        _tasks_of(backend, package, random.Random(f"{seed} {package.repo}"), checkouts, log) for package in packages
     ]
     tasks: list[SweTask] = []
     with ThreadPoolExecutor(len(sources)) as pool:
@@ -159,9 +159,9 @@ def write_tasks(tasks: Sequence[SweTask], path: Path) -> None:
 
 
 def _tasks_of(
-    backend: Backend, package: Package, rng: random.Random, workplaces: Workplaces, log: Log
+    backend: Backend, package: Package, rng: random.Random, checkouts: CheckoutCache, log: Log
 ) -> Iterator[SweTask]:
-    tree = package_tree(package, workplaces.cache)
+    tree = package_tree(package, checkouts.cache)
     base = baseline(backend, package, tree)
     log(f"{package.repo}: {len(base.stable)} stable tests, {len(base.flaky)} flaky")
     seen: set[tuple[str, str, tuple[str, ...]]] = set()
@@ -172,8 +172,8 @@ def _tasks_of(
         key = (candidate.path, candidate.mutation.function, task.fail_to_pass)
         if key in seen:
             continue
-        workplace = workplaces.prepare(task, images=False)
-        gold, nothing = (evaluate(backend, workplace, task, diff) for diff in (task.gold_patch, ""))
+        checkout = checkouts.prepare(task, images=False)
+        gold, nothing = (evaluate(backend, checkout, task, diff) for diff in (task.gold_patch, ""))
         unfixed = (nothing.fail_to_pass, nothing.pass_to_pass) == (0, 1) and not nothing.why
         if gold.resolved and unfixed:
             seen.add(key)
@@ -189,7 +189,7 @@ def _run(
     try:
         if candidate is not None and not write_file(sandbox, f"{WORKSPACE}/{candidate.path}", candidate.mutant):
             raise PackageError(f"{package.repo}: {candidate.path} cannot be written in a sandbox")
-        return run_tests(sandbox, Workplace(Template(tree), "", package.python_path), package.tests, seed)
+        return run_tests(sandbox, Checkout(Template(tree), "", package.python_path), package.tests, seed)
     finally:
         sandbox.close()
 
@@ -209,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
     backend = make_backend()
     try:
         packages = [PACKAGES[name] for name in options.packages]
-        tasks = generate(backend, packages, options.count, options.seed, Workplaces(), to_stderr)
+        tasks = generate(backend, packages, options.count, options.seed, CheckoutCache(), to_stderr)
     finally:
         backend.close()
     write_tasks(tasks, options.out)

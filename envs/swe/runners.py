@@ -24,19 +24,19 @@ _BUTTONS = (("MouseButton.LEFT", "1"), ("MouseButton.RIGHT", "3"))
 
 
 @dataclass(frozen=True)
-class Runner:
+class TestRunner:
     script: str  # in envs/swe/harness
     canaries: int  # tests of its own that must all fail
     machinery: tuple[str, ...] = ()  # the repository's own test tools that no usual name shows, put back like its tests
     environment: dict[str, str] = field(default_factory=dict)
 
 
-RUNNERS: dict[RunnerName, Runner] = {
-    "pytest": Runner("run_tests.py", 2),
-    "django": Runner(
+RUNNERS: dict[RunnerName, TestRunner] = {
+    "pytest": TestRunner("run_tests.py", 2),
+    "django": TestRunner(
         "run_django.py", 12, (), {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf8"}
     ),
-    "sympy": Runner(
+    "sympy": TestRunner(
         "run_sympy.py", 3, ("sympy/testing/", "sympy/utilities/pytest.py", "sympy/utilities/runtests.py"),
         {"SYMPY_USE_CACHE": "no", "PYTHONWARNINGS": "ignore::UserWarning,ignore::SyntaxWarning"},
     ),

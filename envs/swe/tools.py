@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envs.swe.calls import ToolCall
-from envs.swe.opening import Workplace
-from envs.swe.sandbox import Call, Sandbox, SandboxError, read_file, write_file
-from envs.swe.sandbox.process import shortened
-from envs.swe.sandbox.runtime import HARNESS
+from envs.sandbox import Command, Sandbox, SandboxError, read_file, write_file
+from envs.sandbox.process import shortened
+from envs.sandbox.runtime import HARNESS
+from envs.swe.checkout import Checkout
+from envs.swe.tool_calls import ToolCall
 
 _SHELL = {"PYTHONPATH": f"{HARNESS}/site"}  # so that `python -m pytest` works
 _VIEW_LINES = 200
@@ -23,10 +23,10 @@ class Answer:
 class Toolbox:
     """`output_bytes`: longest answer; `command_s`: longest command."""
 
-    def __init__(self, sandbox: Sandbox, workplace: Workplace, output_bytes: int, command_s: float) -> None:
+    def __init__(self, sandbox: Sandbox, checkout: Checkout, output_bytes: int, command_s: float) -> None:
         self._sandbox, self._output_bytes, self._command_s = sandbox, output_bytes, command_s
         roots = ":".join(
-            f"{workplace.template.workspace}/{folder}".removesuffix("/.") for folder in workplace.python_path
+            f"{checkout.template.workspace}/{folder}".removesuffix("/.") for folder in checkout.python_path
         )
         self._environment = {"PYTHONPATH": f"{_SHELL['PYTHONPATH']}:{roots}"}
 
@@ -46,7 +46,7 @@ class Toolbox:
         script = command.encode(errors="replace")
         # Through stdin: a command line has a limit that a script does not.
         load = 'script=$(cat); exec 0</dev/null; eval "$script"'
-        shell = Call(["bash", "-c", load], script, self._command_s, self._environment)
+        shell = Command(["bash", "-c", load], script, self._command_s, self._environment)
         result = self._sandbox.run(shell)
         text = shortened(result, self._output_bytes).rstrip("\n")
         if result.timed_out:
@@ -62,7 +62,7 @@ class Toolbox:
             return Answer("Error: the path holds a null character.", good=False)
         content = read_file(self._sandbox, path)
         if content is None:
-            result = self._sandbox.run(Call(["ls", "-A", "-p", "--", path]))
+            result = self._sandbox.run(Command(["ls", "-A", "-p", "--", path]))
             return Answer(shortened(result, self._output_bytes).strip("\n") or "[empty folder]", good=result.ok)
         lines = content.decode(errors="replace").splitlines()
         first = max(1, start or 1)
@@ -78,7 +78,7 @@ class Toolbox:
             return Answer("Error: the path is empty or holds a null character.", good=False)
         content = read_file(self._sandbox, path)
         if content is None:
-            exists = not self._sandbox.run(Call(["test", "-e", path])).exit_code
+            exists = not self._sandbox.run(Command(["test", "-e", path])).exit_code
             if exists or old:
                 why = "cannot be read as a file" if exists else "does not exist (to create it, leave old empty)"
                 return Answer(f"Error: {path} {why}.", good=False)
@@ -109,7 +109,7 @@ def extract_diff(sandbox: Sandbox, base: str, limit: int) -> str:
         f"exec {git} diff --cached --binary --no-renames --no-color --no-ext-diff --no-textconv {base}"
     )
     try:
-        result = sandbox.run(Call(["sh", "-c", script], separate_stderr=True))
+        result = sandbox.run(Command(["sh", "-c", script], separate_stderr=True))
     except SandboxError:
         return ""
     whole = result.ok and not result.left_out_bytes and len(result.output) <= limit

@@ -18,13 +18,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from envs.swe.sandbox import Backend, Call, Limits, Sandbox, Template, make_backend
+from envs.sandbox import Backend, Command, Limits, Sandbox, Template, make_backend
 from experiments.bench._timing import interleaved
 
 BOUND_MS = 20.0
 BOUND_PER_S = 100.0
 LIMITS = Limits(memory_bytes=256 << 20, disk_bytes=64 << 20)
-TRUE = Call(["true"])
+TRUE = Command(["true"])
 
 
 def main(argv: list[str]) -> None:

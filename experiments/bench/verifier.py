@@ -18,17 +18,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import envs.swe
+import envs.code
 from envs.code.generate import generated_problem
-from envs.code.judge import Court, job_of, judge
-from envs.swe.sandbox import Limits, Template, make_backend
-from envs.swe.sandbox.runtime import default_runtime
+from envs.code.verifier import CodeVerifier, job_of
+from envs.sandbox import Limits, Template, make_backend
+from envs.sandbox.runtime import default_runtime
 from experiments.bench._timing import interleaved
 
 BOUND_MS = 60.0
 LIMITS = Limits(timeout_s=10, memory_bytes=512 << 20, processes=32, disk_bytes=64 << 20)
 PROBLEMS = 32
-HARNESS = Path(envs.swe.__path__[0]) / "harness" / "run_code.py"
+HARNESS = Path(envs.code.__path__[0]) / "harness" / "run_code.py"
 
 
 def main(argv: list[str]) -> None:
@@ -41,8 +41,8 @@ def main(argv: list[str]) -> None:
         Path(folder).chmod(0o777)
         backend = make_backend(slots=options.workers, threads=options.workers)
         try:
-            court = Court(backend, Template(Path(folder)), default_runtime().python, LIMITS, case_s=4.0)
-            measured = measure(court, options.rounds, options.workers)
+            verifier = CodeVerifier(backend, Template(Path(folder)), default_runtime().python, LIMITS, case_s=4.0)
+            measured = measure(verifier, options.rounds, options.workers)
         finally:
             backend.close()
     measured["load_average"] = os.getloadavg()[0]
@@ -53,19 +53,19 @@ def main(argv: list[str]) -> None:
         options.out.write_text(json.dumps(measured, indent=2) + "\n")
 
 
-def measure(court: Court, rounds: int, workers: int) -> dict[str, float]:
+def measure(verifier: CodeVerifier, rounds: int, workers: int) -> dict[str, float]:
     """Milliseconds (medians; CPU: means), and verdicts a second with `workers` at once."""
     problems = [generated_problem("train", index, seed=0) for index in range(PROBLEMS)]
     turn = {name: itertools.cycle(problems) for name in ("bare", "judged", "together")}
 
     def bare() -> None:
         problem = next(turn["bare"])
-        job = json.dumps(job_of(problem, problem.solution, "key", court.case_s)).encode()
-        subprocess.run([court.python, "-I", "-S", str(HARNESS)], input=job, stdout=subprocess.PIPE, check=True)
+        job = json.dumps(job_of(problem, problem.solution, "key", verifier.case_s)).encode()
+        subprocess.run([verifier.python, "-I", "-S", str(HARNESS)], input=job, stdout=subprocess.PIPE, check=True)
 
     def judged(name: str = "judged") -> None:
         problem = next(turn[name])
-        assert judge(court, problem, problem.solution).solved
+        assert verifier.verify(problem, problem.solution).solved
 
     judged()
     timed = interleaved({"bare_ms": bare, "judged_ms": judged}, rounds)
@@ -76,6 +76,6 @@ def measure(court: Court, rounds: int, workers: int) -> dict[str, float]:
     measured["overhead_ms"] = measured["judged_ms"] - measured["bare_ms"]
     with ThreadPoolExecutor(workers) as pool:
         begin = time.perf_counter()
-        list(pool.map(lambda _: judge(court, problems[0], problems[0].solution), range(rounds)))
+        list(pool.map(lambda _: verifier.verify(problems[0], problems[0].solution), range(rounds)))
         measured["verdicts_per_s"] = rounds / (time.perf_counter() - begin)
     return measured

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from envs.swe.sandbox import missing_for_bubblewrap
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
+from envs.sandbox import missing_for_bubblewrap
+from envs.sandbox.bubblewrap import BubblewrapBackend
 from tests.envs.sandboxes import world_writable
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from envs.swe.sandbox import Call, Result, Sandbox
+from envs.sandbox import Command, Result, Sandbox
 
 PYTHON = str(Path(sys.base_prefix).resolve() / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def sh(sandbox: Sandbox, script: str, timeout_s: float | None = None) -> Result:
-    return sandbox.run(Call(["sh", "-c", script], timeout_s=timeout_s))
+    return sandbox.run(Command(["sh", "-c", script], timeout_s=timeout_s))
 
 
 def python(sandbox: Sandbox, code: str, timeout_s: float | None = None) -> Result:
-    return sandbox.run(Call([PYTHON, "-I", "-c", code], timeout_s=timeout_s))
+    return sandbox.run(Command([PYTHON, "-I", "-c", code], timeout_s=timeout_s))
 
 
 def world_writable(folder: Path) -> Path:

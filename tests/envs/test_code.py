@@ -14,12 +14,12 @@ import pytest
 
 from envs.code.environment import CodeFamily, CodeOptions
 from envs.code.generate import generated_problem
-from envs.code.judge import Court, Verdict, extract_code, judge, same_output, split_assert
 from envs.code.problems import CodeProblem, load_problems, parse_problem
+from envs.code.verifier import CodeVerifier, Verdict, extract_code, same_output, split_assert
 from envs.rows import Row, RowError
-from envs.swe.sandbox import Limits, Template
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
-from envs.swe.sandbox.runtime import default_runtime
+from envs.sandbox import Limits, Template
+from envs.sandbox.bubblewrap import BubblewrapBackend
+from envs.sandbox.runtime import default_runtime
 from tests.envs.sandboxes import world_writable
 
 LIMITS = Limits(timeout_s=5, memory_bytes=256 << 20, processes=32, output_bytes=1 << 20)
@@ -56,9 +56,9 @@ APPS_CALL = {
 
 
 @pytest.fixture
-def court(backend: BubblewrapBackend, tmp_path: Path) -> Court:
+def verifier(backend: BubblewrapBackend, tmp_path: Path) -> CodeVerifier:
     folder = world_writable(tmp_path / "empty")
-    return Court(backend, Template(folder), default_runtime().python, LIMITS, case_s=1.0)
+    return CodeVerifier(backend, Template(folder), default_runtime().python, LIMITS, case_s=1.0)
 
 
 def problem(row: dict[str, Any]) -> CodeProblem:
@@ -66,17 +66,17 @@ def problem(row: dict[str, Any]) -> CodeProblem:
 
 
 @pytest.mark.parametrize("row", [MBPP, MBPP_SANITIZED, HUMANEVAL, APPS, APPS_CALL])
-def test_published_forms(court: Court, row: dict[str, Any]) -> None:
+def test_published_forms(verifier: CodeVerifier, row: dict[str, Any]) -> None:
     """The data set's own solution passes, an empty function does not."""
     loaded = problem(row)
-    assert judge(court, loaded, f"Here:\n```python\n{loaded.solution}\n```\nDone.").solved
-    assert judge(court, loaded, "```python\npass\n```") == Verdict(0, len(loaded.asserts) or len(loaded.cases))
+    assert verifier.verify(loaded, f"Here:\n```python\n{loaded.solution}\n```\nDone.").solved
+    assert verifier.verify(loaded, "```python\npass\n```") == Verdict(0, len(loaded.asserts) or len(loaded.cases))
 
 
-def test_partial_credit(court: Court) -> None:
-    verdict = judge(court, problem(MBPP), "def add(a, b): return 3 if a == 1 else a")
+def test_partial_credit(verifier: CodeVerifier) -> None:
+    verdict = verifier.verify(problem(MBPP), "def add(a, b): return 3 if a == 1 else a")
     assert (verdict.passed, verdict.total, verdict.solved) == (1, 3, False)
-    verdict = judge(court, problem(APPS), "a, b = input().split()\nassert a == '1'\nprint(3)")
+    verdict = verifier.verify(problem(APPS), "a, b = input().split()\nassert a == '1'\nprint(3)")
     assert (verdict.passed, verdict.total) == (1, 2)
 
 
@@ -212,13 +212,13 @@ def f(
 
 
 @pytest.mark.parametrize("attack", [*_ATTACKS.split("----\n"), "\0", "x = " + "(" * 5000, "x = '\ud800'"])
-def test_attacks_score_nothing(court: Court, attack: str) -> None:
-    quick = dataclasses.replace(court, limits=dataclasses.replace(LIMITS, timeout_s=1.5), case_s=0.3)
-    assert judge(quick, VALUES, attack).passed == 0
-    assert judge(quick, INPUTS, attack).passed == 0
+def test_attacks_score_nothing(verifier: CodeVerifier, attack: str) -> None:
+    quick = dataclasses.replace(verifier, limits=dataclasses.replace(LIMITS, timeout_s=1.5), case_s=0.3)
+    assert quick.verify(VALUES, attack).passed == 0
+    assert quick.verify(INPUTS, attack).passed == 0
 
 
-def test_expected_values_are_not_in_the_sandbox(court: Court) -> None:
+def test_expected_values_are_not_in_the_sandbox(verifier: CodeVerifier) -> None:
     spy = """
 import sys
 found = []
@@ -230,29 +230,29 @@ def f(n):
     return any(found)
 """
     hidden = CodeProblem("h", "", ("assert f(1) == 424242", "assert f(2) == False"))
-    assert judge(court, hidden, spy).passed == 1  # the second: it saw nothing
+    assert verifier.verify(hidden, spy).passed == 1  # the second: it saw nothing
 
 
-def test_limits_of_a_case(court: Court) -> None:
+def test_limits_of_a_case(verifier: CodeVerifier) -> None:
     slow = "n = int(input())\nif n == 1:\n    while True: pass\nprint(n + 1)"
-    verdict = judge(court, INPUTS, slow)
+    verdict = verifier.verify(INPUTS, slow)
     assert verdict.passed == 2 and not verdict.timed_out
-    assert judge(court, VALUES, "def f(n):\n  while True: pass").timed_out
-    assert judge(court, VALUES, "def f(n): return bytearray(1 << 30)").out_of_memory
+    assert verifier.verify(VALUES, "def f(n):\n  while True: pass").timed_out
+    assert verifier.verify(VALUES, "def f(n): return bytearray(1 << 30)").out_of_memory
 
 
-def test_cases_do_not_see_each_other(court: Court) -> None:
+def test_cases_do_not_see_each_other(verifier: CodeVerifier) -> None:
     code = "import builtins\nn = int(input())\nprint(getattr(builtins, 'kept', n + 1))\nbuiltins.kept = 0"
-    assert judge(court, INPUTS, code).solved
+    assert verifier.verify(INPUTS, code).solved
 
 
-def test_generated_problems(court: Court) -> None:
+def test_generated_problems(verifier: CodeVerifier) -> None:
     problems = [generated_problem("train", index) for index in range(6)]
     assert problems == [generated_problem("train", index) for index in range(6)]
     assert problems[:4] != [generated_problem("train", index, seed=1) for index in range(4)]
     for each in problems:
-        assert judge(court, each, f"```python\n{each.solution}```").solved, each
-        assert not judge(court, each, "def solve(numbers): return 10**9\nprint(10**9)").solved
+        assert verifier.verify(each, f"```python\n{each.solution}```").solved, each
+        assert not verifier.verify(each, "def solve(numbers): return 10**9\nprint(10**9)").solved
     texts = {split: {generated_problem(split, index).question for index in range(500)} for split in ("train", "eval")}
     assert not texts["train"] & texts["eval"] and len(texts["eval"]) > 80
     assert len({generated_problem("train", index).question for index in range(300)}) > 220

@@ -13,11 +13,11 @@ import pytest
 from envs.registry import validate_env
 from envs.swe import environment as module
 from envs.swe import store
-from envs.swe.calls import ToolCall, render_call
 from envs.swe.environment import SweEnvironment, SweFamily, SweOptions
 from envs.swe.generate import write_tasks
 from envs.swe.packages import PACKAGES
 from envs.swe.tasks import SweTask
+from envs.swe.tool_calls import ToolCall, render_call
 from rl.core.config import ConfigError, load_config
 from rollout.episodes.environment import Step
 from tests.envs.repositories import make_package

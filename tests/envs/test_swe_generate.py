@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from envs.sandbox.bubblewrap import BubblewrapBackend
+from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import evaluate
 from envs.swe.generate import baseline, failure_excerpt, generate, write_tasks
 from envs.swe.mutate import mutations
 from envs.swe.packages import PACKAGES, PackageError, package_tree
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.tasks import load_tasks
-from envs.swe.workplaces import Workplaces
 from tests.envs.repositories import FILES, make_package
 
 SOURCE = """# ünïcode before everything
@@ -66,14 +66,14 @@ def test_flaky_tests_are_left_out(backend: BubblewrapBackend, tmp_path: Path) ->
 
 def test_generated_tasks(backend: BubblewrapBackend, tmp_path: Path) -> None:
     package = make_package(tmp_path)
-    workplaces = Workplaces(tmp_path / "cache", packages={"ledger": package})
-    tasks = generate(backend, [package], 2, 0, workplaces, print)
+    checkouts = CheckoutCache(tmp_path / "cache", packages={"ledger": package})
+    tasks = generate(backend, [package], 2, 0, checkouts, print)
     assert len({task.instance_id for task in tasks}) == 2
     write_tasks(tasks, tmp_path / "tasks.jsonl")
     for task in load_tasks(str(tmp_path / "tasks.jsonl")):
         assert task in tasks or task.gold_patch  # a reversed patch may order its lines differently
-        workplace = workplaces.prepare(task, images=False)
-        assert evaluate(backend, workplace, task, task.gold_patch).reward(partial=False) == 1
+        checkout = checkouts.prepare(task, images=False)
+        assert evaluate(backend, checkout, task, task.gold_patch).reward(partial=False) == 1
         assert (
             task.fail_to_pass[0] in task.problem_statement and "test_flaky" not in task.fail_to_pass + task.pass_to_pass
         )
@@ -83,7 +83,7 @@ def test_too_few_tasks_is_an_error(backend: BubblewrapBackend, tmp_path: Path, m
     package = make_package(tmp_path)
     monkeypatch.setattr("envs.swe.generate.candidates", lambda *_: [])
     with pytest.raises(PackageError, match="0 tasks of the 1 wanted"):
-        generate(backend, [package], 1, 0, Workplaces(tmp_path / "cache", packages={"ledger": package}), print)
+        generate(backend, [package], 1, 0, CheckoutCache(tmp_path / "cache", packages={"ledger": package}), print)
 
 
 def test_archives_are_pinned(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from envs.sandbox import Limits, Template
+from envs.sandbox.bubblewrap import BubblewrapBackend
+from envs.swe.checkout import Checkout
+from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import Outcome, evaluate
-from envs.swe.opening import Workplace
 from envs.swe.packages import Package, PackageError
-from envs.swe.sandbox import Limits, Template
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.tasks import SweTask, file_diff
 from envs.swe.tools import extract_diff
-from envs.swe.workplaces import Workplaces
 from tests.envs.repositories import FILES, make_package
 from tests.envs.sandboxes import sh
 
@@ -42,44 +42,44 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 @pytest.fixture(scope="module")
-def workplace(package: Package, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    yield Workplaces(tmp_path_factory.mktemp("cache"), packages={"ledger": package}).prepare(TASK, images=False)
+def checkout(package: Package, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
+    yield CheckoutCache(tmp_path_factory.mktemp("cache"), packages={"ledger": package}).prepare(TASK, images=False)
 
 
 def submitted(
-    backend: BubblewrapBackend, workplace: Workplace, script: str, limits: Limits = LIMITS
+    backend: BubblewrapBackend, checkout: Checkout, script: str, limits: Limits = LIMITS
 ) -> tuple[Outcome, str]:
     """The outcome of what `script` leaves in the agent's sandbox, and its diff."""
-    sandbox = backend.open(workplace.template, LIMITS)
+    sandbox = backend.open(checkout.template, LIMITS)
     sh(sandbox, script)
-    diff = extract_diff(sandbox, workplace.base, 1_000_000)
+    diff = extract_diff(sandbox, checkout.base, 1_000_000)
     sandbox.close()
-    return evaluate(backend, workplace, TASK, diff, limits), diff
+    return evaluate(backend, checkout, TASK, diff, limits), diff
 
 
 FIX = "sed -i 's/index <= rest/index < rest/' ledger/__init__.py"
 
 
-def test_the_gold_patch_earns_it_and_nothing_does_not(backend: BubblewrapBackend, workplace: Workplace) -> None:
-    assert evaluate(backend, workplace, TASK, TASK.gold_patch) == Outcome(1, 1, applied=True)
-    nothing = evaluate(backend, workplace, TASK, "")
+def test_the_gold_patch_earns_it_and_nothing_does_not(backend: BubblewrapBackend, checkout: Checkout) -> None:
+    assert evaluate(backend, checkout, TASK, TASK.gold_patch) == Outcome(1, 1, applied=True)
+    nothing = evaluate(backend, checkout, TASK, "")
     assert nothing == Outcome(0, 1, applied=True) and nothing.reward(partial=False) == nothing.reward(partial=True) == 0
 
 
-def test_an_honest_fix_earns_it(backend: BubblewrapBackend, workplace: Workplace) -> None:
-    outcome, diff = submitted(backend, workplace, FIX)
+def test_an_honest_fix_earns_it(backend: BubblewrapBackend, checkout: Checkout) -> None:
+    outcome, diff = submitted(backend, checkout, FIX)
     assert outcome.resolved and outcome.reward(partial=False) == 1 and diff.count("\n+") == 2
     committed = f"{FIX}; git -c user.name=a -c user.email=b commit -qam fix; echo x > notes.txt"
-    outcome, diff = submitted(backend, workplace, committed)
+    outcome, diff = submitted(backend, checkout, committed)
     assert outcome.resolved and "notes.txt" in diff
     outcome, _ = submitted(
-        backend, workplace, f"{FIX}; echo 'assert False' > tests/test_ledger.py; rm tests/conftest.py"
+        backend, checkout, f"{FIX}; echo 'assert False' > tests/test_ledger.py; rm tests/conftest.py"
     )
     assert outcome.resolved and set(outcome.restored) == {"tests/test_ledger.py", "tests/conftest.py"}
 
 
-def test_the_fix_is_not_in_the_history(backend: BubblewrapBackend, workplace: Workplace) -> None:
-    sandbox = backend.open(workplace.template, LIMITS)
+def test_the_fix_is_not_in_the_history(backend: BubblewrapBackend, checkout: Checkout) -> None:
+    sandbox = backend.open(checkout.template, LIMITS)
     assert sh(sandbox, "git log --all --oneline | wc -l; git fsck --lost-found").text().split()[0] == "1"
     assert "index < rest" not in sh(sandbox, "git log -p --all; git stash list; git reflog -p").text()
     sandbox.close()
@@ -164,8 +164,8 @@ git config filter.evil.smudge 'sed s/assert/pass;/'; sed -i s/assert/pass#/ test
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
-def test_hacking_earns_nothing(backend: BubblewrapBackend, workplace: Workplace, attempt: str) -> None:
-    outcome, _ = submitted(backend, workplace, ATTEMPTS[attempt])
+def test_hacking_earns_nothing(backend: BubblewrapBackend, checkout: Checkout, attempt: str) -> None:
+    outcome, _ = submitted(backend, checkout, ATTEMPTS[attempt])
     assert not outcome.resolved and outcome.reward(partial=False) == outcome.reward(partial=True) == 0, outcome
 
 
@@ -183,12 +183,12 @@ DIFFS = {
 
 
 @pytest.mark.parametrize("name", DIFFS)
-def test_hostile_diffs_do_not_apply(backend: BubblewrapBackend, workplace: Workplace, name: str) -> None:
-    outcome = evaluate(backend, workplace, TASK, DIFFS[name], LIMITS)
+def test_hostile_diffs_do_not_apply(backend: BubblewrapBackend, checkout: Checkout, name: str) -> None:
+    outcome = evaluate(backend, checkout, TASK, DIFFS[name], LIMITS)
     assert not outcome.applied and outcome.why and outcome.reward(partial=True) == 0
 
 
-def test_tests_come_from_the_test_patch(backend: BubblewrapBackend, workplace: Workplace) -> None:
+def test_tests_come_from_the_test_patch(backend: BubblewrapBackend, checkout: Checkout) -> None:
     """As SWE-bench has it: the tests that tell the fix arrive after the agent's work, on files that were put back."""
     added = FILES["tests/test_text.py"] + "\n\ndef test_new():\n    assert euros(100) == '1.00'\n"
     task = replace(
@@ -196,20 +196,20 @@ def test_tests_come_from_the_test_patch(backend: BubblewrapBackend, workplace: W
         test_patch=file_diff("tests/test_text.py", FILES["tests/test_text.py"], added),
     )  # fmt: skip
     theirs = file_diff("tests/test_text.py", FILES["tests/test_text.py"], "def test_new(): pass\n")
-    assert evaluate(backend, workplace, task, theirs, LIMITS).resolved
-    assert not evaluate(backend, workplace, replace(task, test_patch=""), theirs, LIMITS).resolved
+    assert evaluate(backend, checkout, task, theirs, LIMITS).resolved
+    assert not evaluate(backend, checkout, replace(task, test_patch=""), theirs, LIMITS).resolved
 
 
-def test_limits_of_the_tests(backend: BubblewrapBackend, workplace: Workplace) -> None:
+def test_limits_of_the_tests(backend: BubblewrapBackend, checkout: Checkout) -> None:
     short = Limits(timeout_s=3, output_bytes=1 << 20)
-    endless, _ = submitted(backend, workplace, "echo 'while True: pass' >> ledger/text.py", short)
+    endless, _ = submitted(backend, checkout, "echo 'while True: pass' >> ledger/text.py", short)
     whole = file_diff("ledger/text.py", FILES["ledger/text.py"], "while True: pass\n")
-    slow = evaluate(backend, workplace, TASK, whole, short)
+    slow = evaluate(backend, checkout, TASK, whole, short)
     assert "out of time" in slow.why and "out of time" in endless.why and not slow.resolved
 
 
 def test_a_workplace_needs_its_repository(tmp_path: Path) -> None:
-    places = Workplaces(tmp_path, tmp_path / "repositories", packages={})
+    places = CheckoutCache(tmp_path, tmp_path / "repositories", packages={})
     with pytest.raises(PackageError, match="package 'ledger' is not pinned"):
         places.prepare(TASK, images=False)
     published = replace(TASK, package="", base_commit="abc", repo="o/r", image="img")

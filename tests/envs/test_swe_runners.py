@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 
 from envs.rows import Row, RowError
+from envs.sandbox import Limits
+from envs.sandbox.bubblewrap import BubblewrapBackend
+from envs.swe.checkout import Checkout
+from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import Outcome, evaluate, run_tests
+from envs.swe.harness import apply_diff
 from envs.swe.harness.apply_diff import is_protected
-from envs.swe.opening import Workplace
 from envs.swe.runners import RUNNERS, as_published, protected, share_passed
-from envs.swe.sandbox import Limits
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
-from envs.swe.sandbox.runtime import SCRIPTS
 from envs.swe.tasks import SweTask, file_diff, load_tasks, parse_task
 from envs.swe.tools import extract_diff
-from envs.swe.workplaces import Workplaces
 from tests.envs.runner_repositories import DJANGO, DJANGO_BUG, SYMPY, SYMPY_BUG, write
 from tests.envs.sandboxes import sh
 
 LIMITS = Limits(timeout_s=60, output_bytes=4 << 20)
+SCRIPTS = Path(apply_diff.__file__).parent
 REPOSITORIES = {"django": (DJANGO, DJANGO_BUG), "sympy": (SYMPY, SYMPY_BUG)}
 
 
@@ -116,9 +117,9 @@ def test_what_runs_in_old_images_needs_no_newer_python_than_3_5(script: str) -> 
 
 
 @pytest.fixture(scope="module")
-def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workplace]:
+def checkouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkout]:
     folder = tmp_path_factory.mktemp("published")
-    places = Workplaces(folder / "cache", folder)
+    places = CheckoutCache(folder / "cache", folder)
     made = {}
     for runner, (files, bug) in REPOSITORIES.items():
         task = TASKS[runner]
@@ -132,17 +133,17 @@ TASKS: dict[str, SweTask] = {runner: parse_task(Row(each, runner)) for runner, e
 
 @pytest.mark.parametrize("runner", TASKS)
 def test_gold_earns_it_and_nothing_does_not(
-    backend: BubblewrapBackend, workplaces: dict[str, Workplace], runner: str
+    backend: BubblewrapBackend, checkouts: dict[str, Checkout], runner: str
 ) -> None:
     task = TASKS[runner]
-    assert evaluate(backend, workplaces[runner], task, task.gold_patch, LIMITS) == Outcome(1, 1, applied=True)
-    nothing = evaluate(backend, workplaces[runner], task, "", LIMITS)
+    assert evaluate(backend, checkouts[runner], task, task.gold_patch, LIMITS) == Outcome(1, 1, applied=True)
+    nothing = evaluate(backend, checkouts[runner], task, "", LIMITS)
     assert nothing == Outcome(0, 1, applied=True) and nothing.reward(partial=True) == 0
 
 
-def test_sympy_outcomes(backend: BubblewrapBackend, workplaces: dict[str, Workplace]) -> None:
-    sandbox = backend.open(workplaces["sympy"].template, LIMITS)
-    run = run_tests(sandbox, workplaces["sympy"], [NUMBERS, MORE, "sympy/gone/test_x.py"], runner="sympy")
+def test_sympy_outcomes(backend: BubblewrapBackend, checkouts: dict[str, Checkout]) -> None:
+    sandbox = backend.open(checkouts["sympy"].template, LIMITS)
+    run = run_tests(sandbox, checkouts["sympy"], [NUMBERS, MORE, "sympy/gone/test_x.py"], runner="sympy")
     sandbox.close()
     assert run.outcomes == {
         "test_gcd": "failed", "test_inverse": "passed", "test_shared": "failed", "test_known_to_fail": "xfailed",
@@ -150,11 +151,11 @@ def test_sympy_outcomes(backend: BubblewrapBackend, workplaces: dict[str, Workpl
     }  # fmt: skip
 
 
-def test_django_outcomes(backend: BubblewrapBackend, workplaces: dict[str, Workplace]) -> None:
-    sandbox = backend.open(workplaces["django"].template, LIMITS)
+def test_django_outcomes(backend: BubblewrapBackend, checkouts: dict[str, Checkout]) -> None:
+    sandbox = backend.open(checkouts["django"].template, LIMITS)
     sh(sandbox, "echo 'import nothing_of_the_sort' > tests/text_tests/broken.py")
     files = ["tests/text_tests/broken.py", "tests/text_tests/tests.py", "tests/urls.py"]
-    run = run_tests(sandbox, workplaces["django"], files, runner="django")
+    run = run_tests(sandbox, checkouts["django"], files, runner="django")
     sandbox.close()
     assert run.outcomes["Shared by two tests"] == run.outcomes["test_short (text_tests.tests.ShortenTests)"] == "passed"
     assert run.outcomes["test_parts (text_tests.tests.ShortenTests.test_parts)"] == "failed", "one of its sub-tests did"
@@ -239,15 +240,15 @@ ATTEMPTS += [("sympy", name, script) for name, script in SYMPY_ATTEMPTS.items()]
     ("runner", "name", "script"), ATTEMPTS, ids=[f"{runner}: {name}" for runner, name, _ in ATTEMPTS]
 )
 def test_hacking_earns_nothing(
-    backend: BubblewrapBackend, workplaces: dict[str, Workplace], runner: str, name: str, script: str
+    backend: BubblewrapBackend, checkouts: dict[str, Checkout], runner: str, name: str, script: str
 ) -> None:
-    workplace = workplaces[runner]
-    sandbox = backend.open(workplace.template, LIMITS)
+    checkout = checkouts[runner]
+    sandbox = backend.open(checkout.template, LIMITS)
     sh(sandbox, script)
-    diff = extract_diff(sandbox, workplace.base, 1_000_000)
+    diff = extract_diff(sandbox, checkout.base, 1_000_000)
     sandbox.close()
     assert diff, "the attempt changes nothing"
-    outcome = evaluate(backend, workplace, TASKS[runner], diff, LIMITS)
+    outcome = evaluate(backend, checkout, TASKS[runner], diff, LIMITS)
     assert outcome.applied and outcome.reward(partial=False) == outcome.reward(partial=True) == 0, outcome
     assert outcome.fail_to_pass == 0, outcome
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from envs.swe.calls import MAX_CALLS, TOOLS, Malformed, ToolCall, parse_calls, render_call, tools_text
+from envs.sandbox import Limits, Template
+from envs.sandbox.bubblewrap import BubblewrapBackend
+from envs.swe.checkout import Checkout
 from envs.swe.environment import SYSTEM_PROMPT
-from envs.swe.opening import Workplace
-from envs.swe.sandbox import Limits, Template
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
+from envs.swe.tool_calls import MAX_CALLS, TOOLS, Malformed, ToolCall, parse_calls, render_call, tools_text
 from envs.swe.tools import Toolbox
 
 
@@ -135,7 +135,7 @@ def test_a_demonstrated_call_is_what_qwens_template_writes() -> None:
 @pytest.fixture
 def tools(backend: BubblewrapBackend, template: Path) -> Iterator[Toolbox]:
     sandbox = backend.open(Template(template), Limits(timeout_s=20, output_bytes=1 << 20))
-    yield Toolbox(sandbox, Workplace(Template(template), "", (".", "src")), output_bytes=200, command_s=1.0)
+    yield Toolbox(sandbox, Checkout(Template(template), "", (".", "src")), output_bytes=200, command_s=1.0)
     sandbox.close()
 
 

@@ -15,20 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from envs.swe.sandbox.base import Limits, SandboxError
+from envs.sandbox.base import Limits, SandboxError
 
 WATCH_S = 0.05
 _KILL_DEADLINE_S = 10.0
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-class Tree(Protocol):
+class ProcessTree(Protocol):
     watched: bool
     """Whether `exceeded` must be asked while a command runs; the kernel enforces the limit otherwise."""
 
     def set_limits(self, limits: Limits) -> None: ...
 
-    def prefix(self) -> list[str]:
+    def command_prefix(self) -> list[str]:
         """Put before a command's argv: places it, and all its children, in the tree."""
         ...
 
@@ -41,7 +41,7 @@ class Tree(Protocol):
     def remove(self) -> None: ...
 
 
-def kill_tree(tree: Tree) -> None:
+def kill_tree(tree: ProcessTree) -> None:
     """Kill every process of the tree and wait until none is left. Raises SandboxError past a deadline."""
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while pids := tree.processes():
@@ -65,7 +65,7 @@ class Watchdog:
     def set_limits(self, limits: Limits) -> None:
         self._limit = limits.memory_bytes
 
-    def prefix(self) -> list[str]:
+    def command_prefix(self) -> list[str]:
         return []
 
     def exceeded(self) -> bool:
@@ -84,23 +84,26 @@ class ControlGroup:
     watched = False
 
     def __init__(self, folder: Path, version: int) -> None:
-        self._folder, self._version = folder, version
+        self._folder = folder
+        self._version = version
         folder.mkdir()
         self._kills = 0
 
     def set_limits(self, limits: Limits) -> None:
-        total = str(limits.memory_bytes + limits.disk_bytes)
-        names = ["memory.max"] if self._version == 2 else ["memory.limit_in_bytes"]
-        with contextlib.suppress(OSError):  # no swap accounting: nothing to limit, or above the old limit
-            (self._folder / ("memory.swap.max" if self._version == 2 else "memory.swappiness")).write_text("0")
-        for name in names:
-            try:
-                (self._folder / name).write_text(total)
-            except OSError as error:
-                raise SandboxError(f"cannot limit memory in {self._folder}: {error}") from None
+        limit, swap = ("memory.max", "memory.swap.max")
+        if self._version == 1:
+            limit, swap = ("memory.limit_in_bytes", "memory.swappiness")
+
+        # A kernel without swap accounting has nothing to limit.
+        with contextlib.suppress(OSError):
+            (self._folder / swap).write_text("0")
+        try:
+            (self._folder / limit).write_text(str(limits.memory_bytes + limits.disk_bytes))
+        except OSError as error:
+            raise SandboxError(f"cannot limit memory in {self._folder}: {error}") from None
         self._kills = self._oom_kills()
 
-    def prefix(self) -> list[str]:
+    def command_prefix(self) -> list[str]:
         script = 'echo 0 > "$1" && shift && exec "$@"'
         return ["/bin/sh", "-c", script, "sh", str(self._folder / "cgroup.procs")]
 
@@ -120,7 +123,8 @@ class ControlGroup:
                 return
             except OSError:
                 if time.monotonic() > deadline:
-                    return  # an empty group is no process and no mount; the next start sweeps it
+                    # An empty group is no process and no mount; the next start sweeps it.
+                    return
                 time.sleep(0.005)
 
     def _oom_kills(self) -> int:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from envs.sandbox import Limits, Sandbox, SandboxError, Template
+from envs.sandbox.bubblewrap import BubblewrapBackend
+from envs.sandbox.runtime import default_runtime
+from envs.swe import checkout_cache
 from envs.swe import environment as module
-from envs.swe import workplaces
-from envs.swe.calls import ToolCall, render_call
+from envs.swe.checkout import Checkout, open_checkout
 from envs.swe.environment import SweFamily, SweOptions
 from envs.swe.evaluate import evaluate
 from envs.swe.generate import write_tasks
-from envs.swe.opening import Workplace, open_workplace
-from envs.swe.sandbox import Limits, Sandbox, SandboxError, Template
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
-from envs.swe.sandbox.runtime import default_runtime
 from envs.swe.tasks import file_diff
+from envs.swe.tool_calls import ToolCall, render_call
 from envs.swe.tools import extract_diff
 from tests.envs.repositories import make_published
 from tests.envs.sandboxes import sh
@@ -28,40 +28,40 @@ COMMIT = "git add -A && git -c user.name=a -c user.email=b commit -qm work"
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Workplace:
-    return Workplace(Template(make_published(tmp_path / "published")), "", bug_patch=TASK.bug_patch)
+def published(tmp_path: Path) -> Checkout:
+    return Checkout(Template(make_published(tmp_path / "published")), "", bug_patch=TASK.bug_patch)
 
 
-def test_the_bug_is_in_and_the_history_is_cut(backend: BubblewrapBackend, published: Workplace) -> None:
-    workplace, sandbox = open_workplace(backend, published, LIMITS)
+def test_the_bug_is_in_and_the_history_is_cut(backend: BubblewrapBackend, published: Checkout) -> None:
+    checkout, sandbox = open_checkout(backend, published, LIMITS)
     assert sh(sandbox, "cat ledger/__init__.py").text() == BUGGY
-    assert sh(sandbox, "git log --all --format=%H").text() == f"{workplace.base}\n"
+    assert sh(sandbox, "git log --all --format=%H").text() == f"{checkout.base}\n"
     assert sh(sandbox, "git status --porcelain; git tag; git stash list").text() == ""
     told = sh(sandbox, "git fsck --lost-found; git reflog -p; git log -p --all").text()
     assert "index <= rest" in told and "index < rest" not in told
     sandbox.close()
 
 
-def test_committed_work_is_judged_and_no_work_earns_nothing(backend: BubblewrapBackend, published: Workplace) -> None:
-    """Also from the workplace of the agent's sandbox, as an episode has it: the judge's sandbox has the bug again."""
-    workplace, sandbox = open_workplace(backend, published, LIMITS)
+def test_committed_work_is_judged_and_no_work_earns_nothing(backend: BubblewrapBackend, published: Checkout) -> None:
+    """Also from the checkout of the agent's sandbox, as an episode has it: the judge's sandbox has the bug again."""
+    checkout, sandbox = open_checkout(backend, published, LIMITS)
     sh(sandbox, f"{FIX} && {COMMIT}")
-    diff = extract_diff(sandbox, workplace.base, 1_000_000)
+    diff = extract_diff(sandbox, checkout.base, 1_000_000)
     sandbox.close()
-    outcome = evaluate(backend, workplace, TASK, diff, LIMITS)
+    outcome = evaluate(backend, checkout, TASK, diff, LIMITS)
     assert outcome.resolved
     assert outcome.restored == (), "what the image's git ignores (compiled, packaging) is not the agent's work"
-    assert evaluate(backend, workplace, TASK, "", LIMITS).fail_to_pass == 0
-    assert evaluate(backend, replace(workplace, bug_patch=""), TASK, "", LIMITS).resolved
+    assert evaluate(backend, checkout, TASK, "", LIMITS).fail_to_pass == 0
+    assert evaluate(backend, replace(checkout, bug_patch=""), TASK, "", LIMITS).resolved
 
 
-def test_a_bug_that_does_not_apply_is_one_line(backend: BubblewrapBackend, published: Workplace) -> None:
+def test_a_bug_that_does_not_apply_is_one_line(backend: BubblewrapBackend, published: Checkout) -> None:
     wrong = replace(published, bug_patch=file_diff("nowhere.py", "a\n", "b\n"))
     for _ in range(10):  # more than the backend has slots: none is left behind
         with pytest.raises(
             SandboxError, match=r"published: its repository cannot be made ready: .*nowhere\.py"
         ) as error:
-            open_workplace(backend, wrong, LIMITS)
+            open_checkout(backend, wrong, LIMITS)
         assert "\n" not in str(error.value)
 
 
@@ -82,12 +82,12 @@ class Images:
 
 
 def test_an_episode_on_an_image(
-    backend: BubblewrapBackend, published: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: BubblewrapBackend, published: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert published.template.folder is not None
     images = Images(backend, published.template.folder)
     monkeypatch.setattr(module, "make_backend", lambda *_: images)
-    monkeypatch.setattr(workplaces, "_IMAGE_PYTHON", default_runtime().python)
+    monkeypatch.setattr(checkout_cache, "_IMAGE_PYTHON", default_runtime().python)
     source = tmp_path / "tasks.jsonl"
     write_tasks([replace(TASK, package="", image="published:latest")], source)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from envs.swe.sandbox import Backend, Call, Limits, Sandbox, SandboxError, Template
-from envs.swe.sandbox.runtime import default_runtime
+from envs.sandbox import Backend, Command, Limits, Sandbox, SandboxError, Template
+from envs.sandbox.runtime import default_runtime
 
 GIT_IDENTITY = {
     "GIT_AUTHOR_NAME": "author", "GIT_AUTHOR_EMAIL": "author@localhost", "GIT_AUTHOR_DATE": "2024-01-01T00:00:00Z",
@@ -30,7 +30,7 @@ exec git rev-parse HEAD"""
 
 
 @dataclass(frozen=True)
-class Workplace:
+class Checkout:
     """Where a task's repository is: the template, the commit it stands at, folders to import from, the Python."""
 
     template: Template
@@ -40,29 +40,29 @@ class Workplace:
     bug_patch: str | None = None  # applied, perhaps empty, as a sandbox opens; None: the template is ready as it is
 
 
-def open_workplace(backend: Backend, workplace: Workplace, limits: Limits) -> tuple[Workplace, Sandbox]:
-    """A sandbox, and the workplace with the commit it stands at. Blocks.
+def open_checkout(backend: Backend, checkout: Checkout, limits: Limits) -> tuple[Checkout, Sandbox]:
+    """A sandbox, and the checkout with the commit it stands at. Blocks.
 
     Raises SandboxError, also where an image's repository does not take the bug or a commit.
     """
-    sandbox = backend.open(workplace.template, limits)
-    if workplace.bug_patch is None:
-        return workplace, sandbox
+    sandbox = backend.open(checkout.template, limits)
+    if checkout.bug_patch is None:
+        return checkout, sandbox
     try:
-        return replace(workplace, base=_begin_history(sandbox, workplace)), sandbox
+        return replace(checkout, base=_begin_history(sandbox, checkout)), sandbox
     except BaseException:
         sandbox.close()
         raise
 
 
-def _begin_history(sandbox: Sandbox, workplace: Workplace) -> str:
+def _begin_history(sandbox: Sandbox, checkout: Checkout) -> str:
     """Apply the bug and commit all there is, ignored files too, as the only commit; its hash."""
-    patch = workplace.bug_patch or ""
+    patch = checkout.bug_patch or ""
     argv = ["sh", "-c", _BEGIN_HISTORY, "sh", "patch" if patch else ""]
-    result = sandbox.run(Call(argv, patch.encode(), environment=GIT_IDENTITY, separate_stderr=True))
+    result = sandbox.run(Command(argv, patch.encode(), environment=GIT_IDENTITY, separate_stderr=True))
     if not result.ok:
         lines = result.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         why = f"took longer than {result.seconds:.0f} s" if result.timed_out else lines[-1]
-        where = workplace.template.image or workplace.template.folder
+        where = checkout.template.image or checkout.template.folder
         raise SandboxError(f"{where}: its repository cannot be made ready: {why}")
     return result.text().strip()

@@ -25,16 +25,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import envs.swe.sandbox.memory as memory
-import envs.swe.sandbox.syscalls as syscalls
-from envs.swe.sandbox.base import WORKSPACE, Call, Limits, Result, Sandbox, SandboxError, Template
-from envs.swe.sandbox.process import run_command
-from envs.swe.sandbox.runtime import HOME, UID, Runtime, build_root, default_runtime
+from envs.sandbox import memory, syscalls
+from envs.sandbox.base import WORKSPACE, Command, Limits, Result, Sandbox, SandboxError, Template
+from envs.sandbox.process import run_command
+from envs.sandbox.runtime import HOME, UID, build_root, default_runtime
 
 STATE = Path("/run/fresco-sandbox")
-FIRST_UID = 1_879_048_192  # far above what systems and containers hand out
-BLOCK = 4096  # uids of one process
-_BLOCKS = 64
+"""Where the root folder, the templates and the slots are mounted, unseen by the host."""
+_FIRST_UID = 1_879_048_192
+"""Far above what systems and containers hand out."""
+_UIDS_PER_PROCESS = 4096
+_PROCESSES = 64
 _SLOT_DEADLINE_S = 600.0
 _INODES = 100_000
 T = TypeVar("T")
@@ -45,45 +46,49 @@ class BubblewrapBackend:
 
     name = "bubblewrap"
 
-    def __init__(
-        self, slots: int = 64, threads: int = 8, runtime: Runtime | None = None, *, control_groups: bool = True
-    ) -> None:
-        if not 1 <= slots <= BLOCK:
-            raise SandboxError(f"slots={slots}: must be 1 to {BLOCK}")
-        self.runtime = runtime or default_runtime()
+    def __init__(self, slots: int = 64, threads: int = 8, *, control_groups: bool = True) -> None:
+        if not 1 <= slots <= _UIDS_PER_PROCESS:
+            raise SandboxError(f"slots={slots}: must be 1 to {_UIDS_PER_PROCESS}")
+
+        self.runtime = default_runtime()
         self._lock, self._uid_base = _claim_uids()
-        controller = memory.memory_controller() if control_groups else None
-        if controller:
-            memory.sweep_groups(controller[0])
-        self._controller = controller
-        self._trees: dict[int, memory.Tree] = {}
+        self._controller = memory.memory_controller() if control_groups else None
+        if self._controller:
+            memory.sweep_groups(self._controller[0])
+
+        self._trees: dict[int, memory.ProcessTree] = {}
         self._templates: dict[Path, Path] = {}
         self._template_lock = threading.Lock()
-        self._free: queue.LifoQueue[int] = queue.LifoQueue()
-        for slot in reversed(range(slots)):
-            self._free.put(slot)
         self._live: set[BubblewrapSandbox] = set()
         self._closed = False
-        syscalls.adopt_orphans(1)  # bwrap's inner process outlives the outer one by a moment
+        # The last slot given back is taken first: its control group is made already.
+        self._free_slots: queue.LifoQueue[int] = queue.LifoQueue()
+        for slot in reversed(range(slots)):
+            self._free_slots.put(slot)
+
+        # bwrap's inner process outlives the outer one by a moment.
+        syscalls.adopt_orphans(1)
         STATE.mkdir(mode=0o711, parents=True, exist_ok=True)
-        first = ThreadPoolExecutor(1, "sandbox-mounts")
-        self._namespace = first.submit(self._build).result()
-        first.shutdown()
+        with ThreadPoolExecutor(1, "sandbox-mounts") as first:
+            self._namespace = first.submit(self._build).result()
         self._pool = ThreadPoolExecutor(
             threads, "sandbox", initializer=syscalls.join_mount_namespace, initargs=(self._namespace,)
         )
 
     def open(self, template: Template, limits: Limits) -> Sandbox:
-        if template.folder is None:
+        """Blocks while every slot is taken. Raises SandboxError for an image, a missing folder or past the deadline."""
+        folder = template.folder
+        if folder is None:
             raise SandboxError(f"image {template.image!r} needs the docker backend; bubblewrap takes a folder")
         try:
-            slot = self._free.get(timeout=_SLOT_DEADLINE_S)
+            slot = self._free_slots.get(timeout=_SLOT_DEADLINE_S)
         except queue.Empty:
             raise SandboxError(f"no sandbox slot became free within {_SLOT_DEADLINE_S:.0f} s") from None
+
         try:
-            sandbox = self.call(lambda: BubblewrapSandbox(self, slot, template.folder or Path(), limits))
+            sandbox = self.run_in_thread(lambda: BubblewrapSandbox(self, slot, folder, limits))
         except BaseException:
-            self._free.put(slot)
+            self._free_slots.put(slot)
             raise
         self._live.add(sandbox)
         return sandbox
@@ -93,15 +98,17 @@ class BubblewrapBackend:
             return
         for sandbox in list(self._live):
             sandbox.close()
+
         self._closed = True
         self._pool.shutdown()
         syscalls.adopt_orphans(-1)
         for tree in self._trees.values():
             tree.remove()
-        os.close(self._namespace)  # the last of the mounts' users: they end here
+        # This descriptor is the last user of the mounts: they end here.
+        os.close(self._namespace)
         os.close(self._lock)
 
-    def call(self, work: Callable[[], T]) -> T:
+    def run_in_thread(self, work: Callable[[], T]) -> T:
         """Do `work` in a thread that sees the mounts. Raises SandboxError for the host's errors."""
         if self._closed:
             raise SandboxError("the sandbox backend is closed")
@@ -128,7 +135,7 @@ class BubblewrapBackend:
     def uid(self, slot: int) -> int:
         return self._uid_base + slot
 
-    def tree(self, slot: int) -> memory.Tree:
+    def tree(self, slot: int) -> memory.ProcessTree:
         if slot not in self._trees:
             if self._controller:
                 folder, version = self._controller
@@ -152,7 +159,7 @@ class BubblewrapBackend:
 
     def released(self, sandbox: BubblewrapSandbox, slot: int) -> None:
         self._live.discard(sandbox)
-        self._free.put(slot)
+        self._free_slots.put(slot)
 
     def _build(self) -> int:
         namespace = syscalls.enter_new_mount_namespace()
@@ -168,7 +175,9 @@ class BubblewrapSandbox:
     """Made and used through the backend's threads."""
 
     def __init__(self, backend: BubblewrapBackend, slot: int, template: Path, limits: Limits) -> None:
-        self._backend, self._slot, self.limits = backend, slot, limits
+        self.limits = limits
+        self._backend = backend
+        self._slot = slot
         self._uid = backend.uid(slot)
         self._tree = backend.tree(slot)
         self._tree.set_limits(limits)
@@ -176,6 +185,7 @@ class BubblewrapSandbox:
         self._namespace = -1
         self._lock = threading.Lock()
         self._open = True
+
         lower = backend.lower(template)
         try:
             with backend.returning():
@@ -184,56 +194,60 @@ class BubblewrapSandbox:
             self._drop()
             raise
 
-    def run(self, call: Call) -> Result:
+    def run(self, command: Command) -> Result:
         with self._lock:
             if not self._open:
                 raise SandboxError("this sandbox is closed")
-            return self._backend.call(lambda: self._run(call))
+            return self._backend.run_in_thread(lambda: self._run(command))
 
     def close(self) -> None:
         with self._lock:
             if not self._open:
                 return
             self._open = False
-            self._backend.call(self._drop)
+            self._backend.run_in_thread(self._drop)
             self._backend.released(self, self._slot)
 
-    def _run(self, call: Call) -> Result:
-        limits = self.limits
-        timeout_s = min(limits.timeout_s, call.timeout_s or limits.timeout_s)
+    def _run(self, command: Command) -> Result:
         watched = self._tree.watched
         syscalls.reap_orphans(self._uid)
+
         with self._backend.inside(self._namespace):
-            for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):  # which an earlier command may have locked
+            # An earlier command may have locked these folders.
+            for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):
                 (self._folder / name).chmod(0o755)
             result = run_command(
-                self._chain(call), call.stdin, timeout_s, limits.output_bytes, separate_stderr=call.separate_stderr,
+                self._wrapped(command),
+                command.stdin,
+                command.deadline_s(self.limits),
+                self.limits.output_bytes,
+                separate_stderr=command.separate_stderr,
                 environment={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-                kill=lambda: memory.kill_tree(self._tree), exceeded=self._tree.exceeded if watched else None,
-            )  # fmt: skip
+                kill=lambda: memory.kill_tree(self._tree),
+                exceeded=self._tree.exceeded if watched else None,
+            )
+
         if not watched and self._tree.exceeded():
             result = replace(result, out_of_memory=True)
         return result
 
-    def _chain(self, call: Call) -> list[str]:
-        limits, uid = self.limits, str(self._uid)
-        place = self._tree.prefix()
-        limit = [
-            "prlimit", f"--nproc={limits.processes}", f"--fsize={limits.file_bytes}", f"--nofile={limits.open_files}",
-            "--core=0", "--memlock=65536", "--rttime=1000000",
-        ]  # fmt: skip
-        drop = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--pdeathsig=KILL"]
-        wrap = [
-            "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
-            "--cap-drop", "ALL", "--clearenv", "--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox",
-            "--ro-bind", str(STATE / "root"), "/", "--proc", "/proc", "--dev", "/dev",
-            "--bind", str(self._folder / "disk/shm"), "/dev/shm", "--remount-ro", "/dev",
-            "--bind", str(self._folder / "disk/tmp"), "/tmp", "--bind", str(self._folder / "disk/home"), HOME,
-            "--bind", str(self._folder / "merged"), WORKSPACE, "--chdir", WORKSPACE,
-        ]  # fmt: skip
-        for name, value in (self._backend.runtime.environment() | dict(call.environment)).items():
-            wrap += ["--setenv", name, value]
-        return [*place, *limit, *drop, *wrap, "--", *call.argv]
+    def _wrapped(self, command: Command) -> list[str]:
+        """The command behind the tools that limit it, drop root and enter its namespaces."""
+        limits, uid = self.limits, self._uid
+        chain = f"""
+            prlimit --nproc={limits.processes} --fsize={limits.file_bytes} --nofile={limits.open_files}
+                --core=0 --memlock=65536 --rttime=1000000
+            setpriv --reuid={uid} --regid={uid} --clear-groups --pdeathsig=KILL
+            bwrap --unshare-all --unshare-user --disable-userns --die-with-parent --new-session
+                --cap-drop ALL --clearenv --uid {UID} --gid {UID} --hostname sandbox
+                --ro-bind {STATE}/root / --proc /proc --dev /dev
+                --bind {self._folder}/disk/shm /dev/shm --remount-ro /dev
+                --bind {self._folder}/disk/tmp /tmp --bind {self._folder}/disk/home {HOME}
+                --bind {self._folder}/merged {WORKSPACE} --chdir {WORKSPACE}
+        """.split()
+        for name, value in (self._backend.runtime.environment() | dict(command.environment)).items():
+            chain += ["--setenv", name, value]
+        return [*self._tree.command_prefix(), *chain, "--", *command.argv]
 
     def _mount(self, lower: Path) -> int:
         """Make the slot's mounts, in a new namespace whose descriptor is returned."""
@@ -242,13 +256,16 @@ class BubblewrapSandbox:
         os.chown(self._folder, self._uid, self._uid)
         disk.mkdir(exist_ok=True)
         merged.mkdir(exist_ok=True)
+
         namespace = syscalls.enter_new_mount_namespace()
         options = f"size={self.limits.disk_bytes},nr_inodes={_INODES},mode=0755"
         syscalls.mount("tmpfs", disk, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+
         for name in ("upper", "tmp", "home", "shm"):
             (disk / name).mkdir()
             os.chown(disk / name, self._uid, self._uid)
         (disk / "work").mkdir()
+
         layers = f"lowerdir={lower},upperdir={disk}/upper,workdir={disk}/work"
         syscalls.mount("overlay", merged, "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, layers)
         return namespace
@@ -256,7 +273,8 @@ class BubblewrapSandbox:
     def _drop(self) -> None:
         memory.kill_tree(self._tree)
         if self._namespace >= 0:
-            os.close(self._namespace)  # its only user: the slot's mounts end here
+            # This descriptor is the only user of the slot's mounts: they end here.
+            os.close(self._namespace)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -264,14 +282,14 @@ def _claim_uids() -> tuple[int, int]:
     """(descriptor of the lock, first uid) of a block that no other process uses."""
     try:
         STATE.mkdir(mode=0o711, parents=True, exist_ok=True)
-        for block in range(_BLOCKS):
-            descriptor = os.open(
-                STATE.parent / f"fresco-uids-{block}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+        for block in range(_PROCESSES):
+            lock = STATE.parent / f"fresco-uids-{block}.lock"
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor, FIRST_UID + block * BLOCK
+                return descriptor, _FIRST_UID + block * _UIDS_PER_PROCESS
             os.close(descriptor)
     except OSError as error:
         raise SandboxError(f"{STATE} cannot be used: {error}") from error
-    raise SandboxError(f"{_BLOCKS} processes of this machine use sandboxes already")
+
+    raise SandboxError(f"{_PROCESSES} processes of this machine use sandboxes already")

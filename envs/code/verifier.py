@@ -1,4 +1,4 @@
-"""Scores a response by running its code against a problem's tests in a fresh sandbox."""
+"""Verifies a response by running its code against a problem's tests in a fresh sandbox."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from envs.code.problems import CodeProblem
-from envs.swe.sandbox import Backend, Call, Limits, Result, Template
-from envs.swe.sandbox.runtime import HARNESS
+from envs.sandbox import Backend, Command, Limits, Result, Template
+from envs.sandbox.runtime import HARNESS
 
 _FENCE = r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)^[ \t]*```"
 _BLOCK = re.compile(_FENCE, re.DOTALL | re.MULTILINE | re.IGNORECASE)
 MAX_CODE_CHARS = 100_000
+_CONTAINERS: dict[str, Callable[[list[object]], object]] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset)
+}
+Test = tuple[str, str, object]
+"""(value, an expression, what it must be) or (assert, a statement, None)"""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ def extract_code(response: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Court:
-    """Where solutions are judged: `template` is an empty folder, `case_s` the time of one input of a program."""
+class CodeVerifier:
+    """Runs solutions on `template`, an empty folder; `case_s` is the time of one input of a program."""
 
     backend: Backend
     template: Template
@@ -52,41 +57,38 @@ class Court:
     limits: Limits
     case_s: float
 
+    def verify(self, problem: CodeProblem, response: str) -> Verdict:
+        """Blocks for one sandbox and one Python. Raises SandboxError for faults of the host only."""
+        total = len(problem.asserts) or len(problem.cases)
+        code = extract_code(response)
+        if code is None:
+            return Verdict(0, total, no_code=True)
 
-def judge(court: Court, problem: CodeProblem, response: str) -> Verdict:
-    """Blocks for one sandbox and one Python. Raises SandboxError for faults of the host only."""
-    total = len(problem.asserts) or len(problem.cases)
-    code = extract_code(response)
-    if code is None:
-        return Verdict(0, total, no_code=True)
-    key = secrets.token_hex(16)
-    job = job_of(problem, code, key, court.case_s)
-    sandbox = court.backend.open(court.template, court.limits)
-    try:
-        argv = [court.python, "-I", "-S", f"{HARNESS}/run_code.py"]
-        result = sandbox.run(Call(argv, json.dumps(job).encode(), separate_stderr=True))
-    finally:
-        sandbox.close()
-    results = _results(result, key, total)
-    if problem.asserts:
-        tests = map(split_assert, problem.asserts)
-        passed = sum(_holds(got, test) for got, test in zip(results, tests, strict=True))
-    else:
-        pairs = zip(results, problem.cases, strict=True)
-        passed = sum(isinstance(got, str) and same_output(got, wanted) for got, (_, wanted) in pairs)
-    return Verdict(passed, total, result.timed_out, result.out_of_memory)
+        key = secrets.token_hex(16)
+        job = json.dumps(job_of(problem, code, key, self.case_s))
+        argv = [self.python, "-I", "-S", f"{HARNESS}/run_code.py"]
+        sandbox = self.backend.open(self.template, self.limits)
+        try:
+            result = sandbox.run(Command(argv, job.encode(), separate_stderr=True))
+        finally:
+            sandbox.close()
+
+        results = _results(result, key, total)
+        if problem.asserts:
+            tests = map(split_assert, problem.asserts)
+            passed = sum(_holds(got, test) for got, test in zip(results, tests, strict=True))
+        else:
+            pairs = zip(results, problem.cases, strict=True)
+            passed = sum(isinstance(got, str) and same_output(got, expected) for got, (_, expected) in pairs)
+        return Verdict(passed, total, result.timed_out, result.out_of_memory)
 
 
 def job_of(problem: CodeProblem, code: str, key: str, case_s: float) -> dict[str, object]:
-    """What `envs/swe/harness/run_code.py` reads on its standard input."""
+    """What `envs/code/harness/run_code.py` reads on its standard input."""
     job: dict[str, object] = {"code": f"{problem.prelude}\n{code}", "key": key, "case_s": case_s}
     if problem.asserts:
-        tests = map(split_assert, problem.asserts)
-        return job | {"tests": [[kind, text] for kind, text, _ in tests]}
+        return job | {"tests": [[kind, text] for kind, text, _ in map(split_assert, problem.asserts)]}
     return job | {"inputs": [given for given, _ in problem.cases]}
-
-
-Test = tuple[str, str, object]  # (value, an expression, what it must be) or (assert, a statement, None)
 
 
 def split_assert(text: str) -> Test:
@@ -103,11 +105,11 @@ def split_assert(text: str) -> Test:
 
 
 def _holds(got: object, test: Test) -> bool:
-    kind, _, wanted = test
+    kind, _, expected = test
     if kind == "assert":
         return got is True
     try:
-        return bool(_decoded(got) == wanted)
+        return bool(_decoded(got) == expected)
     except (ValueError, TypeError, RecursionError):
         return False
 
@@ -118,20 +120,18 @@ def _decoded(value: object) -> object:
         return value
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
         raise ValueError("no value")
-    kind, items = value[0], [_decoded(item) for item in value[1]]
+    kind = value[0]
+    items = [_decoded(item) for item in value[1]]
     if kind == "dict":
         return dict(zip(items[::2], items[1::2], strict=True))
-    makers: dict[object, Callable[[list[object]], object]] = {
-        "list": list, "tuple": tuple, "set": set, "frozenset": frozenset,
-    }  # fmt: skip
-    if not isinstance(kind, str) or kind not in makers:
+    if not isinstance(kind, str) or kind not in _CONTAINERS:
         raise ValueError("no value")
-    return makers[kind](items)
+    return _CONTAINERS[kind](items)
 
 
-def same_output(got: str, wanted: str) -> bool:
+def same_output(got: str, expected: str) -> bool:
     """Equal up to blanks at the ends of lines and blank lines at the end."""
-    return _lines(got) == _lines(wanted)
+    return _lines(got) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

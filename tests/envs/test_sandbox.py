@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from envs.swe.sandbox import Call, Limits, SandboxError, Template, detect, read_file, syscalls, write_file
-from envs.swe.sandbox.bubblewrap import STATE, BubblewrapBackend
-from envs.swe.sandbox.docker import DockerBackend, create_command, exec_command, running_engine
-from envs.swe.sandbox.memory import Watchdog
-from envs.swe.sandbox.process import Capped
+from envs.sandbox import Command, Limits, SandboxError, Template, detect, read_file, syscalls, write_file
+from envs.sandbox.bubblewrap import STATE, BubblewrapBackend
+from envs.sandbox.docker import DockerBackend, create_command, exec_command, running_engine
+from envs.sandbox.memory import Watchdog
+from envs.sandbox.process import CappedOutput
 from tests.envs.sandboxes import python, sh, world_writable
 
 LIMITS = Limits(timeout_s=10)
@@ -42,19 +42,19 @@ def test_result(backend: BubblewrapBackend, template: Path) -> None:
     sandbox = backend.open(Template(template), LIMITS)
     assert sh(sandbox, "exit 7").exit_code == 7
     assert sh(sandbox, "kill -TERM $$").exit_code == 128 + 15
-    assert sandbox.run(Call(["no-such-program"])).exit_code == 1
+    assert sandbox.run(Command(["no-such-program"])).exit_code == 1
     merged = sh(sandbox, "echo out; echo err >&2")
     assert merged.output == b"out\nerr\n" and not merged.stderr
-    apart = sandbox.run(Call(["sh", "-c", "echo out; echo err >&2"], separate_stderr=True))
+    apart = sandbox.run(Command(["sh", "-c", "echo out; echo err >&2"], separate_stderr=True))
     assert (apart.output, apart.stderr) == (b"out\n", b"err\n")
     big = b"x" * 1_000_000
-    assert sandbox.run(Call(["wc", "-c"], stdin=big)).text().strip() == "1000000"
-    assert sandbox.run(Call(["true"], stdin=big)).ok  # nobody reads it
-    assert sandbox.run(Call(["sh", "-c", "echo $X"], environment={"X": "a b"})).text() == "a b\n"
+    assert sandbox.run(Command(["wc", "-c"], stdin=big)).text().strip() == "1000000"
+    assert sandbox.run(Command(["true"], stdin=big)).ok  # nobody reads it
+    assert sandbox.run(Command(["sh", "-c", "echo $X"], environment={"X": "a b"})).text() == "a b\n"
     sandbox.close()
     sandbox.close()
     with pytest.raises(SandboxError, match="closed"):
-        sandbox.run(Call(["true"]))
+        sandbox.run(Command(["true"]))
 
 
 def test_files_go_in_and_out_as_the_sandboxes_user(backend: BubblewrapBackend, template: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_files_go_in_and_out_as_the_sandboxes_user(backend: BubblewrapBackend, t
 
 
 def test_output_is_cut_in_the_middle() -> None:
-    capped = Capped(10)
+    capped = CappedOutput(10)
     for piece in (b"abc", b"defgh", b"", b"ijklmnop", b"qrstuvwxyz"):
         capped.add(piece)
     assert capped.content() == b"abcdevwxyz" and capped.left_out == 16
@@ -115,11 +115,11 @@ def test_sandboxes_end_with_their_process(template: Path) -> None:
     code = f"""
 import sys, threading
 from pathlib import Path
-from envs.swe.sandbox import Call, Limits, Template
-from envs.swe.sandbox.bubblewrap import BubblewrapBackend
+from envs.sandbox import Command, Limits, Template
+from envs.sandbox.bubblewrap import BubblewrapBackend
 backend = BubblewrapBackend(slots=1, threads=1)
 sandbox = backend.open(Template(Path({str(template)!r})), Limits(timeout_s=100))
-thread = threading.Thread(target=lambda: sandbox.run(Call(["sh", "-c", "setsid sleep 98 & sleep 99"])))
+thread = threading.Thread(target=lambda: sandbox.run(Command(["sh", "-c", "setsid sleep 98 & sleep 99"])))
 thread.start()
 import time
 while len(backend.tree(0).processes()) < 5: time.sleep(0.01)
@@ -176,7 +176,7 @@ def test_docker_commands_carry_every_limit() -> None:
     for part in ("--network none", "--cap-drop ALL", "no-new-privileges", "--memory 7 --memory-swap 7", "fsize=11",
                  "--pids-limit 9", "--workdir /testbed", "--entrypoint sleep img infinity"):  # fmt: skip
         assert part in created
-    call = Call(["ls", "-l"], environment={"A": "b"})
+    call = Command(["ls", "-l"], environment={"A": "b"})
     assert exec_command("podman", "n", template, call, 2.5) == [
         "podman", "exec", "--interactive", "--workdir", "/testbed", "--env", "A=b", "n",
         "timeout", "--signal=KILL", "2.500", "ls", "-l",
@@ -188,7 +188,7 @@ def test_docker_backend_runs(template: Path) -> None:
     backend = DockerBackend()
     sandbox = backend.open(Template(template), LIMITS)
     assert sh(sandbox, "cat a.txt; echo x > b.txt").text() == "original\n"
-    assert sandbox.run(Call(["sh", "-c", "setsid sleep 97 & sleep 99"], timeout_s=1)).timed_out
+    assert sandbox.run(Command(["sh", "-c", "setsid sleep 97 & sleep 99"], timeout_s=1)).timed_out
     assert sh(sandbox, "cat b.txt").text() == "x\n"
     backend.close()
 

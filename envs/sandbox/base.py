@@ -24,12 +24,18 @@ class SandboxError(RuntimeError):
 class Limits:
     """Of one sandbox; bytes and seconds."""
 
-    timeout_s: float = 30.0  # of one command, unless the call says less
-    memory_bytes: int = 1 << 30  # of the whole process tree
-    processes: int = 64  # threads included
-    file_bytes: int = 64 << 20  # largest file a command may write
-    disk_bytes: int = 256 << 20  # everything written, /tmp included
-    output_bytes: int = 64 << 10  # kept of each stream; the middle is left out
+    timeout_s: float = 30.0
+    """Of one command, unless the command says less."""
+    memory_bytes: int = 1 << 30
+    """Of the whole process tree."""
+    processes: int = 64
+    """Threads included."""
+    file_bytes: int = 64 << 20
+    """Largest file that a command may write."""
+    disk_bytes: int = 256 << 20
+    """Everything written, /tmp included."""
+    output_bytes: int = 64 << 10
+    """Kept of each stream; the middle is left out."""
     open_files: int = 256
 
 
@@ -37,10 +43,12 @@ class Limits:
 class Result:
     """What one command left. `output` is stdout with stderr, or stdout alone where `stderr` was kept apart."""
 
-    exit_code: int  # 128 + signal for a command that a signal ended; 137 for one that a limit ended
+    exit_code: int
+    """128 + signal for a command that a signal ended; 137 for one that a limit ended."""
     output: bytes
     stderr: bytes = b""
-    left_out_bytes: int = 0  # of the middle of both streams
+    left_out_bytes: int = 0
+    """Of the middle of both streams."""
     seconds: float = 0.0
     timed_out: bool = False
     out_of_memory: bool = False
@@ -59,22 +67,25 @@ class Template:
 
     folder: Path | None = None
     image: str | None = None
-    workspace: str = WORKSPACE  # inside an image, where the repository stands
+    workspace: str = WORKSPACE
+    """Where the repository stands inside an image."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """One command."""
-
+class Command:
     argv: Sequence[str]
     stdin: bytes = b""
-    timeout_s: float | None = None  # None: the sandbox's limit; never more than that
+    timeout_s: float | None = None
+    """None: the sandbox's limit, which it can never exceed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     separate_stderr: bool = False
 
+    def deadline_s(self, limits: Limits) -> float:
+        return min(limits.timeout_s, self.timeout_s or limits.timeout_s)
+
 
 class Sandbox(Protocol):
-    def run(self, call: Call) -> Result:
+    def run(self, command: Command) -> Result:
         """Run a command to its end or its limit. Blocks. Raises SandboxError only for faults of the host."""
         ...
 
@@ -95,13 +106,19 @@ class Backend(Protocol):
         ...
 
 
+def last_line(stream: bytes) -> str:
+    """The last line that a command of the host printed, for an error of one line."""
+    lines = stream.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no message"
+
+
 def read_file(sandbox: Sandbox, path: str) -> bytes | None:
     """A file as the sandbox's own user sees it; None if it cannot be read or is larger than the output limit."""
-    result = sandbox.run(Call(["cat", "--", path], separate_stderr=True))
+    result = sandbox.run(Command(["cat", "--", path], separate_stderr=True))
     return result.output if result.ok and not result.left_out_bytes else None
 
 
 def write_file(sandbox: Sandbox, path: str, content: bytes) -> bool:
     """Write as the sandbox's own user, so that a link planted inside leads nowhere outside. False: refused."""
     script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
-    return sandbox.run(Call(["sh", "-c", script, "sh", path], stdin=content)).ok
+    return sandbox.run(Command(["sh", "-c", script, "sh", path], stdin=content)).ok

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.swe.sandbox import Call, Limits, Sandbox, Template, read_file
-from envs.swe.sandbox.bubblewrap import STATE, BubblewrapBackend
-from envs.swe.sandbox.memory import ControlGroup
+from envs.sandbox import Command, Limits, Sandbox, Template, read_file
+from envs.sandbox.bubblewrap import STATE, BubblewrapBackend
+from envs.sandbox.memory import ControlGroup
 from tests.envs.sandboxes import python, sh
 
 LIMITS = Limits(
@@ -347,7 +347,8 @@ def test_disk_fill_with_inodes(sandbox: Sandbox) -> None:
 def test_output_flood(sandbox: Sandbox) -> None:
     result = sh(sandbox, "yes", timeout_s=1)
     assert result.timed_out and len(result.output) < LIMITS.output_bytes + 100 and result.left_out_bytes > 1 << 20
-    both = sandbox.run(Call(["sh", "-c", "yes >&2 & head -c 100000000 /dev/zero"], timeout_s=3, separate_stderr=True))
+    flood = ["sh", "-c", "yes >&2 & head -c 100000000 /dev/zero"]
+    both = sandbox.run(Command(flood, timeout_s=3, separate_stderr=True))
     assert len(both.output) + len(both.stderr) < 2 * LIMITS.output_bytes + 200
 
 

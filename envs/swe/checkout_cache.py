@@ -10,9 +10,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from envs.swe.opening import GIT_IDENTITY, Workplace
+from envs.sandbox import Template
+from envs.swe.checkout import GIT_IDENTITY, Checkout
 from envs.swe.packages import PACKAGES, Package, PackageError, default_cache, open_to_all, package_tree
-from envs.swe.sandbox import Template
 from envs.swe.tasks import SweTask
 from rl.core.made_once import digest, made_once
 
@@ -20,7 +20,7 @@ _GIT_DEADLINE_S = 120.0
 _IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in the images of SWE-bench and those made like them
 
 
-class Workplaces:
+class CheckoutCache:
     """Makes templates on demand and keeps them; safe between processes.
 
     `repositories`: a folder with `INSTANCE_ID/` or `OWNER__REPO@COMMIT/` checkouts, for published tasks without images.
@@ -33,19 +33,19 @@ class Workplaces:
         self._repositories = repositories
         self._packages = PACKAGES if packages is None else packages
 
-    def prepare(self, task: SweTask, *, images: bool) -> Workplace:
+    def prepare(self, task: SweTask, *, images: bool) -> Checkout:
         """Blocks while it makes the template. Raises PackageError where the repository cannot be had.
 
         An image is used as it is published; its repository is made ready as a sandbox opens (`open_workplace`).
         """
         if images and task.image and not task.package:
             template = Template(image=task.image, workspace="/testbed")
-            return Workplace(template, "", python=_IMAGE_PYTHON, bug_patch=task.bug_patch)
+            return Checkout(template, "", python=_IMAGE_PYTHON, bug_patch=task.bug_patch)
         tree, python_path = self._source(task)
         key = digest(f"{tree}\0{task.bug_patch}\0work, commit")  # the last part: how the folder is laid out
         folder = self.cache / "templates" / f"{_plain(task.instance_id)}-{key}"
         made_once(folder, lambda draft: _make(tree, task, draft))
-        return Workplace(Template(folder / "work"), (folder / "commit").read_text(), python_path)
+        return Checkout(Template(folder / "work"), (folder / "commit").read_text(), python_path)
 
     def _source(self, task: SweTask) -> tuple[Path, tuple[str, ...]]:
         package = self._packages.get(task.package)

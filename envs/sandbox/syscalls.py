@@ -10,11 +10,20 @@ from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-CLONE_NEWNS, CLONE_FS = 0x00020000, 0x00000200
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+CLONE_FS = 0x00000200
+CLONE_NEWNS = 0x00020000
 _PR_SET_CHILD_SUBREAPER = 36
-_GONE = FileNotFoundError, ProcessLookupError  # a task that ends before its /proc file is opened, or while it is read
-_adopting, _adopting_lock = 0, threading.Lock()
+# What reading a task's /proc file raises when the task ends before it is opened, or while it is read.
+_TASK_ENDED = (FileNotFoundError, ProcessLookupError)
+_adopting = 0
+_adopting_lock = threading.Lock()
 
 
 def mount(source: str, target: str | Path, kind: str, flags: int = 0, data: str = "") -> None:
@@ -61,9 +70,9 @@ def reap_orphans(uid: int) -> None:
     Not while a command of that uid runs: its starter waits for it.
     """
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(*_TASK_ENDED):
             for child in map(int, (task / "children").read_text().split()):
-                with contextlib.suppress(*_GONE, ChildProcessError):
+                with contextlib.suppress(*_TASK_ENDED, ChildProcessError):
                     if _real_uid(child) == uid:
                         os.waitpid(child, os.WNOHANG)
 

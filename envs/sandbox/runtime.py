@@ -1,7 +1,7 @@
 """What a sandbox sees of the host: system libraries and tools, a Python, and the test harness. Nothing else.
 
 Inside, the interpreter stands at its path on the host (a relocated Python would look for its libraries there), and
-`HARNESS` holds pytest with what it needs, copied from the environment that runs Fresco, and the harness's scripts.
+`HARNESS` holds pytest with what it needs, copied from the environment that runs Fresco, and the families' scripts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _LIBRARIES = ("/usr/lib/python3", "/usr/local/lib/python3.11", "/usr/lib/python3.11")
 _INSTALLED = tuple(f"{prefix}/{name}-packages" for prefix in _LIBRARIES for name in ("site", "dist"))
 _PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "Pygments")
-SCRIPTS = Path(__file__).parents[1] / "harness"
-UID = 1000  # inside; outside, each slot has its own
+HARNESS_FOLDERS = sorted(Path(__file__).parents[1].glob("*/harness"))
+"""On the host: the scripts that a family of environments runs inside its sandboxes lie in its folder `harness`."""
+UID = 1000
+"""Inside a sandbox; outside, each slot has its own."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,27 @@ class Runtime:
     """Host folders by their path inside, and links; all read-only."""
 
     folders: tuple[tuple[Path, str], ...]
-    links: tuple[tuple[str, str], ...]  # (path, target)
+    links: tuple[tuple[str, str], ...]
+    """(path, target)"""
     python: str
-    hidden: tuple[str, ...] = ()  # folders inside that appear empty: packages which happen to be on the host
+    hidden: tuple[str, ...] = ()
+    """Folders inside that appear empty: packages which happen to be on the host."""
 
     def environment(self) -> dict[str, str]:
         """Of every command; nothing is inherited from the host."""
         folder = str(Path(self.python).parent)
-        return {
-            "PATH": ":".join(dict.fromkeys([folder, "/usr/local/bin", "/usr/bin", "/bin"])),
-            "HOME": HOME, "USER": USER, "LANG": "C.UTF-8", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PAGER": "cat", "GIT_PAGER": "cat",
+        path = ":".join(dict.fromkeys([folder, "/usr/local/bin", "/usr/bin", "/bin"]))
+        identity = {"PATH": path, "HOME": HOME, "USER": USER, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+        python = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        git = {
+            "PAGER": "cat",
+            "GIT_PAGER": "cat",
             "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
-        }  # fmt: skip
+            "GIT_CONFIG_COUNT": "1",
+            "GIT_CONFIG_KEY_0": "safe.directory",
+            "GIT_CONFIG_VALUE_0": "*",
+        }
+        return identity | python | git
 
 
 @functools.cache
@@ -57,9 +66,11 @@ def default_runtime() -> Runtime:
             links.append((name, os.readlink(path)))
         elif path.is_dir():
             folders.append((path, name))
+
     base = Path(sys.base_prefix).resolve()
     if not base.is_relative_to("/usr"):
         folders.append((base, str(base)))
+
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     installed = (f"{base}/lib/{version}/site-packages", *_INSTALLED)
     hidden = tuple(name for name in dict.fromkeys(installed) if Path(name).is_dir())
@@ -72,12 +83,14 @@ def build_root(runtime: Runtime, root: Path) -> list[tuple[Path, Path]]:
         (root / name).mkdir(parents=True, exist_ok=True)
     for name, leads_to in runtime.links:
         (root / name.lstrip("/")).symlink_to(leads_to)
+
     binds = []
     for source, inside in runtime.folders:
         target = root / inside.lstrip("/")
         target.mkdir(parents=True, exist_ok=True)
         binds.append((source, target))
     binds += [(root / "run", root / name.lstrip("/")) for name in runtime.hidden]
+
     _write_etc(root / "etc")
     _write_harness(root / HARNESS.lstrip("/"))
     for folder in [root, *(path for path in root.rglob("*") if path.is_dir() and not path.is_symlink())]:
@@ -104,6 +117,9 @@ def _write_harness(folder: Path) -> None:
             if file.parts[0] != ".." and source.exists():
                 target = site / file
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)  # with its time: the compiled files beside it stay valid
-    for script in SCRIPTS.glob("*.py"):
-        shutil.copyfile(script, folder / script.name)
+                # With its time, so that the compiled files beside it stay valid.
+                shutil.copy2(source, target)
+
+    for scripts in HARNESS_FOLDERS:
+        for script in scripts.glob("*.py"):
+            shutil.copyfile(script, folder / script.name)

@@ -13,14 +13,17 @@ import shutil
 import subprocess
 import threading
 import uuid
+from dataclasses import replace
 
-from envs.swe.sandbox.base import Call, Limits, Result, Sandbox, SandboxError, Template
-from envs.swe.sandbox.process import run_command
-from envs.swe.sandbox.runtime import HARNESS, SCRIPTS
+from envs.sandbox.base import Command, Limits, Result, Sandbox, SandboxError, Template, last_line
+from envs.sandbox.process import run_command
+from envs.sandbox.runtime import HARNESS, HARNESS_FOLDERS
 
 _ENGINES = ("docker", "podman")
-_ENGINE_DEADLINE_S = 300.0  # a first start may pull an image
-_GRACE_S = 5.0  # of the client after the command's own deadline
+# A first start may pull an image.
+_ENGINE_DEADLINE_S = 300.0
+# What the client has after the command's own deadline.
+_GRACE_S = 5.0
 _PLAIN_IMAGE = "python:3.11-slim"
 
 
@@ -37,21 +40,22 @@ def running_engine() -> str | None:
 
 def create_command(engine: str, name: str, template: Template, limits: Limits) -> list[str]:
     """What starts a container with every limit that the engine can keep."""
-    return [
-        engine, "run", "--detach", "--name", name, "--label", "fresco-sandbox", "--network", "none", "--init",
-        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--ipc", "private",
-        "--pids-limit", str(limits.processes), "--memory", str(limits.memory_bytes),
-        "--memory-swap", str(limits.memory_bytes), "--ulimit", f"fsize={limits.file_bytes}",
-        "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
-        "--tmpfs", f"/tmp:size={limits.disk_bytes},mode=1777", "--workdir", template.workspace,
-        "--entrypoint", "sleep", template.image or _PLAIN_IMAGE, "infinity",
-    ]  # fmt: skip
+    options = f"""
+        --detach --name {name} --label fresco-sandbox --network none --init
+        --cap-drop ALL --security-opt no-new-privileges --ipc private
+        --pids-limit {limits.processes} --memory {limits.memory_bytes} --memory-swap {limits.memory_bytes}
+        --ulimit fsize={limits.file_bytes} --ulimit nofile={limits.open_files} --ulimit core=0
+        --tmpfs /tmp:size={limits.disk_bytes},mode=1777
+    """.split()
+    image = template.image or _PLAIN_IMAGE
+    return [engine, "run", *options, "--workdir", template.workspace, "--entrypoint", "sleep", image, "infinity"]
 
 
-def exec_command(engine: str, name: str, template: Template, call: Call, timeout_s: float) -> list[str]:
-    environment = [item for key, value in call.environment.items() for item in ("--env", f"{key}={value}")]
-    deadline = ["timeout", "--signal=KILL", f"{timeout_s:.3f}"]
-    return [engine, "exec", "--interactive", "--workdir", template.workspace, *environment, name, *deadline, *call.argv]
+def exec_command(engine: str, name: str, template: Template, command: Command, timeout_s: float) -> list[str]:
+    """What runs a command in a container, ended there after `timeout_s`."""
+    environment = [item for key, value in command.environment.items() for item in ("--env", f"{key}={value}")]
+    client = [engine, "exec", "--interactive", "--workdir", template.workspace, *environment, name]
+    return [*client, "timeout", "--signal=KILL", f"{timeout_s:.3f}", *command.argv]
 
 
 class DockerBackend:
@@ -82,49 +86,60 @@ class DockerBackend:
         self._live.discard(sandbox)
         self._slots.release()
 
-    def ask(self, *arguments: str) -> str:
+    def engine_client(self, *arguments: str) -> str:
         """Run the engine's client. Raises SandboxError with the last line it printed."""
         try:
             ended = subprocess.run([self.engine, *arguments], capture_output=True, timeout=_ENGINE_DEADLINE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SandboxError(f"{self.engine} {arguments[0]}: {error}") from None
         if ended.returncode != 0:
-            lines = ended.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-            raise SandboxError(f"{self.engine} {arguments[0]}: {lines[-1]}")
+            raise SandboxError(f"{self.engine} {arguments[0]}: {last_line(ended.stderr)}")
         return ended.stdout.decode(errors="replace")
 
 
 class DockerSandbox:
     def __init__(self, backend: DockerBackend, template: Template, limits: Limits) -> None:
-        self._backend, self._template, self.limits = backend, template, limits
+        self.limits = limits
+        self._backend = backend
+        self._template = template
         self._name = f"fresco-{uuid.uuid4().hex[:12]}"
         self._open = True
-        _, *start = create_command(backend.engine, self._name, template, limits)
+
+        _, *arguments = create_command(backend.engine, self._name, template, limits)
         try:
-            backend.ask(*start)
-            backend.ask("cp", f"{SCRIPTS}/.", f"{self._name}:{HARNESS}")
+            backend.engine_client(*arguments)
+            for folder in HARNESS_FOLDERS:
+                backend.engine_client("cp", f"{folder}/.", f"{self._name}:{HARNESS}")
             if template.folder is not None:
-                backend.ask("cp", f"{template.folder}/.", f"{self._name}:{template.workspace}")
+                backend.engine_client("cp", f"{template.folder}/.", f"{self._name}:{template.workspace}")
         except BaseException:
             self._remove()
             raise
 
-    def run(self, call: Call) -> Result:
+    def run(self, command: Command) -> Result:
         if not self._open:
             raise SandboxError("this sandbox is closed")
-        timeout_s = min(self.limits.timeout_s, call.timeout_s or self.limits.timeout_s)
+
+        timeout_s = command.deadline_s(self.limits)
         result = run_command(
-            exec_command(self._backend.engine, self._name, self._template, call, timeout_s), call.stdin,
-            timeout_s + _GRACE_S, self.limits.output_bytes, separate_stderr=call.separate_stderr,
-            environment={"PATH": "/usr/local/bin:/usr/bin:/bin"}, kill=lambda: None,
-        )  # fmt: skip
+            exec_command(self._backend.engine, self._name, self._template, command, timeout_s),
+            command.stdin,
+            timeout_s + _GRACE_S,
+            self.limits.output_bytes,
+            separate_stderr=command.separate_stderr,
+            environment={"PATH": "/usr/local/bin:/usr/bin:/bin"},
+            kill=lambda: None,
+        )
         timed_out = result.timed_out or (result.exit_code == 137 and result.seconds >= timeout_s)
+
         self._end_survivors()
-        state = json.loads(self._backend.ask("inspect", "--format", "{{json .State}}", self._name))
-        return Result(
-            137 if timed_out else result.exit_code, result.output, result.stderr, result.left_out_bytes,
-            result.seconds, timed_out, out_of_memory=bool(state.get("OOMKilled")),
-        )  # fmt: skip
+        state = json.loads(self._backend.engine_client("inspect", "--format", "{{json .State}}", self._name))
+        return replace(
+            result,
+            exit_code=137 if timed_out else result.exit_code,
+            timed_out=timed_out,
+            out_of_memory=bool(state.get("OOMKilled")),
+        )
 
     def close(self) -> None:
         if self._open:
@@ -134,10 +149,10 @@ class DockerSandbox:
 
     def _end_survivors(self) -> None:
         """Restart if anything but the container's own two processes (init, sleep) is left."""
-        listed = self._backend.ask("top", self._name).strip().splitlines()
+        listed = self._backend.engine_client("top", self._name).strip().splitlines()
         if len(listed) > 3:
-            self._backend.ask("restart", "--time", "0", self._name)
+            self._backend.engine_client("restart", "--time", "0", self._name)
 
     def _remove(self) -> None:
         with contextlib.suppress(SandboxError):
-            self._backend.ask("rm", "--force", "--volumes", self._name)
+            self._backend.engine_client("rm", "--force", "--volumes", self._name)

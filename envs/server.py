@@ -36,7 +36,7 @@ from rl.core.messages import (
     Trajectory,
 )
 from rl.core.process import Process, WaitExpired
-from rl.core.run import Place, parse_place
+from rl.core.run import ProcessContext, context_from_command_line
 from rl.core.sockets import identity, open_socket, receive, send
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeFailed, Progress, Surroundings, run_episode
@@ -310,8 +310,8 @@ async def serve(process: Process) -> None:
     await EnvServer(process, make_family(process.config)).run()
 
 
-def main(place: Place) -> None:
-    with Process("env_server", place) as process:
+def main(context: ProcessContext) -> None:
+    with Process("env_server", context) as process:
         asyncio.new_event_loop().run_until_complete(serve(process))
     zmq.Context.instance().term()  # what was sent last leaves, within the sockets' linger
     sys.stdout.flush()
@@ -319,4 +319,4 @@ def main(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_place())
+    main(context_from_command_line())

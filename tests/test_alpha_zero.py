@@ -28,7 +28,7 @@ from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.core.batch_files import read_shard_files
 from rl.core.config import load_config
 from rl.core.messages import Generate, Shard, Version
-from rl.core.run import Place, RunFile
+from rl.core.run import ProcessContext, RunFile
 from rl.learner.export import write_shard
 from rl.learner.publish import weight_manifest
 from rl.weights import make_writer
@@ -67,7 +67,7 @@ class EngineOfLoop:
     """One engine in this process, driven without broker, proxy or generator process."""
 
     def __init__(self, run: RunFile, publish: Callable[[memoryview, Any], list[Any]] | None) -> None:
-        self.engine: Engine = make_engine(Place(run, 0, 0))
+        self.engine: Engine = make_engine(ProcessContext(run, 0, 0))
         self.run, self.stop_ids, self.version = run, [0], -1
         self._loop = asyncio.new_event_loop()
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from rl.core.config import load_config
 from rl.core.messages import SampleRow, Shard, decode, encode
 from rl.core.process import Process
-from rl.core.run import Place, RunFile
+from rl.core.run import ProcessContext, RunFile
 from rl.learner.link import LearnerLink
 from rl.learner.packing import Pack
 from rl.learner.process import Learner
@@ -144,7 +144,7 @@ def timed(work: Callable[[], None], device: str) -> tuple[float, float]:
 
 
 def measure(run: RunFile, rounds: int) -> dict[str, Any]:
-    process = Process("learner", Place(run, 0, 0))  # not entered: there is no supervisor
+    process = Process("learner", ProcessContext(run, 0, 0))  # not entered: there is no supervisor
     learner = Learner(process)
     link = LearnerLink(process, learner.manifest)
     publisher = Publisher(learner.policy, learner.manifest, link)

@@ -34,7 +34,7 @@ import zmq.asyncio
 
 from rl.core.config import load_config
 from rl.core.messages import Abort, ClientHello, Generate, Generated, Version, WeightNotice, decode, encode
-from rl.core.run import Place, RunFile
+from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import identity, open_socket, send
 from rl.weights import Manifest, WeightWriter, make_writer
 from rollout.episodes.generation import GenerationClient
@@ -185,7 +185,7 @@ def _bare(run: RunFile) -> Iterator[Side]:
 
     from rollout.generator.engines.vllm import engine_arguments, sampling_params
 
-    engine = AsyncLLM.from_engine_args(engine_arguments(Place(run, 1, 0))[0])
+    engine = AsyncLLM.from_engine_args(engine_arguments(ProcessContext(run, 1, 0))[0])
 
     async def generate(request: Generate) -> int:
         prompt = tokens_input(request.prompt_ids.tolist())

@@ -1,6 +1,6 @@
 """What every process of a run has: a life line to the supervisor.
 
-    with Process("broker", place) as process:
+    with Process("broker", context) as process:
         while not process.stopping:
             ...
             process.progress += 1
@@ -40,7 +40,7 @@ from rl.core.messages import (
     Register,
     Stop,
 )
-from rl.core.run import Place
+from rl.core.run import ProcessContext
 from rl.core.sockets import identity, open_socket, receive, send
 
 _PR_SET_PDEATHSIG = 1
@@ -77,10 +77,10 @@ class WaitExpired(TimeoutError):
 
 
 class Process:
-    def __init__(self, role: str, place: Place) -> None:
-        self.role, self.place = role, place
-        self.run, self.config = place.run, place.run.config
-        self.index, self.incarnation = place.index, place.incarnation
+    def __init__(self, role: str, context: ProcessContext) -> None:
+        self.role = role
+        self.run, self.config = context.run, context.run.config
+        self.index, self.incarnation = context.index, context.incarnation
         self.progress = 0  # advanced by the main loop
         self.busy = False  # true while there is work: a frozen `progress` is then a hang
         self.stats: dict[str, float] = {}

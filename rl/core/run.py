@@ -75,7 +75,7 @@ class RunFile(BaseModel):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessContext:
     """Which process this is."""
 
     run: RunFile
@@ -83,11 +83,11 @@ class Place:
     incarnation: int
 
 
-def parse_place(argv: list[str] | None = None) -> Place:
+def context_from_command_line(argv: list[str] | None = None) -> ProcessContext:
     """Command line of every process that the supervisor starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", required=True, help="folder with run.json")
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
     arguments = parser.parse_args(argv)
-    return Place(RunFile.load(arguments.run), arguments.index, arguments.incarnation)
+    return ProcessContext(RunFile.load(arguments.run), arguments.index, arguments.incarnation)

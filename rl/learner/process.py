@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rl.core.checkpoint_folder import CheckpointError, Meta
 from rl.core.process import Process
-from rl.core.run import RunFile, parse_place
+from rl.core.run import RunFile, context_from_command_line
 from rl.learner import checkpoint
 from rl.learner.link import LearnerLink, Stopped
 from rl.learner.publish import Publisher, weight_manifest
@@ -117,7 +117,7 @@ def _join_ranks(run: RunFile, rank: int) -> dist.DeviceMesh:
 
 
 def main() -> None:
-    with Process("learner", parse_place()) as process:
+    with Process("learner", context_from_command_line()) as process:
         learner = Learner(process)
         link = LearnerLink(process, learner.manifest)
         try:

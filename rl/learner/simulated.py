@@ -15,7 +15,7 @@ import numpy as np
 from rl.core.checkpoint_folder import Meta, begin, commit
 from rl.core.messages import Shard, Version
 from rl.core.process import Process
-from rl.core.run import parse_place
+from rl.core.run import context_from_command_line
 from rl.learner.link import LearnerLink, Stopped
 from rl.weights.base import Manifest, Segment
 
@@ -79,7 +79,7 @@ def train(process: Process, link: LearnerLink, manifest: Manifest) -> None:
 
 
 def main() -> None:
-    with Process("learner", parse_place()) as process:
+    with Process("learner", context_from_command_line()) as process:
         manifest = simulated_manifest(process.config.learner.simulated_weight_bytes)
         link = LearnerLink(process, manifest)
         try:

@@ -39,7 +39,7 @@ from rl.core.messages import (
     Usage,
 )
 from rl.core.process import Process, WaitExpired
-from rl.core.run import parse_place
+from rl.core.run import context_from_command_line
 from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
 from rollout.broker.actions import (
     Action,
@@ -315,7 +315,7 @@ def _eval_metrics(report: EvalReport) -> dict[str, float]:
 
 def main() -> None:
     tune_memory()
-    with Process("broker", parse_place()) as process:
+    with Process("broker", context_from_command_line()) as process:
         broker = Broker(process)
         try:
             broker.run()

@@ -39,7 +39,7 @@ from rl.core.messages import (
     encode,
 )
 from rl.core.process import Process
-from rl.core.run import Place, parse_place
+from rl.core.run import ProcessContext, context_from_command_line
 from rl.core.sockets import identity, open_socket
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine, Sampled
@@ -311,10 +311,10 @@ async def serve(process: Process, engine: Engine) -> None:
         context.destroy(linger=500)
 
 
-def main(place: Place) -> None:
-    with Process("generator", place) as process:
-        asyncio.run(serve(process, make_engine(place)))
+def main(context: ProcessContext) -> None:
+    with Process("generator", context) as process:
+        asyncio.run(serve(process, make_engine(context)))
 
 
 if __name__ == "__main__":
-    main(parse_place())
+    main(context_from_command_line())

@@ -33,7 +33,7 @@ from rl.core.messages import (
     Version,
 )
 from rl.core.process import Process
-from rl.core.run import Place, parse_place
+from rl.core.run import ProcessContext, context_from_command_line
 from rl.core.sockets import PeerGone, identity, open_socket, receive_from, send, send_to
 from rollout.proxy.core import ProxyCore
 from rollout.proxy.state import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
@@ -258,8 +258,8 @@ def _empty(reply: Reply, version: Version) -> Generated:
     )
 
 
-def main(place: Place) -> None:
-    with Process("proxy", place) as process:
+def main(context: ProcessContext) -> None:
+    with Process("proxy", context) as process:
         proxy = Proxy(process)
         try:
             proxy.serve()
@@ -268,4 +268,4 @@ def main(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_place())
+    main(context_from_command_line())

@@ -10,13 +10,13 @@ import time
 
 from rl.core.messages import Done, Metrics, PeerDied, Stop
 from rl.core.process import Process
-from rl.core.run import parse_place
+from rl.core.run import context_from_command_line
 
 
 def main(role: str) -> None:
     if os.environ.get(f"FAKE_{role.upper()}", "").startswith("late"):
         time.sleep(2)
-    with Process(role, parse_place(sys.argv[2:])) as process:
+    with Process(role, context_from_command_line(sys.argv[2:])) as process:
         behaviour = os.environ.get(f"FAKE_{role.upper()}", "")
         behaviour = behaviour.removeprefix("late ")
         if behaviour == "raise":

@@ -19,7 +19,7 @@ import numpy as np
 
 from rl.core.messages import Generate, Version
 from rl.core.recent import Recent
-from rl.core.run import Place
+from rl.core.run import ProcessContext
 from rl.weights import WeightReader, make_reader
 from rollout.generator.engines.base import EngineInfo, LoadReport, Sampled
 from rollout.generator.engines.timing import BatchModel, Timing
@@ -45,9 +45,9 @@ class _Job:
 
 
 class SimulatedEngine:
-    def __init__(self, place: Place, reader: WeightReader | None = None) -> None:
-        config = place.run.config
-        self._place, self._config = place, config.generator
+    def __init__(self, context: ProcessContext, reader: WeightReader | None = None) -> None:
+        config = context.run.config
+        self._context, self._config = context, config.generator
         self._deadline_s = config.weights.deadline_s
         self._reader = reader
         self._timing = Timing(config.generator.simulated)
@@ -64,8 +64,8 @@ class SimulatedEngine:
 
     async def start(self) -> EngineInfo:
         if self._reader is None:
-            name = f"generator-{self._place.index}-0"
-            self._reader = make_reader(self._place.run, name, self._place.incarnation)
+            name = f"generator-{self._context.index}-0"
+            self._reader = make_reader(self._context.run, name, self._context.incarnation)
         await asyncio.to_thread(self._reader.open, self._deadline_s)
         self._loop_task = asyncio.create_task(self._decode_loop(), name="simulated decoding")
         self._loop_task.add_done_callback(self._loop_ended)

@@ -35,7 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl.core.messages import Generate, Version
-from rl.core.run import Place
+from rl.core.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, LoadReport, Sampled
 from rollout.generator.engines.vllm_worker import OWNER_VARIABLE
 
@@ -64,8 +64,8 @@ class _Flight:
 
 
 class VllmEngine:
-    def __init__(self, place: Place) -> None:
-        self._place, self._run, self._config = place, place.run, place.run.config
+    def __init__(self, context: ProcessContext) -> None:
+        self._context, self._run, self._config = context, context.run, context.run.config
         self._flights: dict[int, _Flight] = {}
         self._salts: OrderedDict[int, str] = OrderedDict()  # session -> version under which it began (`keep`)
         self._version = Version(-1, -1)
@@ -76,10 +76,10 @@ class VllmEngine:
 
     async def start(self) -> EngineInfo:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        arguments, untied = engine_arguments(self._place)
+        arguments, untied = engine_arguments(self._context)
         self._llm = AsyncLLM.from_engine_args(arguments)
         await self._llm.get_supported_tasks()  # cached: add_request then reaches the core without a switch
-        await self._rpc("weights_open", str(self._run.folder), self._place.index, self._place.incarnation, untied)
+        await self._rpc("weights_open", str(self._run.folder), self._context.index, self._context.incarnation, untied)
         return _info(self._llm.vllm_config)
 
     async def stop(self) -> None:
@@ -213,7 +213,7 @@ class VllmEngine:
         return max(parts, key=lambda part: part["copy_s"])
 
     def _unreadable(self, version: Version, why: str) -> RuntimeError:
-        return RuntimeError(f"generator {self._place.index} could not read weights {version}: {why}")
+        return RuntimeError(f"generator {self._context.index} could not read weights {version}: {why}")
 
     async def _fetch(self, version: Version) -> dict[str, Any]:
         """Lease the newest version on every rank, while generation goes on; the ranks agree on one."""
@@ -222,7 +222,7 @@ class VllmEngine:
             await self._rpc("weights_fetch", version.epoch, version.n)
             while not all(parts := await self._rpc("weights_fetched")):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"generator {self._place.index} waited for weights {version}")
+                    raise TimeoutError(f"generator {self._context.index} waited for weights {version}")
                 await asyncio.sleep(_FETCH_POLL_S)
             if errors := [part["error"] for part in parts if "error" in part]:
                 raise self._unreadable(version, errors[0])
@@ -293,7 +293,7 @@ def sampling_params(request: Generate) -> SamplingParams:
     )
 
 
-def engine_arguments(place: Place) -> tuple[AsyncEngineArgs, bool]:
+def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     """vLLM's arguments for this generator, and whether a tied model was given its own head.
 
     Tied embeddings are always untied: vLLM's CPU linear layers keep a repacked copy of the head, which an
@@ -301,8 +301,8 @@ def engine_arguments(place: Place) -> tuple[AsyncEngineArgs, bool]:
     """
     from transformers import AutoConfig
 
-    config, on_cpu = place.run.config.generator, place.run.device == "cpu"
-    model = str(place.run.model_folder or place.run.config.model.path)
+    config, on_cpu = context.run.config.generator, context.run.device == "cpu"
+    model = str(context.run.model_folder or context.run.config.model.path)
     tied = bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
     arguments = AsyncEngineArgs(
         model=model,
@@ -325,7 +325,7 @@ def engine_arguments(place: Place) -> tuple[AsyncEngineArgs, bool]:
         enforce_eager=config.enforce_eager or on_cpu,
         logprobs_mode="processed_logprobs",
         max_logprobs=1,
-        seed=(place.run.config.seed * 1009 + place.index) % (1 << 31),
+        seed=(context.run.config.seed * 1009 + context.index) % (1 << 31),
         worker_extension_cls=_WORKER_EXTENSION,
         disable_log_stats=True,
         enable_log_requests=False,

@@ -10,7 +10,7 @@ import zmq
 
 from rl.core.messages import Fatal, PeerDied, Version, WeightNotice, WeightStatus
 from rl.core.process import Process
-from rl.core.run import Place, RunFile
+from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import identity, open_socket, receive, send
 from rl.weights import Manifest, WeightsError
 from rl.weights.base import save_manifest
@@ -71,7 +71,7 @@ def stage(make_run: MakeRun) -> Iterator[Callable[..., Stage]]:
     def make(*overrides: str, on_failure: Callable[[str], None] | None = None) -> Stage:
         run = make_run(*overrides)
         save_manifest(run.folder, run.run_id, Manifest.layout([("a", (1000,), "float32")]))
-        stages.append(Stage(run, Process("learner", Place(run, 0, 0)), on_failure))
+        stages.append(Stage(run, Process("learner", ProcessContext(run, 0, 0)), on_failure))
         return stages[-1]
 
     yield make

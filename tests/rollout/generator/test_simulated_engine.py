@@ -13,7 +13,7 @@ import pytest
 
 from rl.core.config import SimulatedEngineConfig
 from rl.core.messages import Generate, Version
-from rl.core.run import Place
+from rl.core.run import ProcessContext
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
 from rollout.generator.engines.timing import BatchModel, Event, Timing
@@ -146,7 +146,7 @@ def play(make_run: MakeRun, scenario: Scenario, *overrides: str) -> None:
 
     async def main() -> None:
         reader = FakeReader()
-        engine = SimulatedEngine(Place(run, 0, 0), reader)
+        engine = SimulatedEngine(ProcessContext(run, 0, 0), reader)
         try:
             info = await engine.start()
             assert (info.max_num_seqs, info.max_model_len) == (64, 2048)
@@ -275,7 +275,7 @@ def test_the_real_reader_s_checksum_is_reported(make_run: MakeRun) -> None:
     writer = make_writer(run, 0, Manifest.layout([("weight", (64,), "float32")]))
 
     async def main() -> None:
-        engine = SimulatedEngine(Place(run, 0, 0))
+        engine = SimulatedEngine(ProcessContext(run, 0, 0))
         try:
             await engine.start()
             view = writer.begin(Version(0, 0), 5)

@@ -251,12 +251,12 @@ def test_missing_weights_are_an_error(rig: Rig) -> None:
 def test_the_engine_process_dies_with_a_killed_generator(rig: Rig) -> None:
     script = f"""
         import asyncio, os
-        from rl.core.run import Place, RunFile
+        from rl.core.run import ProcessContext, RunFile
         from rollout.generator.engines import vllm
         vllm._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
 
         async def main():
-            await vllm.VllmEngine(Place(RunFile.load({str(rig.folder)!r}), 1, 0)).start()
+            await vllm.VllmEngine(ProcessContext(RunFile.load({str(rig.folder)!r}), 1, 0)).start()
             print("up", flush=True)
             await asyncio.sleep(100)
 

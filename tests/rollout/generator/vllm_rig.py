@@ -24,7 +24,7 @@ import pytest
 
 from rl.core.config import load_config
 from rl.core.messages import Generate, Version
-from rl.core.run import Place, RunFile
+from rl.core.run import ProcessContext, RunFile
 from rollout.generator.engines.base import LoadReport, Sampled
 from rollout.generator.engines.environment import engine_environment
 
@@ -68,7 +68,7 @@ class Rig:
 
         vllm._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
         before = set(psutil.Process().children(recursive=True))
-        self.engine = vllm.VllmEngine(Place(self.run, 0, 0))
+        self.engine = vllm.VllmEngine(ProcessContext(self.run, 0, 0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TMPDIR", str(self.folder))  # its sockets go with the rig
             patch.setattr(tempfile, "tempdir", None)

@@ -25,16 +25,20 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class Child:
+    """A process of the run, and what its heartbeats said last. Times are of the monotonic clock."""
+
     spec: ProcessSpec
     incarnation: int
-    popen: subprocess.Popen[bytes]
+    popen: psutil.Popen
     log: Path
-    started: float  # monotonic
+    started: float
     registered: bool = False
     last_beat: float = 0.0
     last_progress: int = -1
     progressed: float = 0.0
     busy: bool = False
+    why_killed: str = ""
+    """Set when the supervisor killed it: a hang, for instance."""
     stats: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
 
@@ -42,7 +46,9 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
+        """Kill its whole process group, also where only the leader has ended."""
+        self.why_killed = self.why_killed or why
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
 
@@ -59,8 +65,9 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int) -> Child:
     log = logs / f"{spec.name}.{incarnation}.log"
     environment = os.environ | spec.environment | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     environment["TMPDIR"] = str(run.socket_folder)  # what libraries drop there goes with the run
+
     with log.open("wb") as file:
-        popen = subprocess.Popen(
+        popen = psutil.Popen(
             spec.command(run, incarnation),
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -69,8 +76,8 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int) -> Child:
             start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
         )
     if spec.cores:
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(popen.pid, spec.cores)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            popen.cpu_affinity(list(spec.cores))
     return Child(spec, incarnation, popen, log, time.monotonic())
 
 
@@ -79,17 +86,11 @@ def end_all(children: list[Child], patience_s: float) -> list[str]:
 
     Returns the names of the children that had to be killed.
     """
-    deadline = time.monotonic() + patience_s
-    waiting = list(children)
-    while waiting and time.monotonic() < deadline:
-        waiting = [child for child in waiting if child.popen.poll() is None]
-        if waiting:
-            time.sleep(0.02)
-    for child in children:  # the whole process group, also where only the leader has ended
+    _ended, late = psutil.wait_procs([child.popen for child in children], timeout=patience_s)
+    for child in children:
         child.kill()
-    for child in waiting:
-        child.popen.wait(timeout=5)
-    return [child.name for child in waiting]
+    psutil.wait_procs(late, timeout=5)
+    return [child.name for child in children if child.popen in late]
 
 
 def descendants() -> set[psutil.Process]:
@@ -99,10 +100,12 @@ def descendants() -> set[psutil.Process]:
 
 def end_descendants(spared: set[psutil.Process]) -> None:
     """Kill every process below this one but `spared` and what is below those."""
-    for process in list(spared):
+    kept = set(spared)
+    for process in spared:
         with contextlib.suppress(psutil.NoSuchProcess):
-            spared = spared | set(process.children(recursive=True))
-    begun = descendants() - spared
+            kept.update(process.children(recursive=True))
+
+    begun = descendants() - kept
     for process in begun:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -110,6 +113,7 @@ def end_descendants(spared: set[psutil.Process]) -> None:
 
 
 def log_tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a log; empty where there is none."""
     try:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
     except OSError:

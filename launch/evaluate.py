@@ -6,10 +6,9 @@ episodes, the broker keeps each result (`<run>/evals.jsonl`). Greedy and sampled
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +18,52 @@ from rich.table import Table
 
 from envs.registry import load_family, make_family
 from launch.intervals import wilson
-from rl.core.checkpoint_folder import CheckpointError, read_meta
+from launch.preflight import check, make_run
+from launch.recipes import SHIPPED
+from launch.recovery import execute
+from rl.core.checkpoint_folder import CheckpointError, latest, read_meta
 from rl.core.config import Config, ConfigError, ModelConfig, load_config
 from rl.core.run import RunFile
 
-RECIPES = Path(__file__).parent.parent / "experiments"
 ALL = "all"
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is evaluated: a checkpoint (then `step`) or a model, and the run that it came from, if any."""
+class Evaluation:
+    """What `fresco eval` was asked for: its arguments."""
 
-    path: str
-    checkpoint: bool
-    run: Path | None
+    target: str
+    env: str | None = None
+    split: str | None = None
+    temperatures: Sequence[float] = (0.0, 1.0)
+    episodes: int | None = None
+    recipe: Path | None = None
+    overrides: Sequence[str] = ()
+    out: Path | None = None
 
 
 @dataclass(frozen=True)
-class Episode:
-    """One result; `label` is its task's type (`all` where the environment knows none)."""
+class Target:
+    """What is evaluated: a checkpoint or a model, and the run that it came from, if any."""
+
+    path: str
+    is_checkpoint: bool
+    run: Path | None
+
+
+class EpisodeResult(msgspec.Struct):
+    """One line of `evals.jsonl`; `label` is its task's type (`all` where the environment knows none)."""
 
     task_index: int
-    label: str
     success: float
     reward: float
     turns: int
     length: int
+    version: int
+    label: str = ALL
 
 
-@dataclass(frozen=True)
-class Row:
+class SuccessRow(msgspec.Struct):
     """One line of the table; `low` and `high` are Wilson's 95 % interval of the success rate."""
 
     label: str
@@ -61,162 +75,133 @@ class Row:
     length: float
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `fresco eval`."""
-
-    target: str
-    env: str | None = None
-    split: str | None = None
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    episodes: int | None = None
-    recipe: Path | None = None
-    overrides: tuple[str, ...] = ()
-    out: Path | None = None
-
-
-def evaluate(request: Request) -> int:
+def evaluate(evaluation: Evaluation) -> int:
     """Run and print the tables. Returns the exit code; raises ConfigError."""
-    config = configure(request)
-    report: dict[str, Any] = {"target": request.target, "env": config.env.name, "split": request.split, "runs": []}
-    for temperature in request.temperatures:
-        folder, code = _run(config.model_copy(update={"eval": _eval(config, temperature)}))
-        if code:
+    config = configure(evaluation)
+    runs: list[dict[str, Any]] = []
+
+    for temperature in evaluation.temperatures:
+        section = config.eval.model_copy(update={"temperature": temperature})
+        checked = check(config.model_copy(update={"eval": section}), dry=False)
+        run = make_run(checked, time.time())
+        if code := execute(run, checked):
             return code
-        episodes = read_episodes(config, folder)
+
+        episodes = read_episodes(config, run.folder)
         rows = summarise(episodes)
-        print_table(rows, f"{request.target}, {request.split or 'held-out'} tasks, {_how(temperature)}")
-        report["runs"].append(
-            {"temperature": temperature, "rows": [asdict(row) for row in rows],
-             "episodes": [asdict(episode) for episode in episodes]}
-        )  # fmt: skip
-    if request.out:
-        request.out.parent.mkdir(parents=True, exist_ok=True)
-        request.out.write_text(json.dumps(report, indent=1) + "\n")
+        runs.append({"temperature": temperature, "rows": rows, "episodes": episodes})
+        how = f"temperature {temperature:g}" if temperature else "greedy"
+        print_table(rows, f"{evaluation.target}, {evaluation.split or 'held-out'} tasks, {how}")
+
+    if evaluation.out:
+        report = {"target": evaluation.target, "env": config.env.name, "split": evaluation.split, "runs": runs}
+        evaluation.out.parent.mkdir(parents=True, exist_ok=True)
+        evaluation.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return 0
 
 
-def configure(request: Request) -> Config:
+def configure(evaluation: Evaluation) -> Config:
     """The evaluation's configuration: that of the target's own run, else of the environment's recipe.
 
     Raises ConfigError, one line, where target, environment, split or number of episodes do not fit.
     """
-    target = find_target(request.target)
-    recipe = _recipe(request, target)
+    target = find_target(evaluation.target)
     overrides = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.save_batches=false"]
-    if request.split is not None:
-        overrides.append(f"env.options.eval_split={request.split}")
-    config = load_config(recipe, [*overrides, *request.overrides])
-    if request.split is not None and "eval_split" not in load_family(config.env.name).Options.model_fields:
-        raise ConfigError(f"--split {request.split}: env {config.env.name!r} has no splits to choose from")
-    folder = _started_from(target) if target.checkpoint else target.path
-    resume = Path(target.path) if target.checkpoint else None
-    model = config.model if folder is None else ModelConfig(path=folder, dtype=config.model.dtype)
-    config = config.model_copy(update={"resume": resume, "model": model})
+    if evaluation.split is not None:
+        overrides.append(f"env.options.eval_split={evaluation.split}")
+    config = load_config(_recipe(evaluation, target), [*overrides, *evaluation.overrides])
+    if evaluation.split is not None and "eval_split" not in load_family(config.env.name).Options.model_fields:
+        raise ConfigError(f"--split {evaluation.split}: env {config.env.name!r} has no splits to choose from")
+
     available = make_family(config).task_count("eval")
-    tasks = available if request.episodes is None else request.episodes
+    tasks = available if evaluation.episodes is None else evaluation.episodes
     if not 1 <= tasks <= available:
         raise ConfigError(f"--episodes {tasks}: env {config.env.name!r} has {available} held-out tasks here")
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": tasks, "every": 0})})
+
+    folder = _started_from(target) if target.is_checkpoint else target.path
+    changes = {
+        "resume": Path(target.path) if target.is_checkpoint else None,
+        "model": config.model if folder is None else ModelConfig(path=folder, dtype=config.model.dtype),
+        "eval": config.eval.model_copy(update={"tasks": tasks, "every": 0}),
+    }
+    return config.model_copy(update=changes)
 
 
 def find_target(text: str) -> Target:
     """A checkpoint folder, a run's folder (its newest checkpoint), a model folder or a hub name."""
-    path = Path(text)
+    path = Path(text).absolute()
     if (path / "meta.json").exists():
         try:
             read_meta(path)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
-        return Target(str(path.absolute()), True, _run_of(path.absolute().parent.parent))
+        return Target(str(path), True, _run_of(path.parent.parent))
+
     if (path / "checkpoints").is_dir():
-        complete = sorted(path.glob("checkpoints/step-*/meta.json"), key=lambda file: file.stat().st_mtime)
-        if complete:
-            return replace(find_target(str(complete[-1].parent)), run=_run_of(path.absolute()))
-        raise ConfigError(f"{text!r} is a run without a complete checkpoint")
+        checkpoint = latest(path / "checkpoints")
+        if checkpoint is None:
+            raise ConfigError(f"{text!r} is a run without a complete checkpoint")
+        return replace(find_target(str(checkpoint)), run=_run_of(path))
+
     if path.exists() and not (path / "config.json").exists():
         raise ConfigError(f"{text!r} is neither a checkpoint (meta.json) nor a model folder (config.json)")
-    return Target(str(path.absolute()) if path.exists() else text, False, _run_of(path.absolute().parent))
+    return Target(str(path) if path.exists() else text, False, _run_of(path.parent))
 
 
-def read_episodes(config: Config, run: Path) -> list[Episode]:
+def read_episodes(config: Config, run: Path) -> list[EpisodeResult]:
     """The results of the newest evaluation in a run's folder, by task."""
-    rows = [msgspec.json.decode(line) for line in (run / "evals.jsonl").read_bytes().splitlines()]
-    last = max(row["version"] for row in rows)
+    lines = (run / "evals.jsonl").read_bytes().splitlines()
+    results = [msgspec.json.decode(line, type=EpisodeResult) for line in lines]
+    newest = max(result.version for result in results)
+    results = [result for result in results if result.version == newest]
+
     family = make_family(config)
-    return [
-        Episode(
-            row["task_index"],
-            str(getattr(family.task("eval", row["task_index"]), "task_type", ALL)),
-            row["success"],
-            row["reward"],
-            row["turns"],
-            row["length"],
-        )
-        for row in rows
-        if row["version"] == last
-    ]
+    for result in results:
+        result.label = str(getattr(family.task("eval", result.task_index), "task_type", ALL))
+    return results
 
 
-def summarise(episodes: Sequence[Episode]) -> list[Row]:
+def summarise(episodes: Sequence[EpisodeResult]) -> list[SuccessRow]:
     """One row per task type, in alphabetical order, then all of them together."""
     labels = sorted({episode.label for episode in episodes} - {ALL})
-    chosen = [(label, [episode for episode in episodes if episode.label == label]) for label in labels]
-    return [_row(label, some) for label, some in [*chosen, (ALL, list(episodes))]]
+    by_label = [_row(label, [episode for episode in episodes if episode.label == label]) for label in labels]
+    return [*by_label, _row(ALL, episodes)]
 
 
-def print_table(rows: Sequence[Row], title: str) -> None:
+def print_table(rows: Sequence[SuccessRow], title: str) -> None:
     table = Table("tasks", "episodes", "success", "95 % interval", "turns", "tokens", title=title)
     for row in rows:
         interval = f"{row.low:.3f} - {row.high:.3f}"
-        table.add_row(
-            row.label, str(row.episodes), f"{row.success:.3f}", interval, f"{row.turns:.1f}", f"{row.length:.1f}"
-        )
+        means = f"{row.turns:.1f}", f"{row.length:.1f}"
+        table.add_row(row.label, str(row.episodes), f"{row.success:.3f}", interval, *means)
+
     Console(highlight=False).print(table)
 
 
-def _row(label: str, episodes: Sequence[Episode]) -> Row:
+def _row(label: str, episodes: Sequence[EpisodeResult]) -> SuccessRow:
     count = len(episodes)
     successes = sum(episode.success for episode in episodes)
-    low, high = wilson(successes, count)
-    mean = [sum(values) / max(1, count) for values in ((e.turns for e in episodes), (e.length for e in episodes))]
-    return Row(label, count, successes / max(1, count), low, high, *mean)
+    turns = sum(episode.turns for episode in episodes) / count
+    length = sum(episode.length for episode in episodes) / count
+    return SuccessRow(label, count, successes / count, *wilson(successes, count), turns, length)
 
 
-def _run(config: Config) -> tuple[Path, int]:
-    from launch.plan import make_plan
-    from launch.preflight import check, make_run, resolve_device
-    from launch.recovery import execute
-
-    device = resolve_device(config)
-    plan = make_plan(config, device)
-    prepared, train_tasks, eval_tasks, _ = check(config, device, dry=False)
-    run = make_run(config, device, prepared, train_tasks, eval_tasks, time.time())
-    return run.folder, execute(run, plan, prepared)
-
-
-def _eval(config: Config, temperature: float) -> Any:
-    return config.eval.model_copy(update={"temperature": temperature})
-
-
-def _how(temperature: float) -> str:
-    return f"temperature {temperature:g}" if temperature else "greedy"
-
-
-def _recipe(request: Request, target: Target) -> Path:
+def _recipe(evaluation: Evaluation, target: Target) -> Path:
     """Named, or that of the run that the target came from, or `experiments/<env>_cpu.yaml`."""
-    if request.recipe is not None:
-        return request.recipe
+    env = evaluation.env
+    if evaluation.recipe is not None:
+        return evaluation.recipe
     if target.run is not None:
         own = target.run / "config.yaml"
-        if request.env is None or load_config(own).env.name == request.env:
+        if env is None or load_config(own).env.name == env:
             return own
-    if request.env is None:
-        raise ConfigError(f"{request.target!r} comes from no run: name the environment with --env")
-    recipe = RECIPES / f"{request.env}_cpu.yaml"
+    if env is None:
+        raise ConfigError(f"{evaluation.target!r} comes from no run: name the environment with --env")
+
+    recipe = SHIPPED / f"{env}_cpu.yaml"
     if not recipe.exists():
-        known = ", ".join(sorted(path.name.removesuffix("_cpu.yaml") for path in RECIPES.glob("*_cpu.yaml")))
-        raise ConfigError(f"--env {request.env!r} has no recipe of its own ({known} have): name one with --recipe")
+        known = ", ".join(sorted(path.name.removesuffix("_cpu.yaml") for path in SHIPPED.glob("*_cpu.yaml")))
+        raise ConfigError(f"--env {env!r} has no recipe of its own ({known} have): name one with --recipe")
     return recipe
 
 

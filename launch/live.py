@@ -5,22 +5,24 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from launch.children import Child
-from launch.summary import Observed
-from rl.core.config import Config
+from launch.summary import Children, Observed
 from rl.core.run import RunFile
 
 _REFRESH_S = 0.5
 
 
 class Display:
-    def __init__(self, config: Config, run: RunFile) -> None:
-        self._config, self._run = config, run
+    """What the supervisor shows while it watches."""
+
+    def __init__(self, run: RunFile) -> None:
+        self._run = run
+        self._last_step = run.start_step + run.config.steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._notes: list[str] = []
         self._row: dict[str, float] = {}
@@ -28,9 +30,9 @@ class Display:
         self._step = run.start_step
         self._times: deque[float] = deque(maxlen=20)  # when the last steps ended
         self._drawn = 0.0
-        live = config.tracking.live and sys.stdout.isatty()
-        self._live = Live(console=self._console, auto_refresh=False) if live else None
-        if self._live:
+        self._live: Live | None = None
+        if run.config.tracking.live and sys.stdout.isatty():
+            self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
 
     def row(self, step: int, values: dict[str, float]) -> None:
@@ -39,7 +41,8 @@ class Display:
             self._eval[step] = values["eval/accuracy"]
             self._print(f"step {step:4d}  held-out accuracy {values['eval/accuracy']:.3f}")
         if "train/loss" in values:
-            self._step, self._row = step, values
+            self._step = step
+            self._row = values
             self._times.append(time.monotonic())
             self._print(self._line(step, values))
 
@@ -48,7 +51,8 @@ class Display:
         self._notes.append(text)
         self._print(f"! {text}")
 
-    def refresh(self, observed: Observed, children: dict[tuple[str, int], Child]) -> None:
+    def refresh(self, observed: Observed, children: Children) -> None:
+        """Draw the table, where the terminal is one and the last drawing is old enough."""
         now = time.monotonic()
         if self._live is None or now - self._drawn < _REFRESH_S:
             return
@@ -61,19 +65,19 @@ class Display:
             self._live = None
         self._print(f"ending: {reason}")
 
-    def close(self, summary: dict[str, object], error: Exception | None, interrupted: bool) -> None:
+    def close(self, summary: dict[str, Any], error: Exception | None, interrupted: bool) -> None:
+        """The first cause of a failure with its `detail`, or what came out."""
         if error is not None:
-            detail = getattr(error, "detail", "")
-            if detail:
+            if detail := getattr(error, "detail", ""):
                 self._console.print(detail.rstrip(), markup=False)
             self._console.print(f"fresco: {error}", markup=False, style="bold red")
             return
         if interrupted:
             self._print("interrupted; every process has ended")
             return
-        evaluation = summary.get("eval")
-        if isinstance(evaluation, dict):
-            self._print(f"held-out accuracy {evaluation['first']:.3f} -> {evaluation['last']:.3f}")
+
+        if accuracy := summary["eval"]:
+            self._print(f"held-out accuracy {accuracy['first']:.3f} -> {accuracy['last']:.3f}")
         self._print(f"summary: {self._run.folder / 'summary.json'}")
 
     def _print(self, text: str) -> None:
@@ -84,31 +88,32 @@ class Display:
         """From the pace of the last steps; the start of the processes says nothing about it."""
         if len(self._times) < 2:
             return "?"
+
         pace_s = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-        seconds = pace_s * (self._run.start_step + self._config.steps - self._step)
+        seconds = pace_s * (self._last_step - self._step)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
 
     def _line(self, step: int, values: dict[str, float]) -> str:
-        last = self._run.start_step + self._config.steps
+        unknown = float("nan")
         return (
-            f"step {step:4d}/{last}  reward {values.get('rollout/reward', float('nan')):.3f}  "
-            f"loss {values['train/loss']:+.4f}  kl {values.get('loss/kl_behavior', float('nan')):.4f}  "
-            f"entropy {values.get('loss/entropy', float('nan')):.3f}  stale {values.get('staleness/mean', 0.0):.2f}  "
+            f"step {step:4d}/{self._last_step}  reward {values.get('rollout/reward', unknown):.3f}  "
+            f"loss {values['train/loss']:+.4f}  kl {values.get('loss/kl_behavior', unknown):.4f}  "
+            f"entropy {values.get('loss/entropy', unknown):.3f}  stale {values.get('staleness/mean', 0.0):.2f}  "
             f"{values.get('tokens_per_second', 0.0):5.0f} tok/s  {values.get('time/step', 0.0):.2f} s/step  "
             f"left {self._remaining()}"
         )
 
-    def _table(self, observed: Observed, children: dict[tuple[str, int], Child]) -> Table:
-        elapsed = time.time() - observed.started_at
-        last = self._run.start_step + self._config.steps
-        table = Table(title=f"{self._config.name}  step {self._step}/{last}  {elapsed:.0f} s, left {self._remaining()}")
-        table.add_column("process")
-        table.add_column("state")
-        table.add_column("waited for (s)")
+    def _table(self, observed: Observed, children: Children) -> Table:
+        elapsed_s = time.time() - observed.started_at
+        where = f"{self._run.config.name}  step {self._step}/{self._last_step}"
+        title = f"{where}  {elapsed_s:.0f} s, left {self._remaining()}"
+        table = Table("process", "state", "waited for (s)", title=title)
+
         for child in children.values():
             state = "starting" if not child.registered else "busy" if child.busy else "idle"
             waits = ", ".join(f"{whom} {seconds:.0f}" for whom, seconds in child.waits.items())
             table.add_row(child.name, state, waits)
+
         if self._row:
             table.add_row("[bold]last step[/bold]", "", self._line(self._step, self._row))
         for step, accuracy in list(self._eval.items())[-3:]:

@@ -10,8 +10,6 @@ from rl.core.config import Config
 from rl.core.run import RunFile
 from rollout.generator.engines.environment import engine_environment
 
-ROLES = ("broker", "proxy", "generator", "env_server", "learner")
-
 
 @dataclass(frozen=True)
 class ProcessSpec:
@@ -27,13 +25,13 @@ class ProcessSpec:
         return f"{self.role}.{self.index}"
 
     def command(self, run: RunFile, incarnation: int) -> list[str]:
-        return [
-            sys.executable, "-m", self.module,
-            "--run", str(run.folder), "--index", str(self.index), "--incarnation", str(incarnation),
-        ]  # fmt: skip
+        """The command line of this process; `rl.core.run` reads it."""
+        options = {"--run": run.folder, "--index": self.index, "--incarnation": incarnation}
+        return [sys.executable, "-m", self.module, *(str(part) for option in options.items() for part in option)]
 
 
 def gpus_needed(config: Config) -> int:
+    """GPUs of the engines and learner ranks that compute; simulated ones need none."""
     generators = config.generator.count * config.generator.tensor_parallel if config.generator.engine == "vllm" else 0
     return generators + (config.learner.ranks if config.learner.kind == "fsdp" else 0)
 
@@ -45,34 +43,40 @@ def make_plan(config: Config, device: str, cores: list[int] | None = None) -> li
     the scheduler shares them better than a fixed split.
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    heavy = config.generator.count + config.learner.ranks
-    per_process = len(cores) // (heavy + 1)  # one share stays for broker, proxy and environment servers
-    shares = [tuple(cores[i * per_process : (i + 1) * per_process]) for i in range(heavy)]
-    learner_module = "rl.learner.process" if config.learner.kind == "fsdp" else "rl.learner.simulated"
-    tensor_parallel = config.generator.tensor_parallel
-    first_learner_gpu = config.generator.count * tensor_parallel
+    generators = config.generator.count
+    ranks = config.learner.ranks
+    per_process = len(cores) // (generators + ranks + 1)  # one share stays for broker, proxy and environment servers
+
+    def gpus(first: int, count: int) -> tuple[int, ...]:
+        return tuple(range(first, first + count)) if device == "cuda" else ()
+
+    def share(place: int) -> tuple[int, ...]:
+        return tuple(cores[place * per_process : (place + 1) * per_process])
 
     plan = [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
-    for rank in range(config.learner.ranks):  # first: the weights it publishes are what everyone waits for
-        gpus: tuple[int, ...] = (first_learner_gpu + rank,) if device == "cuda" else ()
-        environment = _environment(gpus, config.learner.threads)
-        plan.append(
-            ProcessSpec("learner", rank, learner_module, gpus, shares[config.generator.count + rank], environment)
-        )
-    for index in range(config.generator.count):
-        gpus = tuple(range(index * tensor_parallel, (index + 1) * tensor_parallel)) if device == "cuda" else ()
-        environment = _environment(gpus, config.generator.threads) | engine_environment(config, device)
-        plan.append(ProcessSpec("generator", index, "rollout.generator.process", gpus, shares[index], environment))
+
+    # Learner ranks start first: the weights that they publish are what everyone waits for.
+    learner = "rl.learner.process" if config.learner.kind == "fsdp" else "rl.learner.simulated"
+    tensor_parallel = config.generator.tensor_parallel
+    for rank in range(ranks):
+        own = gpus(generators * tensor_parallel + rank, 1)
+        environment = _environment(own, config.learner.threads)
+        plan.append(ProcessSpec("learner", rank, learner, own, share(generators + rank), environment))
+
+    for index in range(generators):
+        own = gpus(index * tensor_parallel, tensor_parallel)
+        environment = _environment(own, config.generator.threads) | engine_environment(config, device)
+        plan.append(ProcessSpec("generator", index, "rollout.generator.process", own, share(index), environment))
+
     for index in range(config.env.servers):
         plan.append(ProcessSpec("env_server", index, "envs.server", environment=_environment((), 1)))
     return plan
 
 
 def _environment(gpus: tuple[int, ...], threads: int) -> dict[str, str]:
-    values = {
+    return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the other processes of a small machine
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
     }
-    return values

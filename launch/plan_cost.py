@@ -9,10 +9,11 @@ Training time scales with 1 / ranks, generation with the number of generators; b
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
+from matplotlib.figure import Figure
 from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
@@ -31,7 +32,7 @@ MEASURED_STEPS = 8
 ENOUGH = 0.98  # of the best speed: of what reaches it, the freshest is the choice
 
 
-class Option(Struct, frozen=True):
+class Candidate(Struct, frozen=True):
     """One line of the plan; seconds are per training step."""
 
     generators: int
@@ -53,28 +54,44 @@ class Option(Struct, frozen=True):
         return bool(self.extra_groups or self.extra_episodes)
 
 
-def options(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Option]:
+COLUMNS: dict[str, Callable[[Candidate], str]] = {
+    "generators": lambda candidate: f"{candidate.generators}",
+    "ranks": lambda candidate: f"{candidate.ranks}",
+    "alpha": lambda candidate: f"{candidate.alpha:g}",
+    "extra": lambda candidate: f"{candidate.extra_groups}+{candidate.extra_episodes}",
+    "step s": lambda candidate: f"{candidate.result.step_s:.3g}",
+    "tokens/s": lambda candidate: f"{candidate.result.useful_tokens_per_s:,.0f}",
+    "gen idle": lambda candidate: f"{candidate.result.generator_idle:.0%}",
+    "train idle": lambda candidate: f"{candidate.result.learner_idle:.0%}",
+    "staleness": lambda candidate: f"{candidate.result.staleness:.2f}",
+    "kept/issued": lambda candidate: f"{candidate.result.kept_over_issued:.2f}",
+    "x bound": lambda candidate: f"{candidate.over_bound:.2f}",
+}
+"""What the table shows."""
+
+
+def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Candidate]:
     """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out."""
     per_generator = config.generator.tensor_parallel
     base = setting_of(config, measured)
     found = []
-    for ranks in _splits(gpus, per_generator):
+
+    for ranks, alpha, (groups, episodes) in itertools.product(_splits(gpus, per_generator), alphas, REDUNDANCIES):
         generators = (gpus - ranks) // per_generator
         trainer = replace(base.trainer, step_s=measured.train_s * measured.ranks / ranks)
         machine = replace(base.with_engine(count=generators), trainer=trainer, measured=MEASURED_STEPS)
-        for alpha in alphas:
-            for extra_groups, extra_episodes in REDUNDANCIES:
-                setting = machine.with_broker(
-                    steps=1_000_000, alpha=alpha, redundant_groups=extra_groups, redundant_episodes=extra_episodes
-                )
-                world = World(setting, limit_s=1e7)
-                try:
-                    result = world.run()
-                except SimulationStopped:
-                    continue
-                steps = len(result.step_times)
-                bound = lower_bound_s(setting, world.record.batches[:steps]) / steps
-                found.append(Option(generators, ranks, alpha, extra_groups, extra_episodes, result, bound))
+        setting = machine.with_broker(
+            steps=1_000_000, alpha=alpha, redundant_groups=groups, redundant_episodes=episodes
+        )
+        world = World(setting, limit_s=1e7)
+        try:
+            result = world.run()
+        except SimulationStopped:
+            continue
+
+        steps = len(result.step_times)
+        bound_s = lower_bound_s(setting, world.record.batches[:steps]) / steps
+        found.append(Candidate(generators, ranks, alpha, groups, episodes, result, bound_s))
     return found
 
 
@@ -85,29 +102,22 @@ def _splits(gpus: int, per_generator: int, most: int = 6) -> list[int]:
     return possible[stride // 2 :: stride]
 
 
-def best(found: list[Option]) -> Option:
+def best(found: list[Candidate]) -> Candidate:
     """Useful tokens per second decide; within 2 % the smaller alpha, then the least redundancy."""
-    top = max(option.result.useful_tokens_per_s for option in found)
-    good = [option for option in found if option.result.useful_tokens_per_s >= ENOUGH * top]
-    return min(good, key=lambda o: (o.alpha, o.extra_groups + o.extra_episodes, -o.result.useful_tokens_per_s))
+    top = max(candidate.result.useful_tokens_per_s for candidate in found)
+    good = [candidate for candidate in found if candidate.result.useful_tokens_per_s >= ENOUGH * top]
+    return min(good, key=lambda c: (c.alpha, c.extra_groups + c.extra_episodes, -c.result.useful_tokens_per_s))
 
 
-def _show(found: list[Option], chosen: Option, config: Config, console: Console) -> None:
-    names = ("generators", "ranks", "alpha", "extra", "step s", "tokens/s", "gen idle", "train idle", "staleness",
-             "kept/issued", "x bound")  # fmt: skip
-    table = Table(*names, title=f"{config.name}: predicted", box=None)
-    for column in table.columns:
-        column.justify = "right"
-    for option in sorted(found, key=lambda o: -o.result.useful_tokens_per_s):
-        result = option.result
-        cells = (
-            f"{option.generators}", f"{option.ranks}", f"{option.alpha:g}",
-            f"{option.extra_groups}+{option.extra_episodes}", f"{result.step_s:.3g}",
-            f"{result.useful_tokens_per_s:,.0f}", f"{result.generator_idle:.0%}", f"{result.learner_idle:.0%}",
-            f"{result.staleness:.2f}", f"{result.kept_over_issued:.2f}", f"{option.over_bound:.2f}",
-        )  # fmt: skip
-        table.add_row(*cells, style="bold" if option is chosen else "")
+def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Console) -> None:
+    table = Table(title=f"{config.name}: predicted", box=None)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for candidate in sorted(found, key=lambda c: -c.result.useful_tokens_per_s):
+        cells = (show(candidate) for show in COLUMNS.values())
+        table.add_row(*cells, style="bold" if candidate is chosen else "")
     console.print(table)
+
     console.print(
         f"best: generator.count={chosen.generators} learner.ranks={chosen.ranks} rollout.alpha={chosen.alpha:g} "
         f"rollout.redundant_groups={chosen.extra_groups} rollout.redundant_episodes={chosen.extra_episodes}\n"
@@ -118,73 +128,73 @@ def _show(found: list[Option], chosen: Option, config: Config, console: Console)
     )
 
 
-def _plot(found: list[Option], chosen: Option, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure_of(found, chosen).savefig(path, dpi=110)
-
-
-def figure_of(found: list[Option], chosen: Option) -> Any:
+def figure_of(found: list[Candidate], chosen: Candidate) -> Figure:
     """Useful tokens a second over training GPUs: dashed with redundancy, dotted the bound of the chosen setting's
     line, a star at the choice."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(6.0, 3.6), layout="tight")
     axis = figure.subplots()
-    for alpha in sorted({option.alpha for option in found}):
-        colour = None
-        for redundant, style in ((False, "o-"), (True, "x--")):
-            line = sorted((o for o in found if o.alpha == alpha and o.redundant == redundant), key=lambda o: o.ranks)
-            label = f"alpha {alpha:g}" + (", redundant" if redundant else "")
-            speeds = [o.result.useful_tokens_per_s for o in line]
-            (drawn,) = axis.plot([o.ranks for o in line], speeds, style, label=label, color=colour)
-            colour = drawn.get_color()
-    alike = sorted(
-        (o for o in found if (o.alpha, o.redundant) == (chosen.alpha, chosen.redundant)), key=lambda o: o.ranks
-    )
-    bounds = [o.result.useful_tokens_per_s * o.result.step_s / o.lower_bound_s for o in alike]
-    axis.plot([o.ranks for o in alike], bounds, "k:", label=f"bound, alpha {chosen.alpha:g}")
+    lines: dict[tuple[float, bool], list[Candidate]] = {}
+    for candidate in sorted(found, key=lambda c: (c.alpha, c.redundant, c.ranks)):
+        lines.setdefault((candidate.alpha, candidate.redundant), []).append(candidate)
+
+    colours = {alpha: f"C{place}" for place, alpha in enumerate(sorted({alpha for alpha, _ in lines}))}
+    for (alpha, redundant), line in lines.items():
+        label = f"alpha {alpha:g}" + (", redundant" if redundant else "")
+        speeds = [candidate.result.useful_tokens_per_s for candidate in line]
+        style = "x--" if redundant else "o-"
+        axis.plot([candidate.ranks for candidate in line], speeds, style, label=label, color=colours[alpha])
+
+    alike = lines[chosen.alpha, chosen.redundant]
+    bounds = [c.result.useful_tokens_per_s * c.result.step_s / c.lower_bound_s for c in alike]
+    axis.plot([candidate.ranks for candidate in alike], bounds, "k:", label=f"bound, alpha {chosen.alpha:g}")
     axis.plot([chosen.ranks], [chosen.result.useful_tokens_per_s], "k*", markersize=14, label="chosen")
     axis.set(xlabel="training GPUs", ylabel="useful tokens per second")
     axis.legend(fontsize="small")
     return figure
 
 
-def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
+def plan(arguments: argparse.Namespace) -> int:
     """Print the table and the choice, write the plot. Raises ConfigError for what cannot be planned."""
-    config, measured = _inputs(arguments, overrides)
+    config, measured = _inputs(arguments)
     gpus = arguments.gpus or config.generator.count * config.generator.tensor_parallel + config.learner.ranks
     if gpus < 1 + config.generator.tensor_parallel:
         raise ConfigError(f"--gpus={gpus} leaves no GPU for training beside one generator: give {gpus + 1} or more")
-    found = options(config, measured, gpus)
+    found = candidates(config, measured, gpus)
     if not found:
         raise ConfigError("no split of these GPUs can run this recipe: see generator.max_model_len and timeouts")
+
     chosen = best(found)
     console = Console(file=sys.stdout, width=120)
     _show(found, chosen, config, console)
     if measured.seconds_per_step:
-        sizes = f"{measured.prompt_tokens} and {measured.observation_tokens} tokens of prompt and observation, "
-        console.print(
-            f"fitted: {measured.length.mean:.4g} tokens a turn, {measured.turns.mean:.3g} turns, "
-            f"{sizes if measured.prompt_tokens is not None else ''}{measured.step_s.mean:.3g} s of environment a turn, "
-            f"{measured.train_s:.3g} s of training, {measured.decode_base_s:.3g} s a token\n"
-            f"assumed, not fitted: {'; '.join(measured.guessed)}",
-            soft_wrap=True,
-        )
-        again = World(setting_of(config, measured)).run()
-        console.print(
-            f"the run took {measured.seconds_per_step:.3g} s a step; simulated as it was: {again.step_s:.3g} s"
-        )
-    _plot(found, chosen, arguments.plot)
+        _show_fit(config, measured, console)
+
+    arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+    figure_of(found, chosen).savefig(arguments.plot, dpi=110)
     console.print(f"plot: {arguments.plot}")
     return 0
 
 
-def _inputs(arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, Measured]:
+def _show_fit(config: Config, measured: Measured, console: Console) -> None:
+    """What a finished run says, and how well the simulator repeats it."""
+    sizes = f"{measured.prompt_tokens} and {measured.observation_tokens} tokens of prompt and observation, "
+    console.print(
+        f"fitted: {measured.length.mean:.4g} tokens a turn, {measured.turns.mean:.3g} turns, "
+        f"{sizes if measured.prompt_tokens is not None else ''}{measured.step_s.mean:.3g} s of environment a turn, "
+        f"{measured.train_s:.3g} s of training, {measured.decode_base_s:.3g} s a token\n"
+        f"assumed, not fitted: {'; '.join(measured.guessed)}",
+        soft_wrap=True,
+    )
+    again = World(setting_of(config, measured)).run()
+    console.print(f"the run took {measured.seconds_per_step:.3g} s a step; simulated as it was: {again.step_s:.3g} s")
+
+
+def _inputs(arguments: argparse.Namespace) -> tuple[Config, Measured]:
     if arguments.run is not None:
         return read_run(arguments.run)
     if arguments.recipe is None:
         raise ConfigError("fresco plan needs a recipe, or --run with a finished run's folder")
-    config = load_config(arguments.recipe, overrides)
+    config = load_config(arguments.recipe, arguments.overrides)
     return config, assumed(config, arguments.train_s, _latency(arguments.env_s))
 
 
@@ -192,7 +202,7 @@ def _latency(text: str | None) -> Gaussian | None:
     if text is None:
         return None
     try:
-        mean, sigma = (float(part) for part in text.split(","))
+        mean, sigma = map(float, text.split(","))
     except ValueError:
         raise ConfigError(f"--env-s={text!r} is not MEAN,SIGMA in seconds: for instance --env-s=10,5") from None
     return Gaussian(mean, sigma)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
 import subprocess
 import tempfile
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -15,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.registry import validate_env, validate_options
-from launch.plan import ProcessSpec, gpus_needed
+from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
 from rl.core.checkpoint_folder import CheckpointError, Meta, read_meta
 from rl.core.config import Config, ConfigError
@@ -26,10 +28,18 @@ from rl.weights.segment import check_space, sweep_stale
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 
 
-def resolve_device(config: Config) -> str:
-    if config.device != "auto":
-        return config.device
-    return "cuda" if visible_gpus() else "cpu"
+@dataclass(frozen=True)
+class Preflight:
+    """A configuration that can run here, and what was found out on the way."""
+
+    config: Config
+    device: str
+    plan: list[ProcessSpec]
+    prepared: Prepared
+    train_tasks: int
+    eval_tasks: int
+    unchecked: list[str]
+    """What a dry run could not check, a line each."""
 
 
 def visible_gpus() -> int:
@@ -40,39 +50,50 @@ def visible_gpus() -> int:
     return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
 
 
-def check(config: Config, device: str, *, dry: bool) -> tuple[Prepared, int, int, list[str]]:
-    """Returns (prepared model, train tasks, eval tasks, what a dry run could not check)."""
+def check(config: Config, *, dry: bool) -> Preflight:
+    """Everything that does not need the run's processes. Raises ConfigError; a dry run fetches and makes nothing."""
     unchecked: list[str] = []
     _check_ports(config)
-    if device == "cuda" and visible_gpus() < gpus_needed(config):
-        shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {visible_gpus()}"
-        if not dry:
-            raise ConfigError(f"device=cuda: {shortage}; lower generator.count or learner.ranks, or set device=cpu")
-        unchecked.append(shortage)
-    on_hub = config.model.path != "tiny" and not Path(config.model.path).exists()
-    resolve = not (dry and (on_hub or config.model.path == "tiny"))
-    if not resolve:
-        unchecked.append(f"model.path={config.model.path!r} is not resolved in a dry run")
-    prepared = prepare(config, resolve_model=resolve)
+    device = _check_device(config, dry, unchecked)
+
+    path = config.model.path
+    resolve_model = not dry or (path != "tiny" and Path(path).exists())
+    if not resolve_model:
+        unchecked.append(f"model.path={path!r} is not resolved in a dry run")
+    prepared = prepare(config, resolve_model=resolve_model)
     train_tasks, eval_tasks = _count_tasks(config, dry, unchecked)
+
     sweep_stale()
     if config.weights.transport == "shm" and prepared.weight_bytes:
         check_space(prepared.weight_bytes, config.weights.slots)
-    return prepared, train_tasks, eval_tasks, unchecked
+    return Preflight(config, device, make_plan(config, device), prepared, train_tasks, eval_tasks, unchecked)
+
+
+def _check_device(config: Config, dry: bool, unchecked: list[str]) -> str:
+    """`cpu` or `cuda`; on the latter the plan's GPUs must be there."""
+    gpus = visible_gpus()
+    device = config.device if config.device != "auto" else "cuda" if gpus else "cpu"
+    if device == "cuda" and gpus < gpus_needed(config):
+        shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {gpus}"
+        if not dry:
+            raise ConfigError(f"device=cuda: {shortage}; lower generator.count or learner.ranks, or set device=cpu")
+        unchecked.append(shortage)
+    return device
 
 
 def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int]:
+    validate_options(config)
     source = str(config.env.options.get("source", ""))
     on_hub = "/" in source and not source.startswith(("/", ".")) and not Path(source).exists()
-    validate_options(config)
     if dry and on_hub:
         unchecked.append(f"env.options.source={source!r} is not read in a dry run")
         return 0, 0
+
     train_tasks, eval_tasks = validate_env(config, dry)
-    if train_tasks < config.rollout.groups_per_batch:
+    groups = config.rollout.groups_per_batch
+    if train_tasks < groups:
         raise ConfigError(
-            f"rollout.groups_per_batch={config.rollout.groups_per_batch}: env {config.env.name!r} has only "
-            f"{train_tasks} training tasks"
+            f"rollout.groups_per_batch={groups}: env {config.env.name!r} has only {train_tasks} training tasks"
         )
     return train_tasks, eval_tasks
 
@@ -80,12 +101,15 @@ def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, 
 def _check_ports(config: Config) -> None:
     if config.network.transport != "tcp":
         return
+
     count = 8 + 2 * config.learner.ranks + config.generator.count
-    first, last = config.network.base_port, config.network.base_port + count - 1
+    first = config.network.base_port
+    last = first + count - 1
     if last > 65535:
         raise ConfigError(
             f"network.base_port={first}: {count} ports are needed and the last would be {last}; at most {65536 - count}"
         )
+
     for port in range(first, last + 1):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,27 +123,27 @@ def _check_ports(config: Config) -> None:
                 ) from None
 
 
-def make_run(
-    config: Config, device: str, prepared: Prepared, train_tasks: int, eval_tasks: int, started: float
-) -> RunFile:
+def make_run(checked: Preflight, started: float) -> RunFile:
     """The run's folder and run.json. An earlier folder of the same name is kept beside it, numbered."""
+    config = checked.config
     folder = (config.runs / config.name).absolute()
     meta = _resume_from(config)
     if folder.exists():
         config = _set_aside(folder, config)
     folder.mkdir(parents=True)
     (folder / "pid").write_text(str(os.getpid()))
+
     run = RunFile(
         config=config,
         run_id=uuid.uuid4().hex[:8],
         folder=folder,
         socket_folder=_socket_folder(folder),
-        device=device,
+        device=checked.device,
         epoch=meta.epoch + 1 if meta else 0,
         start_step=meta.step if meta else 0,
-        model_folder=prepared.folder,
-        train_tasks=train_tasks,
-        eval_tasks=min(eval_tasks, config.eval.tasks) if eval_tasks else config.eval.tasks,
+        model_folder=checked.prepared.folder,
+        train_tasks=checked.train_tasks,
+        eval_tasks=min(checked.eval_tasks or config.eval.tasks, config.eval.tasks),
         started_at=started,
     )
     if config.network.transport == "tcp":
@@ -164,36 +188,39 @@ def _resume_from(config: Config) -> Meta | None:
 def _set_aside(folder: Path, config: Config) -> Config:
     """Keep an earlier folder of the same name, numbered; a checkpoint to resume from may move with it."""
     _refuse_live(folder)
-    number = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
-    moved = folder.with_name(f"{folder.name}.{number}")
+    numbered = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    moved = next(path for path in numbered if not path.exists())
     folder.rename(moved)
+
     if config.resume is not None and config.resume.absolute().is_relative_to(folder):
         return config.model_copy(update={"resume": moved / config.resume.absolute().relative_to(folder)})
     return config
 
 
-def print_plan(config: Config, device: str, plan: list[ProcessSpec], unchecked: list[str]) -> None:
+def print_plan(checked: Preflight) -> None:
     """What `--dry-run` shows: processes, devices, pinning, endpoints, and what could not be checked here."""
-    folder = (config.runs / config.name).absolute()
-    run = RunFile(
-        config=config, run_id="0" * 8, folder=folder, socket_folder=folder / "ipc", device=device,
-        train_tasks=0, eval_tasks=0, started_at=0.0,
-    )  # fmt: skip
     console = Console(highlight=False)
-    processes = Table("process", "module", "device", "cores", title=f"{len(plan)} processes")
-    for spec in plan:
+    processes = Table("process", "module", "device", "cores", title=f"{len(checked.plan)} processes")
+    for spec in checked.plan:
         where = f"cuda:{','.join(map(str, spec.gpus))}" if spec.gpus else "cpu"
         cores = f"{spec.cores[0]}-{spec.cores[-1]}" if spec.cores else "shared"
         processes.add_row(spec.name, spec.module, where, cores)
     console.print(processes)
-    for role in dict.fromkeys(spec.role for spec in plan if spec.environment):
-        shared = next(spec.environment for spec in plan if spec.role == role)
-        variables = " ".join(f"{key}={value}" for key, value in shared.items() if key != "CUDA_VISIBLE_DEVICES")
-        console.print(f"environment of each {role}: {variables}", markup=False, soft_wrap=True)
+
+    environments: dict[str, dict[str, str]] = {}
+    for spec in checked.plan:
+        environments.setdefault(spec.role, spec.environment)
+    for role, values in environments.items():
+        if variables := [f"{key}={value}" for key, value in values.items() if key != "CUDA_VISIBLE_DEVICES"]:
+            console.print(f"environment of each {role}: {' '.join(variables)}", markup=False, soft_wrap=True)
+
+    folder = (checked.config.runs / checked.config.name).absolute()
+    run = RunFile.model_construct(config=checked.config, folder=folder, socket_folder=folder / "ipc")
     sockets = Table("socket", "endpoint", title="endpoints")
     for name, endpoint in run.endpoints().items():
         sockets.add_row(name, endpoint)
     console.print(sockets)
-    for line in unchecked:
+
+    for line in checked.unchecked:
         console.print(f"not checked here: {line}", markup=False)
     console.print("dry run: the configuration is valid; nothing was started")

@@ -28,6 +28,7 @@ def prepare(config: Config, *, resolve_model: bool = True) -> Prepared:
     """Resolve the model and validate the algorithm. Raises ConfigError with one line."""
     if config.learner.kind == "simulated" and config.generator.engine == "simulated":
         return Prepared(None, config.learner.simulated_weight_bytes)
+
     child = subprocess.run(
         [sys.executable, "-m", "launch.prepare", "1" if resolve_model else "0"],
         input=config.model_dump_json().encode(),
@@ -35,9 +36,10 @@ def prepare(config: Config, *, resolve_model: bool = True) -> Prepared:
         env=os.environ | {"FRESCO_PARENT_PID": str(os.getpid())},
     )
     try:
-        answer = json.loads(child.stdout.decode().splitlines()[-1])
+        answer = json.loads(child.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         raise ConfigError(f"preparing the model failed (exit code {child.returncode}); see the lines above") from None
+
     if "error" in answer:
         raise ConfigError(answer["error"])
     return Prepared(Path(answer["folder"]) if answer["folder"] else None, answer["weight_bytes"])
@@ -57,10 +59,13 @@ def _base_folder(config: Config) -> Path:
         from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 
         return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
-    if (folder := Path(path)).exists():
+
+    folder = Path(path)
+    if folder.exists():
         if not (folder / "config.json").exists():
             raise ConfigError(f"model.path={path!r}: no config.json in this folder")
         return folder.resolve()
+
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"model.path={path!r}: no such folder")
     from huggingface_hub import snapshot_download
@@ -82,8 +87,8 @@ def _weight_bytes(folder: Path, dtype: str) -> int:
             sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if not sizes:
         raise ConfigError(f"model.path: no safetensors file in {str(folder)!r}")
-    if "lm_head.weight" not in sizes:
-        sizes["lm_head.weight"] = sizes.get("model.embed_tokens.weight", 0)
+
+    sizes.setdefault("lm_head.weight", sizes.get("model.embed_tokens.weight", 0))
     return sum(sizes.values()) * (4 if dtype == "float32" else 2)
 
 
@@ -99,14 +104,12 @@ def _check_algorithm(config: Config) -> None:
 def _main() -> None:
     die_with_parent()
     config = Config.model_validate_json(sys.stdin.read())
-    answer: dict[str, object]
+    answer: dict[str, object] = {"folder": None, "weight_bytes": 0}
     try:
         _check_algorithm(config)
         if sys.argv[1] == "1":
             folder = _model_folder(config)
             answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
-        else:
-            answer = {"folder": None, "weight_bytes": 0}
     except ConfigError as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))

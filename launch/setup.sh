@@ -4,7 +4,8 @@ set -euo pipefail
 FRESCO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$FRESCO_ROOT"
 _pins="${FRESCO_REQUIREMENTS:-requirements/cpu.txt}"
-_stamp=".venv/.installed-$(cat "$_pins" setup.py | sha256sum | cut -c1-16)"
+# What is installed depends on the pins and on the package's metadata, not on the settings of tools below it.
+_stamp=".venv/.installed-$({ cat "$_pins"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; } | sha256sum | cut -c1-16)"
 if [ ! -e "$_stamp" ]; then
     _python="${FRESCO_PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
     [ -n "$_python" ] || { echo "fresco: no python3.11 found; install it (apt-get install python3.11-venv)" >&2; exit 1; }

@@ -4,65 +4,62 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from launch.children import Child
 from rl.core.run import RunFile
 
+Children = dict[tuple[str, int], Child]
+"""The living processes by role and index."""
+BROKER_KEYS = ("ledger_closed", "kept", "issued", "cut", "kept_against_cut", "hedged", "hedges_won", "quarantines")
 
+
+@dataclass
 class Observed:
-    """What the supervisor saw itself: wall-clock marks, the last rows, and time spent by process."""
+    """What the supervisor saw itself: wall-clock marks, evaluations, and how long generators had nothing to do."""
 
-    def __init__(self, started_at: float, start_step: int) -> None:
-        self.started_at = started_at
-        self.start_step = start_step
-        self.step = start_step
-        self.first_update_s: float | None = None
-        self.last_row: dict[str, float] = {}
-        self.evals: list[tuple[int, float]] = []
-        self._idle = 0.0  # of generators that have died
-        self._alive = 0.0
-        self._generators: dict[tuple[int, int], tuple[float, float]] = {}
+    started_at: float
+    step: int
+    first_update_s: float | None = None
+    evals: list[tuple[int, float]] = field(default_factory=list)
+    _dead_generators: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, step: int, values: dict[str, float]) -> None:
+        """A row of metrics."""
         if "eval/accuracy" in values:
             self.evals.append((step, values["eval/accuracy"]))
         if "train/loss" in values:
             self.step = step
-            self.last_row = values
             if self.first_update_s is None:
                 self.first_update_s = time.time() - self.started_at
 
-    def step_values(self, step: int, children: dict[tuple[str, int], Child]) -> dict[str, float]:
+    def step_values(self, children: Children) -> dict[str, float]:
         """Columns that only the supervisor knows: who waited for whom, queue depths, idle generators."""
         values: dict[str, float] = {"time/elapsed": time.time() - self.started_at}
         for child in children.values():
-            prefix = child.name
-            values |= {f"wait/{prefix}/{whom}": seconds for whom, seconds in child.waits.items()}
-            values |= {f"{prefix}/{key}": value for key, value in child.stats.items()}
+            values |= {f"wait/{child.name}/{whom}": seconds for whom, seconds in child.waits.items()}
+            values |= {f"{child.name}/{key}": value for key, value in child.stats.items()}
+
         values["generator_idle_fraction"] = self.idle_fraction(children)
         return values
 
-    def bury(self, child: Child) -> None:
+    def child_died(self, child: Child) -> None:
         """Keep the idle time of a generator that is being replaced."""
         if child.spec.role == "generator":
-            self._idle += child.stats.get("idle_s", 0.0)
-            self._alive += child.stats.get("idle_s", 0.0) + child.stats.get("busy_s", 0.0)
+            self._dead_generators.append(child.stats)
 
-    def idle_fraction(self, children: dict[tuple[str, int], Child]) -> float:
-        idle, alive = self._idle, self._alive
-        for (role, _index), child in children.items():
-            if role == "generator":
-                idle += child.stats.get("idle_s", 0.0)
-                alive += child.stats.get("idle_s", 0.0) + child.stats.get("busy_s", 0.0)
-        return idle / alive if alive else 0.0
-
-
-BROKER_KEYS = ("ledger_closed", "kept", "issued", "cut", "kept_against_cut", "hedged", "hedges_won", "quarantines")
+    def idle_fraction(self, children: Children) -> float:
+        """Share of the generators' seconds without work, those that died included; 0 before the first heartbeat."""
+        alive = [child.stats for child in children.values() if child.spec.role == "generator"]
+        every = [*self._dead_generators, *alive]
+        idle_s = sum(stats.get("idle_s", 0.0) for stats in every)
+        busy_s = sum(stats.get("busy_s", 0.0) for stats in every)
+        return idle_s / (idle_s + busy_s) if idle_s + busy_s else 0.0
 
 
 def build_summary(
-    run: RunFile, reports: dict[str, bytes], observed: Observed, error: str, idle_fraction: float
+    run: RunFile, reports: dict[str, bytes], observed: Observed, error: str, children: Children
 ) -> dict[str, Any]:
     """The keys that every run's summary has; a run that failed has what it got to, and `error`."""
     broker: dict[str, Any] = json.loads(reports.get("broker") or b"{}")
@@ -71,6 +68,7 @@ def build_summary(
     accuracies = [accuracy for _step, accuracy in observed.evals]
     trained = broker.get("ledger", {}).get("tokens", {}).get("trained", 0)
     training_s = learner.get("seconds", seconds)
+
     summary = {
         "name": run.config.name,
         "start_step": run.start_step,
@@ -86,7 +84,7 @@ def build_summary(
         "useful_tokens_per_second": trained / training_s if training_s else 0.0,
         "kept_over_issued_length": broker.get("kept_over_issued_length"),
         "learner_wait_fraction": learner.get("wait_fraction"),
-        "generator_idle_fraction": idle_fraction,
+        "generator_idle_fraction": observed.idle_fraction(children),
         "weight_sync": learner.get("weight_sync"),
         "broker": {key: broker[key] for key in BROKER_KEYS if key in broker},
     }

@@ -14,14 +14,14 @@ import json
 import shutil
 import signal
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 
 import zmq
 
 from launch.children import Child, adopt_orphans, descendants, end_all, end_descendants, log_tail, spawn
 from launch.live import Display
 from launch.plan import ProcessSpec
-from launch.summary import Observed, build_summary
+from launch.summary import Children, Observed, build_summary
 from rl.core.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, ProtocolError, Register, Stop
 from rl.core.run import RunFile
 from rl.core.sockets import PeerGone, identity, open_socket, receive_from, send_to
@@ -29,10 +29,11 @@ from rl.core.tracking import Tracker
 from rl.weights.segment import unlink_segments
 
 _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts
-_TOLD = ("broker", "proxy", "learner")  # who hears of the replaceable ones
+_HEARS_OF_DEATHS = ("broker", "proxy", "learner")
+_CLOSING_REPORTS = {"broker", "learner"}
 _POLL_MS = 50
+_CLOSING_REPORTS_S = 2.0
 _TRACKER_S = 30.0  # an online dashboard may still be sending
-_LAST_WORDS_S = 2.0
 _TRACKER_HURRIED_S = 1.5  # after Ctrl-C or a failure: with timeouts.stop_s, all ends within 10 s
 
 
@@ -48,25 +49,24 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM."""
 
 
-@dataclass
-class _State:
-    children: dict[tuple[str, int], Child] = field(default_factory=dict)
-    restarts: dict[str, int] = field(default_factory=dict)
-    reports: dict[str, bytes] = field(default_factory=dict)  # closing reports by role
-    suspected: dict[str, str] = field(default_factory=dict)  # why a child was killed by us
-    deaths: list[PeerDied] = field(default_factory=list)  # for whoever registers later
-
-
 class Supervisor:
     def __init__(self, run: RunFile, plan: list[ProcessSpec]) -> None:
-        self.run, self.config, self.plan = run, run.config, plan
+        self.lost = False
+        """Broker, proxy or learner was killed: the run may go on from a checkpoint."""
+        self._run = run
+        self._config = run.config
+        self._plan = plan
         self._others = descendants()  # of whoever runs this in a process of theirs
-        self.state = _State()
-        self.observed = Observed(run.started_at, run.start_step)
-        self.tracker = Tracker(self.config.tracking, run.folder, self.config.name, self.config.model_dump(mode="json"))
-        self.display = Display(self.config, run)
-        self.lost = False  # broker, proxy or learner was killed: the run may go on from a checkpoint
-        self._socket: zmq.Socket | None = None
+        self._children: Children = {}
+        self._restarts: Counter[str] = Counter()
+        self._deaths: list[PeerDied] = []  # for whoever registers later
+        self._reports: dict[str, bytes] = {}  # closing reports by role
+
+        self._socket = open_socket(zmq.ROUTER, run, "control", bind=True)
+        settings = run.config.model_dump(mode="json")
+        self._tracker = Tracker(run.config.tracking, run.folder, run.config.name, settings)
+        self._observed = Observed(run.started_at, run.start_step)
+        self._display = Display(run)
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code: 0 success, 1 failure, 130 interrupted."""
@@ -74,8 +74,10 @@ class Supervisor:
         interrupted = False
         adopt_orphans()
         handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+
         try:
-            self._start()
+            for spec in self._plan:
+                self._spawn(spec, 0)
             self._watch()
         except RunFailed as failure:
             error = failure
@@ -86,31 +88,27 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN)
             reason = "interrupted" if interrupted else str(error) if error else "finished"
             self._tear_down(reason, _TRACKER_S if reason == "finished" else _TRACKER_HURRIED_S)
-        idle = self.observed.idle_fraction(self.state.children)
-        summary = build_summary(self.run, self.state.reports, self.observed, str(error) if error else "", idle)
-        (self.run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.display.close(summary, error, interrupted)
+
+        summary = build_summary(self._run, self._reports, self._observed, str(error or ""), self._children)
+        (self._run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self._display.close(summary, error, interrupted)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         return 130 if interrupted else 1 if error else 0
 
     # ------------------------------------------------------------ start and watch
 
-    def _start(self) -> None:
-        self._socket = open_socket(zmq.ROUTER, self.run, "control", bind=True)
-        for spec in self.plan:
-            self.state.children[spec.role, spec.index] = spawn(spec, self.run, 0)
+    def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
+        self._children[spec.role, spec.index] = spawn(spec, self._run, incarnation)
 
     def _watch(self) -> None:
-        assert self._socket is not None
-        while not {"broker", "learner"} <= self.state.reports.keys():
+        while not self._reports.keys() >= _CLOSING_REPORTS:
             if self._socket.poll(_POLL_MS):
                 self._drain()
             self._check_children()
-            self.display.refresh(self.observed, self.state.children)
+            self._display.refresh(self._observed, self._children)
 
     def _drain(self) -> None:
-        assert self._socket is not None
         while True:
             try:
                 _peer, message = receive_from(self._socket)
@@ -125,136 +123,134 @@ class Supervisor:
             case Heartbeat():
                 self._beat(message)
             case Register():
-                child = self._child(message.role, message.index, message.incarnation)
-                if child is not None:
-                    child.registered, child.last_beat = True, time.monotonic()
-                    self._catch_up(child)
+                if child := self._child(message):
+                    child.registered = True
+                    child.last_beat = time.monotonic()
+                    self._tell_of_deaths(child, self._deaths)
             case Metrics():
                 self._record(message)
             case Fatal():
-                name = f"{message.role}.{message.index}"
-                raise RunFailed(f"{name}: {message.message}", message.detail)
+                raise RunFailed(f"{message.role}.{message.index}: {message.message}", message.detail)
             case Done():
-                self.state.reports[message.role] = message.report
+                self._reports[message.role] = message.report
 
-    def _child(self, role: str, index: int, incarnation: int) -> Child | None:
-        child = self.state.children.get((role, index))
-        return child if child is not None and child.incarnation == incarnation else None
+    def _child(self, message: Heartbeat | Register) -> Child | None:
+        """The sender, unless it has been replaced."""
+        child = self._children.get((message.role, message.index))
+        return child if child is not None and child.incarnation == message.incarnation else None
 
     def _beat(self, beat: Heartbeat) -> None:
-        child = self._child(beat.role, beat.index, beat.incarnation)
+        child = self._child(beat)
         if child is None:
             return
-        now = time.monotonic()
-        child.last_beat = now
+
+        child.last_beat = time.monotonic()
         if beat.progress != child.last_progress or not beat.busy:
-            child.last_progress, child.progressed = beat.progress, now
-        child.busy, child.stats, child.waits = beat.busy, beat.stats, beat.waits
+            child.last_progress = beat.progress
+            child.progressed = child.last_beat
+        child.busy = beat.busy
+        child.stats = beat.stats
+        child.waits = beat.waits
 
     def _record(self, row: Metrics) -> None:
         values = dict(row.values)
         if "train/loss" in values:
-            values |= self.observed.step_values(row.step, self.state.children)
-        self.observed.add(row.step, values)
-        self.tracker.log(row.step, values, row.histograms)
-        self.display.row(row.step, values)
+            values |= self._observed.step_values(self._children)
+
+        self._observed.add(row.step, values)
+        self._tracker.log(row.step, values, row.histograms)
+        self._display.row(row.step, values)
 
     # ------------------------------------------------------------ failures
 
     def _check_children(self) -> None:
-        limits, now = self.config.timeouts, time.monotonic()
-        for child in list(self.state.children.values()):
-            if child.popen.poll() is not None:
-                self._drain()  # its last words, if any, are the first cause
-                self._child_ended(child)
-            elif not child.registered and now - child.started > limits.start_s:
-                raise RunFailed(
-                    f"{child.name} did not start within timeouts.start_s={limits.start_s:g} s", log_tail(child.log)
-                )
-            elif child.registered and now - child.last_beat > limits.hang_s:
-                self._suspect(child, f"no heartbeat for {limits.hang_s:g} s")
-            elif child.registered and child.busy and now - child.progressed > limits.hang_s:
-                self._suspect(child, f"busy without progress for {limits.hang_s:g} s")
+        limits = self._config.timeouts
+        now = time.monotonic()
 
-    def _suspect(self, child: Child, why: str) -> None:
-        self.state.suspected[f"{child.name}.{child.incarnation}"] = why
-        child.kill()
+        for child in list(self._children.values()):
+            if child.popen.poll() is not None:
+                self._drain()  # what it sent before its death may be the first cause
+                self._child_ended(child)
+            elif not child.registered:
+                if now - child.started > limits.start_s:
+                    late = f"{child.name} did not start within timeouts.start_s={limits.start_s:g} s"
+                    raise RunFailed(late, log_tail(child.log))
+            elif now - child.last_beat > limits.hang_s:
+                child.kill(f"no heartbeat for {limits.hang_s:g} s")
+            elif child.busy and now - child.progressed > limits.hang_s:
+                child.kill(f"busy without progress for {limits.hang_s:g} s")
 
     def _child_ended(self, child: Child) -> None:
+        """Replace it, or raise RunFailed."""
         code = child.popen.returncode
-        why = self.state.suspected.get(f"{child.name}.{child.incarnation}")
-        how = why or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        killed = code < 0 or bool(child.why_killed)
+        how = child.why_killed or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        ended = f"{child.name} ended: {how}"
         role = child.spec.role
-        self.lost = role not in _REPLACEABLE and (code < 0 or why is not None)
-        if role not in _REPLACEABLE or (code >= 0 and why is None):
-            raise RunFailed(f"{child.name} ended: {how}", log_tail(child.log))
-        allowed = getattr(self.config, _REPLACEABLE[role]).max_restarts
-        used = self.state.restarts.get(child.name, 0)
+        self.lost = killed and role not in _REPLACEABLE
+        if not killed or self.lost:
+            raise RunFailed(ended, log_tail(child.log))
+
+        used = self._restarts[child.name]
+        allowed = getattr(self._config, _REPLACEABLE[role]).max_restarts
         if used >= allowed:
-            raise RunFailed(f"{child.name} ended: {how}; it was restarted {used} times already", log_tail(child.log))
-        self.state.restarts[child.name] = used + 1
+            raise RunFailed(f"{ended}; it was restarted {used} times already", log_tail(child.log))
+        self._restarts[child.name] += 1
         child.kill()  # what is left of its process group
-        self.display.note(f"{child.name} {how}; starting it again ({used + 1} of {allowed})")
-        self.observed.bury(child)
-        self.state.deaths.append(PeerDied(role, child.spec.index, child.incarnation))
-        self._tell_peers(self.state.deaths[-1])
-        replacement = spawn(child.spec, self.run, child.incarnation + 1)
-        self.state.children[role, child.spec.index] = replacement
+        self._display.note(f"{child.name} {how}; starting it again ({used + 1} of {allowed})")
+        self._observed.child_died(child)
 
-    def _tell_peers(self, death: PeerDied) -> None:
+        death = PeerDied(role, child.spec.index, child.incarnation)
+        self._deaths.append(death)
+        for peer in self._children.values():
+            if peer.registered:
+                self._tell_of_deaths(peer, [death])
+        self._spawn(child.spec, child.incarnation + 1)
+
+    def _tell_of_deaths(self, peer: Child, deaths: list[PeerDied]) -> None:
         """Broker, proxy and every learner rank hear of generators and environment servers that died."""
-        for child in self.state.children.values():
-            if child.spec.role in _TOLD and child.registered:
-                self._send(child, death)
-
-    def _catch_up(self, child: Child) -> None:
-        """What a process that registers late has missed."""
-        for death in self.state.deaths if child.spec.role in _TOLD else ():
-            self._send(child, death)
+        for death in deaths if peer.spec.role in _HEARS_OF_DEATHS else ():
+            self._send(peer, death)
 
     def _collect_reports(self) -> None:
         """Closing reports of a run that did not get to its end; after the first cause nothing else matters.
 
         Their senders have ended, but the last bytes may still be on their way to this socket.
         """
-        assert self._socket is not None
-        deadline = time.monotonic() + _LAST_WORDS_S
-        while not {"broker", "learner"} <= self.state.reports.keys():
+        deadline = time.monotonic() + _CLOSING_REPORTS_S
+        while not self._reports.keys() >= _CLOSING_REPORTS:
             if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
                 return
             with contextlib.suppress(ProtocolError):
                 _peer, message = receive_from(self._socket)
                 if isinstance(message, Done):
-                    self.state.reports.setdefault(message.role, message.report)
+                    self._reports.setdefault(message.role, message.report)
 
     def _send(self, child: Child, message: Message) -> None:
-        assert self._socket is not None
         with contextlib.suppress(PeerGone, zmq.Again):
             send_to(self._socket, identity(child.spec.role, child.spec.index, child.incarnation), message)
 
     # ------------------------------------------------------------ end
 
     def _tear_down(self, reason: str, tracker_s: float) -> None:
-        children = list(self.state.children.values())
-        self.display.ending(reason)
-        if self._socket is not None:
-            for child in children:
-                self._send(child, Stop(reason))
+        self._display.ending(reason)
+        children = list(self._children.values())
         for child in children:
+            self._send(child, Stop(reason))
             if not child.registered:  # it cannot hear a Stop yet
                 child.kill()
-        killed = end_all(children, self.config.timeouts.stop_s)
-        if self._socket is not None:
-            self._collect_reports()
-        if killed:
-            self.display.note(f"killed after {self.config.timeouts.stop_s:g} s: {', '.join(killed)}")
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        unlink_segments(self.run.run_id)
-        shutil.rmtree(self.run.socket_folder, ignore_errors=True)
-        (self.run.folder / "pid").unlink(missing_ok=True)
-        if not self.tracker.close(tracker_s):
-            self.display.note(f"the tracker did not finish within {tracker_s:g} s; metrics.jsonl has every row")
+
+        stop_s = self._config.timeouts.stop_s
+        if killed := end_all(children, stop_s):
+            self._display.note(f"killed after {stop_s:g} s: {', '.join(killed)}")
+        self._collect_reports()
+        self._socket.close(linger=0)
+
+        unlink_segments(self._run.run_id)
+        shutil.rmtree(self._run.socket_folder, ignore_errors=True)
+        (self._run.folder / "pid").unlink(missing_ok=True)
+        if not self._tracker.close(tracker_s):
+            self._display.note(f"the tracker did not finish within {tracker_s:g} s; metrics.jsonl has every row")
         end_descendants(spared=self._others)
 
 

@@ -59,7 +59,7 @@ def own_packages_first() -> None:
     elsewhere = [path for path in sys.path if not _is_working_folder(path)]
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not _is_working_folder(path)]
 
-    if (_ROOT / "pyproject.toml").exists():  # a checkout need not be installed
+    if os.environ.get("PYTHONPATH") or (_ROOT / "pyproject.toml").exists():  # a checkout need not be installed
         elsewhere.insert(0, str(_ROOT))
         inherited.insert(0, str(_ROOT))
 

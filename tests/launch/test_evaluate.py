@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.evaluate import Episode, Request, configure, summarise
+from launch.evaluate import EpisodeResult, Evaluation, configure, summarise
 from launch.intervals import Z95, paired_bootstrap, wilson
 from rl.core.config import ConfigError
 
@@ -31,6 +31,7 @@ def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     shown = cli("eval", str(checkpoint), "--episodes", "12", "--out", str(out), f"runs={tmp_path}")
     assert "greedy" in shown and "temperature 1" in shown and "95 % interval" in shown
+
     report = json.loads(out.read_text())
     assert [run["temperature"] for run in report["runs"]] == [0.0, 1.0]
     for run in report["runs"]:
@@ -38,6 +39,7 @@ def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
         assert [episode["task_index"] for episode in run["episodes"]] == list(range(12))
         share = sum(episode["success"] for episode in run["episodes"]) / 12
         assert row["success"] == pytest.approx(share) and row["low"] <= share <= row["high"]
+
     summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
     assert summary["steps"] == 0 and summary["start_step"] == 3
     assert summary["ledger"]["samples"]["trained"] == 3 * 16  # what the checkpoint had, and nothing more
@@ -48,27 +50,30 @@ def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "text"),
+    ("evaluation", "text"),
     [
-        (Request("no/such/folder/at/all", recipe=RECIPE, episodes=0), "--episodes 0"),
-        (Request("some/model", recipe=RECIPE, split="valid_unseen"), "no splits"),
-        (Request("some/model"), "--env"),
-        (Request("some/model", env="mathh"), "'mathh' has no recipe"),
-        (Request(str(ROOT / "launch")), "neither a checkpoint"),
+        (Evaluation("no/such/folder/at/all", recipe=RECIPE, episodes=0), "--episodes 0"),
+        (Evaluation("some/model", recipe=RECIPE, split="valid_unseen"), "no splits"),
+        (Evaluation("some/model"), "--env"),
+        (Evaluation("some/model", env="mathh"), "'mathh' has no recipe"),
+        (Evaluation(str(ROOT / "launch")), "neither a checkpoint"),
     ],
 )
-def test_bad_arguments_are_one_line(request_: Request, text: str) -> None:
+def test_bad_arguments_are_one_line(evaluation: Evaluation, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        configure(request_)
+        configure(evaluation)
     assert "\n" not in str(caught.value)
 
 
 def test_rows_by_type_and_together() -> None:
-    episodes = [Episode(i, "clean" if i % 3 else "heat", float(i % 2), 0.0, i, 2 * i) for i in range(9)]
+    episodes = [
+        EpisodeResult(i, float(i % 2), 0.0, turns=i, length=2 * i, version=3, label="clean" if i % 3 else "heat")
+        for i in range(9)
+    ]
     clean, heat, together = summarise(episodes)
     assert (clean.label, clean.episodes, heat.label, heat.episodes) == ("clean", 6, "heat", 3)
     assert together.label == "all" and together.episodes == 9 and together.success == pytest.approx(4 / 9)
-    assert (clean.success, heat.success) == (pytest.approx(0.5), pytest.approx(1 / 3))
+    assert [clean.success, heat.success] == pytest.approx([0.5, 1 / 3])
     assert together.turns == 4 and together.length == 8
 
 

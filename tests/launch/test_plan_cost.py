@@ -9,13 +9,38 @@ import pytest
 import yaml
 
 from launch.cli import main
-from launch.plan_cost import best, figure_of, options
+from launch.plan_cost import best, candidates, figure_of
 from rl.core.config import Config, load_config
 from rollout.simulate.laws import Constant, Gaussian
 from rollout.simulate.recipe import assumed, read_run
 from tests.test_end_to_end_simulated import finish, start
 
 RECIPE = Path("experiments/simulated.yaml")
+MEASURED_ROW = """
+time/step: 0.5
+time/train: 0.2
+time/publish: 0.01
+rollout/length: 40.0
+rollout/turns: 2.0
+rollout/generate_s: 0.3
+weight_sync/load_mean_s: 0.03
+"""
+KNOWN_TIMES = """
+rollout.alpha=0
+steps=8
+eval.tasks=0
+tracking.save_batches=true
+env.options.sigma_s=0.02
+env.options.mean_s=0.2
+env.options.turns=2
+env.options.prompt_tokens=30
+env.options.observation_tokens=7
+generator.simulated.length_mean=20
+generator.simulated.length_sigma=0
+generator.simulated.decode_base_s=0.01
+generator.simulated.decode_per_seq_s=0
+learner.simulated_step_s=0.3
+"""
 
 
 @pytest.fixture
@@ -24,17 +49,17 @@ def config() -> Config:
 
 
 def test_the_best_line_is_best_and_none_beats_the_bound(config: Config) -> None:
-    found = options(config, assumed(config, train_s=0.05), gpus=4, alphas=(0.0, 1.0))
-    assert {(option.generators, option.ranks) for option in found} == {(3, 1), (2, 2), (1, 3)}
+    found = candidates(config, assumed(config, train_s=0.05), gpus=4, alphas=(0.0, 1.0))
+    assert {(candidate.generators, candidate.ranks) for candidate in found} == {(3, 1), (2, 2), (1, 3)}
     chosen = best(found)
-    assert chosen.result.useful_tokens_per_s >= 0.98 * max(option.result.useful_tokens_per_s for option in found)
+    assert chosen.result.useful_tokens_per_s >= 0.98 * max(candidate.result.useful_tokens_per_s for candidate in found)
     assert chosen.alpha == 1.0, "asynchrony overlaps training"
-    assert any(option.redundant for option in found)
-    assert all(option.over_bound >= 1 - 1e-6 for option in found)
+    assert any(candidate.redundant for candidate in found)
+    assert all(candidate.over_bound >= 1 - 1e-6 for candidate in found)
 
 
 def test_the_plot_marks_the_choice_redundancy_and_the_bound(config: Config) -> None:
-    found = options(config, assumed(config, train_s=0.05), gpus=3, alphas=(0.0, 1.0))
+    found = candidates(config, assumed(config, train_s=0.05), gpus=3, alphas=(0.0, 1.0))
     chosen = best(found)
     (axis,) = figure_of(found, chosen).axes
     lines = {line.get_label(): line for line in axis.lines}
@@ -50,14 +75,12 @@ def test_a_finished_run_is_fitted(tmp_path: Path, config: Config) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     rows = []
     for step in range(1, 9):
-        row = {
-            "step": step, "time/step": 0.5, "time/train": 0.2, "time/publish": 0.01, "rollout/length": 40.0,
-            "rollout/turns": 2.0, "rollout/generate_s": 0.3, "rollout/env_s": 0.1 + 0.01 * (-1) ** step,
-            "weight_sync/load_mean_s": 0.03,
-        }  # fmt: skip
+        row: dict[str, float] = yaml.safe_load(MEASURED_ROW)
+        row |= {"step": step, "rollout/env_s": 0.1 + 0.01 * (-1) ** step}
         for generator in range(2):  # 100 tokens a second in a busy second
             row |= {f"generator.{generator}/tokens": 100.0 * step, f"generator.{generator}/busy_s": 1.0 * step}
         rows.append(json.dumps(row))
+
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     _, measured = read_run(tmp_path)
     assert measured.train_s == pytest.approx(0.2)
@@ -72,25 +95,21 @@ def test_a_real_run_is_fitted_to_what_it_was_configured_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Synchronous, of equal turns: a step is turns x (tokens x seconds a token + latency) + training."""
-    tokens, token_s, env_s, train_s, turns = 20, 0.01, 0.2, 0.3, 2
-    overrides = (
-        "rollout.alpha=0", "steps=8", "eval.tasks=0", "tracking.save_batches=true", "env.options.sigma_s=0.02",
-        f"env.options.mean_s={env_s}", f"env.options.turns={turns}", "env.options.prompt_tokens=30",
-        "env.options.observation_tokens=7", f"generator.simulated.length_mean={tokens}",
-        "generator.simulated.length_sigma=0", f"generator.simulated.decode_base_s={token_s}",
-        "generator.simulated.decode_per_seq_s=0", f"learner.simulated_step_s={train_s}",
-    )  # fmt: skip
-    finish(start(tmp_path, *overrides), tmp_path)
+    tokens, token_s, env_s, train_s, turns = 20, 0.01, 0.2, 0.3, 2  # those of KNOWN_TIMES
+    finish(start(tmp_path, *KNOWN_TIMES.split()), tmp_path)
     folder = tmp_path / "simulated"
     _, measured = read_run(folder)
+
     assert (measured.length.mean, measured.turns.mean) == (tokens, turns)
     assert (measured.prompt_tokens, measured.observation_tokens) == (30, 7)
     assert measured.step_s.mean == pytest.approx(env_s, rel=0.1)
     assert isinstance(measured.step_s, Gaussian) and measured.step_s.sigma == pytest.approx(0.02, rel=0.8)
     assert measured.train_s == pytest.approx(train_s, rel=0.1)
     assert measured.decode_base_s + measured.decode_per_seq_s * 7 == pytest.approx(token_s, rel=0.15)
+
     expected_s = turns * (tokens * token_s + env_s) + train_s
     assert measured.seconds_per_step == pytest.approx(expected_s, rel=0.15)
+
     assert main(["plan", "--run", str(folder), "--gpus", "2", "--plot", str(tmp_path / "plan.png")]) == 0
     output = capsys.readouterr().out
     assert "30 and 7 tokens of prompt and observation" in output

@@ -29,7 +29,7 @@ def run(name: str, options: list[str]) -> int:
     failed = sum(bool(finding.problem) for finding in findings)
     print(f"{name}: {f'{failed} of {len(findings)} checks fail' if failed else f'all {len(findings)} checks hold'}")
     if not failed:
-        print(f"try it: bash launch/math_cpu.sh algo.loss={name}")
+        print(f"try it: fresco run experiments/math_cpu.yaml algo.loss={name}")
     return 1 if failed else 0
 
 

@@ -215,7 +215,10 @@ def print_plan(checked: Preflight) -> None:
             console.print(f"environment of each {role}: {' '.join(variables)}", markup=False, soft_wrap=True)
 
     folder = (checked.config.runs / checked.config.name).absolute()
-    run = RunFile.model_construct(config=checked.config, folder=folder, socket_folder=folder / "ipc")
+    places: dict[str, Path] = {"folder": folder, "socket_folder": folder / "ipc"}
+    run = RunFile(
+        config=checked.config, run_id="", device=checked.device, train_tasks=0, eval_tasks=0, started_at=0, **places
+    )
     sockets = Table("socket", "endpoint", title="endpoints")
     for name, endpoint in run.endpoints().items():
         sockets.add_row(name, endpoint)

@@ -6,6 +6,7 @@ region (None unless the loss declares `needs_proximal`), `logp_current` is being
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,8 @@ class LossInputs:
     staleness: Tensor  # (T,) int64, current version minus the token's policy version; 0 where masked
     rewards: Tensor  # (n_samples,)
     logp_reference: Tensor | None = None  # (T,) of a frozen policy, where `algo.kl` asks for one
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """(T, ...) of each column that a plug-in has registered (`rl/core/columns.py`), 0 outside the mask."""
 
     def masked(self, values: Tensor) -> Tensor:
         """Values with exactly zero (value and gradient, even for inf or nan) outside the mask."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout.episodes.environment import Message, Step
+from rollout.episodes.environment import ChatMessage, Step
 
 
 class SyntheticOptions(BaseModel):
@@ -94,7 +94,7 @@ class SyntheticEnvironment:
         self._family, self._options = family, family.options
         self._turn = 0
 
-    async def reset(self, task: SyntheticTask) -> list[Message]:
+    async def reset(self, task: SyntheticTask) -> list[ChatMessage]:
         self._task, self._visit = task, self._family.visit(task)
         return [self._message(self._options.prompt_tokens)]
 
@@ -116,9 +116,9 @@ class SyntheticEnvironment:
     async def close(self) -> None:
         pass
 
-    def _message(self, tokens: int) -> Message:
+    def _message(self, tokens: int) -> ChatMessage:
         ids = self._family.random(self._task, self._turn, "message")
-        return Message("user", " ".join(str(ids.randrange(1, self._options.vocab_size)) for _ in range(tokens)))
+        return ChatMessage("user", " ".join(str(ids.randrange(1, self._options.vocab_size)) for _ in range(tokens)))
 
 
 def text_reward(text: str) -> float:

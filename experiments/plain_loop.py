@@ -26,6 +26,7 @@ import torch
 from envs.registry import make_family
 from launch.warm_start.sampling import Sampled, sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+from rl.core.columns import token_columns
 from rl.core.config import Config, load_config
 from rl.core.messages import SampleRow, Shard
 from rl.core.seeds import sample_seed, task_order, turn_seed
@@ -141,7 +142,6 @@ def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: in
     """The batch as the broker would send it to a single rank; whole groups stand together."""
     lengths = [len(attempt.prompt) + len(attempt.completion.token_ids) for attempt in batch]
     starts = [len(attempt.prompt) for attempt in batch]
-    mask = [np.arange(length) >= start for length, start in zip(lengths, starts, strict=True)]
     first = step * len(batch)
     rows = [
         SampleRow(
@@ -158,12 +158,14 @@ def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: in
         members=list(range(len(batch))),
         lengths=lengths,
         turn_starts=[[start] for start in starts],
-        token_ids=np.concatenate([[*one.prompt, *one.completion.token_ids] for one in batch]).astype(np.int32),
-        loss_mask=np.concatenate(mask).astype(np.uint8),
-        logp_behavior=np.concatenate([[0.0] * len(one.prompt) + one.completion.logp for one in batch]).astype(
-            np.float32
+        columns=token_columns(
+            token_ids=np.concatenate([[*one.prompt, *one.completion.token_ids] for one in batch]),
+            loss_mask=np.concatenate(
+                [np.arange(length) >= start for length, start in zip(lengths, starts, strict=True)]
+            ),
+            logp_behavior=np.concatenate([[0.0] * len(one.prompt) + one.completion.logp for one in batch]),
+            policy_version=version,
         ),
-        policy_version=np.where(np.concatenate(mask), version, -1).astype(np.int32),
         loss_tokens=sum(row.loss_tokens for row in rows),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.alfworld.expert import Explorer, blunder
-from rollout.episodes.environment import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily, Message
+from rollout.episodes.environment import ChatMessage, DemonstratedTurn, Demonstration, Environment, EnvironmentFamily
 
 CONCURRENT = 32  # live environments
 PIECE = r" ?[a-z]+ \d{1,3}(?!\d)| ?[A-Za-z]+\n?| ?[^\sA-Za-z\d]+\n*|\d{1,3}|\s+"
@@ -65,5 +65,5 @@ async def play(
     return None
 
 
-def _text(messages: Sequence[Message]) -> str:
+def _text(messages: Sequence[ChatMessage]) -> str:
     return "\n".join(message.content for message in messages if message.role != "system")

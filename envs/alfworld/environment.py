@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, games_made, list_games
 from envs.alfworld.pool import LiveGame, Pool
 from envs.alfworld.wire import Reply
-from rollout.episodes.environment import Message, Step
+from rollout.episodes.environment import ChatMessage, Step
 
 NOTHING = "Nothing happens."
 TAGS = "Answer with the next command between <action> and </action>; you may think before it."
@@ -104,15 +104,15 @@ class AlfworldEnvironment:
         self._steps = self._invalid = 0
         self._progressed = False
 
-    async def reset(self, task: GameEntry) -> list[Message]:
+    async def reset(self, task: GameEntry) -> list[ChatMessage]:
         self._task, self._success = task, f"success_{task.task_type}"
         self._game, reply = await self._pool.load(task.path)
         system = self._options.system_prompt
         if self._options.action == "tag":
             system = f"{system}\n{TAGS}".strip()
-        opening = [Message("system", system)] if system else []
+        opening = [ChatMessage("system", system)] if system else []
         self._shown = reply
-        return [*opening, Message("user", self._observation(_WELCOME.sub("", reply.text)))]
+        return [*opening, ChatMessage("user", self._observation(_WELCOME.sub("", reply.text)))]
 
     async def step(self, action: str) -> Step:
         assert self._game is not None, "reset() comes before step()"
@@ -131,7 +131,7 @@ class AlfworldEnvironment:
             "unparsed": float(not command),
         }  # fmt: skip
         reward = float(reply.won) + self._shaping(reply)
-        messages = [Message("user", self._observation(reply.text))]
+        messages = [ChatMessage("user", self._observation(reply.text))]
         if self._options.history:
             self._past.append(f"> {command}\n{reply.text}")
         return Step(messages, reward, done, info)

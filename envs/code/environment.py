@@ -17,7 +17,7 @@ from envs.code.problems import CodeProblem, load_problems
 from envs.code.verifier import CodeVerifier, Verdict
 from envs.sandbox import Backend, BackendName, Limits, Template, make_backend
 from envs.sandbox.runtime import default_runtime
-from rollout.episodes.environment import Message, Step
+from rollout.episodes.environment import ChatMessage, Step
 
 
 class CodeOptions(BaseModel):
@@ -114,11 +114,11 @@ class CodeEnvironment:
     def __init__(self, family: CodeFamily) -> None:
         self._family = family
 
-    async def reset(self, task: CodeProblem) -> list[Message]:
+    async def reset(self, task: CodeProblem) -> list[ChatMessage]:
         self._problem = task
         options = self._family.options
-        opening = [Message("system", options.system_prompt)] if options.system_prompt else []
-        return [*opening, Message("user", task.question + options.instruction)]
+        opening = [ChatMessage("system", options.system_prompt)] if options.system_prompt else []
+        return [*opening, ChatMessage("user", task.question + options.instruction)]
 
     async def step(self, action: str) -> Step:
         verdict = await self._family.verify(self._problem, action)

@@ -11,7 +11,7 @@ from envs.math import arithmetic
 from envs.math.datasets import DatasetError, Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
-from rollout.episodes.environment import Message, Step
+from rollout.episodes.environment import ChatMessage, Step
 
 INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
 
@@ -87,11 +87,11 @@ class MathEnvironment:
     def __init__(self, family: MathFamily) -> None:
         self._family = family
 
-    async def reset(self, task: Problem) -> list[Message]:
+    async def reset(self, task: Problem) -> list[ChatMessage]:
         self._gold = task.answer
         system = self._family.options.system_prompt
-        opening = [Message("system", system)] if system else []
-        return [*opening, Message("user", task.question + self._family.suffix)]
+        opening = [ChatMessage("system", system)] if system else []
+        return [*opening, ChatMessage("user", task.question + self._family.suffix)]
 
     async def step(self, action: str) -> Step:
         verdict = await self._family.verifier.verify(self._gold, action)

@@ -22,7 +22,7 @@ from envs.swe.store import generated_tasks
 from envs.swe.tasks import SweTask, load_tasks
 from envs.swe.tool_calls import Malformed, ToolCall, parse_calls, tools_text
 from envs.swe.tools import Toolbox, extract_diff
-from rollout.episodes.environment import Message, Step
+from rollout.episodes.environment import ChatMessage, Step
 
 T = TypeVar("T")
 SYSTEM_PROMPT = (
@@ -150,7 +150,7 @@ class SweEnvironment:
         self._turns = 0
         self._counts = {"tool_calls": 0.0, "malformed_calls": 0.0, "failed_calls": 0.0}
 
-    async def reset(self, task: SweTask) -> list[Message]:
+    async def reset(self, task: SweTask) -> list[ChatMessage]:
         options = self._family.options
         self._task = task
         await self._family.places.acquire()
@@ -162,15 +162,15 @@ class SweEnvironment:
             half = options.statement_chars // 2
             left_out = len(statement) - 2 * half
             statement = f"{statement[:half]}\n[... {left_out} characters left out ...]\n{statement[-half:]}"
-        return [Message("system", SYSTEM_PROMPT + tools_text()), Message("user", statement)]
+        return [ChatMessage("system", SYSTEM_PROMPT + tools_text()), ChatMessage("user", statement)]
 
     async def step(self, action: str) -> Step:
         self._turns += 1
-        answers: list[Message] = []
+        answers: list[ChatMessage] = []
         for call in parse_calls(action):
             if isinstance(call, ToolCall) and call.name == "submit":
                 return await self._judged(submitted=True)
-            answers.append(Message("tool", await self._answer(call)))
+            answers.append(ChatMessage("tool", await self._answer(call)))
         if self._turns >= self._family.options.turn_limit:
             return await self._judged(submitted=False)
         return Step(answers, 0.0, done=False, info=self._counts)

@@ -29,6 +29,7 @@ import numpy as np
 import psutil
 import zmq
 
+from rl.core.columns import token_columns
 from rl.core.config import load_config
 from rl.core.messages import (
     AckTickets,
@@ -39,6 +40,7 @@ from rl.core.messages import (
     ServerHello,
     Stop,
     Ticket,
+    TokenSequence,
     Trajectory,
     Turn,
     Usage,
@@ -64,10 +66,10 @@ class Encoded:
         ticket_id, seq = self.MARKS
         header, *self.arrays = encode(Trajectory(
             server=0, incarnation=0, seq=seq, ticket_id=ticket_id, sample_id=0, group_id=0, task_index=0, kind="train",
-            epoch=version.epoch, token_ids=np.zeros(tokens, np.int32), loss_mask=np.ones(tokens, np.uint8),
-            logp_behavior=np.zeros(tokens, np.float32), policy_version=np.full(tokens, version.n, np.int32),
-            turns=[Turn(0, tokens, 1.0, 0.0, 0.0, "stop", 0)], reward=1.0, stop_reason="done",
-            tokens_generated=tokens, seconds=0.0,
+            epoch=version.epoch, sequences=[TokenSequence(
+                columns=token_columns(np.zeros(tokens), np.ones(tokens), policy_version=version.n),
+                turns=[Turn(0, tokens, 1.0, 0.0, 0.0, "stop", 0)],
+            )], reward=1.0, stop_reason="done", tokens_generated=tokens, seconds=0.0,
         ))  # fmt: skip
         self.header = bytes(header)
 

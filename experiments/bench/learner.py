@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from rl.core.columns import token_columns
 from rl.core.config import load_config
 from rl.core.messages import SampleRow, Shard, decode, encode
 from rl.core.process import Process
@@ -85,10 +86,7 @@ def make_shard(groups: int) -> Shard:
         members=list(range(count)),
         lengths=lengths,
         turn_starts=[[64]] * count,
-        token_ids=random.integers(0, _VOCAB, len(mask)).astype(np.int32),
-        loss_mask=mask,
-        logp_behavior=np.where(mask, -7.0, 0.0).astype(np.float32),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
+        columns=token_columns(random.integers(0, _VOCAB, len(mask)), mask, logp_behavior=-7.0, policy_version=0),
         loss_tokens=int(answers.sum()),
     )
 

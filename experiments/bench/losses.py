@@ -24,6 +24,7 @@ import torch
 from algos.registry import Loss, loss_names, make_loss
 from algos.types import LossInputs
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+from rl.core.columns import token_columns
 from rl.core.config import load_config
 from rl.core.messages import SampleRow, Shard
 from rl.learner.trainer import Trainer
@@ -42,12 +43,20 @@ def make_shard(groups: int, size: int, vocabulary: int) -> Shard:
     rows = [
         SampleRow(i, i // size, float(random.integers(2)), lengths[i], int(answers[i]), 0) for i in range(len(answers))
     ]
+    columns = token_columns(
+        random.integers(0, vocabulary, len(mask)), mask, logp_behavior=-random.random(len(mask)) * 5, policy_version=0
+    )
     return Shard(
-        step=0, rank=0, epoch=0, rows=rows, members=list(range(len(rows))), lengths=lengths,
-        turn_starts=[[24]] * len(rows), token_ids=random.integers(0, vocabulary, len(mask)).astype(np.int32),
-        loss_mask=mask, logp_behavior=np.where(mask, -random.random(len(mask)) * 5, 0.0).astype(np.float32),
-        policy_version=np.where(mask, 0, -1).astype(np.int32), loss_tokens=int(answers.sum()),
-    )  # fmt: skip
+        step=0,
+        rank=0,
+        epoch=0,
+        rows=rows,
+        members=list(range(len(rows))),
+        lengths=lengths,
+        turn_starts=[[24]] * len(rows),
+        columns=columns,
+        loss_tokens=int(answers.sum()),
+    )
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -92,8 +92,8 @@ def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> 
     prompt = len(conversation)
     written: list[tuple[int, int, bool]] = []
     for place, turn in enumerate(played.turns):
-        ids = np.array([*tokenizer.encode(turn.action), tokenizer.turn_end], np.int32)
-        span = conversation.append_generated(ids, np.zeros(ids.size, np.float32), np.zeros(ids.size, np.int32))
+        assert tokenizer.turn_end is not None
+        span = conversation.append_written([*tokenizer.encode(turn.action), tokenizer.turn_end])
         written.append((*span, turn.imitate))
         if place + 1 < len(played.turns) and not conversation.append_messages(turn.answer, limit=max_length):
             return None

@@ -28,7 +28,7 @@ from launch.warm_start.sampling import sample
 from launch.warm_start.sft import Example, SupervisedOptions, train_supervised
 from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, id_of, save_tokenizer
 from rl.core.made_once import cache_folder, digest, made_once, to_stderr
-from rollout.episodes.environment import Message
+from rollout.episodes.environment import ChatMessage
 from rollout.episodes.tokenizer import ChatTokenizer
 
 _SOURCES = (arithmetic.__file__, launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__file__, __file__)
@@ -94,7 +94,7 @@ def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> flo
 
 def prompt_ids(tokenizer: ChatTokenizer, problem: arithmetic.ArithmeticProblem) -> list[int]:
     """The prompt exactly as an episode of the math environment opens it."""
-    return tokenizer.prompt([Message("user", problem.question)])
+    return tokenizer.prompt([ChatMessage("user", problem.question)])
 
 
 def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:

@@ -1,32 +1,17 @@
 """Everything that crosses a socket, as typed structs.
 
-A message is one multipart ZeroMQ message: a MessagePack header (msgspec, validated on decode, with
-the protocol version), a frame with all smaller arrays, and one frame per large array. Nothing is ever pickled.
-
-Array fields are annotated `np.ndarray`; in the header they stand as `(frame index, offset, dtype, shape)`.
-Decoded arrays are read-only views of the received frames: copying is the receiver's decision.
+A trajectory, a shard and a generator's reply carry mappings of columns, which `rl/core/columns.py` declares.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 import numpy as np
 from msgspec import Struct
 
-PROTOCOL = 1
-_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1")}  # int32, int64, float32, uint8
-_JOINED_BYTES = 1 << 16  # smaller arrays share a frame: a copy of them costs less than a frame each
-_ALIGNMENT = 8
-
-Frames = Sequence[bytes | memoryview]
-
-
-class ProtocolError(ValueError):
-    """A frame that does not decode: wrong protocol version, type, dtype or size."""
+from rl.core.codec import Codec
+from rl.core.codec import Frames as Frames
+from rl.core.codec import ProtocolError as ProtocolError
+from rl.core.columns import Scope
 
 
 class Version(Struct, frozen=True, order=True, array_like=True):
@@ -34,6 +19,28 @@ class Version(Struct, frozen=True, order=True, array_like=True):
 
     epoch: int
     n: int
+
+
+class TokenColumns(Struct, frozen=True, kw_only=True):
+    """A mapping of column to array, as `rl.core.columns` declares them, with short names for the well-known ones."""
+
+    columns: dict[str, np.ndarray]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.columns["token_ids"]
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        return self.columns["loss_mask"]
+
+    @property
+    def logp_behavior(self) -> np.ndarray:
+        return self.columns["logp_behavior"]
+
+    @property
+    def policy_version(self) -> np.ndarray:
+        return self.columns["policy_version"]
 
 
 # ---------------------------------------------------------------- tickets: broker <-> environment server
@@ -91,7 +98,7 @@ class TicketCancelled(Struct, frozen=True, tag="cancelled"):
 
 
 class Turn(Struct, frozen=True, array_like=True):
-    """One generate -> step round. Positions index the trajectory's flat token axis."""
+    """One generate -> step round. Positions index the token axis of its sequence."""
 
     start: int  # first generated token
     end: int  # one past the last generated token
@@ -102,12 +109,26 @@ class Turn(Struct, frozen=True, array_like=True):
     generator: int
 
 
-class Trajectory(Struct, frozen=True, tag="trajectory"):
-    """One finished episode: T tokens, prompt and observations included (token in, token out).
+class TokenSequence(TokenColumns, frozen=True, kw_only=True):
+    """T tokens, prompt and observations included (token in, token out), and the turns that generated some of them.
 
-    `loss_mask` is 1 on generated ids only; `logp_behavior` and `policy_version` are defined there
-    (0 and -1 elsewhere). logp_behavior is of the distribution sampled from (temperature applied).
+    `columns` holds every column of a token (T, ...), a turn (len(turns), ...) and the sequence (1, ...).
     """
+
+    turns: list[Turn]
+
+    @property
+    def first_version(self) -> int:
+        """Version of the first generated token (F3); -1 when nothing was generated."""
+        mask = self.loss_mask
+        if not mask.size:
+            return -1
+        first = mask.argmax()
+        return int(self.policy_version[first]) if mask[first] else -1
+
+
+class Trajectory(Struct, frozen=True, tag="trajectory"):
+    """One finished episode: its sequences in the order in which they began (today exactly one)."""
 
     server: int
     incarnation: int
@@ -118,24 +139,19 @@ class Trajectory(Struct, frozen=True, tag="trajectory"):
     task_index: int
     kind: str
     epoch: int
-    token_ids: np.ndarray  # (T,) int32
-    loss_mask: np.ndarray  # (T,) uint8
-    logp_behavior: np.ndarray  # (T,) float32
-    policy_version: np.ndarray  # (T,) int32
-    turns: list[Turn]
+    sequences: list[TokenSequence]
     reward: float
     stop_reason: str  # done | length | context | max_turns
     tokens_generated: int  # as the generators reported, aborted parts included
     seconds: float
+    columns: dict[str, np.ndarray] = {}  # those of the sample, (1, ...) each
     info: dict[str, float] = {}  # numbers of the environment, averaged into metrics
 
     @property
-    def first_version(self) -> int:
-        """Version of the first generated token (F3); -1 when nothing was generated."""
-        if not self.loss_mask.size:
-            return -1
-        first = self.loss_mask.argmax()
-        return int(self.policy_version[first]) if self.loss_mask[first] else -1
+    def sequence(self) -> TokenSequence:
+        """The only one. Raises ValueError when there are several."""
+        (sequence,) = self.sequences
+        return sequence
 
 
 # ---------------------------------------------------------------- generation: env server <-> proxy <-> generator
@@ -161,14 +177,14 @@ class Abort(Struct, frozen=True, tag="abort"):
     request_id: int
 
 
-class Generated(Struct, frozen=True, tag="generated"):
-    """The one answer to a request. An abort answers with what was generated until then."""
+class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
+    """The one answer to a request. An abort answers with what was generated until then.
+
+    `columns` holds every column that generators make: of L tokens (L, ...), of a wider scope (1, ...).
+    """
 
     request_id: int
     session: int
-    token_ids: np.ndarray  # (L,) int32
-    logp: np.ndarray  # (L,) float32
-    policy_version: np.ndarray  # (L,) int32
     epoch: int
     finish_reason: str  # stop | length | abort | error
     tokens_generated: int  # everything the engine sampled for this request, discarded parts included
@@ -262,10 +278,11 @@ class SampleRow(Struct, frozen=True, array_like=True):
     turn_states: list[int] = []  # a hash of what each turn answers: equal within a group where the same was observed
 
 
-class Shard(Struct, frozen=True, tag="shard"):
+class Shard(TokenColumns, frozen=True, kw_only=True, tag="shard"):
     """One rank's part of the batch of `step`; `rows` lists the whole batch, ordered by sample id.
 
-    The trajectories follow as one concatenation: `lengths[i]` tokens for `members[i]`, an index into rows.
+    The sequences follow as one concatenation: `lengths[i]` tokens for `members[i]`, an index into rows. `columns` holds
+    every carried column, with one entry per token, turn or sequence; what a sample has once stands with each sequence.
     """
 
     step: int
@@ -275,12 +292,14 @@ class Shard(Struct, frozen=True, tag="shard"):
     members: list[int]
     lengths: list[int]
     turn_starts: list[list[int]]  # per member: start of each generated span
-    token_ids: np.ndarray  # (sum T,) int32
-    loss_mask: np.ndarray  # (sum T,) uint8
-    logp_behavior: np.ndarray  # (sum T,) float32
-    policy_version: np.ndarray  # (sum T,) int32
     loss_tokens: int  # of the whole batch: the global normaliser
     metrics: dict[str, float] = {}  # the broker's view of this batch (staleness, queue, waits)
+
+    def entries(self) -> dict[Scope, list[int]]:
+        """Of each scope: how many entries each member has."""
+        one_each = [1] * len(self.members)
+        turns = [len(starts) for starts in self.turn_starts]
+        return {"token": self.lengths, "turn": turns, "sequence": one_each, "sample": one_each}
 
 
 # ---------------------------------------------------------------- weights: learner <-> generator
@@ -366,81 +385,14 @@ class Stop(Struct, frozen=True, tag="stop"):
     reason: str
 
 
-Message = (
-    Ticket | ServerHello | CancelTickets | AckTickets | TicketFailed | TicketCancelled | Trajectory
-    | Generate | Abort | Generated | ClientHello | GeneratorHello | FirstToken | GeneratorStatus | Usage
-    | BatchRequest | Published | EvalRequest | SaveRequest | Journal | Shard
-    | WeightNotice | WeightStatus
-    | Register | Heartbeat | Metrics | Fatal | Done | PeerDied | Stop
-)  # fmt: skip
+TicketMessage = Ticket | ServerHello | CancelTickets | AckTickets | TicketFailed | TicketCancelled | Trajectory
+RequestMessage = Generate | Abort | Generated | ClientHello | GeneratorHello | FirstToken | GeneratorStatus | Usage
+BatchMessage = BatchRequest | Published | EvalRequest | SaveRequest | Journal | Shard
+WeightMessage = WeightNotice | WeightStatus
+ControlMessage = Register | Heartbeat | Metrics | Fatal | Done | PeerDied | Stop
+Message = TicketMessage | RequestMessage | BatchMessage | WeightMessage | ControlMessage
 
 
-class _Envelope(Struct, array_like=True):
-    protocol: int
-    body: Message
-
-
-class _Buffers(threading.local):
-    """Arrays met while encoding (joined, large) or decoding (frames) the message of this thread."""
-
-    joined: list[bytes | memoryview]  # content of frame 1, padding included
-    size: int  # of what is joined
-    large: list[bytes | memoryview]  # frames 2, 3, ...
-    frames: Frames
-
-
-_buffers = _Buffers()
-
-
-def _array_to_header(value: object) -> object:
-    if not isinstance(value, np.ndarray):
-        raise NotImplementedError(f"{type(value).__name__} cannot cross a socket")
-    dtype, size = value.dtype.str, value.nbytes
-    if dtype not in _DTYPES:
-        raise ProtocolError(f"dtype {value.dtype} is not allowed on the wire")
-    data = np.ascontiguousarray(value).data.cast("B") if size else b""
-    if size >= _JOINED_BYTES:
-        _buffers.large.append(data)
-        return 1 + len(_buffers.large), 0, dtype, value.shape
-    offset, padding = _buffers.size, -size % _ALIGNMENT
-    _buffers.joined += (data, bytes(padding)) if padding else (data,)
-    _buffers.size = offset + size + padding
-    return 1, offset, dtype, value.shape
-
-
-def _header_to_array(kind: type, value: Any) -> object:
-    if kind is not np.ndarray:
-        raise NotImplementedError
-    index, offset, name, shape = value
-    dtype = _DTYPES.get(name)
-    if dtype is None or not 0 < index < len(_buffers.frames):
-        raise ProtocolError(f"array frame {index} of dtype {name!r} does not exist")
-    return np.ndarray(shape, dtype, _buffers.frames[index], offset)  # raises TypeError beyond the frame's end
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_header)
-_decoder = msgspec.msgpack.Decoder(_Envelope, dec_hook=_header_to_array)
-
-
-def encode(message: Message) -> list[bytes | memoryview]:
-    """Frames of one message: the header, the smaller arrays, then each large array's buffer (not copied)."""
-    joined: list[bytes | memoryview] = []
-    large: list[bytes | memoryview] = []
-    _buffers.joined, _buffers.size, _buffers.large = joined, 0, large
-    header = _encoder.encode(_Envelope(PROTOCOL, message))
-    _buffers.joined, _buffers.large = [], []
-    return [header, b"".join(joined), *large] if joined or large else [header]
-
-
-def decode(frames: Frames) -> Message:
-    """The message of these frames. Raises ProtocolError for anything that is not one."""
-    _buffers.frames = frames
-    try:
-        envelope = _decoder.decode(frames[0])
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
-    finally:
-        _buffers.frames = ()
-    if envelope.protocol != PROTOCOL:
-        raise ProtocolError(f"protocol {envelope.protocol}, this side speaks {PROTOCOL}")
-    return envelope.body
+_codec: Codec[Message] = Codec(Message)
+encode = _codec.encode
+decode = _codec.decode

@@ -6,6 +6,7 @@ the versions of its own tokens. A violation ends the run: it is a bug, never a c
 
 from __future__ import annotations
 
+from rl.core.columns import mismatch
 from rl.core.messages import Shard
 
 
@@ -20,6 +21,15 @@ def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bou
             f"learner.{rank} expected its shard of step {step} in epoch {epoch}, received the one of "
             f"rank {shard.rank}, step {shard.step}, epoch {shard.epoch}"
         )
+    members = len(shard.members)
+    if not len(shard.lengths) == len(shard.turn_starts) == members:
+        raise ValueError(
+            f"the shard of step {step} contradicts itself: {members} members, {len(shard.lengths)} lengths, "
+            f"turns of {len(shard.turn_starts)}"
+        )
+    if wrong := mismatch(shard.columns, {scope: sum(counts) for scope, counts in shard.entries().items()}):
+        raise ValueError(f"the shard of step {step} contradicts itself: {wrong}")
+
     oldest = step - staleness_bound
     stale = [row for row in shard.rows if row.version < oldest]
     generated = shard.policy_version[shard.loss_mask != 0]
@@ -32,11 +42,3 @@ def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bou
     samples = [row.sample_id for row in shard.rows]
     if samples != sorted(set(samples)):
         raise ValueError(f"the batch of step {step} is not ordered by sample id, or has a sample twice")
-    members = len(shard.members)
-    tokens = sum(shard.lengths)
-    sizes = {array.size for array in (shard.token_ids, shard.loss_mask, shard.logp_behavior, shard.policy_version)}
-    if len(shard.lengths) != members or len(shard.turn_starts) != members or sizes != {tokens}:
-        raise ValueError(
-            f"the shard of step {step} contradicts itself: {members} members, {len(shard.lengths)} lengths "
-            f"of {tokens} tokens in all, arrays of {sorted(sizes)} tokens"
-        )

@@ -48,7 +48,7 @@ def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
 
     def masked(pack: Pack) -> Pack:
         mask = pack.mask & kept[list(pack.members)][pack.sample]
-        return replace(pack, mask=mask, staleness=pack.staleness * mask)
+        return pack.with_columns(loss_mask=mask, staleness=pack.staleness * mask)
 
     return [masked(pack) if pack.members else pack for pack in packs]
 
@@ -68,13 +68,13 @@ def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[
         discount = getattr(algorithm.estimator.options, "discount", 1.0)
         returns = (gae_advantages(episodes, discount, algorithm.critic.lam) + episodes.values).float()
     sizes = [pack.tokens for pack in packs]
-    columns = zip(
-        packs,
-        advantages.split(sizes),
-        [None] * len(packs) if returns is None else returns.split(sizes),
-        strict=True,
+    found = {"advantages": advantages.split(sizes)} | ({} if returns is None else {"returns": returns.split(sizes)})
+    credited = iter(
+        [
+            _with_rewards(pack, rewards).with_columns(**{name: values[i] for name, values in found.items()})
+            for i, pack in enumerate(packs)
+        ]
     )
-    credited = iter([_with(pack, advantage, value, rewards) for pack, advantage, value in columns])
     return _weighted(shard, [[next(credited) for _ in part] for part in parts], algorithm)
 
 
@@ -149,13 +149,8 @@ def _values(pack: Pack) -> Tensor:
     return pack.values
 
 
-def _with(pack: Pack, advantages: Tensor, returns: Tensor | None, rewards: Tensor) -> Pack:
-    return replace(
-        pack,
-        advantages=advantages,
-        returns=returns,
-        rewards=rewards[list(pack.members)].float() if pack.members else pack.rewards,
-    )
+def _with_rewards(pack: Pack, rewards: Tensor) -> Pack:
+    return replace(pack, rewards=rewards[list(pack.members)].float()) if pack.members else pack
 
 
 def _weighted(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
@@ -166,7 +161,8 @@ def _weighted(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> li
         tokens = counted * (where == number)
         weights = sample_weights(algorithm.aggregation, tokens, algorithm.constant).float()
         weighted = [
-            replace(pack, weights=weights[list(pack.members)][pack.sample]) if pack.members else pack for pack in packs
+            pack.with_columns(weights=weights[list(pack.members)][pack.sample]) if pack.members else pack
+            for pack in packs
         ]
         done.append(Minibatch(weighted, int(tokens.sum())))
     return done

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ def with_values(critic: Critic, packs: Iterable[Pack]) -> list[Pack]:
     for pack in packs:
         moved = pack.to(device)
         values = critic(moved.token_ids, moved.position_ids, select=moved.mask)
-        done.append(replace(pack, values=values.to(pack.token_ids.device)))
+        done.append(pack.with_columns(values=values.to(pack.token_ids.device)))
     return done
 
 

@@ -6,37 +6,73 @@ batch, so how samples are spread over packs, ranks and minibatches changes no gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl.core.columns import COLUMNS, Scope, declared, masked_columns
 from rl.core.messages import Shard
 
 
 @dataclass(frozen=True)
 class Pack:
-    """T tokens of n samples, one sample after another."""
+    """T tokens of n samples, one sample after another.
 
-    token_ids: Tensor  # (T,) int64
+    `columns` (T, ...) are those of the table (`rl.core.columns`), whatever their scope: a turn's or a sample's entry
+    stands at each of its tokens. Integers are int64, the mask bool. The learner's own join them as they are computed.
+    """
+
+    columns: dict[str, Tensor]
     position_ids: Tensor  # (T,) int64, restarting at 0 with each sample
-    mask: Tensor  # (T,) bool, true on generated tokens
-    logp_behavior: Tensor  # (T,) float32
-    staleness: Tensor  # (T,) int64, version being trained minus the token's version; 0 where masked
-    advantages: Tensor  # (T,) float32
-    weights: Tensor  # (T,) float32 of the token's loss in the sum over the minibatch (`algos.aggregation`)
     sample: Tensor  # (T,) int64, 0 .. n - 1
     turn: Tensor  # (T,) int64, turn within the sample; a prompt or observation belongs to the turn before it, if any
     rewards: Tensor  # (n,) float32
     members: tuple[int, ...]  # row of each sample in shard.rows; empty for a dummy
-    logp_proximal: Tensor | None = None  # (T,) float32; `rl.learner.update.with_logp` adds this and the next
-    logp_reference: Tensor | None = None  # (T,) float32
-    values: Tensor | None = None  # (T,) float32 of the critic before the batch; `rl.learner.critic.with_values` adds it
-    returns: Tensor | None = None  # (T,) float32, what the critic regresses to
+
+    @property
+    def token_ids(self) -> Tensor:  # (T,) int64
+        return self.columns["token_ids"]
+
+    @property
+    def mask(self) -> Tensor:  # (T,) bool, true on generated tokens
+        return self.columns["loss_mask"]
+
+    @property
+    def logp_behavior(self) -> Tensor:  # (T,) float32
+        return self.columns["logp_behavior"]
+
+    @property
+    def staleness(self) -> Tensor:  # (T,) int64, 0 where masked
+        return self.columns["staleness"]
+
+    @property
+    def advantages(self) -> Tensor:  # (T,) float32
+        return self.columns["advantages"]
+
+    @property
+    def weights(self) -> Tensor:  # (T,) float32
+        return self.columns["weights"]
+
+    @property
+    def logp_proximal(self) -> Tensor | None:  # (T,) float32; `rl.learner.update.with_logp` adds this and the next
+        return self.columns.get("logp_proximal")
+
+    @property
+    def logp_reference(self) -> Tensor | None:  # (T,) float32
+        return self.columns.get("logp_reference")
+
+    @property
+    def values(self) -> Tensor | None:  # (T,) float32; `rl.learner.critic.with_values` adds it
+        return self.columns.get("values")
+
+    @property
+    def returns(self) -> Tensor | None:  # (T,) float32; `rl.learner.credit.assign` adds it for a critic
+        return self.columns.get("returns")
 
     @property
     def tokens(self) -> int:
@@ -46,13 +82,24 @@ class Pack:
     def loss_tokens(self) -> int:
         return int(self.mask.sum())
 
+    def with_columns(self, **columns: Tensor) -> Pack:
+        """With these columns (T, ...) added or replaced. Raises ValueError for one that is not in the table."""
+        for name in columns:
+            declared(name)
+        return replace(self, columns=self.columns | columns)
+
     def to(self, device: torch.device | str) -> Pack:
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **moved)
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            columns={name: moved(column) for name, column in self.columns.items()},
+            position_ids=moved(self.position_ids),
+            sample=moved(self.sample),
+            turn=moved(self.turn),
+            rewards=moved(self.rewards),
+        )
 
 
 def make_packs(shard: Shard, max_tokens: int, version: int) -> list[Pack]:
@@ -60,9 +107,10 @@ def make_packs(shard: Shard, max_tokens: int, version: int) -> list[Pack]:
 
     `version` is the version being trained. Deterministic. Advantages are 0 and weights 1 until `credit.assign`.
     """
-    offsets = np.concatenate(([0], np.cumsum(shard.lengths, dtype=np.int64)))
+    columns = _token_columns(shard)
+    ends = np.cumsum(shard.lengths, dtype=np.int64)
     return [
-        _pack(shard, [slice(offsets[i], offsets[i + 1]) for i in chosen], chosen, version)
+        _pack(shard, columns, [slice(ends[i] - shard.lengths[i], ends[i]) for i in chosen], chosen, version)
         for chosen in assign(shard.lengths, max_tokens)
     ]
 
@@ -104,9 +152,10 @@ def pad_packs(packs: list[Pack], count: int) -> list[Pack]:
 
 def dummy_pack() -> Pack:
     """One token that is not generated: it runs through the model and contributes exactly zero."""
-    one = torch.zeros(1, dtype=torch.int64)
-    number = torch.zeros(1)
-    return Pack(one, one, torch.zeros(1, dtype=torch.bool), number, one, number, number, one, one, number, ())
+    place = torch.zeros(1, dtype=torch.int64)
+    columns = _tensors(masked_columns(dict.fromkeys(get_args(Scope), 1)))
+    columns |= {"staleness": place, "advantages": torch.zeros(1), "weights": torch.zeros(1)}
+    return Pack(columns, position_ids=place, sample=place, turn=place, rewards=torch.zeros(1), members=())
 
 
 def split_minibatches(shard: Shard, count: int) -> list[Shard]:
@@ -130,44 +179,60 @@ def minibatch_of(shard: Shard, count: int) -> list[int]:
 
 def _restrict(shard: Shard, rows: set[int]) -> Shard:
     kept = [i for i, row in enumerate(shard.members) if row in rows]
-    tokens = np.repeat(np.isin(np.arange(len(shard.members)), kept), shard.lengths)  # (sum T,) bool
+    chosen = np.isin(np.arange(len(shard.members)), kept)
+    entries = {scope: np.repeat(chosen, counts) for scope, counts in shard.entries().items()}
     return msgspec.structs.replace(
         shard,
         members=[shard.members[i] for i in kept],
         lengths=[shard.lengths[i] for i in kept],
         turn_starts=[shard.turn_starts[i] for i in kept],
-        token_ids=shard.token_ids[tokens],
-        loss_mask=shard.loss_mask[tokens],
-        logp_behavior=shard.logp_behavior[tokens],
-        policy_version=shard.policy_version[tokens],
+        columns={name: values[entries[COLUMNS[name].scope]] for name, values in shard.columns.items()},
         loss_tokens=sum(shard.rows[row].loss_tokens for row in rows),
     )
 
 
-def _pack(shard: Shard, spans: list[slice], chosen: list[int], version: int) -> Pack:
-    def gather(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate([values[span] for span in spans])).to(dtype)
+def _token_columns(shard: Shard) -> dict[str, np.ndarray]:
+    """(sum T, ...) each: the entry of a wider scope stands at each of its tokens."""
+    spread = {}
+    for name, values in shard.columns.items():
+        scope = COLUMNS[name].scope
+        if scope != "token":
+            counts = shard.entries()[scope]
+            entry = np.repeat(np.cumsum(counts) - counts, shard.lengths)  # (sum T,) the first one of each member
+            if scope == "turn":
+                entry += np.concatenate([_turns(*one) for one in zip(shard.lengths, shard.turn_starts, strict=True)])
+            values = values[entry]
+        spread[name] = values
+    return spread
 
+
+def _pack(shard: Shard, columns: dict[str, np.ndarray], spans: list[slice], chosen: list[int], version: int) -> Pack:
     members = [shard.members[i] for i in chosen]
     lengths = torch.tensor([shard.lengths[i] for i in chosen])
-    mask = gather(shard.loss_mask, torch.bool)
+    found = _tensors({name: np.concatenate([values[span] for span in spans]) for name, values in columns.items()})
+    mask = found["loss_mask"]
+    found["staleness"] = (version - found["policy_version"]) * mask
+    found["advantages"] = torch.zeros(len(mask))
+    found["weights"] = torch.ones(len(mask))
     return Pack(
-        token_ids=gather(shard.token_ids, torch.int64),
+        columns=found,
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        mask=mask,
-        logp_behavior=gather(shard.logp_behavior, torch.float32),
-        staleness=(version - gather(shard.policy_version, torch.int64)) * mask,
-        advantages=torch.zeros(len(mask)),
-        weights=torch.ones(len(mask)),
         sample=torch.arange(len(chosen)).repeat_interleave(lengths),
-        turn=torch.cat([_turns(shard.lengths[i], shard.turn_starts[i]) for i in chosen]),
+        turn=torch.cat([torch.from_numpy(_turns(shard.lengths[i], shard.turn_starts[i])) for i in chosen]),
         rewards=torch.tensor([shard.rows[i].reward for i in members], dtype=torch.float32),
         members=tuple(members),
     )
 
 
-def _turns(length: int, starts: list[int]) -> Tensor:
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """int32 becomes int64, the dtype of indices in torch."""
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    widened = {name: tensor.long() if tensor.dtype == torch.int32 else tensor for name, tensor in tensors.items()}
+    return widened | {"loss_mask": tensors["loss_mask"].bool()}
+
+
+def _turns(length: int, starts: list[int]) -> np.ndarray:
     """(length,) int64: turns that have started at each token, less one; 0 before the first."""
-    begun = torch.zeros(length, dtype=torch.int64)
+    begun = np.zeros(length, np.int64)
     begun[[start for start in starts if start < length]] = 1
-    return (begun.cumsum(0) - 1).clamp(min=0)
+    return np.maximum(begun.cumsum() - 1, 0)

@@ -7,7 +7,7 @@ only a way to spread one sum. FSDP averages gradients over ranks; multiplying by
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from algos.diagnostics import Diagnostics
 from algos.registry import Loss
 from algos.regularisation import Regularisation
 from algos.types import LossInputs
+from rl.core.columns import BUILT_IN
 from rl.learner.critic import CriticStats
 from rl.learner.packing import Pack
 from rl.learner.policy import Policy, PolicyOutput
@@ -87,10 +88,11 @@ def accumulate_gradients(
 
 
 @torch.no_grad()
-def with_logp(policy: Policy, packs: Iterable[Pack], field_name: str, *, temperature: float) -> list[Pack]:
+def with_logp(policy: Policy, packs: Iterable[Pack], column: str, *, temperature: float) -> list[Pack]:
     """The packs with the log-probabilities of their tokens under the policy's present weights.
 
-    field_name: `logp_proximal` (the trust region's anchor: before the first step) or `logp_reference`.
+    column: `logp_proximal` (the trust region's anchor: before the first step), `logp_reference`, or a registered
+    column of the learner (`rl.core.columns`).
     Not under inference_mode: parameters gathered there could not be trained afterwards.
     """
     device = next(policy.parameters()).device
@@ -98,7 +100,7 @@ def with_logp(policy: Policy, packs: Iterable[Pack], field_name: str, *, tempera
     for pack in packs:
         moved = pack.to(device)
         logp = policy(moved.token_ids, moved.position_ids, temperature=temperature, select=moved.mask).logp
-        done.append(replace(pack, **{field_name: logp.to(pack.token_ids.device)}))
+        done.append(pack.with_columns(**{column: logp.to(pack.token_ids.device)}))
     return done
 
 
@@ -111,8 +113,10 @@ def loss_inputs(pack: Pack, output: PolicyOutput, *, needs_proximal: bool, first
     if needs_proximal and proximal is None:
         raise ValueError("this algorithm needs logp_proximal: call with_logp on the padded packs first")
 
-    def clean(values: Tensor) -> Tensor:  # what stands at masked positions is nobody's business: nan there is legal
-        return torch.where(pack.mask, values, torch.zeros_like(values))
+    def clean(values: Tensor) -> Tensor:
+        """Zero at masked positions, where nan is legal."""
+        mask = pack.mask.view(-1, *[1] * (values.dim() - 1))
+        return torch.where(mask, values, torch.zeros_like(values))
 
     return LossInputs(
         logp_current=clean(output.logp),
@@ -126,4 +130,5 @@ def loss_inputs(pack: Pack, output: PolicyOutput, *, needs_proximal: bool, first
         staleness=pack.staleness,
         rewards=pack.rewards,
         logp_reference=None if pack.logp_reference is None else clean(pack.logp_reference),
+        columns={name: clean(values) for name, values in pack.columns.items() if name not in BUILT_IN},
     )

@@ -35,7 +35,8 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from rl.core.messages import PROTOCOL, ProtocolError, Version
+from rl.core.codec import PROTOCOL, ProtocolError
+from rl.core.messages import Version
 from rl.core.process import WaitExpired
 from rl.core.run import RunFile
 from rl.core.sockets import open_socket

@@ -8,42 +8,41 @@ from zlib import crc32
 
 import numpy as np
 
-from rl.core.messages import SampleRow, Shard, Trajectory
+from rl.core.columns import carried, mismatch
+from rl.core.messages import SampleRow, Shard, TokenSequence, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, Outcome
-
-_DTYPES = {
-    "token_ids": np.dtype(np.int32),
-    "loss_mask": np.dtype(np.uint8),
-    "logp_behavior": np.dtype(np.float32),
-    "policy_version": np.dtype(np.int32),
-}
 
 
 def fault(trajectory: Trajectory) -> str:
     """What is wrong with a trajectory, or the empty string.
 
-    All four arrays are (T,); turns are ascending spans within [0, T); each generated token has a finite
-    log-probability and a version; no more tokens stand in the loss mask than were generated.
+    Columns are those of the table, in its dtypes and shapes, and finite; turns are ascending spans within [0, T);
+    each generated token has a version; no more tokens stand in the loss mask than were generated.
     """
-    shape = trajectory.token_ids.shape
-    for name, dtype in _DTYPES.items():
-        array = getattr(trajectory, name)
-        if len(shape) != 1 or array.shape != shape or array.dtype != dtype:
-            return f"{name} is {array.dtype}{array.shape}, token_ids has shape {shape}"
-    mask, versions = trajectory.loss_mask, trajectory.policy_version
-    if np.count_nonzero(mask > (versions >= 0).view(np.uint8)):  # one pass for both faults
+    if len(trajectory.sequences) != 1:
+        return f"{len(trajectory.sequences)} sequences: a trajectory has one"
+    sequence = trajectory.sequence
+    columns = sequence.columns | trajectory.columns
+    tokens = columns["token_ids"].size if "token_ids" in columns else 0
+    if wrong := mismatch(columns, {"token": tokens, "turn": len(sequence.turns), "sequence": 1, "sample": 1}):
+        return wrong
+
+    mask = sequence.loss_mask
+    if np.count_nonzero(mask > (sequence.policy_version >= 0).view(np.uint8)):  # one pass for both faults
         if mask.max() > 1:
             return "loss_mask holds values other than 0 and 1"
         return "generated tokens without a policy version"
     length = np.count_nonzero(mask)
     if trajectory.tokens_generated < length:
         return f"{length} tokens in the loss mask, {trajectory.tokens_generated} generated"
-    if np.count_nonzero(np.isfinite(trajectory.logp_behavior)) < shape[0]:
-        return "logp_behavior is not finite"
+
+    for name, array in columns.items():
+        if array.dtype.kind == "f" and np.count_nonzero(np.isfinite(array)) < array.size:
+            return f"{name} is not finite"
     end = 0
-    for turn in trajectory.turns:
-        if not end <= turn.start <= turn.end <= shape[0]:
-            return f"turn [{turn.start}, {turn.end}) after {end} of {shape[0]} tokens"
+    for turn in sequence.turns:
+        if not end <= turn.start <= turn.end <= tokens:
+            return f"turn [{turn.start}, {turn.end}) after {end} of {tokens} tokens"
         end = turn.end
     if not math.isfinite(trajectory.reward):
         return f"reward {trajectory.reward}"
@@ -57,11 +56,11 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
     """
     return Outcome(
         epoch=trajectory.epoch,
-        first_version=trajectory.first_version,
+        first_version=trajectory.sequence.first_version,
         reward=trajectory.reward,
         tokens_generated=trajectory.tokens_generated,
-        length=int(np.count_nonzero(trajectory.loss_mask)),
-        turns=len(trajectory.turns),
+        length=int(np.count_nonzero(trajectory.sequence.loss_mask)),
+        turns=len(trajectory.sequence.turns),
         success=float(trajectory.info.get("success", trajectory.reward > 0)),
         seconds=trajectory.seconds,
         payload=trajectory,
@@ -100,11 +99,8 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
                 rows=rows,
                 members=members,
                 lengths=[rows[member].tokens for member in members],
-                turn_starts=[[turn.start for turn in trajectory.turns] for trajectory in chosen],
-                token_ids=_join([t.token_ids for t in chosen], np.int32),
-                loss_mask=_join([t.loss_mask for t in chosen], np.uint8),
-                logp_behavior=_join([t.logp_behavior for t in chosen], np.float32),
-                policy_version=_join([t.policy_version for t in chosen], np.int32),
+                turn_starts=[[turn.start for turn in trajectory.sequence.turns] for trajectory in chosen],
+                columns=_joined(chosen),
                 loss_tokens=loss_tokens,
                 metrics=metrics,
             )
@@ -112,32 +108,38 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
     return shards
 
 
-def _turn_states(trajectory: Trajectory) -> list[int]:
+def _joined(trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
+    """Every carried column, one trajectory after another."""
+    parts = [trajectory.sequence.columns | trajectory.columns for trajectory in trajectories]
+    return {
+        column.name: np.concatenate([part[column.name] for part in parts] or [column.full(0)]) for column in carried()
+    }
+
+
+def _turn_states(sequence: TokenSequence) -> list[int]:
     """CRC-32 of the tokens between the end of the turn before (or the start) and each turn."""
-    states, end = [], 0
-    for turn in trajectory.turns:
-        states.append(crc32(trajectory.token_ids[end : turn.start].data))
+    states = []
+    end = 0
+    for turn in sequence.turns:
+        states.append(crc32(sequence.token_ids[end : turn.start].data))
         end = turn.end
     return states
 
 
 def _row(sample: BatchSample) -> SampleRow:
     trajectory: Trajectory = sample.outcome.payload
+    sequence = trajectory.sequence
     return SampleRow(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
         reward=trajectory.reward,
-        tokens=len(trajectory.token_ids),
+        tokens=len(sequence.token_ids),
         loss_tokens=sample.outcome.length,
         version=sample.version,
         truncated=trajectory.stop_reason != "done",
-        turn_rewards=[turn.reward for turn in trajectory.turns],
-        turn_states=_turn_states(trajectory),
+        turn_rewards=[turn.reward for turn in sequence.turns],
+        turn_states=_turn_states(sequence),
     )
-
-
-def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 def _means(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -147,7 +149,7 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
         for name, value in trajectory.info.items():
             sums.setdefault(f"env/{name}", []).append(value)
     count = len(trajectories)
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    turns = [turn for trajectory in trajectories for turn in trajectory.sequence.turns]
     return {name: sum(values) / len(values) for name, values in sums.items()} | {
         "rollout/truncated": sum([t.stop_reason != "done" for t in trajectories]) / count,
         "rollout/generate_s": sum([turn.generate_s for turn in turns]) / count,

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatMessage:
     """One chat message; `role` is system, user or tool."""
 
     role: str
@@ -23,10 +23,12 @@ class Message:
 class Step:
     """What a step answers: new messages (empty when done), this turn's reward, and whether it is over."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     reward: float
     done: bool
     info: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """An entry of each registered column that environments make (`rl/core/columns.py`); none as a rule."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,14 @@ class DemonstratedTurn:
 
     action: str
     imitate: bool
-    answer: list[Message]
+    answer: list[ChatMessage]
 
 
 @dataclass(frozen=True)
 class Demonstration:
     """One solved episode, for supervised training (`launch/warm_start/imitation.py`)."""
 
-    opening: list[Message]
+    opening: list[ChatMessage]
     turns: list[DemonstratedTurn]
 
 
@@ -53,7 +55,7 @@ class Environment(Protocol):
     A raised exception or an overrun deadline fails the ticket of this episode and no other.
     """
 
-    async def reset(self, task: Any) -> list[Message]:
+    async def reset(self, task: Any) -> list[ChatMessage]:
         """Begin the task; the messages that open the conversation."""
         ...
 

@@ -25,7 +25,7 @@ from rl.core.config import Config
 from rl.core.messages import Generate, Generated, Ticket, Trajectory, Turn
 from rl.core.seeds import turn_seed
 from rollout.episodes.conversation import Conversation
-from rollout.episodes.environment import Environment, Message, Step
+from rollout.episodes.environment import ChatMessage, Environment, Step
 from rollout.episodes.tokenizer import ConversationTokenizer
 from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
 
@@ -96,7 +96,6 @@ class _Episode:
     def __init__(self, ticket: Ticket, environment: Environment, around: Surroundings, progress: Progress) -> None:
         self.ticket, self.environment, self.around, self.progress = ticket, environment, around, progress
         self.config = around.config
-        self.turns: list[Turn] = []
         self.info: dict[str, float] = {}  # the last value of each number the environment reported
         self.requests = 0
         self.tokens_generated = 0
@@ -109,14 +108,13 @@ class _Episode:
         stop_reason = ""
         while not stop_reason:
             stop_reason = await self._turn(conversation)
-        token_ids, loss_mask, logp, version = conversation.arrays()
         ticket = self.ticket
         return Trajectory(
             server=0, incarnation=0, seq=0,
             ticket_id=ticket.ticket_id, sample_id=ticket.sample_id, group_id=ticket.group_id,
             task_index=ticket.task_index, kind=ticket.kind, epoch=self.epoch,
-            token_ids=token_ids, loss_mask=loss_mask, logp_behavior=logp, policy_version=version,
-            turns=self.turns, reward=math.fsum(turn.reward for turn in self.turns), stop_reason=stop_reason,
+            sequences=[conversation.sequence()], columns=conversation.sample_columns(),
+            reward=math.fsum(turn.reward for turn in conversation.turns), stop_reason=stop_reason,
             tokens_generated=self.tokens_generated, seconds=time.monotonic() - begin, info=self.info,
         )  # fmt: skip
 
@@ -129,22 +127,29 @@ class _Episode:
         generated, cut_by_context = await self._generate_turn(conversation)
         generate_s = time.monotonic() - begin
         end = len(conversation)
-        what = f"step of turn {len(self.turns) + 1}"
+        what = f"step of turn {len(conversation.turns) + 1}"
         await self._meet(STEP)
         begin = time.monotonic()
         step = _checked_step(await self._call(self.environment.step(conversation.text(start, end)), what), what)
         self.info.update(step.info)
-        self.turns.append(
-            Turn(
-                start, end, step.reward, generate_s, time.monotonic() - begin,
-                generated.finish_reason, generated.generator,
-            )
-        )  # fmt: skip
+        turn = Turn(
+            start=start,
+            end=end,
+            reward=step.reward,
+            generate_s=generate_s,
+            env_s=time.monotonic() - begin,
+            finish_reason=generated.finish_reason,
+            generator=generated.generator,
+        )
+        try:
+            conversation.end_turn(turn, step.columns)
+        except ValueError as error:
+            raise EpisodeFailed(f"environment: {what} answered {error}") from None
         if cut_by_context:
             return "context"
         if step.done:
             return "length" if generated.finish_reason == "length" else "done"
-        if len(self.turns) >= self.config.env.max_turns:
+        if len(conversation.turns) >= self.config.env.max_turns:
             return "max_turns"
         room = self.config.generator.max_model_len - 1  # the next turn needs one id at least
         return "" if conversation.append_messages(step.messages, limit=room) else "context"
@@ -173,9 +178,8 @@ class _Episode:
             generated = await self._generate(self._request(conversation, min(wanted, room)))
             if generated.finish_reason == "error":
                 raise EpisodeFailed(f"generation failed: {generated.error}")
-            sampled = (generated.token_ids, generated.logp, generated.policy_version)
             try:
-                start, end = conversation.append_generated(*sampled)
+                start, end = conversation.append_generated(generated.columns)
             except ValueError as error:
                 raise EpisodeFailed(f"generator {generated.generator} answered {error}") from None
             wanted -= end - start
@@ -272,9 +276,9 @@ def _forget(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def _checked_messages(answer: Any, what: str) -> list[Message]:
-    if not isinstance(answer, list) or not all(isinstance(message, Message) for message in answer):
-        raise EpisodeFailed(f"environment: {what} answered {type(answer).__name__}, not a list of Message")
+def _checked_messages(answer: Any, what: str) -> list[ChatMessage]:
+    if not isinstance(answer, list) or not all(isinstance(message, ChatMessage) for message in answer):
+        raise EpisodeFailed(f"environment: {what} answered {type(answer).__name__}, not a list of ChatMessage")
     return answer
 
 
@@ -288,4 +292,4 @@ def _checked_step(answer: Any, what: str) -> Step:
         raise EpisodeFailed(f"environment: {what} answered a reward or info that is no number: {error}") from None
     if not math.isfinite(reward):
         raise EpisodeFailed(f"environment: {what} answered the reward {reward}")
-    return Step(_checked_messages(answer.messages, what), reward, bool(answer.done), info)
+    return Step(_checked_messages(answer.messages, what), reward, bool(answer.done), info, answer.columns)

@@ -22,7 +22,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from rollout.episodes.environment import Message
+from rollout.episodes.environment import ChatMessage
 
 DUMMY_USER = "fresco dummy question"
 DUMMY_TURN = "fresco dummy answer"
@@ -37,11 +37,11 @@ class ConversationTokenizer(Protocol):
     stop_ids: list[int]
     """Ids that end a turn; a turn that ends by one of them contains it."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Ids of the opening messages and of the first turn's opening."""
         ...
 
-    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+    def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         """Ids between a generated turn, which ended with `last_id`, and the next one."""
         ...
 
@@ -76,10 +76,10 @@ class ChatTokenizer:
         if not self.stop_ids:
             raise TokenizerError(f"{folder} names no end-of-sequence token, nor does its chat template close turns")
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self._encode(self._render(self._plain(messages), opens_turn=True))
 
-    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+    def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         ids = self._encode(self._after_turn(self._plain(messages), opens_turn=True))
         if last_id == self.turn_end:  # generated: the sequence has it already
             return ids[ids.index(last_id) + 1 :]
@@ -103,7 +103,7 @@ class ChatTokenizer:
             raise TokenizerError("the chat template does not keep an assistant turn in its place")
         return after
 
-    def _plain(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+    def _plain(self, messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
         """Messages with the texts of special tokens broken up: an environment may echo what a model wrote."""
         plain = []
         for message in messages:
@@ -130,13 +130,13 @@ class IdTokenizer:
     def __init__(self) -> None:
         self.stop_ids: list[int] = []
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         try:
             return [int(word) for message in messages for word in message.content.split()]
         except ValueError as error:
             raise TokenizerError(f"without a model, messages are ids separated by spaces: {error}") from None
 
-    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+    def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         return self.prompt(messages)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import zmq
 import zmq.asyncio
 from msgspec.structs import replace
@@ -210,9 +209,7 @@ class Generator:
         answer = Generated(
             request_id=request.request_id,
             session=request.session,
-            token_ids=np.array(sampled.token_ids, "<i4"),
-            logp=np.array(sampled.logp, "<f4"),
-            policy_version=np.array(sampled.policy_version, "<i4"),
+            columns=sampled.arrays(),
             epoch=request.version.epoch,
             finish_reason=sampled.finish_reason,
             tokens_generated=sampled.tokens_generated,

@@ -18,6 +18,7 @@ import numpy as np
 import zmq
 from msgspec.structs import replace
 
+from rl.core.columns import ONE_TURN, masked_columns
 from rl.core.messages import (
     Abort,
     ClientHello,
@@ -246,9 +247,7 @@ def _empty(reply: Reply, version: Version) -> Generated:
     return Generated(
         request_id=reply.request_id,
         session=reply.session,
-        token_ids=np.empty(0, "<i4"),
-        logp=np.empty(0, "<f4"),
-        policy_version=np.empty(0, "<i4"),
+        columns=masked_columns({"token": 0, **ONE_TURN}, "generator"),
         epoch=version.epoch,
         finish_reason=reply.finish_reason,
         tokens_generated=0,

@@ -7,7 +7,7 @@ import sys
 
 from pydantic import BaseModel
 
-from rollout.episodes.environment import Message, Step
+from rollout.episodes.environment import ChatMessage, Step
 
 KINDS = ("hang", "raise", "exit", "nan", "fine", "long", "stubborn", "fine")
 
@@ -42,9 +42,9 @@ class FaultyEnvironment:
     def __init__(self, family: FaultyFamily) -> None:
         self.family = family
 
-    async def reset(self, task: str) -> list[Message]:
+    async def reset(self, task: str) -> list[ChatMessage]:
         self.kind = task
-        return [Message("user", " ".join(["1"] * (100 if task == "long" else 4)))]
+        return [ChatMessage("user", " ".join(["1"] * (100 if task == "long" else 4)))]
 
     async def step(self, action: str) -> Step:
         if self.kind == "hang":

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
 
 from rl.core.messages import (
@@ -32,6 +31,7 @@ from rl.core.messages import (
 )
 from rl.core.run import RunFile
 from rl.core.sockets import open_socket, receive, receive_from, send_to
+from tests.rollout.trajectories import reply_columns
 
 REPOSITORY = Path(__file__).parents[2]
 Result = Trajectory | TicketFailed | TicketCancelled
@@ -40,8 +40,7 @@ Answer = Callable[[Generate], Generated | None]
 
 def generated(request: Generate, ids: list[int], finish_reason: str = "stop", **fields: Any) -> Generated:
     return Generated(
-        request_id=request.request_id, session=request.session, token_ids=np.array(ids, np.int32),
-        logp=np.full(len(ids), -0.5, np.float32), policy_version=np.full(len(ids), request.version.n, np.int32),
+        request_id=request.request_id, session=request.session, columns=reply_columns(ids, -0.5, request.version.n),
         epoch=request.version.epoch, finish_reason=finish_reason, tokens_generated=len(ids), generator=0, **fields,
     )  # fmt: skip
 

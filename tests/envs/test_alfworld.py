@@ -29,7 +29,7 @@ from envs.alfworld.games import GameRecipe, GamesError, ensure_games, list_games
 from envs.alfworld.pool import GameLost
 from envs.alfworld.scenes import TASK_TYPES, TREATMENTS
 from envs.alfworld.translation import kept_translation, read_game
-from rollout.episodes.environment import Message
+from rollout.episodes.environment import ChatMessage
 
 RECIPE = GameRecipe(train=6, valid_unseen=6, max_receptacles=7, clutter=(4, 8), seed=3)
 
@@ -348,7 +348,7 @@ def test_a_hang_is_laid_to_the_game_that_hangs_not_to_one_whose_reply_was_held(f
 def test_observations_are_cut_and_repeated_as_asked(folder: Path) -> None:
     async def scenario(family: AlfworldFamily) -> None:
         environment = family.make()
-        opening: list[Message] = await environment.reset(family.task("train", 0))
+        opening: list[ChatMessage] = await environment.reset(family.task("train", 0))
         assert opening[-1].content.endswith(" ...") and len(opening[-1].content.split()) == 9
         await environment.step("inventory")
         step = await environment.step("jump")
@@ -378,7 +378,7 @@ def test_many_environments_at_once_play_as_one_alone(folder: Path, engine: Engin
             environment = family.make()
             await environment.reset(games[index])
             for command, text in expected[index]:
-                assert (await environment.step(command)).messages == [Message("user", text)]
+                assert (await environment.step(command)).messages == [ChatMessage("user", text)]
             await environment.close()
 
         await asyncio.gather(*(one(index) for index in range(24)))

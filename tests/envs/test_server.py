@@ -47,18 +47,20 @@ def test_multi_turn_synthetic(make_run: MakeRun) -> None:
         first, second = world.ended()[1], world.ended()[2]
         assert isinstance(first, Trajectory) and isinstance(second, Trajectory)
         assert [first.seq, second.seq] in ([1, 2], [2, 1])
-        assert first.stop_reason == "done" and first.tokens_generated == 12 and len(first.turns) == 3
+        assert first.stop_reason == "done" and first.tokens_generated == 12 and len(first.sequence.turns) == 3
         # prompt 5 · turn 4 · observation 4 · turn 4 · observation 4 · turn 4
-        assert [(turn.start, turn.end) for turn in first.turns] == [(5, 9), (13, 17), (21, 25)]
-        np.testing.assert_array_equal(first.loss_mask, [0] * 5 + ([1] * 4 + [0] * 4) * 2 + [1] * 4)
-        np.testing.assert_array_equal(first.token_ids[first.loss_mask == 1], [2, 4, 7, 8] * 3)
-        np.testing.assert_array_equal(first.policy_version, np.where(first.loss_mask == 1, 3, -1))
-        np.testing.assert_allclose(first.logp_behavior, np.where(first.loss_mask == 1, -0.5, 0))
+        assert [(turn.start, turn.end) for turn in first.sequence.turns] == [(5, 9), (13, 17), (21, 25)]
+        np.testing.assert_array_equal(first.sequence.loss_mask, [0] * 5 + ([1] * 4 + [0] * 4) * 2 + [1] * 4)
+        np.testing.assert_array_equal(first.sequence.token_ids[first.sequence.loss_mask == 1], [2, 4, 7, 8] * 3)
+        np.testing.assert_array_equal(first.sequence.policy_version, np.where(first.sequence.loss_mask == 1, 3, -1))
+        np.testing.assert_allclose(first.sequence.logp_behavior, np.where(first.sequence.loss_mask == 1, -0.5, 0))
         assert first.reward == pytest.approx(0.75)
-        np.testing.assert_array_equal(first.token_ids, second.token_ids)  # same task, same generations
+        np.testing.assert_array_equal(
+            first.sequence.token_ids, second.sequence.token_ids
+        )  # same task, same generations
         own = [request for request in world.requests if request.session == 1]
         assert [len(request.prompt_ids) for request in own] == [5, 13, 21]
-        np.testing.assert_array_equal(own[2].prompt_ids, first.token_ids[:21])
+        np.testing.assert_array_equal(own[2].prompt_ids, first.sequence.token_ids[:21])
         assert len({request.seed for request in own}) == 3
         assert [request.seed for request in own] == [r.seed for r in world.requests if r.session == 2]
         assert {(r.temperature, r.priority, r.version) for r in own} == {(0.7, 9, Version(0, 3))}
@@ -95,10 +97,12 @@ def test_math_end_to_end_without_torch(math_run: RunFile) -> None:
         assert rewards == {1: 1.0, 2: 0.0, 3: 0.0, 4: 1.0}
         first = ended[1]
         assert isinstance(first, Trajectory) and first.stop_reason == "done" and first.info["boxed"] == 1
-        text = tokenizer.decode(first.token_ids.tolist(), skip_special_tokens=False)
+        text = tokenizer.decode(first.sequence.token_ids.tolist(), skip_special_tokens=False)
         question = arithmetic.problem("train", 1, 0).question
         assert text.startswith(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n\\boxed")
-        assert text.endswith("}<|im_end|>") and first.token_ids[-1] == end and first.loss_mask[-1] == 1
+        assert (
+            text.endswith("}<|im_end|>") and first.sequence.token_ids[-1] == end and first.sequence.loss_mask[-1] == 1
+        )
         mapped = Path(f"/proc/{world.process.pid}/maps").read_text()
         assert "libtorch" not in mapped and "/torch/" not in mapped
         assert psutil.Process(world.process.pid).children() == []  # plain numbers need no verifier worker
@@ -188,7 +192,7 @@ def test_cancels_and_deadlines_at_the_turn_barrier(make_run: MakeRun) -> None:
         world.until(lambda: {1, 3} <= world.ended().keys(), "both ends")
         assert isinstance(world.ended()[3], TicketFailed)
         first = world.ended()[1]
-        assert isinstance(first, Trajectory) and len(first.turns) == 2
+        assert isinstance(first, Trajectory) and len(first.sequence.turns) == 2
 
 
 def test_deadline_of_an_episode(make_run: MakeRun) -> None:
@@ -208,7 +212,7 @@ def test_sent_again_until_acknowledged(make_run: MakeRun) -> None:
         first, repeat = world.results
         assert isinstance(first, Trajectory) and isinstance(repeat, Trajectory)
         assert first.seq == repeat.seq == 1
-        np.testing.assert_array_equal(first.token_ids, repeat.token_ids)
+        np.testing.assert_array_equal(first.sequence.token_ids, repeat.sequence.token_ids)
         world.send(AckTickets([1]))
         world.run_for(3.5)
         assert len(world.results) == 2
@@ -226,7 +230,7 @@ def test_a_turn_aborted_at_an_update_goes_on(make_run: MakeRun) -> None:
         world.until(lambda: bool(world.results), "the trajectory")
         (result,) = world.results
         assert isinstance(result, Trajectory) and result.stop_reason == "length" and result.tokens_generated == 3
-        assert result.token_ids[5:].tolist() == [2, 3, 4] and len(result.turns) == 1
+        assert result.sequence.token_ids[5:].tolist() == [2, 3, 4] and len(result.sequence.turns) == 1
         assert [request.max_tokens for request in world.requests] == [3, 1]
         assert world.requests[0].seed != world.requests[1].seed
 

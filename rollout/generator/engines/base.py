@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+
+from rl.core.columns import ONE_TURN, declared, masked_columns
 from rl.core.messages import Generate, Version
 
 
@@ -28,6 +31,24 @@ class Sampled:
     policy_version: list[int] = field(default_factory=list)
     finish_reason: str = ""  # stop | length | abort
     tokens_generated: int = 0  # also counts tokens that an `abort` update discarded
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Of further columns that generators make (`rl/core/columns.py`): a list as long as `token_ids`, or one entry."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """`Generated.columns`. Raises ValueError for a column that is not registered."""
+        if not self.token_ids:
+            return masked_columns({"token": 0, **ONE_TURN}, "generator")
+        given = {
+            "token_ids": self.token_ids,
+            "logp_behavior": self.logp,
+            "policy_version": self.policy_version,
+            **self.columns,
+        }
+        arrays = {}
+        for name, values in given.items():
+            column = declared(name)
+            arrays[name] = np.array(values if column.scope == "token" else [values], column.dtype)
+        return arrays
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from rl.core.columns import BUILT_IN, COLUMNS, ONE_TURN, masked_columns
 from rl.core.messages import Generate, Version
 from rl.core.recent import Recent
 from rl.core.run import ProcessContext
@@ -236,11 +238,21 @@ class SimulatedEngine:
     def _finish(self, job: _Job, reason: str) -> None:
         del self._jobs[job.key]
         job.sampled.finish_reason = reason
+        job.sampled.columns = self._further_columns(len(job.sampled.token_ids))
         if not job.done.done():
             job.done.set_result(None)
         self._cached.use(job.session, job.prompt_len + len(job.sampled.token_ids))
         if not len(self._model):
             self._drained.set()
+
+    def _further_columns(self, tokens: int) -> dict[str, Any]:
+        """Masked values of whatever else this run's generators are to answer."""
+        made = masked_columns({"token": tokens, **ONE_TURN}, "generator")
+        return {
+            name: values if COLUMNS[name].scope == "token" else values[0]
+            for name, values in made.items()
+            if name not in BUILT_IN
+        }
 
     def _loop_ended(self, task: asyncio.Task[None]) -> None:
         """A failure of the loop is the failure of every request."""

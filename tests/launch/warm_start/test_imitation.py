@@ -26,7 +26,7 @@ from launch.warm_start.sft import (
 from rl.core.config import Config, ConfigError, load_config
 from rl.learner import packed_attention
 from rollout.episodes.conversation import Conversation
-from rollout.episodes.environment import DemonstratedTurn, Demonstration, Message
+from rollout.episodes.environment import ChatMessage, DemonstratedTurn, Demonstration
 from rollout.episodes.tokenizer import ChatTokenizer
 
 PLACES = [f"cabinet {number}" for number in range(1, 9)]
@@ -47,9 +47,9 @@ def config(*overrides: str) -> Config:
 def episode(rng: random.Random) -> Demonstration:
     """Go to the place that the text names; on the way once to a wrong one."""
     place, wrong = rng.sample(PLACES, 2)
-    answer = [Message("user", "Nothing happens.")]
+    answer = [ChatMessage("user", "Nothing happens.")]
     turns = [DemonstratedTurn(f"go to {wrong}", False, answer), DemonstratedTurn(f"go to {place}", True, answer)]
-    return Demonstration([Message("user", f"You see a {place}.\n\nYour task is to: go there.")], turns)
+    return Demonstration([ChatMessage("user", f"You see a {place}.\n\nYour task is to: go there.")], turns)
 
 
 @pytest.fixture

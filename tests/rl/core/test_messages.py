@@ -8,18 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rl.core.messages import Generate, ProtocolError, Stop, Trajectory, Turn, Version, decode, encode
+from rl.core.columns import token_columns
+from rl.core.messages import Generate, ProtocolError, Stop, TokenSequence, Trajectory, Turn, Version, decode, encode
 
 
 def trajectory(length: int) -> Trajectory:
+    columns = token_columns(
+        np.arange(length),
+        np.arange(length) % 2,
+        logp_behavior=np.linspace(-1, 0, length),
+        policy_version=7,
+    )
     return Trajectory(
-        server=0, incarnation=0, seq=1, ticket_id=2, sample_id=3, group_id=4, task_index=5, kind="train", epoch=0,
-        token_ids=np.arange(length, dtype=np.int32),
-        loss_mask=(np.arange(length) % 2).astype(np.uint8),
-        logp_behavior=np.linspace(-1, 0, length, dtype=np.float32),
-        policy_version=np.full(length, 7, np.int32),
-        turns=[Turn(1, 2, 1.0, 0.1, 0.2, "stop", 0)], reward=1.0, stop_reason="done", tokens_generated=1, seconds=1.0,
-    )  # fmt: skip
+        server=0,
+        incarnation=0,
+        seq=1,
+        ticket_id=2,
+        sample_id=3,
+        group_id=4,
+        task_index=5,
+        kind="train",
+        epoch=0,
+        sequences=[TokenSequence(columns=columns, turns=[Turn(1, 2, 1.0, 0.1, 0.2, "stop", 0)])],
+        reward=1.0,
+        stop_reason="done",
+        tokens_generated=1,
+        seconds=1.0,
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1, 4096])
@@ -27,11 +42,12 @@ def test_round_trip(length: int) -> None:
     sent = trajectory(length)
     received = decode([bytes(frame) for frame in encode(sent)])
     assert isinstance(received, Trajectory)
-    for name in ("token_ids", "loss_mask", "logp_behavior", "policy_version"):
-        np.testing.assert_array_equal(getattr(received, name), getattr(sent, name))
-        assert getattr(received, name).dtype == getattr(sent, name).dtype
-    assert received.turns == sent.turns
-    assert received.first_version == (7 if length > 1 else -1)
+    assert received.sequence.columns.keys() == sent.sequence.columns.keys()
+    for name, array in received.sequence.columns.items():
+        np.testing.assert_array_equal(array, sent.sequence.columns[name])
+        assert array.dtype == sent.sequence.columns[name].dtype
+    assert received.sequence.turns == sent.sequence.turns
+    assert received.sequence.first_version == (7 if length > 1 else -1)
 
 
 @pytest.mark.parametrize("length", [3, 8, 20_000])
@@ -41,9 +57,8 @@ def test_smaller_arrays_share_an_aligned_frame(length: int) -> None:
     assert len(frames) == (5 if length == 20_000 else 2)  # of 20 000 tokens, three arrays have 80 kB
     received = decode(frames)
     assert isinstance(received, Trajectory)
-    for name in ("token_ids", "loss_mask", "logp_behavior", "policy_version"):
-        array = getattr(received, name)
-        np.testing.assert_array_equal(array, getattr(sent, name))
+    for name, array in received.sequence.columns.items():
+        np.testing.assert_array_equal(array, sent.sequence.columns[name])
         assert array.flags.aligned and not array.flags.writeable
 
 
@@ -64,7 +79,7 @@ def test_missing_or_misshapen_buffers_are_refused() -> None:
 def test_other_protocol_version_is_refused() -> None:
     header = bytes(encode(Stop("x"))[0])
     with pytest.raises(ProtocolError, match="protocol 9"):
-        decode([header.replace(b"\x92\x01", b"\x92\x09", 1)])
+        decode([header.replace(b"\x92\x02", b"\x92\x09", 1)])
 
 
 @given(ids=arrays.arrays(np.int32, st.integers(0, 50)))

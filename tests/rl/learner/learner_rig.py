@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
+from rl.core.columns import token_columns
 from rl.core.config import load_config
 from rl.core.messages import (
     BatchRequest,
@@ -186,14 +187,23 @@ def _shard(
 ) -> Shard:
     members = [i for i in range(len(samples)) if (i // group_size) % ranks == rank]
     mine = [samples[i] for i in members]
-    mask = np.concatenate([s["mask"] for s in mine])
     return Shard(
-        step=step, rank=rank, epoch=epoch, rows=rows, members=members, lengths=[len(s["ids"]) for s in mine],
-        turn_starts=[s["starts"] for s in mine], token_ids=np.concatenate([s["ids"] for s in mine]), loss_mask=mask,
-        logp_behavior=np.concatenate([s["logp"] for s in mine]),
-        policy_version=np.where(mask, version, -1).astype(np.int32), loss_tokens=sum(row.loss_tokens for row in rows),
+        step=step,
+        rank=rank,
+        epoch=epoch,
+        rows=rows,
+        members=members,
+        lengths=[len(s["ids"]) for s in mine],
+        turn_starts=[s["starts"] for s in mine],
+        columns=token_columns(
+            token_ids=np.concatenate([s["ids"] for s in mine]),
+            loss_mask=np.concatenate([s["mask"] for s in mine]),
+            logp_behavior=np.concatenate([s["logp"] for s in mine]),
+            policy_version=version,
+        ),
+        loss_tokens=sum(row.loss_tokens for row in rows),
         metrics={"staleness/mean": float(step - version)},
-    )  # fmt: skip
+    )
 
 
 def make_learner_run(*overrides: str, **fields: Any) -> RunFile:

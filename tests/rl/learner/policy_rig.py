@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from algos.registry import make_loss
+from rl.core.columns import token_columns
 from rl.core.config import load_config
 from rl.core.messages import SampleRow, Shard
 from rl.learner.algorithm import make_algorithm
@@ -44,17 +45,19 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
         lengths = random.integers(1, 12, size=4)  # prompt, answer, observation, answer
         mask = np.repeat(np.array([0, 1, 0, 1], np.uint8), lengths)
         tokens = len(mask)
-        samples.append((
-            random.integers(0, VOCAB, tokens).astype(np.int32),
-            mask,
-            np.where(mask, random.uniform(-6, -2, tokens), 0).astype(np.float32),
-            np.where(mask, random.integers(3, 6, tokens), -1).astype(np.int32),
-        ))  # fmt: skip
+        samples.append(
+            token_columns(
+                random.integers(0, VOCAB, tokens),
+                mask,
+                logp_behavior=random.uniform(-6, -2, tokens),
+                policy_version=random.integers(3, 6, tokens),
+            )
+        )
         rows.append(SampleRow(i, i // group_size, float(random.normal()), tokens, int(mask.sum()), 3))
     shards = []
     for rank in range(ranks):
         members = list(range(rank, len(rows), ranks))
-        arrays = [np.concatenate([samples[i][k] for i in members]) for k in range(4)]
+        columns = {name: np.concatenate([samples[i][name] for i in members]) for name in samples[0]}
         shards.append(
             Shard(
                 step=5,
@@ -64,10 +67,7 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
                 members=members,
                 lengths=[rows[i].tokens for i in members],
                 turn_starts=[[0] for _ in members],
-                token_ids=arrays[0],
-                loss_mask=arrays[1],
-                logp_behavior=arrays[2],
-                policy_version=arrays[3],
+                columns=columns,
                 loss_tokens=sum(row.loss_tokens for row in rows),
             )
         )

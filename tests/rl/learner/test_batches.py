@@ -11,6 +11,10 @@ from rl.learner.batches import StaleBatch, check_shard
 from tests.rl.learner.learner_rig import make_batch
 
 
+def with_columns(shard: Shard, **columns: np.ndarray) -> Shard:
+    return msgspec.structs.replace(shard, columns=shard.columns | columns)
+
+
 def check(shard: Shard, step: int = 3, rank: int = 0, epoch: int = 0, bound: int = 1) -> None:
     check_shard(shard, step=step, rank=rank, epoch=epoch, staleness_bound=bound)
 
@@ -35,7 +39,7 @@ def test_tokens_older_than_their_row_says_are_refused() -> None:
     versions = shard.policy_version.copy()
     versions[np.flatnonzero(shard.loss_mask)[-1]] = 1
     with pytest.raises(StaleBatch, match=r"versions \[1\]"):
-        check(msgspec.structs.replace(shard, policy_version=versions))
+        check(with_columns(shard, policy_version=versions))
 
 
 @pytest.mark.parametrize("field, value", [("step", 4), ("rank", 1), ("epoch", 7)])
@@ -54,4 +58,4 @@ def test_a_sample_that_appears_twice_is_refused() -> None:
 def test_arrays_of_the_wrong_size_are_refused() -> None:
     shard = make_batch(3)[0]
     with pytest.raises(ValueError, match="contradicts itself"):
-        check(msgspec.structs.replace(shard, token_ids=shard.token_ids[1:]))
+        check(with_columns(shard, token_ids=shard.token_ids[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -49,7 +48,7 @@ def credited(algo: Algorithm, shard: Shard, minibatches: int = 1, max_tokens: in
 
 
 def _with(pack: Pack, **functions: Any) -> Pack:
-    return replace(pack, **{name: function(pack) for name, function in functions.items()})
+    return pack.with_columns(**{name: function(pack) for name, function in functions.items()})
 
 
 def tokens_of(packs: list[Pack], member: int, field: str, *, turn: int | None = None) -> torch.Tensor:

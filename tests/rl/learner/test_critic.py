@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -74,7 +73,7 @@ def plain_values(critic: Critic, ids: Tensor) -> Tensor:
 
 
 def with_returns(packs: list[Pack]) -> list[Pack]:
-    return [replace(pack, returns=torch.cos(pack.token_ids.float())) for pack in packs]
+    return [pack.with_columns(returns=torch.cos(pack.token_ids.float())) for pack in packs]
 
 
 # ---------------------------------------------------------------- values and gradients

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,8 +177,7 @@ def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: flo
     (shard,) = make_shards(1)
     packs = packs_of(shard)
     dirty = [
-        replace(
-            pack,
+        pack.with_columns(
             logp_behavior=pack.logp_behavior.masked_fill(~pack.mask, poison),
             advantages=pack.advantages.masked_fill(~pack.mask, poison),
         )

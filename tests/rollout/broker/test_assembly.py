@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rl.core.messages import Ticket, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import balance, fault, make_shards, outcome_of
 from rollout.broker.reorder import Reorder
-from tests.rollout.broker.test_process import make_trajectory
+from tests.rollout.trajectories import make_trajectory, with_sequence
 
 GOOD = make_trajectory(Ticket(2, 1, 0, 0, Version(0, 3)), 1, 1.0)
 
@@ -33,19 +34,42 @@ def test_a_good_trajectory_has_no_fault() -> None:
         ({"logp_behavior": np.full(6, np.nan, np.float32)}, "logp_behavior is not finite"),
         ({"logp_behavior": np.array([0, 0, 0, np.inf, -np.inf, 0], np.float32)}, "logp_behavior is not finite"),
         ({"policy_version": np.full(6, -1, np.int32)}, "without a policy version"),
-        ({"tokens_generated": 3}, "4 tokens in the loss mask, 3 generated"),
         ({"turns": [Turn(2, 9, 0.0, 0.0, 0.0, "stop", 0)]}, "turn [2, 9)"),
         ({"turns": [Turn(2, 4, 0.0, 0.0, 0.0, "stop", 0), Turn(3, 6, 0.0, 0.0, 0.0, "stop", 0)]}, "turn [3, 6)"),
-        ({"reward": float("nan")}, "reward nan"),
     ],
 )
-def test_faults_are_named(change: dict, what: str) -> None:
+def test_faults_of_a_sequence_are_named(change: dict[str, Any], what: str) -> None:
+    assert what in fault(with_sequence(GOOD, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"tokens_generated": 3}, "4 tokens in the loss mask, 3 generated"),
+        ({"reward": float("nan")}, "reward nan"),
+        ({"sequences": []}, "0 sequences"),
+        ({"sequences": GOOD.sequences * 2}, "2 sequences"),
+        ({"columns": {"grade": np.zeros(1, np.float32)}}, "column 'grade' is not registered"),
+    ],
+)
+def test_faults_of_a_trajectory_are_named(change: dict[str, Any], what: str) -> None:
     assert what in fault(replace(GOOD, **change))
+
+
+def test_a_column_that_is_missing_or_unknown_is_named() -> None:
+    sequence = GOOD.sequence
+    without = {name: values for name, values in sequence.columns.items() if name != "logp_behavior"}
+    assert "'logp_behavior' is missing" in fault(replace(GOOD, sequences=[replace(sequence, columns=without)]))
+
+    unknown = with_sequence(GOOD, teacher_logp=np.zeros(6, np.float32))
+    assert fault(unknown).startswith("column 'teacher_logp' is not registered") and "plugins" in fault(unknown)
+    learners = with_sequence(GOOD, logp_reference=np.zeros(6, np.float32))  # never crosses a socket
+    assert "'logp_reference' is not registered for this place" in fault(learners)
 
 
 def test_every_rank_knows_the_rewards_of_every_turn_and_who_was_cut() -> None:
     turns = [Turn(2, 4, 0.25, 0.0, 0.0, "stop", 0), Turn(4, 6, 0.5, 0.0, 0.0, "length", 0)]
-    cut = replace(GOOD, turns=turns, reward=0.75, stop_reason="length")
+    cut = replace(with_sequence(GOOD, turns), reward=0.75, stop_reason="length")
     samples = [BatchSample(i, 0, 0, 3, outcome_of(one)) for i, one in enumerate((GOOD, cut))]
     for rank, shard in enumerate(make_shards(EmitBatch(5, samples, {}), epoch=0, ranks=2)):
         assert len(shard.members) == 1 and shard.rank == rank
@@ -56,10 +80,9 @@ def test_every_rank_knows_the_rewards_of_every_turn_and_who_was_cut() -> None:
 
 def test_turns_that_answer_the_same_observation_have_one_state() -> None:
     first = [Turn(2, 3, 0.0, 0.0, 0.0, "stop", 0), Turn(5, 6, 1.0, 0.0, 0.0, "stop", 0)]
-    one = replace(GOOD, token_ids=np.array([7, 8, 50, 3, 4, 51], np.int32), turns=first)
-    other = replace(
-        one, token_ids=np.array([3, 4, 60, 9, 9, 61], np.int32)
-    )  # begins where the first one's second turn is
+    one = with_sequence(GOOD, first, token_ids=np.array([7, 8, 50, 3, 4, 51], np.int32))
+    # The other one begins where the first one's second turn is.
+    other = with_sequence(one, token_ids=np.array([3, 4, 60, 9, 9, 61], np.int32))
     samples = [BatchSample(i, 0, 0, 3, outcome_of(trajectory)) for i, trajectory in enumerate((one, other))]
     (shard,) = make_shards(EmitBatch(5, samples, {}), epoch=0, ranks=1)
     (prompt, answer), (again, elsewhere) = (row.turn_states for row in shard.rows)

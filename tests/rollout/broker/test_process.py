@@ -33,13 +33,13 @@ from rl.core.messages import (
     Ticket,
     TicketCancelled,
     Trajectory,
-    Turn,
     Usage,
     Version,
 )
 from rl.core.run import RunFile
 from rl.core.sockets import identity, open_socket, receive, receive_from, send, send_to
 from tests.conftest import MakeRun
+from tests.rollout.trajectories import make_trajectory, with_sequence
 
 DEADLINE_S = 20.0
 
@@ -126,20 +126,6 @@ def _next(socket: zmq.Socket, timeout_s: float = DEADLINE_S) -> Message:
     return receive(socket)
 
 
-def make_trajectory(ticket: Ticket, seq: int, reward: float, tokens: int = 4, incarnation: int = 0) -> Trajectory:
-    length = tokens + 2
-    mask = np.array([0, 0] + [1] * tokens, np.uint8)
-    return Trajectory(
-        server=0, incarnation=incarnation, seq=seq, ticket_id=ticket.ticket_id, sample_id=ticket.sample_id,
-        group_id=ticket.group_id, task_index=ticket.task_index, kind=ticket.kind, epoch=ticket.version.epoch,
-        token_ids=np.full(length, ticket.sample_id + 10, np.int32), loss_mask=mask,
-        logp_behavior=-np.ones(length, np.float32) * mask,
-        policy_version=np.where(mask != 0, ticket.version.n, -1).astype(np.int32),
-        turns=[Turn(2, length, reward, 0.1, 0.0, "stop", 0)], reward=reward, stop_reason="done",
-        tokens_generated=tokens, seconds=0.1, info={"legal": 1.0},
-    )  # fmt: skip
-
-
 @pytest.fixture
 def rig(make_run: MakeRun, request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig = Rig(make_run(*request.param, train_tasks=10))
@@ -218,7 +204,7 @@ def test_a_dead_server_and_an_invalid_trajectory(rig: Rig) -> None:
     assert [(t.sample_id, t.attempt) for t in again] == [(1, 1), (2, 1)]
     assert [t.seed for t in again] == [t.seed for t in lost[1:3]]
 
-    broken = msgspec.structs.replace(
+    broken = with_sequence(
         make_trajectory(again[0], rig.next_seq(1), 1.0, incarnation=1), loss_mask=np.ones(3, np.uint8)
     )
     send(rig.results, broken)

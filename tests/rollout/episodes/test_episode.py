@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rl.core.config import load_config
 from rl.core.messages import Abort, Generate, Generated, Trajectory
 from rl.core.process import WaitExpired
 from rl.core.seeds import turn_seed
-from rollout.episodes.environment import Message, Step
+from rollout.episodes.environment import ChatMessage, Step
 from rollout.episodes.episode import EpisodeFailed, Surroundings, run_episode
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.tokenizer import IdTokenizer
@@ -29,12 +30,14 @@ class Scripted:
         self.actions: list[str] = []
         self.closes = 0
 
-    async def reset(self, task: Any) -> list[Message]:
-        return [Message("user", "1 2 3")]
+    async def reset(self, task: Any) -> list[ChatMessage]:
+        return [ChatMessage("user", "1 2 3")]
 
     async def step(self, action: str) -> Step:
         self.actions.append(action)
-        return Step([Message("user", self.observation)], 0.5, len(self.actions) >= self.turns, {"n": len(self.actions)})
+        return Step(
+            [ChatMessage("user", self.observation)], 0.5, len(self.actions) >= self.turns, {"n": len(self.actions)}
+        )
 
     async def close(self) -> None:
         self.closes += 1
@@ -61,11 +64,11 @@ def test_done() -> None:
     environment = Scripted(turns=2)
     result = run(environment, surroundings(two_ids))
     assert result.stop_reason == "done" and result.reward == 1.0 and result.info == {"n": 2.0}
-    assert result.token_ids.tolist() == [1, 2, 3, 8, 9, 7, 7, 8, 9]  # no observation after the end
-    assert [turn.reward for turn in result.turns] == [0.5, 0.5]
+    assert result.sequence.token_ids.tolist() == [1, 2, 3, 8, 9, 7, 7, 8, 9]  # no observation after the end
+    assert [turn.reward for turn in result.sequence.turns] == [0.5, 0.5]
     assert environment.actions == ["8 9", "8 9"] and environment.closes == 1
     assert (result.ticket_id, result.sample_id, result.kind, result.epoch) == (5, 5, "train", 0)
-    assert result.first_version == 3
+    assert result.sequence.first_version == 3
 
 
 @pytest.mark.parametrize(
@@ -81,9 +84,9 @@ def test_done() -> None:
 def test_stop_reasons(turns: int, generate: Any, overrides: tuple[str, ...], stop_reason: str, tokens: int) -> None:
     environment = Scripted(turns)
     result = run(environment, surroundings(generate, *overrides))
-    assert (result.stop_reason, len(result.token_ids)) == (stop_reason, tokens)
-    assert result.loss_mask[-1] == 1  # never ends on environment text
-    assert len(environment.actions) == len(result.turns) and environment.closes == 1
+    assert (result.stop_reason, len(result.sequence.token_ids)) == (stop_reason, tokens)
+    assert result.sequence.loss_mask[-1] == 1  # never ends on environment text
+    assert len(environment.actions) == len(result.sequence.turns) and environment.closes == 1
 
 
 def test_seeds_are_a_function_of_ticket_and_turn() -> None:
@@ -103,7 +106,7 @@ def test_seeds_are_a_function_of_ticket_and_turn() -> None:
 def test_tokens_generated_are_the_generators_count() -> None:
     async def generate(request: Generate) -> Generated:
         answer = generated(request, [8, 9])
-        return Generated(**{name: getattr(answer, name) for name in answer.__struct_fields__} | {"tokens_generated": 5})
+        return structs.replace(answer, tokens_generated=5)
 
     assert run(Scripted(turns=2), surroundings(generate)).tokens_generated == 10
 
@@ -114,10 +117,12 @@ async def _no_ids(request: Generate) -> Generated:
 
 async def _mismatched(request: Generate) -> Generated:
     answer = generated(request, [8, 9])
-    return Generated(**{name: getattr(answer, name) for name in answer.__struct_fields__} | {"logp": answer.logp[:1]})
+    return structs.replace(answer, columns=answer.columns | {"logp_behavior": answer.logp_behavior[:1]})
 
 
-@pytest.mark.parametrize(("generate", "message"), [(_no_ids, "without a token"), (_mismatched, "1,.* logprobs")])
+@pytest.mark.parametrize(
+    ("generate", "message"), [(_no_ids, "without a token"), (_mismatched, r"logp_behavior is float32\(1,\)")]
+)
 def test_bad_generations_fail_the_ticket(generate: Any, message: str) -> None:
     environment = Scripted()
     with pytest.raises(EpisodeFailed, match=message):
@@ -139,7 +144,7 @@ class Nonsense(Scripted):
     [
         (None, "NoneType, not a Step"),
         (Step([], float("inf"), True), "reward inf"),
-        (Step(["text"], 0.0, False), "not a list of Message"),  # type: ignore[list-item]
+        (Step(["text"], 0.0, False), "not a list of ChatMessage"),  # type: ignore[list-item]
         (Step([], 0.0, True, {"x": "y"}), "no number"),  # type: ignore[dict-item]
     ],
 )

@@ -171,7 +171,7 @@ def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(star
     outside.running(lambda running: running.get(2, 0) > 5)
     send_to(outside.backend, ME, Abort(2))
     running = outside.answer()
-    assert running.finish_reason == "abort" and 5 < running.tokens_generated == running.logp.size < 1000
+    assert running.finish_reason == "abort" and 5 < running.tokens_generated == running.logp_behavior.size < 1000
     outside.generate(3, gate=0)
     send_to(outside.backend, ME, Abort(3))  # at once: it may not have reached the engine
     assert outside.answer().finish_reason == "abort"

@@ -28,6 +28,7 @@ from rl.core.messages import (
 from rl.core.run import RunFile
 from rl.core.sockets import identity, open_socket, receive, receive_from, send, send_to
 from tests.conftest import MakeRun
+from tests.rollout.trajectories import reply_columns
 
 PROXY = identity("proxy", 0)
 
@@ -91,9 +92,15 @@ def request(request_id: int, session: int = 1, prompt: int = 20, kind: str = "tr
 
 
 def answer(key: int, session: int, tokens: int, reason: str = "stop") -> Generated:
-    ids = np.arange(tokens, dtype="<i4")
-    logp = np.full(tokens, -0.5, "<f4")
-    return Generated(key, session, ids, logp, np.full(tokens, 3, "<i4"), 0, reason, tokens, 0)
+    return Generated(
+        request_id=key,
+        session=session,
+        columns=reply_columns(range(tokens), -0.5, 3),
+        epoch=0,
+        finish_reason=reason,
+        tokens_generated=tokens,
+        generator=0,
+    )
 
 
 def get(socket: zmq.Socket, kind: type) -> Message:
@@ -121,7 +128,7 @@ def test_requests_and_answers_cross_unchanged_but_for_the_request_id(outside: Ou
         assert isinstance(reply, Generated)
         assert (reply.request_id, reply.session, reply.finish_reason) == (5, session, "stop")
         np.testing.assert_array_equal(reply.token_ids, np.arange(session - 65))
-        np.testing.assert_array_equal(reply.logp, np.full(session - 65, -0.5, np.float32))
+        np.testing.assert_array_equal(reply.logp_behavior, np.full(session - 65, -0.5, np.float32))
         np.testing.assert_array_equal(reply.policy_version, np.full(session - 65, 3))
     reports = [get(outside.usage, FirstToken | Usage) for _ in range(4)]  # type: ignore[arg-type]
     firsts = {(each.session, each.version) for each in reports if isinstance(each, FirstToken)}

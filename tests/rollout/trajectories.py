@@ -1,0 +1,57 @@
+"""Trajectories and generators' replies as tests need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from rl.core.columns import token_columns
+from rl.core.messages import Ticket, TokenSequence, Trajectory, Turn
+
+
+def make_trajectory(ticket: Ticket, seq: int, reward: float, tokens: int = 4, incarnation: int = 0) -> Trajectory:
+    """Two tokens of prompt, then one turn of `tokens` tokens by the ticket's version."""
+    length = tokens + 2
+    columns = token_columns(
+        np.full(length, ticket.sample_id + 10),
+        [0, 0] + [1] * tokens,
+        logp_behavior=-1.0,
+        policy_version=ticket.version.n,
+    )
+    return Trajectory(
+        server=0,
+        incarnation=incarnation,
+        seq=seq,
+        ticket_id=ticket.ticket_id,
+        sample_id=ticket.sample_id,
+        group_id=ticket.group_id,
+        task_index=ticket.task_index,
+        kind=ticket.kind,
+        epoch=ticket.version.epoch,
+        sequences=[TokenSequence(columns=columns, turns=[Turn(2, length, reward, 0.1, 0.0, "stop", 0)])],
+        reward=reward,
+        stop_reason="done",
+        tokens_generated=tokens,
+        seconds=0.1,
+        info={"legal": 1.0},
+    )
+
+
+def with_sequence(trajectory: Trajectory, turns: list[Turn] | None = None, **columns: np.ndarray) -> Trajectory:
+    """The same, with other turns or columns in its sequence."""
+    sequence = trajectory.sequence
+    changed = replace(sequence, turns=turns or sequence.turns, columns=sequence.columns | columns)
+    return replace(trajectory, sequences=[changed])
+
+
+def reply_columns(token_ids: Sequence[int], logp: Any = -0.5, version: Any = 0) -> dict[str, np.ndarray]:
+    """What a generator answers beside these ids: one value for all of them, or one each."""
+    size = len(token_ids)
+    return {
+        "token_ids": np.array(token_ids, np.int32),
+        "logp_behavior": np.broadcast_to(np.float32(logp), size).copy(),
+        "policy_version": np.broadcast_to(np.int32(version), size).copy(),
+    }

@@ -23,7 +23,7 @@ from rl.core.checkpoint_folder import CheckpointError, Meta, read_meta
 from rl.core.config import Config, ConfigError
 from rl.core.run import RunFile
 from rl.core.sockets import make_curve_keys
-from rl.weights.segment import check_space, sweep_stale
+from rl.weights.shm_file import check_space, sweep_stale
 
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 

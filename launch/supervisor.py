@@ -26,7 +26,7 @@ from rl.core.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied,
 from rl.core.run import RunFile
 from rl.core.sockets import PeerGone, identity, open_socket, receive_from, send_to
 from rl.core.tracking import Tracker
-from rl.weights.segment import unlink_segments
+from rl.weights.shm_file import remove_slots
 
 _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts
 _HEARS_OF_DEATHS = ("broker", "proxy", "learner")
@@ -246,7 +246,7 @@ class Supervisor:
         self._collect_reports()
         self._socket.close(linger=0)
 
-        unlink_segments(self._run.run_id)
+        remove_slots(self._run.run_id)
         shutil.rmtree(self._run.socket_folder, ignore_errors=True)
         (self._run.folder / "pid").unlink(missing_ok=True)
         if not self._tracker.close(tracker_s):

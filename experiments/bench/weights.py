@@ -32,7 +32,7 @@ from rl.core.messages import Version
 from rl.core.run import RunFile
 from rl.learner.export import write_shard
 from rl.weights import Manifest, make_reader, make_writer
-from rl.weights.shm import check_space
+from rl.weights.shm_file import check_space
 
 Round = Callable[[], None]
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from rl.weights.base import ITEM_BYTES, Manifest, Segment, TensorSpec, WeightsError, digest
+from rl.weights.layout import ITEM_BYTES, Manifest, Segment, TensorSpec, WeightsError, digest
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DEVICE_CHUNK_BYTES = 64 << 20  # from a GPU: few large transfers

@@ -40,7 +40,7 @@ from rl.core.process import Process, WaitExpired
 from rl.core.sockets import identity, open_socket, receive, send
 from rl.learner.batches import check_shard
 from rl.weights import make_writer
-from rl.weights.base import Manifest, Segment
+from rl.weights.layout import Manifest, Segment
 from rl.weights.service import UpdaterService
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class LearnerLink:
         if self.rank == 0:
             name = identity("learner", 0, process.incarnation)
             self._steps = open_socket(zmq.DEALER, self.run, "steps", identity=name)
-            self._service = UpdaterService(self.run, process)
+            self._service = UpdaterService(self.run, process, manifest.total_bytes)
             self._service.start()
             process.closing_report = self._closing_report
         self._requested = self.first_step - 1  # newest step asked for

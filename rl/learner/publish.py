@@ -13,7 +13,7 @@ from rl.core.run import RunFile
 from rl.learner.export import write_shard
 from rl.learner.link import LearnerLink
 from rl.learner.policy import Policy, export_entries, local_rows
-from rl.weights.base import Manifest
+from rl.weights.layout import Manifest
 
 PROBE_TOKENS = 16
 

@@ -17,7 +17,7 @@ from rl.core.messages import Shard, Version
 from rl.core.process import Process
 from rl.core.run import context_from_command_line
 from rl.learner.link import LearnerLink, Stopped
-from rl.weights.base import Manifest, Segment
+from rl.weights.layout import Manifest, Segment
 
 NAME = "simulated.weight"
 

@@ -1,14 +1,13 @@
-"""Weight transport and the updater; `rl.weights.base` has the interfaces and invariants."""
+"""How the learner's weights reach the engines: `transport` has the two ends and their invariants, `updater` when."""
 
 from __future__ import annotations
 
 from rl.core.run import RunFile
-from rl.weights.base import Manifest, TensorSpec, WeightReader, WeightsCorrupt, WeightsError, WeightWriter
+from rl.weights.layout import Manifest, TensorSpec, WeightsCorrupt, WeightsError
+from rl.weights.transport import WeightReader, WeightWriter
 
-__all__ = [
-    "Manifest", "TensorSpec", "WeightReader", "WeightWriter", "WeightsCorrupt", "WeightsError",
-    "make_reader", "make_writer",
-]  # fmt: skip
+__all__ = ["Manifest", "TensorSpec", "WeightReader", "WeightWriter", "WeightsCorrupt", "WeightsError"]
+__all__ += ["make_reader", "make_writer"]
 
 
 def make_writer(run: RunFile, rank: int, manifest: Manifest) -> WeightWriter:

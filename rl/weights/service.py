@@ -1,6 +1,6 @@
 """The updater in learner rank 0: a thread that owns the sockets and drives `UpdaterCore`.
 
-    service = UpdaterService(run, process)
+    service = UpdaterService(run, process, manifest.total_bytes)
     service.start()
     service.publish(version, checksum, probe_ids, probe_logp)   # after every rank has committed
     service.raise_if_failed()                                   # in the main loop, and in its waits
@@ -9,8 +9,8 @@
 `weight_status` a ROUTER on which generators report. A PUSH is connected when its generator first reports: by then it
 listens, and what is sent cannot go into the connection of an earlier incarnation, whose end is yet to be noticed.
 A failure (weights that did not arrive as published, a load past its deadline) is kept in `failed`, raised in the main
-thread, and told from the service's thread as well, so that it is known while the main thread waits or computes: to
-`on_failure`, by default to the supervisor as `Fatal`.
+thread, and told to the supervisor (`Fatal`) from the service's thread, so that it is known while the main thread waits
+or computes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 
 import zmq
 
@@ -31,40 +30,41 @@ from rl.core.messages import Fatal, PeerDied, ProtocolError, Version, WeightStat
 from rl.core.process import Process
 from rl.core.run import RunFile
 from rl.core.sockets import open_socket, receive_from, send
-from rl.weights.base import WeightsError, load_manifest
+from rl.weights.layout import WeightsError
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, Suspect, UpdaterCore
 
 _TICK_S = 0.25
 _STOP_S = 5.0
+_PHASES = ("pause", "wait", "copy", "load")
 
 
 class UpdaterService:
-    """Methods are for the main thread; `on_failure(message)` is called in the service's thread."""
+    """Methods are for the main thread. `version_bytes`: of one version, for the statistics."""
 
-    def __init__(self, run: RunFile, process: Process, on_failure: Callable[[str], None] | None = None) -> None:
+    def __init__(self, run: RunFile, process: Process, version_bytes: int) -> None:
         config = run.config
         tolerance = config.weights.probe_tolerance
-        self._run, self._process = run, process
-        self._on_failure = on_failure or self._tell_supervisor
+        drain_s = config.generator.drain_deadline_s if config.generator.on_update == "drain" else 0.0
+        self._run = run
+        self._process = process
+        self._version_bytes = version_bytes
         self._core = UpdaterCore(
             generators=config.generator.count,
             rolling=config.rollout.alpha > 0,
-            deadline_s=config.weights.deadline_s
-            + (config.generator.drain_deadline_s if config.generator.on_update == "drain" else 0.0),
+            deadline_s=config.weights.deadline_s + drain_s,
             tolerance=TOLERANCE[config.generator.dtype] if tolerance is None else tolerance,
             probe=config.weights.probe and config.generator.engine != "simulated",  # which has no such weights
         )
+
         self.failed: str | None = None
         self.loaded_all: Version | None = None
         """The newest version that every generator has had at one time."""
+        self._sums = dict.fromkeys(("count", "failed", "total", *_PHASES), 0.0)
+        self._notices: dict[int, tuple[int, zmq.Socket[bytes]]] = {}  # generator -> incarnation and its PUSH
         self._events: queue.SimpleQueue[Callable[[float], list[Action]]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
-        self._version_bytes = 0
-        self._sums = dict.fromkeys(("count", "total_s", "pause_s", "wait_s", "copy_s", "load_s", "failed"), 0.0)
-        self._lock = threading.Lock()  # guards _sums
-        self._notices: dict[int, tuple[int, zmq.Socket]] = {}  # generator -> incarnation and its PUSH
         self._thread = threading.Thread(target=self._serve, name="updater", daemon=True)
 
     def start(self) -> None:
@@ -74,23 +74,12 @@ class UpdaterService:
 
     def publish(self, version: Version, checksum: int, probe_ids: list[int], probe_logp: list[float]) -> None:
         """Tell the generators of `version`, which all ranks have committed. Returns at once."""
-        if not self._version_bytes:
-            manifest = load_manifest(self._run.folder, self._run.run_id)
-            self._version_bytes = manifest.total_bytes if manifest is not None else 0
-        self._post(
-            partial(
-                self._core.publish,
-                version=version,
-                checksum=checksum,
-                probe_ids=list(probe_ids),
-                probe_logp=list(probe_logp),
-            )
-        )
+        self._post(lambda now: self._core.publish(now, version, checksum, probe_ids, probe_logp))
 
     def peer_died(self, message: PeerDied) -> None:
         """A process was fenced; only generators matter here."""
         if message.role == "generator":
-            self._post(partial(self._core.peer_died, generator=message.index, incarnation=message.incarnation))
+            self._post(lambda now: self._core.peer_died(now, message.index, message.incarnation))
 
     def raise_if_failed(self) -> None:
         """Raises WeightsError once anything has failed."""
@@ -99,19 +88,11 @@ class UpdaterService:
 
     def stats(self) -> dict[str, float]:
         """Cumulative: loads and bytes, and mean seconds of a load and of its phases; `failed` counts failed loads."""
-        with self._lock:
-            sums = dict(self._sums)
+        sums = self._sums
         count = max(1.0, sums["count"])
-        return {
-            "count": sums["count"],
-            "bytes": sums["count"] * self._version_bytes,
-            "failed": sums["failed"],
-            "mean_s": sums["total_s"] / count,
-            "pause_mean_s": sums["pause_s"] / count,
-            "wait_mean_s": sums["wait_s"] / count,
-            "copy_mean_s": sums["copy_s"] / count,
-            "load_mean_s": sums["load_s"] / count,
-        }
+        means = {f"{phase}_mean_s": sums[phase] / count for phase in _PHASES}
+        totals = {"count": sums["count"], "bytes": sums["count"] * self._version_bytes, "failed": sums["failed"]}
+        return totals | {"mean_s": sums["total"] / count} | means
 
     def stop(self) -> None:
         """End the thread and close the sockets; idempotent."""
@@ -143,6 +124,7 @@ class UpdaterService:
             poller.poll(int(_TICK_S * 1000))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
+
             now = time.monotonic()
             while not self._events.empty():
                 self._act(self._events.get()(now))
@@ -156,6 +138,7 @@ class UpdaterService:
         except ProtocolError as error:
             print(f"updater: ignored a message on weight_status: {error}", file=sys.stderr)
             return
+
         if isinstance(message, WeightStatus) and 0 <= message.generator < self._run.config.generator.count:
             self._connect(message.generator, message.incarnation)
             self._act(self._core.status(now, message))
@@ -175,28 +158,22 @@ class UpdaterService:
                 case Notify(generator, notice):
                     send(self._notices[generator][1], notice)
                 case Loaded(status, seconds):
-                    self._add(status, seconds)
+                    self._count(count=1, total=seconds, **{phase: getattr(status, f"{phase}_s") for phase in _PHASES})
                 case LoadedAll(version):
                     self.loaded_all = version
                 case LoadFailed(generator, message):
-                    with self._lock:
-                        self._sums["failed"] += 1
+                    self._count(failed=1)
                     print(f"updater: generator {generator} failed to load: {message}", file=sys.stderr)
                 case Mismatch(_, message) | Suspect(_, _, message):
                     self._fail(message)
 
-    def _add(self, status: WeightStatus, seconds: float) -> None:
-        with self._lock:
-            self._sums["count"] += 1
-            self._sums["total_s"] += seconds
-            for phase in ("pause_s", "wait_s", "copy_s", "load_s"):
-                self._sums[phase] += getattr(status, phase)
+    def _count(self, **more: float) -> None:
+        # Replaced and never changed, so that the main thread reads one moment's numbers without a lock.
+        self._sums = self._sums | {name: self._sums[name] + value for name, value in more.items()}
 
     def _fail(self, message: str) -> None:
+        """Kept for the main thread, and told to the supervisor at once: the main thread may be computing."""
         if self.failed is None:
             self.failed = message
-            self._on_failure(message)
-
-    def _tell_supervisor(self, message: str) -> None:
-        state = "\n".join(f"generator {index}: {text}" for index, text in self._core.waiting_for().items())
-        self._process.send(Fatal(self._process.role, self._process.index, message, state))
+            state = "\n".join(f"generator {index}: {text}" for index, text in self._core.waiting_for().items())
+            self._process.send(Fatal(self._process.role, self._process.index, message, state))

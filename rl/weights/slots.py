@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from rl.core.messages import Version
-from rl.weights.base import WeightsError, label
+from rl.weights.layout import Segments, WeightsError, label
 
 _NAME_BYTES = 48
 
@@ -41,23 +42,17 @@ class Geometry:
     readers: int = 256
 
     @cached_property
-    def slot_dtype(self) -> np.dtype:
-        return np.dtype(
-            [
-                ("sequence", "<u8"), ("epoch", "<i8"), ("n", "<i8"),
-                ("done", "<u8", (self.ranks,)), ("count", "<u8", (self.ranks,)),
-                ("segments", "<u8", (self.ranks, self.segments, 3)),  # offset, length, digest
-            ]
-        )  # fmt: skip
+    def slot_dtype(self) -> np.dtype[np.void]:
+        version = [("sequence", "<u8"), ("epoch", "<i8"), ("n", "<i8")]
+        ranks = [("done", "<u8", (self.ranks,)), ("count", "<u8", (self.ranks,))]
+        segments = ("segments", "<u8", (self.ranks, self.segments, 3))  # offset, length, digest
+        return np.dtype([*version, *ranks, segments])
 
     @cached_property
-    def lease_dtype(self) -> np.dtype:
-        return np.dtype(
-            [
-                ("slot", "<i8"), ("sequence", "<u8"), ("name", f"S{_NAME_BYTES}"),
-                ("incarnation", "<i8"), ("pid", "<u8"), ("started", "<u8"),
-            ]
-        )  # fmt: skip
+    def lease_dtype(self) -> np.dtype[np.void]:
+        lease = [("slot", "<i8"), ("sequence", "<u8")]
+        reader = [("name", f"S{_NAME_BYTES}"), ("incarnation", "<i8"), ("pid", "<u8"), ("started", "<u8")]
+        return np.dtype(lease + reader)
 
     @property
     def nbytes(self) -> int:
@@ -76,8 +71,9 @@ class Lease:
 class SlotTable:
     """`spans`: `Manifest.spans()`, the bytes that all ranks of this table together must have written."""
 
-    def __init__(self, block: memoryview | bytearray, geometry: Geometry, spans: np.ndarray) -> None:
-        self.geometry, self._spans = geometry, spans
+    def __init__(self, block: memoryview | bytearray, geometry: Geometry, spans: npt.NDArray[np.int64]) -> None:
+        self.geometry = geometry
+        self._spans = spans
         self._slots = np.frombuffer(block, geometry.slot_dtype, geometry.slots)
         leases_at = geometry.slots * geometry.slot_dtype.itemsize
         self._leases = np.frombuffer(block, geometry.lease_dtype, geometry.readers, leases_at)
@@ -101,10 +97,12 @@ class SlotTable:
         free = [i for i in range(self.geometry.slots) if i != newest and i not in leased]
         if not free:
             return None
+
         slot = min(free, key=lambda i: (self.version(i), i) if self.sequence(i) else (Version(-1, -1), i))
         row = self._slots[slot]
         row["done"][:] = 0
-        row["epoch"], row["n"] = version.epoch, version.n
+        row["epoch"] = version.epoch
+        row["n"] = version.n
         row["sequence"] += 1
         return slot
 
@@ -127,10 +125,12 @@ class SlotTable:
         table = np.array(list(segments), np.uint64).reshape(-1, 3)
         if len(table) > self.geometry.segments:
             raise WeightsError(f"rank {rank} publishes {len(table)} byte ranges, at most {self.geometry.segments} fit")
+
         row["segments"][rank, : len(table)] = table
         row["count"][rank] = len(table)
         if int(np.count_nonzero(row["done"])) == self.geometry.ranks - 1:
             check_coverage(self.segments(slot), self._spans, f"version {label(self.version(slot))}")
+
         row["done"][rank] = 1
         if not row["done"].all():
             return False
@@ -138,7 +138,7 @@ class SlotTable:
         return True
 
     def blockers(self) -> str:
-        """Who keeps a claim waiting."""
+        """Who keeps a claim waiting, for messages."""
         slot = self.writing()
         if slot is not None:
             ranks = np.flatnonzero(self._slots[slot]["done"] == 0).tolist()
@@ -147,6 +147,12 @@ class SlotTable:
         held = [f"{self._name(row)} on version {label(self.version(int(row['slot'])))}" for row in rows]
         return f"the lease of {', '.join(held)}" if held else "nobody"
 
+    def progress(self) -> str:
+        """What there is to lease and who keeps the writer waiting, for messages."""
+        newest = self.newest()
+        ready = "none is ready" if newest is None else f"the newest ready is {label(self.version(newest))}"
+        return f"{ready}; writer waits for {self.blockers()}"
+
     # ------------------------------------------------------------ readers
 
     def register(self, name: str, incarnation: int, pid: int, started: int) -> int:
@@ -154,12 +160,13 @@ class SlotTable:
         encoded = name.encode()
         if not 0 < len(encoded) <= _NAME_BYTES:
             raise WeightsError(f"reader name {name!r} must have 1 to {_NAME_BYTES} bytes")
-        names = self._leases["name"]
-        same, unused = np.flatnonzero(names == encoded), np.flatnonzero(names == b"")
-        if not same.size and not unused.size:
-            raise WeightsError(f"reader {name!r} is one more than the {self.geometry.readers} that fit")
-        index = int(same[0] if same.size else unused[0])
-        if same.size and self._leases[index]["incarnation"] > incarnation:
+
+        names = self._leases["name"].tolist()
+        try:
+            index = names.index(encoded if encoded in names else b"")
+        except ValueError:
+            raise WeightsError(f"reader {name!r} is one more than the {self.geometry.readers} that fit") from None
+        if names[index] and self._leases[index]["incarnation"] > incarnation:
             raise WeightsError(f"reader {name!r}: incarnation {incarnation} was replaced by a later one")
         self._leases[index] = (-1, 0, encoded, incarnation, pid, started)
         return index
@@ -175,10 +182,12 @@ class SlotTable:
             raise WeightsError(f"reader row {row}: incarnation {incarnation} was replaced, it is fenced")
         if entry["slot"] >= 0:
             raise WeightsError(f"reader {self._name(entry)} already holds a lease")
+
         slot = self._leasable()
         if slot is None or self.version(slot) < at_least:
             return None
-        entry["slot"], entry["sequence"] = slot, self.sequence(slot)
+        entry["slot"] = slot
+        entry["sequence"] = self.sequence(slot)
         return Lease(row, incarnation, slot, self.sequence(slot), self.version(slot))
 
     def intact(self, lease: Lease) -> bool:
@@ -192,14 +201,14 @@ class SlotTable:
             entry["slot"] = -1
         return self.intact(lease)
 
-    def segments(self, slot: int) -> np.ndarray:
-        """(ranges, 3) uint64: offset, length, digest of every range of the slot, by offset; a copy."""
+    def segments(self, slot: int, rank: int | None = None) -> Segments:
+        """What all ranks, or one of them, wrote into the slot, by offset; a copy."""
         row = self._slots[slot]
-        parts = [row["segments"][rank, : int(row["count"][rank])] for rank in range(self.geometry.ranks)]
-        table = np.concatenate(parts)
+        ranks = range(self.geometry.ranks) if rank is None else [rank]
+        table: Segments = np.concatenate([row["segments"][r, : int(row["count"][r])] for r in ranks])
         return table[np.argsort(table[:, 0])]
 
-    def segments_of(self, version: Version) -> np.ndarray | None:
+    def segments_of(self, version: Version) -> Segments | None:
         """`segments` of a version that is ready; None if it is not."""
         for slot in range(self.geometry.slots):
             if self._ready(slot) and self.version(slot) == version:
@@ -239,7 +248,8 @@ class SlotTable:
         return sorted(set(self._leases["slot"][self._held()].tolist()))
 
     def _leasable(self) -> int | None:
-        newest, leased = self.newest(), self.leased()
+        newest = self.newest()
+        leased = self.leased()
         if newest is None or newest in leased or len(leased) < max(1, self.geometry.slots - 2):
             return newest
         return max(leased, key=self.version)
@@ -248,7 +258,7 @@ class SlotTable:
         sequence = self.sequence(slot)
         return sequence > 0 and sequence % 2 == 0
 
-    def _held(self) -> np.ndarray:
+    def _held(self) -> npt.NDArray[np.intp]:
         return np.flatnonzero(self._leases["slot"] >= 0)
 
     def _name(self, entry: np.void) -> str:
@@ -258,16 +268,20 @@ class SlotTable:
         self._leases["slot"][self._leases["name"] == name.encode()] = -1
 
 
-def check_coverage(segments: np.ndarray, spans: np.ndarray, what: str) -> None:
-    """Raises WeightsError unless the ranges (`SlotTable.segments()`) cover every span and never overlap."""
+def check_coverage(segments: Segments, spans: npt.NDArray[np.int64], what: str) -> None:
+    """Raises WeightsError unless the segments cover every span (`Manifest.spans()`) and never overlap."""
     table = segments[segments[:, 1] > 0][:, :2].astype(np.int64)
-    starts, ends = table[:, 0], table.sum(axis=1)
+    starts = table[:, 0]
+    ends = table.sum(axis=1)
     if overlap := np.flatnonzero(starts[1:] < ends[:-1]).tolist():
         raise WeightsError(f"{what}: bytes from {starts[overlap[0] + 1]} on were written twice")
-    # Ranges that touch are one run; each tensor must lie inside a run.
+
+    # Segments that touch are one run; each tensor must lie inside a run.
     opens = np.ones(len(starts), bool)
     opens[1:] = starts[1:] != ends[:-1]
-    run_starts, run_ends = starts[opens], ends[np.roll(opens, -1)]
+    run_starts = starts[opens]
+    run_ends = ends[np.roll(opens, -1)]
+
     for begin, end in spans.tolist():
         run = int(np.searchsorted(run_starts, begin, side="right")) - 1
         if run < 0 or run_ends[run] < end:

@@ -9,7 +9,7 @@ another epoch, is told to load the newest, versions between are skipped. Invaria
   first. One that serves nothing yet (just started, or of another epoch) is told at once: it has no capacity to lose;
 * a generator that dies while loading, or reports that its load failed, frees the roll at once; it is told again
   when its next incarnation reports;
-* a load has a deadline; every load is proven (`rl.weights.proof`), once.
+* a load has a deadline; every load is proven once (`rl.weights.proof`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.core.messages import Version, WeightNotice, WeightStatus
-from rl.weights.base import label
-from rl.weights.proof import History, Published
+from rl.weights.layout import label
+from rl.weights.proof import Expected, LoadProof
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,13 @@ class _Generator:
 
 
 class UpdaterCore:
-    """`generators`: how many the run has; `deadline_s`: longest load."""
+    """`generators`: how many the run has; `deadline_s`: longest load; `tolerance` and `probe`: of the proof."""
 
     def __init__(self, *, generators: int, rolling: bool, deadline_s: float, tolerance: float, probe: bool) -> None:
-        self._count, self._rolling, self._deadline_s = generators, rolling, deadline_s
-        self._history = History(tolerance, probe=probe)
+        self._count = generators
+        self._rolling = rolling
+        self._deadline_s = deadline_s
+        self._proof = LoadProof(tolerance, probe=probe)
         self._newest: WeightNotice | None = None
         self._generators: dict[int, _Generator] = {}
         self._dead: dict[int, int] = {}  # generator -> newest incarnation known to be dead
@@ -106,7 +108,8 @@ class UpdaterCore:
         if self._newest is not None and version <= self._newest.version:
             raise ValueError(f"version {label(version)} published after {label(self._newest.version)}")
         self._newest = WeightNotice(version, probe_ids)
-        self._history.add(Published(version, checksum, tuple(probe_ids), np.array(probe_logp, np.float64)))
+        self._proof.add(Expected(version, checksum, tuple(probe_ids), np.array(probe_logp, np.float64)))
+
         actions: list[Action] = []
         for generator in self._generators.values():
             # A reader leases the newest slot, which may be complete a moment before it is announced here.
@@ -124,13 +127,16 @@ class UpdaterCore:
         if known is None or status.incarnation > known.incarnation:
             known = _Generator(status.incarnation, Version(-1, -1))
             self._generators[status.generator] = known
+
         actions: list[Action] = []
         if status.error:
             if not known.failed:
                 actions.append(LoadFailed(status.generator, status.error))
-            known.failed, known.load = True, None
+            known.failed = True
+            known.load = None
         elif status.version != known.version:
-            known.version, known.unproven = status.version, None
+            known.version = status.version
+            known.unproven = None
             if self._newest is None or status.version.epoch == self._newest.version.epoch:
                 actions += self._prove(now, known, status)
         return actions + self._advance(now)
@@ -150,10 +156,10 @@ class UpdaterCore:
             load = generator.load
             if load is not None and not load.suspected and now - load.since > self._deadline_s:
                 load.suspected = True
+                who = f"generator {index} (incarnation {generator.incarnation})"
                 message = (
-                    f"learner waits for generator {index} (incarnation {generator.incarnation}) to load weights "
-                    f"{label(load.target)} since {now - load.since:.0f} s, it has {label(generator.version)}; "
-                    "see its log, or raise weights.deadline_s"
+                    f"learner waits for {who} to load weights {label(load.target)} since {now - load.since:.0f} s, "
+                    f"it has {label(generator.version)}; see its log, or raise weights.deadline_s"
                 )
                 actions.append(Suspect(index, generator.incarnation, message))
         return actions
@@ -172,15 +178,19 @@ class UpdaterCore:
         }
 
     def _prove(self, now: float, generator: _Generator, status: WeightStatus) -> list[Action]:
+        """A generator reports another version than before: judge the load, or wait until it can be judged."""
         if self._newest is None or status.version > self._newest.version:
             generator.unproven = status
             return []
-        load, generator.unproven = generator.load, None
+
+        load = generator.load
+        generator.unproven = None
         if load is not None and status.version >= load.target:
             generator.load = None
-        if not self._history.knows(status.version):
+
+        if not self._proof.knows(status.version):
             return []
-        fault = self._history.fault(status)
+        fault = self._proof.fault(status)
         if fault is not None:
             return [Mismatch(status.generator, fault)]
         return [Loaded(status, now - load.since if load is not None else 0.0)]
@@ -189,6 +199,7 @@ class UpdaterCore:
         """Tell whoever is to load next, and announce a version that has reached everyone."""
         if self._newest is None:
             return []
+
         newest = self._newest.version
         behind = [
             index
@@ -201,6 +212,7 @@ class UpdaterCore:
         for index in self._due(behind):
             self._generators[index].load = _Load(newest, now)
             actions.append(Notify(index, self._newest))
+
         have = [g for g in self._generators.values() if g.version == newest and not g.failed]
         if len(have) == self._count and self._all_have != newest:
             self._all_have = newest
@@ -211,10 +223,12 @@ class UpdaterCore:
         """Whom of these to tell now, the furthest behind first; linear in the generators unless many are told."""
         if not self._rolling:
             return sorted(behind, key=self._rank)
+
         due: list[int] = []
         serving: list[int] = []
         for index in behind:
             (serving if self._serves(self._generators[index]) else due).append(index)
+
         if serving and not any(g.load is not None and self._serves(g) for g in self._generators.values()):
             due.append(min(serving, key=self._rank))
         return sorted(due, key=self._rank)

@@ -12,8 +12,7 @@ from rl.core.messages import Fatal, PeerDied, Version, WeightNotice, WeightStatu
 from rl.core.process import Process
 from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import identity, open_socket, receive, send
-from rl.weights import Manifest, WeightsError
-from rl.weights.base import save_manifest
+from rl.weights import WeightsError
 from rl.weights.service import UpdaterService
 from tests.conftest import MakeRun
 
@@ -24,11 +23,11 @@ class Played:
     """One generator's sockets."""
 
     def __init__(self, run: RunFile, index: int, incarnation: int = 0) -> None:
-        self.index, self.incarnation = index, incarnation
+        self.index = index
+        self.incarnation = incarnation
         self.notices = open_socket(zmq.PULL, run, "notices", index, bind=True)
-        self.status = open_socket(
-            zmq.DEALER, run, "weight_status", identity=identity("generator", index, incarnation)
-        )  # fmt: skip
+        name = identity("generator", index, incarnation)
+        self.status = open_socket(zmq.DEALER, run, "weight_status", identity=name)
         self.beat(NOTHING)
 
     def beat(self, version: Version, **more: object) -> None:
@@ -47,9 +46,10 @@ class Played:
 
 
 class Stage:
-    def __init__(self, run: RunFile, process: Process, on_failure: Callable[[str], None] | None) -> None:
+    def __init__(self, run: RunFile) -> None:
         self.run = run
-        self.service = UpdaterService(run, process, on_failure)
+        self.process = Process("learner", ProcessContext(run, 0, 0))
+        self.service = UpdaterService(run, self.process, version_bytes=4032)
         self.service.start()
         self.generators: list[Played] = []
 
@@ -63,15 +63,18 @@ class Stage:
             assert time.monotonic() < deadline, self.service.stats()
             time.sleep(0.005)
 
+    def told_supervisor(self) -> Fatal:
+        message = self.process._outbox.get(timeout=2)
+        assert isinstance(message, Fatal)
+        return message
+
 
 @pytest.fixture
 def stage(make_run: MakeRun) -> Iterator[Callable[..., Stage]]:
     stages: list[Stage] = []
 
-    def make(*overrides: str, on_failure: Callable[[str], None] | None = None) -> Stage:
-        run = make_run(*overrides)
-        save_manifest(run.folder, run.run_id, Manifest.layout([("a", (1000,), "float32")]))
-        stages.append(Stage(run, Process("learner", ProcessContext(run, 0, 0)), on_failure))
+    def make(*overrides: str) -> Stage:
+        stages.append(Stage(make_run(*overrides)))
         return stages[-1]
 
     yield make
@@ -90,8 +93,9 @@ def test_rolling_update_of_two_generators(stage: Callable[..., Stage]) -> None:
     for generator in (first, second):
         generator.beat(Version(0, 0), checksum=7, pause_s=0.25, copy_s=0.5)
     scene.until(lambda: scene.service.loaded_all == Version(0, 0))
+
     stats = scene.service.stats()
-    assert (stats["count"], stats["bytes"]) == (2, 2 * 4032)  # 4000 bytes, aligned
+    assert (stats["count"], stats["bytes"]) == (2, 2 * 4032)
     assert (stats["pause_mean_s"], stats["copy_mean_s"]) == (0.25, 0.5)
 
     scene.service.publish(Version(0, 1), 8, [], [])
@@ -109,6 +113,7 @@ def test_a_death_frees_the_roll_and_other_roles_do_not(stage: Callable[..., Stag
         assert generator.told() == 0
         generator.beat(Version(0, 0), checksum=7)
     scene.until(lambda: scene.service.loaded_all == Version(0, 0))
+
     scene.service.publish(Version(0, 1), 8, [], [])
     assert first.told() == 1
     scene.service.peer_died(PeerDied("env_server", 0, 0))
@@ -120,9 +125,8 @@ def test_a_death_frees_the_roll_and_other_roles_do_not(stage: Callable[..., Stag
     assert reborn.told() == 1 and first.told(0.0) is None
 
 
-def test_a_mismatch_reaches_the_main_thread_and_the_callback(stage: Callable[..., Stage]) -> None:
-    told: list[str] = []
-    scene = stage(on_failure=told.append)
+def test_a_mismatch_reaches_the_main_thread_and_the_supervisor(stage: Callable[..., Stage]) -> None:
+    scene = stage()
     generator = scene.generator(0)
     scene.service.publish(Version(0, 0), 7, [], [])
     assert generator.told() == 0
@@ -130,7 +134,8 @@ def test_a_mismatch_reaches_the_main_thread_and_the_callback(stage: Callable[...
     scene.until(lambda: scene.service.failed is not None)
     with pytest.raises(WeightsError, match=r"generator 0, weights 0\.0: checksum"):
         scene.service.raise_if_failed()
-    assert told == [scene.service.failed]
+    assert scene.told_supervisor().message == scene.service.failed
+    assert scene.process._outbox.empty()
 
 
 def test_a_late_load_is_fatal_and_dumps_the_state(stage: Callable[..., Stage]) -> None:
@@ -139,8 +144,8 @@ def test_a_late_load_is_fatal_and_dumps_the_state(stage: Callable[..., Stage]) -
     scene.service.publish(Version(0, 0), 7, [], [])
     assert generator.told() == 0
     scene.until(lambda: scene.service.failed is not None)
-    fatal = scene.service._process._outbox.get(timeout=2)
-    assert isinstance(fatal, Fatal) and "generator 0 (incarnation 0) to load weights 0.0" in fatal.message
+    fatal = scene.told_supervisor()
+    assert "generator 0 (incarnation 0) to load weights 0.0" in fatal.message
     assert "generator 0: incarnation 0 has -1.-1, loading 0.0" in fatal.detail
 
 
@@ -155,7 +160,7 @@ def test_garbage_on_the_socket_is_ignored(stage: Callable[..., Stage]) -> None:
 
 
 def test_an_error_of_the_thread_is_not_silent(stage: Callable[..., Stage]) -> None:
-    scene = stage(on_failure=lambda message: None)
+    scene = stage()
     scene.service.publish(Version(0, 3), 7, [], [])
     scene.service.publish(Version(0, 3), 7, [], [])
     scene.until(lambda: scene.service.failed is not None)

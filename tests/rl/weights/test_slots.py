@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl.core.messages import Version
-from rl.weights.base import Manifest, WeightsError
+from rl.weights.layout import Manifest, WeightsError
 from rl.weights.slots import Geometry, Lease, SlotTable, check_coverage
 
 RANKS, BYTES = 2, 4  # each rank writes half of a slot, byte by byte

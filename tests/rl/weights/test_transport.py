@@ -14,10 +14,19 @@ from rl.core.messages import Version
 from rl.core.process import WaitExpired
 from rl.core.run import RunFile
 from rl.core.sockets import make_curve_keys
-from rl.weights import Manifest, WeightReader, WeightsCorrupt, WeightsError, WeightWriter, make_reader, make_writer
-from rl.weights.base import Segment, digest
-from rl.weights.frames_reader import pieces
-from rl.weights.segment import segment_path
+from rl.weights import (
+    Manifest,
+    WeightReader,
+    WeightsCorrupt,
+    WeightsError,
+    WeightWriter,
+    make_reader,
+    make_writer,
+    wire,
+)
+from rl.weights.frames_reader import FramesReader, pieces
+from rl.weights.layout import Segment, digest
+from rl.weights.shm_file import slots_path
 from tests.conftest import BASE_PORT, MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -223,7 +232,7 @@ def lease_and_hang(folder: str, leased: object) -> None:
     time.sleep(60)
 
 
-def test_a_dying_reader_frees_its_lease_and_leaves_the_segment(make_run: MakeRun) -> None:
+def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -> None:
     run = run_for(make_run, "shm", "weights.slots=2")
     writer = make_writer(run, 0, MANIFEST)
     writer.open()
@@ -238,15 +247,15 @@ def test_a_dying_reader_frees_its_lease_and_leaves_the_segment(make_run: MakeRun
     reader.kill()
     publish(writer, 2)  # while the killed reader is still a zombie
     reader.join(10)
-    time.sleep(0.2)  # a resource tracker would unlink the segment about now
-    assert segment_path(run.run_id).exists()
+    time.sleep(0.2)  # a resource tracker would unlink the file about now
+    assert slots_path(run.run_id).exists()
     again = make_reader(run, "generator-0-0", 1)
     again.open(5)
     assert read(again, 2)[0] == 2
     again.close()
-    assert segment_path(run.run_id).exists()
+    assert slots_path(run.run_id).exists()
     writer.close()
-    assert not segment_path(run.run_id).exists()
+    assert not slots_path(run.run_id).exists()
 
 
 def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun) -> None:
@@ -256,9 +265,8 @@ def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun)
     publish(writer, 0)
     reader = make_reader(run, "generator-0-0", 0)
     reader.open(5)
-    (stream,) = reader._streams  # type: ignore[attr-defined]
-    stream.ask(Version(0, 0))
-    assert stream.socket.poll(5000)  # granted, and then the reader hangs
+    (rank,) = reader._ranks  # type: ignore[attr-defined]
+    assert rank.ask(wire.AskLease("generator-0-0", 0, Version(0, 0)), wire.Granted, 5)  # and then the reader hangs
     publish(writer, 1)
     begin = time.monotonic()
     publish(writer, 2)
@@ -269,7 +277,7 @@ def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun)
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_torn_reads_are_noticed(opened: Open, transport: str) -> None:
+def test_torn_reads_are_noticed(opened: Open, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     """The lease of a reader that reads on is ended for it, and its slot is overwritten."""
     _, writer, reader = opened(transport, "weights.slots=2")
     publish(writer, 0)
@@ -282,19 +290,19 @@ def test_torn_reads_are_noticed(opened: Open, transport: str) -> None:
         assert reader.checksum() == 0 and not reader.release()
         del view
     else:
-        (stream,) = reader._streams  # type: ignore[attr-defined]
-        stream.ask(Version(0, 0))
-        while stream.granted is None:
-            assert stream.socket.poll(5000)
-            stream.receive()
-        writer.end_leases("generator-0", 0)
-        publish(writer, 1)
-        publish(writer, 2)
-        stream.fetch(memoryview(bytearray(MANIFEST.total_bytes)), MANIFEST)
-        while not stream.fetched:
-            assert stream.socket.poll(5000)
-            stream.receive()
-        assert stream.torn
+        assert isinstance(reader, FramesReader)
+        fetch, granted = reader._fetch, []
+
+        def fetch_late(grant: wire.Granted, view: memoryview, until: float) -> None:
+            granted.append(grant.version.n)
+            if len(granted) == 1:
+                writer.end_leases("generator-0", 0)
+                publish(writer, 1)
+                publish(writer, 2)
+            fetch(grant, view, until)
+
+        monkeypatch.setattr(reader, "_fetch", fetch_late)
+        assert read(reader, 0)[0] == 2 and granted == [0, 2]
     assert read(reader, 2)[0] == 2
 
 
@@ -303,9 +311,11 @@ def test_a_corrupted_byte_is_found_and_named(opened: Open, transport: str) -> No
     _, writer, reader = opened(transport)
     publish(writer, 0)
     spec = next(spec for spec in MANIFEST.tensors if spec.name == "layer.7")
-    slots = writer._mapped if transport == "shm" else writer._slots  # type: ignore[attr-defined]
+    slots = writer._slots
+    assert slots is not None
     newest = slots.table.newest()
-    view = slots.slot(newest) if transport == "shm" else slots.view(newest)
+    assert newest is not None
+    view = slots.view(newest)
     view[spec.offset + 1234] ^= 0x10
     reader.lease(Version(0, 0), 10)
     with pytest.raises(WeightsCorrupt, match=r"generator-0-0, version 0\.0: tensor 'layer\.7'"):

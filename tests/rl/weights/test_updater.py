@@ -14,9 +14,7 @@ NOTHING = Version(-1, -1)
 
 
 def core(generators: int = 2, *, rolling: bool = True, tolerance: float = 1e-3, probe: bool = True) -> UpdaterCore:
-    return UpdaterCore(
-        generators=generators, rolling=rolling, deadline_s=10.0, tolerance=tolerance, probe=probe
-    )  # fmt: skip
+    return UpdaterCore(generators=generators, rolling=rolling, deadline_s=10.0, tolerance=tolerance, probe=probe)
 
 
 def publish(updater: UpdaterCore, n: int, now: float = 0.0, epoch: int = 0, logp: list[float] | None = None) -> list:

@@ -1,4 +1,4 @@
-"""The shared-memory file: space, stale segments, and its torch side."""
+"""The shared-memory file: space, stale files, and its torch side."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rl.core.messages import Version
 from rl.core.process import WaitExpired
 from rl.core.run import RunFile
 from rl.learner.export import tensors, write_shard
-from rl.weights import Manifest, WeightsError, make_reader, make_writer, segment
-from rl.weights.shm import ShmReader, check_space, sweep_stale, unlink_segments
+from rl.weights import Manifest, WeightsError, make_reader, make_writer, shm_file
+from rl.weights.shm import ShmReader
+from rl.weights.shm_file import check_space, remove_slots, slots_path, sweep_stale
 from tests.conftest import MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -42,20 +43,20 @@ def test_no_space_at_start_leaves_no_file(make_run: MakeRun, monkeypatch: pytest
     run = make_run()
     with pytest.raises(ConfigError, match="enlarge it"):
         make_writer(run, 0, MANIFEST).open()
-    assert not segment.segment_path(run.run_id).exists()
+    assert not slots_path(run.run_id).exists()
 
 
 def make_and_hang(folder: str, shm: str, made: object) -> None:
-    segment.FOLDER = Path(shm)
+    shm_file.FOLDER = Path(shm)
     make_writer(RunFile.load(folder), 0, MANIFEST).open()
     made.set()  # type: ignore[attr-defined]
     time.sleep(60)
 
 
-def test_sweep_removes_segments_of_dead_runs_only(
+def test_sweep_removes_files_of_dead_runs_only(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
     dead_run, live_run = make_run(), make_run()
     made = SPAWN.Event()
     owner = SPAWN.Process(target=make_and_hang, args=(str(dead_run.folder), str(tmp_path), made))
@@ -70,19 +71,19 @@ def test_sweep_removes_segments_of_dead_runs_only(
     assert sweep_stale() == []
     owner.kill()
     owner.join(10)
-    assert sweep_stale() == [segment.segment_path(dead_run.run_id)]
+    assert sweep_stale() == [slots_path(dead_run.run_id)]
     os.utime(begun, (time.time() - 600,) * 2)
     assert sweep_stale() == [begun]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"fresco-{live_run.run_id}-weights", "something-else"]
-    unlink_segments(live_run.run_id)
-    unlink_segments(live_run.run_id)
+    remove_slots(live_run.run_id)
+    remove_slots(live_run.run_id)
     live.close()
 
 
 def test_a_reader_does_not_attach_to_what_a_dead_owner_left(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
     run, made = make_run(), SPAWN.Event()
     owner = SPAWN.Process(target=make_and_hang, args=(str(run.folder), str(tmp_path), made))
     owner.start()
@@ -106,13 +107,13 @@ def test_ranks_with_different_tensors_are_refused(make_run: MakeRun) -> None:
 
 
 def test_the_lock_of_a_stopped_process_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "_LOCK_DEADLINE_S", 0.2)
+    monkeypatch.setattr(shm_file, "_LOCK_DEADLINE_S", 0.2)
     run = make_run()
     writer, reader = make_writer(run, 0, MANIFEST), ShmReader(run, "generator-0-0", 0)
     writer.open()
     reader.open(5)
     with (
-        writer._mapped.lock(),  # type: ignore[attr-defined]
+        writer._slots.lock(),  # type: ignore[attr-defined]
         pytest.raises(WaitExpired, match=f"held by stopped process {os.getpid()}"),
     ):
         reader.lease(Version(0, 0), 1)

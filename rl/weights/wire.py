@@ -1,0 +1,173 @@
+"""Questions to the server of a learner rank and its answers: the wire of transport `zmq` (`rl.weights.frames`).
+
+Every question carries a number, which its answer repeats: answers to a question that was given up are dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import numpy as np
+import zmq
+from msgspec import Struct
+
+from rl.core.codec import Codec
+from rl.core.messages import Version
+from rl.core.process import WaitExpired
+from rl.core.run import RunFile
+from rl.core.sockets import open_socket
+from rl.weights.layout import Manifest, WeightsError
+
+WireSegments = list[tuple[int, int, int]]
+"""(offset, length, digest) of each segment."""
+
+
+class Describe(Struct, frozen=True, tag="describe"):
+    """Which tensors are exported? Answer: Layout."""
+
+
+class Layout(Struct, frozen=True, tag="layout"):
+    """Answer to Describe."""
+
+    manifest: Manifest
+
+
+class FindSlot(Struct, frozen=True, tag="find_slot"):
+    """A writing rank asks where `version` is to be written. Answer: Slot."""
+
+    version: Version
+
+
+class Commit(Struct, frozen=True, tag="commit"):
+    """A writing rank has written its segments into the slot. Answer: Slot."""
+
+    rank: int
+    slot: int
+    segments: WireSegments
+
+
+class Slot(Struct, frozen=True, tag="slot"):
+    """Answer to FindSlot and Commit."""
+
+    slot: int
+
+
+class AskLease(Struct, frozen=True, tag="ask_lease"):
+    """A reader wants the newest version. Answer: Granted."""
+
+    reader: str
+    incarnation: int
+    at_least: Version
+
+
+class Granted(Struct, frozen=True, tag="granted"):
+    """Answer to AskLease."""
+
+    version: Version
+    slot: int
+    segments: list[WireSegments]  # of each rank
+
+
+class Fetch(Struct, frozen=True, tag="fetch"):
+    """A reader wants bytes of a leased slot that this rank wrote. Answer: Chunk."""
+
+    slot: int
+    offset: int
+    length: int
+
+
+class Chunk(Struct, frozen=True, tag="chunk"):
+    """Answer to Fetch."""
+
+    offset: int
+    data: np.ndarray  # (length,) uint8, sent without a copy
+
+
+class Release(Struct, frozen=True, tag="release"):
+    """A reader ends its lease. Answer: Released."""
+
+
+class Released(Struct, frozen=True, tag="released"):
+    """Answer to Release."""
+
+    intact: bool  # the slot was not overwritten while it was leased
+
+
+class NotYet(Struct, frozen=True, tag="not_yet"):
+    """Answer to FindSlot and AskLease: ask again."""
+
+    progress: str  # who is waited for
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """Answer to anything that cannot be."""
+
+    reason: str
+
+
+Question = Describe | FindSlot | Commit | AskLease | Fetch | Release
+Answer = Layout | Slot | Granted | Chunk | Released | NotYet | Refused
+_Expected = TypeVar("_Expected", bound=Answer)
+
+
+class Numbered(Struct, frozen=True, array_like=True):
+    """What crosses the socket. An answer has the number of its question."""
+
+    number: int
+    message: Question | Answer
+
+
+codec: Codec[Numbered] = Codec(Numbered)
+
+
+class Connection:
+    """To the server of one rank, from this incarnation of the process `name`."""
+
+    def __init__(self, run: RunFile, rank: int, name: str, incarnation: int = 0) -> None:
+        self.rank = rank
+        self.progress = "it has not answered yet"  # who the server waited for at its last NotYet
+        self.socket = open_socket(zmq.DEALER, run, "blobs", rank, identity=f"{name}.{incarnation}".encode())
+        self._name = name
+        self._number = 0
+
+    def ask(self, question: Question, expected: type[_Expected], deadline_s: float) -> _Expected | None:
+        """The answer; None if it is NotYet. Raises WaitExpired if there is none in time, WeightsError if refused."""
+        until = time.monotonic() + deadline_s
+        self.begin()
+        self.post(question)
+        while self.socket.poll(milliseconds_to(until)):
+            answer = self.receive()
+            if isinstance(answer, expected):
+                return answer
+            if isinstance(answer, NotYet):
+                self.progress = answer.progress
+                return None
+        what = type(question).__name__
+        raise WaitExpired(f"{self._name} waits for learner rank {self.rank} to answer {what} ({deadline_s:g} s)")
+
+    def begin(self) -> None:
+        """What was asked until now is given up."""
+        self._number += 1
+
+    def post(self, question: Question) -> None:
+        """Ask without waiting for the answer."""
+        self.socket.send_multipart(codec.encode(Numbered(self._number, question)), zmq.DONTWAIT)
+
+    def receive(self) -> Question | Answer | None:
+        """A message, which is there; None if it answers what was given up. Raises WeightsError if it is a refusal."""
+        frames = self.socket.recv_multipart(copy=False)
+        answer = codec.decode([frame.buffer for frame in frames])
+        if answer.number != self._number:
+            return None
+        if isinstance(answer.message, Refused):
+            raise WeightsError(answer.message.reason)
+        return answer.message
+
+    def close(self) -> None:
+        self.socket.close(linger=200)
+
+
+def milliseconds_to(until: float) -> int:
+    """From now until then (monotonic seconds); 0 if that is past."""
+    return max(0, int((until - time.monotonic()) * 1000))

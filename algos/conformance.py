@@ -6,7 +6,7 @@ of one's own, like `tests/algos/test_losses.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,11 +32,34 @@ def check_loss(loss: Loss) -> list[Finding]:
     return [Finding(name, run(loss)) for name, run in CHECKS.items()]
 
 
-def missing_logprobs(loss: Loss, *, proximal: bool, reference: bool) -> str:
-    """The log-probabilities that the loss cannot do without, of those that are not computed; empty: none missing."""
+class AnyColumn(dict[str, Tensor]):
+    """Zeros, (T,), for whatever further column a loss reads: no check depends on what a plug-in's column holds."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __missing__(self, name: str) -> Tensor:
+        return torch.zeros(self._tokens)
+
+
+def missing_inputs(
+    loss: Loss, *, proximal: bool, reference: bool, columns: Mapping[str, tuple[int, ...]] | None = None
+) -> str:
+    """What the loss reads, of log-probabilities and further columns, and nothing computes; empty: nothing is missing.
+
+    columns: shape of one entry of each column that there is; None: any is.
+    """
     inputs = random_inputs()
     inputs = replace(inputs, logp_reference=inputs.logp_behavior)
-    loss(inputs)
+    if columns is not None:
+        zeros = {name: torch.zeros(len(inputs.mask), *shape) for name, shape in columns.items()}
+        inputs = replace(inputs, columns=zeros)
+    try:
+        loss(inputs)
+    except KeyError as error:
+        return str(error.args[0])
+
     without = {
         "logp_proximal": replace(inputs, logp_proximal=None),
         "logp_reference": replace(inputs, logp_reference=None),
@@ -51,7 +74,7 @@ def missing_logprobs(loss: Loss, *, proximal: bool, reference: bool) -> str:
 
 def declared(loss: Loss) -> str:
     """It asks for the log-probabilities that it uses."""
-    missing = missing_logprobs(loss, proximal=loss.needs_proximal, reference=True)
+    missing = missing_inputs(loss, proximal=loss.needs_proximal, reference=True)
     return f"{missing} is used, but not asked for: register the loss with needs_proximal=True" if missing else ""
 
 
@@ -200,6 +223,7 @@ def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Ten
         sample=sample,
         n_samples=n_samples,
         staleness=torch.zeros(len(current), dtype=torch.int64),
+        columns=AnyColumn(len(current)),
         rewards=torch.stack([advantages[sample == i][0] for i in range(n_samples)]),
     )
 
@@ -237,6 +261,7 @@ def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
         sample=torch.searchsorted(torch.tensor(samples), inputs.sample[chosen]),
         n_samples=len(samples),
         staleness=inputs.staleness[chosen],
+        columns=AnyColumn(int(chosen.sum())),
         rewards=inputs.rewards[samples],
     )
 

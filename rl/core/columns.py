@@ -1,22 +1,20 @@
 """The table of columns: what stands beside the token ids of a sequence, each declared once.
 
 A column has one entry per token, turn, sequence or sample. Conversation, trajectory, shard, pack and batch file carry
-what the table says and name no column themselves. To add one, register it in a module of your own:
+what the table says and name no column themselves. To add one, declare it in a module of your own, say `my_columns.py`,
 
-    from rl.core.columns import Column, register
+    TEACHER_LOGP = Column("teacher_logp", "float32", masked=0.0, producer="generator")
 
-    register(Column("teacher_logp", "float32", masked=0.0, producer="generator"))
+and name it in the recipe: `algo.columns: [my_columns:TEACHER_LOGP]`. The run file tells every process of the run, which
+puts the column into its table at start; broker and environment servers do so too, hence no torch in that module. Then
 
-and name that module in the recipe: `plugins: [my_package.my_columns]`. Reading the configuration imports it, so every
-process of the run knows the column; broker and environment servers read it too, so it must not import torch. Then
-
-* a generator's engine puts the values into `Sampled.columns["teacher_logp"]`, one entry per sampled token;
-* an environment puts an entry into `Step.columns[name]` with every step;
-* the learner computes a column with `pack.with_columns(name=values)`;
+* a generator's engine answers it in `Sampled.columns["teacher_logp"]`, one entry per sampled token;
+* an environment answers one entry in `Step.columns[name]` with every step;
+* the learner computes one with `pack.with_columns(name=values)` or `rl.learner.update.with_logp`;
 * a loss reads `inputs.columns["teacher_logp"]`, (T, ...): what has one entry per turn, sequence or sample stands there
   at each of its tokens.
 
-A column that is not in the table is refused wherever it turns up, and so is a reply or step that lacks one.
+A column that is not in the table is refused wherever it turns up, and so is a reply or a step that lacks one.
 """
 
 from __future__ import annotations
@@ -26,6 +24,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
+
+from rl.core.config import ConfigError
+from rl.core.plugins import load
 
 Producer = Literal["generator", "environment", "conversation", "learner"]
 Scope = Literal["token", "turn", "sequence", "sample"]
@@ -61,6 +62,8 @@ class Column:
                 f"column {self.name!r}: an environment answers with text and knows no tokens; "
                 "give it the scope turn, sequence or sample"
             )
+        if self.producer == "learner" and self.scope != "token":
+            raise ValueError(f"column {self.name!r}: what the learner adds to a pack has an entry per token")
         if np.dtype(self.dtype) not in WIRE_DTYPES.values():
             allowed = ", ".join(str(dtype) for dtype in WIRE_DTYPES.values())
             raise ValueError(f"column {self.name!r}: dtype {self.dtype} is none of {allowed}")
@@ -95,6 +98,18 @@ def register(column: Column) -> None:
     known = COLUMNS.setdefault(column.name, column)
     if known != column:
         raise ValueError(f"column {column.name!r} is registered twice: as {known} and as {column}")
+
+
+def register_configured(names: Iterable[str]) -> None:
+    """Add the columns that `algo.columns` names, each as `package.module:NAME`. Raises ConfigError."""
+    for name in names:
+        column = load("algo.columns", name, {})
+        if not isinstance(column, Column):
+            raise ConfigError(f"algo.columns={name!r} is a {type(column).__name__}, not a rl.core.columns.Column")
+        try:
+            register(column)
+        except ValueError as error:
+            raise ConfigError(f"algo.columns={name!r}: {error}") from None
 
 
 def declared(name: str) -> Column:
@@ -152,4 +167,4 @@ def token_columns(token_ids: Any, loss_mask: Any, **generated: Any) -> dict[str,
     return made
 
 
-_HOW_TO_REGISTER = "register it in a module that the configuration lists under `plugins` (rl/core/columns.py)"
+_HOW_TO_REGISTER = "list its declaration under algo.columns (rl/core/columns.py)"

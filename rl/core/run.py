@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from rl.core.columns import register_configured
 from rl.core.config import Config
 
 _ENDPOINTS = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
@@ -39,7 +40,9 @@ class RunFile(BaseModel):
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
-        return cls.model_validate_json((Path(folder) / "run.json").read_text())
+        run = cls.model_validate_json((Path(folder) / "run.json").read_text())
+        register_configured(run.config.algo.columns)
+        return run
 
     def save(self) -> None:
         (self.folder / "run.json").write_text(self.model_dump_json(indent=2))

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from algos.advantages import Estimator, make_estimator
 from algos.aggregation import Aggregation
-from algos.conformance import missing_logprobs
+from algos.conformance import missing_inputs
 from algos.correction import Correction
 from algos.registry import Loss, make_loss, registered
 from algos.regularisation import Regularisation
 from algos.rewards import Shaping, check_shaping, make_shaping
+from rl.core.columns import BUILT_IN, COLUMNS, register_configured
 from rl.core.config import Config
 from rl.core.config_algo import CriticConfig, KLConfig
 from rl.core.plugins import load
@@ -40,6 +41,7 @@ class Algorithm:
 def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, in one line, for unknown names and options and for settings that contradict each other."""
     algo, kl = config.algo, config.algo.kl
+    register_configured(algo.columns)
     loss = make_loss(load("algo.loss", algo.loss, registered("loss")), algo.options)
     advantage = load("algo.advantage", algo.advantage or loss.spec.advantage, registered("advantage"))
     estimator = make_estimator(advantage, algo.advantage_options)
@@ -65,7 +67,7 @@ def make_algorithm(config: Config) -> Algorithm:
         raise ValueError(f"algo.kl.reference={kl.reference!r} is never used with algo.kl.coef=0: set the coefficient")
     max_tokens = config.sampling.max_tokens * config.env.max_turns
     correction = Correction(**algo.correction.model_dump())
-    _check_logprobs(loss, proximal=loss.needs_proximal or correction.active, reference=bool(kl.coef))
+    _check_inputs(loss, proximal=loss.needs_proximal or correction.active, reference=bool(kl.coef))
     shapings = tuple(
         make_shaping(load(f"algo.shaping.{index}.name", each.name, registered("shaping")), each.options)
         for index, each in enumerate(algo.shaping)
@@ -89,13 +91,15 @@ def make_algorithm(config: Config) -> Algorithm:
     )
 
 
-def _check_logprobs(loss: Loss, *, proximal: bool, reference: bool) -> None:
-    missing = missing_logprobs(loss, proximal=proximal, reference=reference)
+def _check_inputs(loss: Loss, *, proximal: bool, reference: bool) -> None:
+    columns = {name: column.shape for name, column in COLUMNS.items() if name not in BUILT_IN}
+    missing = missing_inputs(loss, proximal=proximal, reference=reference, columns=columns)
     if missing:
-        fix = {
+        fixes = {
             "logp_proximal": "register it with needs_proximal=True, or set algo.correction.weight",
             "logp_reference": "set algo.kl.coef above 0",
-        }[missing]
+        }
+        fix = fixes.get(missing, "list the column's declaration under algo.columns (rl/core/columns.py)")
         raise ValueError(f"algo.loss={loss.spec.name!r} uses {missing}, which nothing here computes: {fix}")
 
 

@@ -1,0 +1,275 @@
+"""Columns that a module outside declares flow from replies and steps to a loss, and nothing in between names them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from algos.registry import NoOptions
+from algos.types import LossInputs, LossResult
+from rl.core.batch_files import read_shard_files, write_shard_file
+from rl.core.columns import COLUMNS, Column, register, register_configured
+from rl.core.config import ConfigError, load_config
+from rl.core.messages import Generate, Generated, Shard, Ticket, Trajectory, Version, decode, encode
+from rl.learner.algorithm import make_algorithm
+from rl.learner.batches import check_shard
+from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
+from rl.learner.policy import PolicyOutput
+from rl.learner.update import loss_inputs
+from rollout.broker.actions import BatchSample, EmitBatch
+from rollout.broker.assembly import fault, make_shards, outcome_of
+from rollout.episodes.environment import ChatMessage, Step
+from rollout.episodes.episode import EpisodeFailed, Surroundings, run_episode
+from rollout.episodes.tokenizer import IdTokenizer
+from tests import outside_columns
+from tests.outside_columns import DIFFICULTY, GRADE, HINTS, ROUTED_EXPERTS, TEACHER_LOGP
+from tests.rollout.trajectories import reply_columns, with_sequence
+
+MODULE = outside_columns.__name__
+NAMES = ("TEACHER_LOGP", "ROUTED_EXPERTS", "GRADE", "HINTS", "DIFFICULTY", "STUDENT_GAP")
+SETTINGS = (
+    f"algo.columns=[{', '.join(f'{MODULE}:{name}' for name in NAMES)}]",
+    f"algo.loss={__name__}:distil",
+    "env.max_turns=2",
+    "rollout.group_size=2",
+)
+
+
+def distil(inputs: LossInputs, options: NoOptions) -> LossResult:
+    """A loss that reads every one of them."""
+    columns = inputs.columns
+    gap = columns["teacher_logp"] - inputs.logp_current + columns["student_gap"]
+    experts = columns["routed_experts"].sum((1, 2))
+    return LossResult(gap * columns["grade"] + experts * columns["hints"] + columns["difficulty"])
+
+
+@pytest.fixture(autouse=True)
+def own_table() -> Iterator[None]:
+    """Columns registered in a test are gone after it."""
+    before = dict(COLUMNS)
+    yield
+    COLUMNS.clear()
+    COLUMNS.update(before)
+
+
+def teacher_logp(ids: list[int]) -> np.ndarray:
+    return -np.array(ids, np.float32) / 8
+
+
+def routed_experts(ids: list[int]) -> np.ndarray:
+    return np.arange(len(ids), dtype=np.uint8)[:, None, None] + np.zeros((2, 3), np.uint8)
+
+
+async def answer(request: Generate) -> Generated:
+    """Two ids a turn, that depend on the sample and the turn."""
+    ids = [10 + request.session, 20 + len(request.prompt_ids)]
+    columns = reply_columns(ids, version=request.version.n)
+    columns |= {"teacher_logp": teacher_logp(ids), "routed_experts": routed_experts(ids)}
+    return Generated(
+        request_id=request.request_id,
+        session=request.session,
+        columns=columns,
+        epoch=0,
+        finish_reason="stop",
+        tokens_generated=len(ids),
+        generator=0,
+    )
+
+
+class Graded:
+    """Two turns; the grade is the turn's number, hints and difficulty are those of the last step."""
+
+    def __init__(self, **without: Any) -> None:
+        self.turns = 0
+        self.without = without
+
+    async def reset(self, task: Any) -> list[ChatMessage]:
+        return [ChatMessage("user", "1 2 3")]
+
+    async def step(self, action: str) -> Step:
+        self.turns += 1
+        columns = {"grade": self.turns, "hints": 10 * self.turns, "difficulty": 0.25 * self.turns}
+        return Step([ChatMessage("user", "4")], 1.0, self.turns == 2, columns=columns | self.without)
+
+    async def close(self) -> None:
+        pass
+
+
+def play(ticket_id: int = 0, environment: Graded | None = None, generate: Any = answer) -> Trajectory:
+    around = Surroundings(load_config(None, [*SETTINGS]), IdTokenizer(), generate)
+    ticket = Ticket(ticket_id, ticket_id, ticket_id // 2, 0, Version(0, 3))
+    return asyncio.run(run_episode(ticket, lambda: environment or Graded(), None, around))
+
+
+def shards_of(trajectories: list[Trajectory], ranks: int) -> list[Shard]:
+    samples = [BatchSample(i, i // 2, 0, 3, outcome_of(one)) for i, one in enumerate(trajectories)]
+    return make_shards(EmitBatch(3, samples, {}), epoch=0, ranks=ranks)
+
+
+def losses_of(pack: Pack) -> torch.Tensor:
+    """(T,) under a policy whose every log-probability is -1."""
+    algorithm = make_algorithm(load_config(None, [*SETTINGS]))
+    output = PolicyOutput(torch.full((pack.tokens,), -1.0), torch.zeros(pack.tokens))
+    pack = pack.with_columns(student_gap=torch.full((pack.tokens,), 0.125))
+    inputs = loss_inputs(pack, output, needs_proximal=False)
+    return inputs.masked(algorithm.loss(inputs).per_token)
+
+
+def test_from_a_reply_to_a_loss(tmp_path: Path) -> None:
+    register_configured(load_config(None, [*SETTINGS]).algo.columns)
+    trajectories = [play(i) for i in range(4)]
+    assert [fault(trajectory) for trajectory in trajectories] == [""] * 4
+    sent = [decode([bytes(frame) for frame in encode(trajectory)]) for trajectory in trajectories]
+    received = [trajectory for trajectory in sent if isinstance(trajectory, Trajectory)]
+
+    sequence = received[1].sequence
+    # 1 2 3 · 11 23 · 4 · 11 26: prompt, turn, answer of the environment, turn
+    assert sequence.token_ids.tolist() == [1, 2, 3, 11, 23, 4, 11, 26]
+    expected = [0.5, 0.5, 0.5, -11 / 8, -23 / 8, 0.5, -11 / 8, -26 / 8]
+    assert sequence.columns["teacher_logp"].tolist() == expected
+    assert sequence.columns["routed_experts"][:, 1, 2].tolist() == [255, 255, 255, 0, 1, 255, 0, 1]
+    assert sequence.columns["grade"].tolist() == [1.0, 2.0] and sequence.columns["hints"].tolist() == [20]
+    assert received[1].columns["difficulty"].tolist() == [0.5]
+
+    found = {}
+    for shard in shards_of(received, ranks=2):
+        check_shard(shard, step=3, rank=shard.rank, epoch=0, staleness_bound=0)
+        write_shard_file(tmp_path, shard)
+    for shard in read_shard_files(tmp_path):
+        for part in split_minibatches(shard, 2):
+            for pack in make_packs(part, 64, version=3):
+                losses = losses_of(pack)
+                for place, member in enumerate(pack.members):
+                    found[member] = losses[pack.sample == place].tolist()
+
+    assert found.keys() == {0, 1, 2, 3}
+    for member, member_losses in found.items():
+        first, second = [10 + member, 23], [10 + member, 26]
+        gaps = [-(identity / 8) + 1 + 0.125 for identity in (*first, *second)]
+        by_hand = [gap * (1 + place // 2) + 6 * (place % 2) * 20 + 0.5 for place, gap in enumerate(gaps)]
+        assert member_losses == pytest.approx([0, 0, 0, *by_hand[:2], 0, *by_hand[2:]])
+    assert losses_of(dummy_pack()).tolist() == [0.0]
+
+
+def test_a_column_that_is_not_in_the_table_is_refused_everywhere() -> None:
+    with pytest.raises(EpisodeFailed, match=r"generator 0 .*'(routed_experts|teacher_logp)' is not registered.*algo"):
+        play()
+    register(TEACHER_LOGP)
+    register(ROUTED_EXPERTS)
+    with pytest.raises(EpisodeFailed, match=r"step of turn 1 .*'grade' is not registered: .*algo.columns"):
+        play()
+    for column in (GRADE, HINTS, DIFFICULTY):
+        register(column)
+    with pytest.raises(EpisodeFailed, match=r"step of turn 1 .*'colour' is not registered"):
+        play(environment=Graded(colour=1.0))
+    with pytest.raises(ValueError, match="'colour' is not registered"):
+        dummy_pack().with_columns(colour=torch.zeros(1))
+
+    good = play()
+    assert "'colour' is not registered" in fault(with_sequence(good, colour=np.zeros(8, np.float32)))
+    (shard,) = shards_of([good, good], ranks=1)
+    stranger = structs.replace(shard, columns=shard.columns | {"colour": np.zeros(16, np.float32)})
+    with pytest.raises(ValueError, match="contradicts itself: column 'colour' is not registered"):
+        check_shard(stranger, step=3, rank=0, epoch=0, staleness_bound=0)
+
+
+def test_a_registered_column_that_nobody_made_is_named() -> None:
+    register_configured(load_config(None, [*SETTINGS]).algo.columns)
+
+    async def forgetful(request: Generate) -> Generated:
+        reply = await answer(request)
+        return structs.replace(reply, columns=reply_columns(reply.token_ids.tolist()))
+
+    with pytest.raises(EpisodeFailed, match=r"generator 0 .*'teacher_logp' is missing: .*made by the generator"):
+        play(generate=forgetful)
+
+    class Silent(Graded):
+        async def step(self, action: str) -> Step:
+            return Step([], 1.0, True)
+
+    with pytest.raises(EpisodeFailed, match=r"step of turn 1 .*'grade' is missing: .*made by the environment"):
+        play(environment=Silent())
+    with pytest.raises(EpisodeFailed, match=r"step of turn 1 .*'grade'.*could not convert"):
+        play(environment=Graded(grade="good"))
+
+    good = play()
+    without = {name: values for name, values in good.sequence.columns.items() if name != "teacher_logp"}
+    assert "'teacher_logp' is missing" in fault(
+        structs.replace(good, sequences=[structs.replace(good.sequence, columns=without)])
+    )
+    nan = with_sequence(good, teacher_logp=np.full(8, np.nan, np.float32))
+    assert fault(nan) == "teacher_logp is not finite"
+    assert "routed_experts is uint8(8,)" in fault(with_sequence(good, routed_experts=np.zeros(8, np.uint8)))
+    late = structs.replace(good, columns={"difficulty": np.zeros(2, np.float32)})
+    assert "difficulty is float32(2,), expected float32(1,)" in fault(late)
+
+
+def test_the_loss_is_checked_against_the_table_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"uses teacher_logp, which nothing here computes: list .* under algo.columns"):
+        make_algorithm(load_config(None, [*SETTINGS[1:]]))
+    assert make_algorithm(load_config(None, [*SETTINGS])).loss.spec.function is distil
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{MODULE}:NOTHING", "no 'NOTHING' in it"),
+        (f"{MODULE}:annotations", "is a _Feature, not a rl.core.columns.Column"),
+        (f"{MODULE}:TWICE", "'logp_behavior' is registered twice"),
+    ],
+)
+def test_a_name_that_is_no_column_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        register_configured([name])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "two words"}, "must be an identifier"),
+        ({"dtype": "float64"}, "float64 is none of int32, int64, float32, uint8"),
+        ({"producer": "environment"}, "knows no tokens"),
+        ({"producer": "learner", "scope": "turn"}, "an entry per token"),
+        ({"producer": "nobody"}, "unknown producer 'nobody'"),
+    ],
+)
+def test_impossible_declarations_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Column(**{"name": "ok", "dtype": "float32"} | fields)
+
+
+def test_a_column_is_declared_again_only_alike() -> None:
+    register(TEACHER_LOGP)
+    register(Column("teacher_logp", "float32", masked=0.5))
+    with pytest.raises(ValueError, match="registered twice"):
+        register(Column("teacher_logp", "float32", masked=0.0))
+
+
+def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:
+    """The simulated engine answers masked values; the shard that was trained holds them for every token."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", f"runs={tmp_path}", "steps=3"]
+    columns = f"algo.columns=[{MODULE}:TEACHER_LOGP, {MODULE}:ROUTED_EXPERTS]"
+    done = subprocess.run(
+        [*command, columns, "tracking.save_batches=true"], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads((tmp_path / "simulated" / "summary.json").read_text())["steps"] == 3
+
+    register(TEACHER_LOGP)
+    register(ROUTED_EXPERTS)
+    shards = read_shard_files(tmp_path / "simulated")
+    assert len(shards) >= 3
+    for shard in shards:
+        assert (shard.columns["teacher_logp"] == 0.5).all()
+        assert shard.columns["routed_experts"].shape == (sum(shard.lengths), 2, 3)

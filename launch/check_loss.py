@@ -5,36 +5,34 @@ NAME is a registered loss or an importable `package.module:Name`, as in `algo.lo
 
 from __future__ import annotations
 
-import sys
-
-import yaml
+import argparse
+from typing import Any
 
 from algos.conformance import CHECKS, check_loss
 from algos.registry import make_loss, registered
+from rl.core.config import ConfigError, apply_override
 from rl.core.plugins import load
 
 
-def run(name: str, options: list[str]) -> int:
-    """Returns the exit code: 0 all hold, 1 something does not, 2 no such loss or option."""
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 if all checks hold, else 1. Raises ConfigError where there is no such loss or option."""
+    options: dict[str, Any] = {}
+    for option in arguments.options:
+        apply_override(options, option)
     try:
-        options_by_name = dict(_parse(option) for option in options)
-        loss = make_loss(load("loss", name, registered("loss")), options_by_name)
+        loss = make_loss(load("loss", arguments.name, registered("loss")), options)
     except ValueError as error:
-        print(f"fresco: {error}", file=sys.stderr)
-        return 2
+        raise ConfigError(str(error)) from None
+
     findings = check_loss(loss)
     for finding in findings:
         what = finding.problem or (CHECKS[finding.check].__doc__ or "").strip()
         print(f"{'FAIL' if finding.problem else 'ok  '} {finding.check:18} {what}")
+
     failed = sum(bool(finding.problem) for finding in findings)
-    print(f"{name}: {f'{failed} of {len(findings)} checks fail' if failed else f'all {len(findings)} checks hold'}")
-    if not failed:
-        print(f"try it: fresco run experiments/math_cpu.yaml algo.loss={name}")
-    return 1 if failed else 0
-
-
-def _parse(option: str) -> tuple[str, object]:
-    key, equals, value = option.partition("=")
-    if not equals:
-        raise ValueError(f"{option!r} is not an option: write name=value")
-    return key, yaml.safe_load(value)
+    if failed:
+        print(f"{arguments.name}: {failed} of {len(findings)} checks fail")
+        return 1
+    print(f"{arguments.name}: all {len(findings)} checks hold")
+    print(f"try it: fresco run experiments/math_cpu.yaml algo.loss={arguments.name}")
+    return 0

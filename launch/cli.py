@@ -11,38 +11,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
-
-import yaml
+from pkgutil import resolve_name
 
 from launch import __version__
 from launch.recipes import find_recipe
-from rl.core.config import ConfigError, load_config
+from rl.core.config import ConfigError
 from rl.core.plugins import own_packages_first
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 success, 1 failure, 2 bad configuration, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="fresco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"fresco {__version__}")
-    commands = parser.add_subparsers(required=True)
-    _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
-    _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
-    _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
-    _add_plan(commands.add_parser("plan", help="predict step times of GPU splits, alpha and redundancy; name the best"))
-    commands.add_parser("doctor", help="say what this machine has and what is missing").set_defaults(call=_doctor)
-
-    # Overrides may also stand behind an option, where argparse takes them for unknown arguments.
-    arguments, rest = parser.parse_known_args(argv)
-    if unknown := [item for item in rest if item.startswith("-") or "overrides" not in arguments]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if rest:
-        arguments.overrides += rest
-
+    arguments = parse(argv)
     own_packages_first()
     try:
-        code: int = arguments.call(arguments)
+        # Only now, so that a command imports what it needs and no more: `fresco doctor` works where torch is missing.
+        code: int = resolve_name(arguments.call)(arguments)
     except ConfigError as error:
         sys.stdout.flush()  # in a log file, too, the error stands below the configuration
         print(f"fresco: {error}", file=sys.stderr)
@@ -50,11 +34,32 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of one command; `call` names the function that carries it out. Exits with 2 if they are wrong."""
+    parser = argparse.ArgumentParser(prog="fresco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"fresco {__version__}")
+    commands = parser.add_subparsers(required=True)
+    _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
+    _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
+    _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
+    _add_plan(commands.add_parser("plan", help="predict step times of GPU splits, alpha and redundancy; name the best"))
+    doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
+    doctor.set_defaults(call="launch.doctor:diagnose")
+
+    # Overrides may also stand behind an option, where argparse takes them for unknown arguments.
+    arguments, rest = parser.parse_known_args(argv)
+    if unknown := [item for item in rest if item.startswith("-") or "overrides" not in arguments]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=find_recipe, help="a file, or the name of one that comes with Fresco")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
-    parser.set_defaults(call=_run)
+    parser.set_defaults(call="launch.run:run")
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +71,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=int, help="tasks, one episode each; default: all")
     parser.add_argument("--recipe", type=find_recipe, help="configuration; default: the target's own run's")
     parser.add_argument("--out", type=Path, help="write the table and every episode to this JSON file")
-    parser.set_defaults(call=_evaluate, temperatures=(0.0, 1.0))
+    parser.set_defaults(call="launch.evaluate:evaluate", temperatures=(0.0, 1.0))
 
     how = parser.add_mutually_exclusive_group()
     greedy = "temperature 0 only; default: greedy and temperature 1"
@@ -77,7 +82,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 def _add_check_loss(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a registered loss or an importable package.module:Name")
     parser.add_argument("options", nargs="*", metavar="option=value")
-    parser.set_defaults(call=_check_loss)
+    parser.set_defaults(call="launch.check_loss:run")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -88,49 +93,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-s", type=float, help="seconds of one training step with the recipe's ranks")
     parser.add_argument("--env-s", metavar="MEAN,SIGMA", help="seconds of one environment step, Gaussian clipped at 0")
     parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where the plot goes (PNG)")
-    parser.set_defaults(call=_plan)
-
-
-# Each command imports what it needs and no more: `fresco doctor` works where torch is missing.
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from launch.preflight import check, make_run, print_plan
-    from launch.recovery import execute
-
-    started = time.time()
-    config = load_config(arguments.recipe, arguments.overrides)
-    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
-    checked = check(config, dry=arguments.dry_run)
-
-    if arguments.dry_run:
-        print_plan(checked)
-        return 0
-    return execute(make_run(checked, started), checked)
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    from launch.evaluate import Evaluation, evaluate
-
-    return evaluate(Evaluation(**{key: value for key, value in vars(arguments).items() if key != "call"}))
-
-
-def _check_loss(arguments: argparse.Namespace) -> int:
-    from launch.check_loss import run
-
-    return run(arguments.name, arguments.options)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from launch.plan_cost import plan
-
-    return plan(arguments)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from launch.doctor import diagnose
-
-    return diagnose()
+    parser.set_defaults(call="launch.plan_cost:plan")
 
 
 if __name__ == "__main__":

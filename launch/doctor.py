@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -17,21 +18,23 @@ _OPTIONAL = {"vllm": "the real engine", "math_verify": "the maths environment", 
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # do not match the CPU build of torch: transformers breaks
 
 
-def diagnose() -> int:
+def diagnose(arguments: argparse.Namespace) -> int:
     """Print one line per finding. Returns 1 when something required is missing, else 0."""
     healthy = True
     healthy &= _line(sys.version_info[:2] == (3, 11), f"Python {sys.version.split()[0]}", "the pins need Python 3.11")
     for module in _REQUIRED:
-        healthy &= _line(_has(module), module, "run `bash tests/run.sh` or a launch script: they install it")
+        healthy &= _line(_has(module), module, "a launch script, `bash tests/run.sh` or `pip install .` installs it")
     for module, purpose in _OPTIONAL.items():
         _line(_has(module), f"{module} ({purpose})", f"missing: {purpose} does not work")
-    if importlib.metadata.version("torch").endswith("+cpu"):
+    if _has("torch") and importlib.metadata.version("torch").endswith("+cpu"):
         for module in _UNWANTED:
             healthy &= _line(not _has(module), f"no {module}", "does not match this torch: pip uninstall it")
-    memory, cores = psutil.virtual_memory().total >> 30, len(os.sched_getaffinity(0))
-    _line(memory >= 6, f"{memory} GiB memory, {cores} cores", "math_cpu needs about 6 GiB")
-    shared = shutil.disk_usage("/dev/shm").free >> 20
-    _line(shared >= 256, f"{shared} MiB free in /dev/shm", "too little: set weights.transport=zmq or enlarge /dev/shm")
+
+    memory_gib = psutil.virtual_memory().total >> 30
+    cores = len(os.sched_getaffinity(0))
+    _line(memory_gib >= 6, f"{memory_gib} GiB memory, {cores} cores", "math_cpu needs about 6 GiB")
+    shared_mib = shutil.disk_usage("/dev/shm").free >> 20
+    _line(shared_mib >= 256, f"{shared_mib} MiB free in /dev/shm", "set weights.transport=zmq or enlarge it")
     gpus = visible_gpus()
     print(f"  {'+' if gpus else '-'} {gpus} GPUs" + ("" if gpus else " (the *_cpu recipes run)"))
     return 0 if healthy else 1

@@ -6,6 +6,7 @@ episodes, the broker keeps each result (`<run>/evals.jsonl`). Greedy and sampled
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,26 +21,12 @@ from envs.registry import load_family, make_family
 from launch.intervals import wilson
 from launch.preflight import check, make_run
 from launch.recipes import SHIPPED
-from launch.recovery import execute
+from launch.run import execute
 from rl.core.checkpoint_folder import CheckpointError, latest, read_meta
 from rl.core.config import Config, ConfigError, ModelConfig, load_config
 from rl.core.run import RunFile
 
 ALL = "all"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What `fresco eval` was asked for: its arguments."""
-
-    target: str
-    env: str | None = None
-    split: str | None = None
-    temperatures: Sequence[float] = (0.0, 1.0)
-    episodes: int | None = None
-    recipe: Path | None = None
-    overrides: Sequence[str] = ()
-    out: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +62,12 @@ class SuccessRow(msgspec.Struct):
     length: float
 
 
-def evaluate(evaluation: Evaluation) -> int:
+def evaluate(arguments: argparse.Namespace) -> int:
     """Run and print the tables. Returns the exit code; raises ConfigError."""
-    config = configure(evaluation)
+    config = configure(arguments)
     runs: list[dict[str, Any]] = []
 
-    for temperature in evaluation.temperatures:
+    for temperature in arguments.temperatures:
         section = config.eval.model_copy(update={"temperature": temperature})
         checked = check(config.model_copy(update={"eval": section}), dry=False)
         run = make_run(checked, time.time())
@@ -91,30 +78,30 @@ def evaluate(evaluation: Evaluation) -> int:
         rows = summarise(episodes)
         runs.append({"temperature": temperature, "rows": rows, "episodes": episodes})
         how = f"temperature {temperature:g}" if temperature else "greedy"
-        print_table(rows, f"{evaluation.target}, {evaluation.split or 'held-out'} tasks, {how}")
+        print_table(rows, f"{arguments.target}, {arguments.split or 'held-out'} tasks, {how}")
 
-    if evaluation.out:
-        report = {"target": evaluation.target, "env": config.env.name, "split": evaluation.split, "runs": runs}
-        evaluation.out.parent.mkdir(parents=True, exist_ok=True)
-        evaluation.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    if arguments.out:
+        report = {"target": arguments.target, "env": config.env.name, "split": arguments.split, "runs": runs}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return 0
 
 
-def configure(evaluation: Evaluation) -> Config:
+def configure(arguments: argparse.Namespace) -> Config:
     """The evaluation's configuration: that of the target's own run, else of the environment's recipe.
 
     Raises ConfigError, one line, where target, environment, split or number of episodes do not fit.
     """
-    target = find_target(evaluation.target)
+    target = find_target(arguments.target)
     overrides = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.save_batches=false"]
-    if evaluation.split is not None:
-        overrides.append(f"env.options.eval_split={evaluation.split}")
-    config = load_config(_recipe(evaluation, target), [*overrides, *evaluation.overrides])
-    if evaluation.split is not None and "eval_split" not in load_family(config.env.name).Options.model_fields:
-        raise ConfigError(f"--split {evaluation.split}: env {config.env.name!r} has no splits to choose from")
+    if arguments.split is not None:
+        overrides.append(f"env.options.eval_split={arguments.split}")
+    config = load_config(_recipe(arguments, target), [*overrides, *arguments.overrides])
+    if arguments.split is not None and "eval_split" not in load_family(config.env.name).Options.model_fields:
+        raise ConfigError(f"--split {arguments.split}: env {config.env.name!r} has no splits to choose from")
 
     available = make_family(config).task_count("eval")
-    tasks = available if evaluation.episodes is None else evaluation.episodes
+    tasks = available if arguments.episodes is None else arguments.episodes
     if not 1 <= tasks <= available:
         raise ConfigError(f"--episodes {tasks}: env {config.env.name!r} has {available} held-out tasks here")
 
@@ -186,17 +173,17 @@ def _row(label: str, episodes: Sequence[EpisodeResult]) -> SuccessRow:
     return SuccessRow(label, count, successes / count, *wilson(successes, count), turns, length)
 
 
-def _recipe(evaluation: Evaluation, target: Target) -> Path:
+def _recipe(arguments: argparse.Namespace, target: Target) -> Path:
     """Named, or that of the run that the target came from, or `experiments/<env>_cpu.yaml`."""
-    env = evaluation.env
-    if evaluation.recipe is not None:
-        return evaluation.recipe
+    env = arguments.env
+    if arguments.recipe is not None:
+        return arguments.recipe
     if target.run is not None:
         own = target.run / "config.yaml"
         if env is None or load_config(own).env.name == env:
             return own
     if env is None:
-        raise ConfigError(f"{evaluation.target!r} comes from no run: name the environment with --env")
+        raise ConfigError(f"{arguments.target!r} comes from no run: name the environment with --env")
 
     recipe = SHIPPED / f"{env}_cpu.yaml"
     if not recipe.exists():

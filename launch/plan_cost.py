@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
 
 from matplotlib.figure import Figure
 from msgspec import Struct
@@ -54,22 +53,6 @@ class Candidate(Struct, frozen=True):
         return bool(self.extra_groups or self.extra_episodes)
 
 
-COLUMNS: dict[str, Callable[[Candidate], str]] = {
-    "generators": lambda candidate: f"{candidate.generators}",
-    "ranks": lambda candidate: f"{candidate.ranks}",
-    "alpha": lambda candidate: f"{candidate.alpha:g}",
-    "extra": lambda candidate: f"{candidate.extra_groups}+{candidate.extra_episodes}",
-    "step s": lambda candidate: f"{candidate.result.step_s:.3g}",
-    "tokens/s": lambda candidate: f"{candidate.result.useful_tokens_per_s:,.0f}",
-    "gen idle": lambda candidate: f"{candidate.result.generator_idle:.0%}",
-    "train idle": lambda candidate: f"{candidate.result.learner_idle:.0%}",
-    "staleness": lambda candidate: f"{candidate.result.staleness:.2f}",
-    "kept/issued": lambda candidate: f"{candidate.result.kept_over_issued:.2f}",
-    "x bound": lambda candidate: f"{candidate.over_bound:.2f}",
-}
-"""What the table shows."""
-
-
 def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Candidate]:
     """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out."""
     per_generator = config.generator.tensor_parallel
@@ -110,12 +93,18 @@ def best(found: list[Candidate]) -> Candidate:
 
 
 def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Console) -> None:
+    names = "generators,ranks,alpha,extra,step s,tokens/s,gen idle,train idle,staleness,kept/issued,x bound"
     table = Table(title=f"{config.name}: predicted", box=None)
-    for name in COLUMNS:
+    for name in names.split(","):
         table.add_column(name, justify="right")
-    for candidate in sorted(found, key=lambda c: -c.result.useful_tokens_per_s):
-        cells = (show(candidate) for show in COLUMNS.values())
-        table.add_row(*cells, style="bold" if candidate is chosen else "")
+
+    for each in sorted(found, key=lambda c: -c.result.useful_tokens_per_s):
+        result = each.result
+        choice = f"{each.generators} {each.ranks} {each.alpha:g} {each.extra_groups}+{each.extra_episodes}"
+        speed = f"{result.step_s:.3g} {result.useful_tokens_per_s:,.0f}"
+        shares = f"{result.generator_idle:.0%} {result.learner_idle:.0%} {result.staleness:.2f}"
+        cost = f"{result.kept_over_issued:.2f} {each.over_bound:.2f}"
+        table.add_row(*f"{choice} {speed} {shares} {cost}".split(), style="bold" if each is chosen else "")
     console.print(table)
 
     console.print(

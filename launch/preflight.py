@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -102,15 +103,14 @@ def _check_ports(config: Config) -> None:
     if config.network.transport != "tcp":
         return
 
-    count = 8 + 2 * config.learner.ranks + config.generator.count
     first = config.network.base_port
-    last = first + count - 1
-    if last > 65535:
-        raise ConfigError(
-            f"network.base_port={first}: {count} ports are needed and the last would be {last}; at most {65536 - count}"
-        )
+    ports = sorted(int(endpoint.rpartition(":")[2]) for endpoint in _draft(config).endpoints().values())
+    count = len(ports)
+    if ports[-1] > 65535:
+        needed = f"{count} ports are needed and the last would be {ports[-1]}"
+        raise ConfigError(f"network.base_port={first}: {needed}; at most {65536 - count}")
 
-    for port in range(first, last + 1):
+    for port in ports:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -197,6 +197,13 @@ def _set_aside(folder: Path, config: Config) -> Config:
     return config
 
 
+def _draft(config: Config) -> RunFile:
+    """A run that is not made, for its endpoints."""
+    folder = (config.runs / config.name).absolute()
+    unknown: dict[str, Any] = {"run_id": "", "device": "", "train_tasks": 0, "eval_tasks": 0, "started_at": 0.0}
+    return RunFile(config=config, folder=folder, socket_folder=folder / "ipc", **unknown)
+
+
 def print_plan(checked: Preflight) -> None:
     """What `--dry-run` shows: processes, devices, pinning, endpoints, and what could not be checked here."""
     console = Console(highlight=False)
@@ -214,13 +221,8 @@ def print_plan(checked: Preflight) -> None:
         if variables := [f"{key}={value}" for key, value in values.items() if key != "CUDA_VISIBLE_DEVICES"]:
             console.print(f"environment of each {role}: {' '.join(variables)}", markup=False, soft_wrap=True)
 
-    folder = (checked.config.runs / checked.config.name).absolute()
-    places: dict[str, Path] = {"folder": folder, "socket_folder": folder / "ipc"}
-    run = RunFile(
-        config=checked.config, run_id="", device=checked.device, train_tasks=0, eval_tasks=0, started_at=0, **places
-    )
     sockets = Table("socket", "endpoint", title="endpoints")
-    for name, endpoint in run.endpoints().items():
+    for name, endpoint in _draft(checked.config).endpoints().items():
         sockets.add_row(name, endpoint)
     console.print(sockets)
 

@@ -3,7 +3,7 @@
 It is the one fence of a run: a process is dead when the kernel says so here, and only then do its peers
 hear `PeerDied`. A *killed* generator or environment server is started again (its work is issued again by
 broker and proxy); a Python exception in any role, or the death of broker, proxy or learner, ends the run
-with the first cause (`launch.recovery` goes on from a checkpoint after such a death). Every end - success,
+with the first cause (`launch.run` goes on from a checkpoint after such a death). Every end - success,
 failure, Ctrl-C - leaves no process, socket or shared memory.
 """
 
@@ -15,6 +15,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import zmq
 
@@ -31,7 +32,7 @@ from rl.weights.shm_file import remove_slots
 _REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts
 _HEARS_OF_DEATHS = ("broker", "proxy", "learner")
 _CLOSING_REPORTS = {"broker", "learner"}
-_POLL_MS = 50
+_POLL_S = 0.05
 _CLOSING_REPORTS_S = 2.0
 _TRACKER_S = 30.0  # an online dashboard may still be sending
 _TRACKER_HURRIED_S = 1.5  # after Ctrl-C or a failure: with timeouts.stop_s, all ends within 10 s
@@ -43,10 +44,6 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
         self.detail = detail
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
 
 
 class Supervisor:
@@ -73,7 +70,8 @@ class Supervisor:
         error: RunFailed | None = None
         interrupted = False
         adopt_orphans()
-        handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        stops = (signal.SIGINT, signal.SIGTERM)
+        handlers = {number: signal.signal(number, signal.default_int_handler) for number in stops}
 
         try:
             for spec in self._plan:
@@ -81,7 +79,7 @@ class Supervisor:
             self._watch()
         except RunFailed as failure:
             error = failure
-        except Interrupted:
+        except KeyboardInterrupt:
             interrupted = True
         finally:
             for number in handlers:  # a second Ctrl-C must not interrupt the clean-up
@@ -103,20 +101,23 @@ class Supervisor:
 
     def _watch(self) -> None:
         while not self._reports.keys() >= _CLOSING_REPORTS:
-            if self._socket.poll(_POLL_MS):
-                self._drain()
+            self._drain(_POLL_S)
             self._check_children()
             self._display.refresh(self._observed, self._children)
 
-    def _drain(self) -> None:
-        while True:
+    def _drain(self, patience_s: float = 0.0) -> None:
+        for message in self._messages(patience_s):
+            self._handle(message)
+
+    def _messages(self, patience_s: float) -> Iterator[Message]:
+        """What has come and what comes within `patience_s`."""
+        deadline = time.monotonic() + patience_s
+        while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
             try:
                 _peer, message = receive_from(self._socket)
-            except zmq.Again:
-                return
             except ProtocolError as error:
                 raise RunFailed(f"supervisor received a malformed control message: {error}") from None
-            self._handle(message)
+            yield message
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -217,14 +218,14 @@ class Supervisor:
 
         Their senders have ended, but the last bytes may still be on their way to this socket.
         """
-        deadline = time.monotonic() + _CLOSING_REPORTS_S
-        while not self._reports.keys() >= _CLOSING_REPORTS:
-            if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-                return
-            with contextlib.suppress(ProtocolError):
-                _peer, message = receive_from(self._socket)
+        if self._reports.keys() >= _CLOSING_REPORTS:
+            return
+        with contextlib.suppress(RunFailed):
+            for message in self._messages(_CLOSING_REPORTS_S):
                 if isinstance(message, Done):
                     self._reports.setdefault(message.role, message.report)
+                    if self._reports.keys() >= _CLOSING_REPORTS:
+                        return
 
     def _send(self, child: Child, message: Message) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
@@ -252,7 +253,3 @@ class Supervisor:
         if not self._tracker.close(tracker_s):
             self._display.note(f"the tracker did not finish within {tracker_s:g} s; metrics.jsonl has every row")
         end_descendants(spared=self._others)
-
-
-def _interrupt(_number: int, _frame: object) -> None:
-    raise Interrupted

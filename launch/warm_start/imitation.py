@@ -11,12 +11,13 @@ With `model.path=tiny` the model is new: the shape of `tiny.py`, and a tokenizer
 from __future__ import annotations
 
 import asyncio
-import importlib
+import inspect
 import json
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ import torch
 import launch.warm_start.sft
 import launch.warm_start.word_tokenizer
 from envs.registry import demonstrator, make_family
-from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, train_supervised
+from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, progress_report, train_supervised
 from launch.warm_start.tiny import TinyRecipe, new_model
-from launch.warm_start.word_tokenizer import build_tokenizer, save_tokenizer
+from launch.warm_start.word_tokenizer import PIECE, build_tokenizer, save_tokenizer
 from rl.core.config import Config, ConfigError
 from rl.core.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.conversation import Conversation
@@ -59,30 +60,29 @@ def fingerprint(config: Config, base: Path | None) -> str:
         "env": [config.env.name, config.env.options, config.env.max_turns, config.seed],
         "max_model_len": config.generator.max_model_len,
     }
-    _, module = _demonstrator(config)
-    return digest(json.dumps(parts, sort_keys=True, default=str), *_SOURCES, str(module.__file__))
+    own = inspect.getfile(demonstrator(config.env.name))
+    return digest(json.dumps(parts, sort_keys=True, default=str), *_SOURCES, own)
 
 
 def demonstrations(config: Config) -> list[Demonstration]:
     """What the environment's demonstrator does in training tasks. Raises ConfigError."""
-    settings = config.model.warm_start
-    demonstrate, _ = _demonstrator(config)
+    options = config.model.warm_start
+    demonstrate = demonstrator(config.env.name)
     family = make_family(config)
+    limits = {"mistakes": options.mistakes, "max_turns": config.env.max_turns}
 
     async def collect() -> list[Demonstration]:
         await family.start()
         try:
-            return await demonstrate(
-                family, settings.demonstrations, seed=settings.seed, mistakes=settings.mistakes,
-                max_turns=config.env.max_turns,
-            )  # fmt: skip
+            played: list[Demonstration] = await demonstrate(family, options.demonstrations, seed=options.seed, **limits)
+            return played
         finally:
             await family.stop()
 
     played = asyncio.run(collect())
     if not played:
-        raise ConfigError(f"model.warm_start: the demonstrator of env {config.env.name!r} solved no task "
-                          f"within env.max_turns={config.env.max_turns}")  # fmt: skip
+        nothing = f"the demonstrator of env {config.env.name!r} solved no task"
+        raise ConfigError(f"model.warm_start: {nothing} within env.max_turns={config.env.max_turns}")
     return played
 
 
@@ -91,6 +91,7 @@ def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> 
     conversation = Conversation(tokenizer, played.opening)
     prompt = len(conversation)
     written: list[tuple[int, int, bool]] = []
+
     for place, turn in enumerate(played.turns):
         assert tokenizer.turn_end is not None
         span = conversation.append_written([*tokenizer.encode(turn.action), tokenizer.turn_end])
@@ -99,6 +100,7 @@ def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> 
             return None
     if len(conversation) > max_length:
         return None
+
     token_ids = conversation.context().tolist()
     mask = np.full(len(token_ids), READ, np.uint8)
     for start, end, imitate in written:
@@ -113,49 +115,51 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
     from rl.learner import packed_attention
 
     disable_progress_bar()
-    settings, started = config.model.warm_start, time.monotonic()
+    started = time.monotonic()
     played = demonstrations(config)
     log(f"warm start: {len(played)} demonstrations of {config.env.name} in {time.monotonic() - started:.0f} s")
     if base is None:
         _new_tiny_model(config, played, folder)
     else:
         shutil.copytree(base, folder)
+
     tokenizer = ChatTokenizer(folder)
-    encoded = [encode(tokenizer, each, config.generator.max_model_len) for each in played]
-    examples = [each for each in encoded if each is not None]
+    longest = config.generator.max_model_len
+    examples = [example for each in played if (example := encode(tokenizer, each, longest)) is not None]
     if not examples:
-        raise ConfigError(f"generator.max_model_len={config.generator.max_model_len}: no demonstration is that short")
+        raise ConfigError(f"generator.max_model_len={longest}: no demonstration is that short")
+
     device = "cuda" if base is not None and torch.cuda.is_available() else "cpu"
     packs = device == "cpu" and packed_attention.can_pack(AutoConfig.from_pretrained(folder))
     attention = {"attn_implementation": packed_attention.NAME} if packs else {}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
     model.to(device)
-    width = None if packs else max(256, min(1024, max(map(len, examples))))
+
+    settings = config.model.warm_start
     options = SupervisedOptions(
-        settings.steps, settings.lr, settings.warmup_steps, width=width, read_weight=settings.read_weight,
+        settings.steps,
+        settings.lr,
+        settings.warmup_steps,
+        width=None if packs else max(256, min(1024, max(map(len, examples)))),
+        read_weight=settings.read_weight,
         parts=_PARTS if device == "cpu" else 1,
-    )  # fmt: skip
-
-    def report(step: int, loss: float) -> None:
-        if (step + 1) % 50 == 0 or step == 0:
-            log(f"  step {step + 1}/{settings.steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
-
-    batches = _batches(examples, settings.batch, settings.seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # in each part: the same weights whatever the number of cores
-    try:
-        train_supervised(model, lambda step: next(batches), options, report)
-    finally:
-        torch.set_num_threads(threads)
+    )
+    stream = _without_end(examples, settings.seed)
+    train_supervised(
+        model,
+        lambda step: list(islice(stream, settings.batch)),
+        options,
+        progress_report(log, settings.steps, every=50),
+    )
     model.save_pretrained(folder)
 
 
 def _new_tiny_model(config: Config, played: Sequence[Demonstration], folder: Path) -> None:
     recipe = TinyRecipe.model_validate({"seed": config.model.warm_start.seed} | config.model.tiny)
     recipe = recipe.model_copy(update={"max_length": max(recipe.max_length, config.generator.max_model_len)})
-    _, module = _demonstrator(config)
-    piece = getattr(module, "PIECE", launch.warm_start.word_tokenizer.PIECE)
+    piece = getattr(inspect.getmodule(demonstrator(config.env.name)), "PIECE", PIECE)
     tokenizer = build_tokenizer(_texts(played), piece)
+
     folder.mkdir()
     save_tokenizer(tokenizer, folder, recipe.max_length)
     new_model(recipe, tokenizer).save_pretrained(folder)
@@ -170,20 +174,11 @@ def _texts(played: Sequence[Demonstration]) -> Iterator[str]:
             yield from (message.content for message in turn.answer)
 
 
-def _batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Batches without end: every pass in a new order."""
-    rng, waiting = random.Random(seed), list[Example]()
+def _without_end(examples: Sequence[Example], seed: int) -> Iterator[Example]:
+    """The examples again and again, every pass in a new order."""
+    rng = random.Random(seed)
     while True:
-        while len(waiting) < size:
-            waiting += rng.sample(examples, len(examples))
-        yield waiting[:size]
-        del waiting[:size]
-
-
-def _demonstrator(config: Config) -> tuple[Any, Any]:
-    """(the function, its module). Raises ConfigError."""
-    function = demonstrator(config.env.name)
-    return function, importlib.import_module(function.__module__)
+        yield from rng.sample(examples, len(examples))
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,53 @@ def sample(
 
     Temperature 0 is greedy (its log-probabilities are at temperature 1).
     """
+    device = next(model.parameters()).device
+    token_ids, attention = (tensor.to(device) for tensor in _pad_left(prompts, max_tokens))
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    draws = np.stack([np.random.default_rng(seed).random(max_tokens, np.float32) for seed in seeds])
+    uniform = torch.from_numpy(draws).to(device).T.contiguous()  # (max_tokens, prompts)
+    stops = torch.tensor(list(stop_ids), device=device)
+    running = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []  # token, its log-probability, whether it counts; (prompts,) each
+    cache, cached = None, 0
+
     with _padded_attention(model):
-        return _sample(model, prompts, seeds, stop_ids, max_tokens, temperature)
+        for step in range(max_tokens):
+            column = cached + token_ids.shape[1]
+            output = model(
+                token_ids,
+                attention_mask=attention[:, :column],
+                position_ids=positions[:, cached:column],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache, cached = output.past_key_values, column
+
+            logits = output.logits[:, -1].float() / (temperature or 1.0)  # (prompts, vocabulary)
+            logp = logits.log_softmax(-1)
+            token_ids = _draw(logp, uniform[step, :, None]) if temperature else logits.argmax(-1, keepdim=True)
+            steps.append((token_ids[:, 0], logp.gather(1, token_ids)[:, 0], running))
+            running = running & ~torch.isin(token_ids[:, 0], stops)
+            if not running.any():
+                break
+
+    chosen, chosen_logp, counted = (torch.stack(column, 1) for column in zip(*steps, strict=True))
+    columns = zip(chosen.tolist(), chosen_logp.tolist(), counted.sum(1).tolist(), strict=True)
+    return [Sampled(ids[:length], logp[:length]) for ids, logp, length in columns]
+
+
+def _pad_left(prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
+    """(prompts, longest) ids and (prompts, longest + max_tokens) attention: all rows grow at the same column."""
+    longest = max(map(len, prompts))
+    token_ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    attention = [[0] * (longest - len(prompt)) + [1] * (len(prompt) + max_tokens) for prompt in prompts]
+    return token_ids, torch.tensor(attention)
+
+
+def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
+    """(prompts, 1) ids by inverting the cumulative distribution, which float rounding may leave just below 1."""
+    return torch.searchsorted(logp.exp().cumsum(-1), uniform).clamp(max=logp.shape[-1] - 1)
 
 
 @contextlib.contextmanager
@@ -46,54 +92,3 @@ def _padded_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(own)
-
-
-def _sample(
-    model: Any, prompts: Sequence[Sequence[int]], seeds: Sequence[int], stop_ids: Sequence[int], max_tokens: int,
-    temperature: float,
-) -> list[Sampled]:  # fmt: skip
-    device = next(model.parameters()).device
-    longest = max(map(len, prompts))
-    token_ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    attention = torch.zeros(len(prompts), longest + max_tokens, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):  # padded on the left, so that all rows grow at the same column
-        token_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        attention[row, longest - len(prompt) :] = 1
-    token_ids, attention = token_ids.to(device), attention.to(device)
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    draws = np.stack([np.random.default_rng(seed).random(max_tokens, np.float32) for seed in seeds])
-    uniform = torch.from_numpy(draws).to(device).T.contiguous()  # (max_tokens, prompts)
-    stops = torch.tensor(list(stop_ids), device=device)
-    running = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    chosen, chosen_logp, alive, cache = [], [], [], None
-    for column in range(longest, longest + max_tokens):
-        done = column - token_ids.shape[1]  # columns already in the cache
-        output = model(
-            token_ids,
-            attention_mask=attention[:, :column],
-            position_ids=positions[:, done:column],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache = output.past_key_values
-        logits = output.logits[:, -1].float() / (temperature or 1.0)  # (prompts, vocabulary)
-        logp = logits.log_softmax(-1)
-        if temperature == 0:
-            picked = logits.argmax(-1, keepdim=True)
-        else:
-            # By inverting the cumulative distribution, which float rounding may leave just below 1.
-            picked = torch.searchsorted(logp.exp().cumsum(-1), uniform[column - longest, :, None])
-            picked = picked.clamp(max=logits.shape[-1] - 1)
-        chosen.append(picked[:, 0])
-        chosen_logp.append(logp.gather(1, picked)[:, 0])
-        alive.append(running)
-        running = running & ~torch.isin(picked[:, 0], stops)
-        token_ids = picked
-        if not running.any():
-            break
-    lengths = torch.stack(alive).sum(0).tolist()
-    all_ids, all_logp = torch.stack(chosen, 1).tolist(), torch.stack(chosen_logp, 1).tolist()
-    return [
-        Sampled(ids[:length], logps[:length]) for ids, logps, length in zip(all_ids, all_logp, lengths, strict=True)
-    ]

@@ -5,8 +5,8 @@ Used for the warm start of tiny models; works for any decoder of transformers wh
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl.core.config import LearnerConfig
+from rl.learner.optimizer import Optimizer
+from rl.learner.packing import assign
+
+_ADAMW = LearnerConfig(schedule="cosine", min_lr_fraction=0.1, betas=(0.9, 0.999), weight_decay=0.01)
 IGNORED = -100
 SHOWN, IMITATED, READ = 0, 1, 2
 """Marks of `Example.mask`: only seen; to be written; text of the environment."""
@@ -36,6 +41,12 @@ class Example:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
 
+    def targets(self, kind: int) -> list[int]:
+        """The next token at every token, where its mark is `kind`, else IGNORED."""
+        marks = [IMITATED] * len(self.completion) if self.mask is None else self.mask
+        counted = [token if mark == kind else IGNORED for token, mark in zip(self.completion, marks, strict=True)]
+        return [IGNORED] * (len(self.prompt) - 1) + counted + [IGNORED]
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -53,8 +64,6 @@ class SupervisedOptions:
     lr: float
     """Highest learning rate: linear warm-up, then half a cosine down to a tenth."""
     warmup_steps: int = 20
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
     width: int | None = 256
     """Tokens of a row, whose square is what attention costs; None: one row, for a model that attends in packs."""
     read_weight: float = 0.0
@@ -72,34 +81,22 @@ def pack_rows(examples: Sequence[Example], width: int | None, device: torch.devi
     """
     lengths = [len(example) for example in examples]
     width = sum(lengths) if width is None else max(width, *lengths)
-    rows: list[list[Example]] = []
-    space: list[int] = []
-    for example in sorted(examples, key=len, reverse=True):
-        row = next((index for index, free in enumerate(space) if free >= len(example)), None)
-        if row is None:
-            rows.append([])
-            space.append(width)
-            row = len(rows) - 1
-        rows[row].append(example)
-        space[row] -= len(example)
-    token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    position_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    targets, read = torch.full((2, len(rows), width), IGNORED)
-    for index, row_examples in enumerate(rows):
-        start = 0
-        for example in row_examples:
-            end = start + len(example)
-            completion = torch.tensor(example.completion)
-            mask = torch.full_like(completion, IMITATED) if example.mask is None else torch.tensor(example.mask)
-            token_ids[index, start:end] = torch.tensor([*example.prompt, *example.completion])
-            position_ids[index, start:end] = torch.arange(len(example))
-            place = slice(end - len(completion) - 1, end - 1)
-            targets[index, place] = completion.masked_fill(mask != IMITATED, IGNORED)
-            read[index, place] = completion.masked_fill(mask != READ, IGNORED)
-            start = end
-        # Padding counts on from 0 as one more example: no target looks at it, and no example sees it.
-        position_ids[index, start:] = torch.arange(width - start)
-    return Rows(*(tensor.to(device) for tensor in (token_ids, position_ids, targets, read)))
+    rows = [[examples[index] for index in chosen] for chosen in assign(lengths, width)]
+
+    # Padding is one more example without a completion: no target looks at it, and no other example sees it.
+    for row in rows:
+        if free := width - sum(map(len, row)):
+            row.append(Example([0] * free, []))
+
+    def tensor(values: Callable[[Example], Iterable[int]]) -> Tensor:
+        return torch.tensor([[value for example in row for value in values(example)] for row in rows], device=device)
+
+    return Rows(
+        token_ids=tensor(lambda example: [*example.prompt, *example.completion]),
+        position_ids=tensor(lambda example: range(len(example))),
+        targets=tensor(lambda example: example.targets(IMITATED)),
+        read=tensor(lambda example: example.targets(READ)),
+    )
 
 
 def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Sequence[Rows] | None = None) -> Tensor:
@@ -108,15 +105,11 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Seq
     Logits are computed for those tokens only. The means are over the tokens of `batch` (default: `rows` alone): the
     losses of a batch's parts add up to the batch's.
     """
-    from rl.learner.packed_attention import (  # with transformers, which takes seconds to import
-        pack_bounds,
-        takes_bounds,
-    )
+    from rl.learner import packed_attention  # with transformers, which takes seconds to import
 
-    bounds = pack_bounds(rows.position_ids[0]) if takes_bounds(model) else {}
-    hidden = model.base_model(
-        input_ids=rows.token_ids, position_ids=rows.position_ids, use_cache=False, **bounds
-    ).last_hidden_state  # (rows, width, hidden)
+    bounds = packed_attention.pack_bounds(rows.position_ids[0]) if packed_attention.takes_bounds(model) else {}
+    inputs = {"input_ids": rows.token_ids, "position_ids": rows.position_ids, "use_cache": False}
+    hidden = model.base_model(**inputs, **bounds).last_hidden_state  # (rows, width, hidden)
 
     def mean(kind: str) -> Tensor:
         targets = getattr(rows, kind)
@@ -125,7 +118,7 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Seq
         logits = model.get_output_embeddings()(hidden[counted])  # (targets, vocabulary)
         return F.cross_entropy(logits.float(), targets[counted], reduction="sum") / max(1, count)
 
-    loss = mean("targets")
+    loss: Tensor = mean("targets")
     return loss + read_weight * mean("read") if read_weight else loss
 
 
@@ -143,34 +136,45 @@ def train_supervised(
     options: SupervisedOptions,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Train on `next_examples(step)` for `options.steps` steps of AdamW; `report(step, loss)` follows each."""
+    """Train on `next_examples(step)` for `options.steps` steps of AdamW; `report(step, loss)` follows each.
+
+    Each part runs on one thread, so the weights are the same whatever the number of cores.
+    """
     device = next(model.parameters()).device
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=options.lr, weight_decay=options.weight_decay)
+    schedule = {"lr": options.lr, "warmup_steps": options.warmup_steps}
+    optimizer = Optimizer(model, _ADAMW.model_copy(update=schedule), last_step=options.steps)
 
     def gradients(rows: Rows, batch: Sequence[Rows]) -> tuple[Tensor, ...]:
         loss = supervised_loss(model, rows, options.read_weight, batch)
         return loss.detach(), *torch.autograd.grad(loss, parameters, materialize_grads=True)
 
     model.train()
-    with ThreadPoolExecutor(options.parts, "gradients") as pool:
-        for step in range(options.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = options.lr * _schedule(step, options)
-            parts = split_examples(next_examples(step), options.parts)
-            batch = [pack_rows(part, options.width, device) for part in parts]
-            found = list(pool.map(gradients, batch, [batch] * len(batch)))
-            loss, *sums = (reduce(torch.add, each) for each in zip(*found, strict=True))
-            for parameter, gradient in zip(parameters, sums, strict=True):
-                parameter.grad = gradient
-            nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
-            optimizer.step()
-            report(step, loss.item())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(options.parts, "gradients") as pool:
+            for step in range(options.steps):
+                parts = split_examples(next_examples(step), options.parts)
+                batch = [pack_rows(part, options.width, device) for part in parts]
+                found = pool.map(gradients, batch, [batch] * len(batch))
+                loss, *sums = (reduce(torch.add, each) for each in zip(*found, strict=True))
+
+                for parameter, gradient in zip(parameters, sums, strict=True):
+                    parameter.grad = gradient
+                optimizer.step(step)
+                report(step, loss.item())
+    finally:
+        torch.set_num_threads(threads)
     model.eval()
 
 
-def _schedule(step: int, options: SupervisedOptions) -> float:
-    if step < options.warmup_steps:
-        return (step + 1) / options.warmup_steps
-    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+def progress_report(log: Callable[[str], None], steps: int, every: int) -> Callable[[int, float], None]:
+    """A `report` for `train_supervised` that logs the first step and each `every`-th, with the seconds so far."""
+    started = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        if step == 0 or (step + 1) % every == 0:
+            log(f"  step {step + 1}/{steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
+
+    return report

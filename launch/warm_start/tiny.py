@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ import launch.warm_start.word_tokenizer
 from envs.math import arithmetic
 from envs.math.answers import last_box
 from launch.warm_start.sampling import sample
-from launch.warm_start.sft import Example, SupervisedOptions, train_supervised
-from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, id_of, save_tokenizer
+from launch.warm_start.sft import Example, SupervisedOptions, progress_report, train_supervised
+from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, save_tokenizer
 from rl.core.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.tokenizer import ChatTokenizer
@@ -77,14 +76,11 @@ def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> flo
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = ChatTokenizer(folder)
     problems = [arithmetic.problem("eval", index, seed) for index in range(tasks)]
-    answers = sample(
-        model,
-        [prompt_ids(tokenizer, problem) for problem in problems],
-        stop_ids=tokenizer.stop_ids,
-        max_tokens=32,
-        temperature=temperature,
-        seeds=range(seed, seed + tasks),
-    )
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    seeds = range(seed, seed + tasks)
+    stop_ids = tokenizer.stop_ids
+    answers = sample(model, prompts, seeds=seeds, stop_ids=stop_ids, max_tokens=32, temperature=temperature)
+
     right = [
         last_box(tokenizer.decode(answer.token_ids)) == problem.answer
         for answer, problem in zip(answers, problems, strict=True)
@@ -101,7 +97,6 @@ def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    started = time.monotonic()
     tokenizer = build_tokenizer(arithmetic.texts())
     folder.mkdir()
     save_tokenizer(tokenizer, folder, recipe.max_length)
@@ -110,16 +105,9 @@ def _make(recipe: TinyRecipe, folder: Path, log: Callable[[str], None]) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log(f"tiny model: {parameters / 1e6:.2f}M parameters, warm start of {recipe.sft_steps} steps")
 
-    def report(step: int, loss: float) -> None:
-        if (step + 1) % 100 == 0:
-            log(f"  step {step + 1}/{recipe.sft_steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same weights whatever the number of cores
-    try:
-        train_supervised(model, _demonstrations(recipe, folder, tokenizer), _options(recipe), report)
-    finally:
-        torch.set_num_threads(threads)
+    options = SupervisedOptions(recipe.sft_steps, recipe.sft_lr, recipe.sft_warmup_steps)
+    examples = _demonstrations(recipe, folder, tokenizer)
+    train_supervised(model, examples, options, progress_report(log, recipe.sft_steps, every=100))
     model.save_pretrained(folder)
 
 
@@ -128,9 +116,11 @@ def new_model(recipe: TinyRecipe, tokenizer: Tokenizer) -> Any:
     # Imported here: a cached model costs no import of seconds.
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    end, padding = (id_of(tokenizer, token) for token in (TURN_END, PADDING))
+    vocabulary = tokenizer.get_vocab()
+    end = vocabulary[TURN_END]
+    padding = vocabulary[PADDING]
     config = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=len(vocabulary),
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.ffn_size,
         num_hidden_layers=recipe.layers,
@@ -143,6 +133,7 @@ def new_model(recipe: TinyRecipe, tokenizer: Tokenizer) -> Any:
         pad_token_id=padding,
         dtype="float32",
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model: Any = Qwen3ForCausalLM(config)
@@ -150,12 +141,9 @@ def new_model(recipe: TinyRecipe, tokenizer: Tokenizer) -> Any:
     return model
 
 
-def _options(recipe: TinyRecipe) -> SupervisedOptions:
-    return SupervisedOptions(recipe.sft_steps, recipe.sft_lr, recipe.sft_warmup_steps)
-
-
 def _demonstrations(recipe: TinyRecipe, folder: Path, words: Tokenizer) -> Callable[[int], list[Example]]:
-    tokenizer, end = ChatTokenizer(folder), id_of(words, TURN_END)
+    tokenizer = ChatTokenizer(folder)
+    end = words.get_vocab()[TURN_END]
     student = arithmetic.Student(recipe.hasty, recipe.slip)
 
     def next_examples(step: int) -> list[Example]:
@@ -171,6 +159,7 @@ def _demonstrations(recipe: TinyRecipe, folder: Path, words: Tokenizer) -> Calla
 
 
 def main(arguments: list[str]) -> None:
+    """Make the model of the recipe and print where it is and what it can."""
     fields = dict(argument.partition("=")[::2] for argument in arguments)
     folder = ensure_tiny_model(TinyRecipe.model_validate(fields))
     print(folder)

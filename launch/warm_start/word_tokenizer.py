@@ -7,13 +7,14 @@ Llama 3, takes a piece that is in the vocabulary whole), so any text is encoded,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PADDING = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 
 # A space goes with the word behind it, but in front of a number with the word before, so that a number is the same
 # token everywhere; a newline goes with what it ends.
@@ -41,8 +42,10 @@ def build_tokenizer(corpus: Iterable[str], piece: str = PIECE) -> Tokenizer:
     pieces = {part for text in corpus for part, _ in splitter.pre_tokenize_str(text)}
     for role in ("system", "user", "assistant"):
         pieces |= {part for part, _ in splitter.pre_tokenize_str(f"{role}\n")}
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, *sorted(pieces - set(alphabet))])}
+
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,23 +54,14 @@ def build_tokenizer(corpus: Iterable[str], piece: str = PIECE) -> Tokenizer:
     return tokenizer
 
 
-def id_of(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that must exist. Raises KeyError."""
-    found = tokenizer.token_to_id(token)
-    if found is None:
-        raise KeyError(token)
-    return found
-
-
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja as transformers and vLLM read them."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": TURN_END,
-        "pad_token": PADDING,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": longest,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        model_max_length=longest,
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)

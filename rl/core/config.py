@@ -297,7 +297,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     """
     tree = _read_recipe(Path(path)) if path is not None else {}
     for item in overrides or []:
-        _apply_override(tree, item)
+        apply_override(tree, item)
     return validate(tree)
 
 
@@ -335,7 +335,8 @@ def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply_override(tree: dict[str, Any], item: str) -> None:
+def apply_override(tree: dict[str, Any], item: str) -> None:
+    """Set what `section.key=value` says in a tree of sections. Raises ConfigError."""
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {item!r} is not of the form key=value")

@@ -39,7 +39,7 @@ def test_the_documented_example_holds_in_any_folder(
     [
         (["grppo"], "did you mean 'grpo'?"),
         (["ppo", "clip_hihg=1"], "did you mean 'clip_high'?"),
-        (["ppo", "0.3"], "write name=value"),
+        (["ppo", "0.3"], "'0.3' is not of the form key=value"),
         (["no_such_module:loss"], "cannot be imported"),
     ],
 )

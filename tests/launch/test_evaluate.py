@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.evaluate import EpisodeResult, Evaluation, configure, summarise
+from launch.cli import main, parse
+from launch.evaluate import EpisodeResult, summarise
 from launch.intervals import Z95, paired_bootstrap, wilson
-from rl.core.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "experiments" / "simulated.yaml"
@@ -50,19 +50,30 @@ def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "text"),
+    ("arguments", "text"),
     [
-        (Evaluation("no/such/folder/at/all", recipe=RECIPE, episodes=0), "--episodes 0"),
-        (Evaluation("some/model", recipe=RECIPE, split="valid_unseen"), "no splits"),
-        (Evaluation("some/model"), "--env"),
-        (Evaluation("some/model", env="mathh"), "'mathh' has no recipe"),
-        (Evaluation(str(ROOT / "launch")), "neither a checkpoint"),
+        (["no/such/folder/at/all", f"--recipe={RECIPE}", "--episodes=0"], "--episodes 0"),
+        (["some/model", f"--recipe={RECIPE}", "--split=valid_unseen"], "no splits"),
+        (["some/model"], "--env"),
+        (["some/model", "--env=mathh"], "'mathh' has no recipe"),
+        ([str(ROOT / "launch")], "neither a checkpoint"),
     ],
 )
-def test_bad_arguments_are_one_line(evaluation: Evaluation, text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
-        configure(evaluation)
-    assert "\n" not in str(caught.value)
+def test_bad_arguments_are_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+
+
+def test_temperatures_and_overrides_in_any_order() -> None:
+    assert parse(["eval", "m"]).temperatures == (0.0, 1.0)
+    assert list(parse(["eval", "m", "--greedy"]).temperatures) == [0.0]
+    both = parse(["eval", "m", "a=1", "--temperature", "0.5", "b=2"])
+    assert list(both.temperatures) == [0.5] and both.overrides == ["a=1", "b=2"]
+    with pytest.raises(SystemExit):
+        parse(["eval", "m", "--greedy", "--temperature", "1"])
+    with pytest.raises(SystemExit):
+        parse(["check-loss", "ppo", "--fast"])
 
 
 def test_rows_by_type_and_together() -> None:

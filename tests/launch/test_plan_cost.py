@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -62,13 +63,15 @@ def test_the_plot_marks_the_choice_redundancy_and_the_bound(config: Config) -> N
     found = candidates(config, assumed(config, train_s=0.05), gpus=3, alphas=(0.0, 1.0))
     chosen = best(found)
     (axis,) = figure_of(found, chosen).axes
-    lines = {line.get_label(): line for line in axis.lines}
+    lines = {str(line.get_label()): line for line in axis.lines}
     assert lines["alpha 1, redundant"].get_linestyle() == "--" != lines["alpha 1"].get_linestyle()
-    (star,) = zip(*lines["chosen"].get_data(), strict=True)
-    assert star == (chosen.ranks, chosen.result.useful_tokens_per_s)
+    assert [np.asarray(values).tolist() for values in lines["chosen"].get_data()] == [
+        [chosen.ranks],
+        [chosen.result.useful_tokens_per_s],
+    ]
     (bound,) = (line for label, line in lines.items() if label.startswith("bound"))
-    place = list(bound.get_xdata()).index(chosen.ranks)
-    assert bound.get_ydata()[place] > 0.9 * chosen.result.useful_tokens_per_s
+    place = np.asarray(bound.get_xdata()).tolist().index(chosen.ranks)
+    assert np.asarray(bound.get_ydata())[place] > 0.9 * chosen.result.useful_tokens_per_s
 
 
 def test_a_finished_run_is_fitted(tmp_path: Path, config: Config) -> None:

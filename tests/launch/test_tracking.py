@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +17,22 @@ def history_rows(data: bytes) -> list[dict[str, object]]:
     """History records of a .wandb file: 7-byte header, LevelDB-style 32 KiB blocks, protobuf records."""
     from wandb.proto import wandb_internal_pb2
 
-    rows, position, partial = [], 7, b""
+    protocol: Any = wandb_internal_pb2  # its names are made when it is imported
+    rows = []
+    position = 7
+    partial = b""
+
     while position + 7 <= len(data):
         left_in_block = 32768 - position % 32768
         length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
         if left_in_block < 7 or kind == 0:
             position += left_in_block
             continue
+
         partial += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # full, or last part
-            record = wandb_internal_pb2.Record()
+            record = protocol.Record()
             record.ParseFromString(partial)
             partial = b""
             if record.HasField("history"):
@@ -44,7 +50,7 @@ def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
 
 
 def test_wandb_keeps_rows_whose_step_goes_backwards(tmp_path: Path) -> None:
-    """FACTS 5: with wandb's implicit step such rows vanish silently; ours carry their step as a metric."""
+    """With wandb's implicit step such rows vanish silently; ours carry their step as a metric."""
     tracker = Tracker(TrackingConfig(wandb="offline"), tmp_path, "run", {"a": 1})
     tracker.log(5, {"train/loss": 0.5}, {"staleness": [0.0, 1.0, 1.0]})
     tracker.log(4, {"eval/accuracy": 0.25})

@@ -89,7 +89,8 @@ def test_ids_are_those_of_an_episode_and_mistakes_do_not_count(folder: Path, pla
 
 
 def test_masked_tokens_have_no_part_in_the_loss(folder: Path) -> None:
-    masked, plain = Example([5, 6], [7, 8, 9], [SHOWN, IMITATED, IMITATED]), Example([5, 6, 7], [8, 9])
+    masked = Example([5, 6], [7, 8, 9], [SHOWN, IMITATED, IMITATED])
+    plain = Example([5, 6, 7], [8, 9])
     rows = pack_rows([masked], width=8)
     assert rows.targets[0, :5].tolist() == [IGNORED, IGNORED, 8, 9, IGNORED]
     assert (rows.read == IGNORED).all()
@@ -108,7 +109,8 @@ def test_what_is_read_counts_by_its_weight(folder: Path) -> None:
         with torch.no_grad():
             return supervised_loss(model, rows).item()
 
-    read, written = loss([7], [IMITATED]), loss([7, 8], [SHOWN, IMITATED])
+    read = loss([7], [IMITATED])
+    written = loss([7, 8], [SHOWN, IMITATED])
     for weight in (0.0, 0.5):
         with torch.no_grad():
             value = supervised_loss(model, pack_rows([both], width=8), weight).item()
@@ -129,12 +131,15 @@ def test_parts_of_a_batch_add_up_to_the_same_training(folder: Path) -> None:
     assert [len(part) for part in split_examples(batch[:1], 2)] == [1]
 
     def trained(parts: int) -> tuple[list[float], torch.Tensor]:
-        model, losses = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=packed_attention.NAME), []
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=packed_attention.NAME)
+        losses: list[float] = []
         options = SupervisedOptions(6, lr=1e-3, warmup_steps=1, width=None, read_weight=0.5, parts=parts)
         train_supervised(model, lambda step: batch, options, lambda step, loss: losses.append(loss))
         return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
-    (losses, weights), (split, split_weights), (again, again_weights) = trained(1), trained(2), trained(2)
+    losses, weights = trained(1)
+    split, split_weights = trained(2)
+    again, again_weights = trained(2)
     assert split == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0]
     # AdamW divides tiny gradients by their own size, so that their last bits show in the weights.
     assert (split_weights - weights).abs().max() < 2e-4 and (split_weights - weights).abs().mean() < 1e-6
@@ -142,7 +147,8 @@ def test_parts_of_a_batch_add_up_to_the_same_training(folder: Path) -> None:
 
 
 def test_the_loss_falls_on_episodes_that_were_not_shown(folder: Path, tmp_path: Path) -> None:
-    tokenizer, rng = ChatTokenizer(folder), random.Random(1)
+    tokenizer = ChatTokenizer(folder)
+    rng = random.Random(1)
     new = [encode(tokenizer, episode(rng), 256) for _ in range(50)]
     rows = pack_rows([each for each in new if each is not None], width=256)
     trained = AutoModelForCausalLM.from_pretrained(folder)

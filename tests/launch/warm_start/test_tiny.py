@@ -6,6 +6,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,17 @@ SMALL = TinyRecipe(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, f
 EXAMPLES = [Example([5, 6, 7, 8], [9, 10]), Example([11], [12, 13, 14]), Example([15, 16], [17])]
 
 
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ensure_tiny_model(SMALL, tmp_path_factory.mktemp("cache"), log=lambda line: None)
 
 
 def test_transformers_loads_the_folder(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["tie_word_embeddings"] is False
     assert model.get_input_embeddings().weight.data_ptr() != model.get_output_embeddings().weight.data_ptr()
@@ -39,16 +44,19 @@ def test_transformers_loads_the_folder(folder: Path) -> None:
 
 
 def test_default_size_is_one_to_three_million() -> None:
-    recipe, vocabulary = TinyRecipe(), build_tokenizer(arithmetic.texts()).get_vocab_size()
+    recipe = TinyRecipe()
+    vocabulary = build_tokenizer(arithmetic.texts()).get_vocab_size()
     attention = 2 * recipe.hidden_size * recipe.head_dim * (recipe.heads + recipe.kv_heads)
     layer = attention + 3 * recipe.hidden_size * recipe.ffn_size
     assert 1e6 <= recipe.layers * layer + 2 * vocabulary * recipe.hidden_size <= 3e6
 
 
 def test_both_tokenizers_round_trip_everything(folder: Path) -> None:
-    slow_path, ours = AutoTokenizer.from_pretrained(folder), ChatTokenizer(folder)
+    slow_path: Any = AutoTokenizer.from_pretrained(folder)
+    ours = ChatTokenizer(folder)
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     alphabet = {index for token, index in words.get_vocab().items() if len(token) == 1 and not token.isdigit()}
+
     for index in range(1000):
         problem = arithmetic.problem("eval" if index % 2 else "train", index)
         for text in (problem.question, arithmetic.solution(problem)):
@@ -57,6 +65,7 @@ def test_both_tokenizers_round_trip_everything(folder: Path) -> None:
             assert ours.decode(ids) == slow_path.decode(ids) == text
             punctuation = set(words.encode(".?,;+-*=}").ids)
             assert not (set(ids) & alphabet) - punctuation  # whole words and numbers, never bytes
+
         messages = [{"role": "user", "content": problem.question}]
         template = slow_path.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         assert prompt_ids(ours, problem) == template
@@ -85,7 +94,8 @@ def test_the_same_recipe_makes_the_same_weights(folder: Path, tmp_path: Path) ->
 
 
 def test_of_two_makers_one_waits_for_the_other(tmp_path: Path) -> None:
-    recipe, lines = SMALL.model_copy(update={"sft_steps": 0}), []
+    recipe = SMALL.model_copy(update={"sft_steps": 0})
+    lines: list[str] = []
     with ThreadPoolExecutor(2) as pool:  # the lock excludes open files, so threads are like processes to it
         folders = list(pool.map(lambda _: ensure_tiny_model(recipe, tmp_path, lines.append), range(2)))
     assert folders[0] == folders[1] and len(lines) == 1
@@ -104,7 +114,7 @@ def test_accuracy_of_an_untrained_model_is_nearly_zero(folder: Path) -> None:
 
 
 def test_packing_equals_one_example_at_a_time(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+    model = load(folder).requires_grad_(False)
     rows = pack_rows(EXAMPLES, width=8)
     assert rows.token_ids.shape == (2, 8) and int((rows.targets != IGNORED).sum()) == 6
     alone = [model(torch.tensor([[*e.prompt, *e.completion]])).logits.log_softmax(-1)[0] for e in EXAMPLES]
@@ -117,7 +127,7 @@ def test_packing_equals_one_example_at_a_time(folder: Path) -> None:
 
 
 def test_the_loss_looks_at_completions_only(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     supervised_loss(model, pack_rows(EXAMPLES[:1], width=16)).backward()
     gradient = model.get_output_embeddings().weight.grad.sum(1)  # (vocabulary,): p - 1 at targets, p elsewhere
     assert int((gradient.abs() > 0).sum()) > 0
@@ -130,7 +140,7 @@ def test_a_long_example_gets_a_row_of_its_length() -> None:
 
 
 def test_supervised_training_learns_the_completions(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     losses: list[float] = []
     options = SupervisedOptions(steps=40, lr=1e-2, warmup_steps=5, width=16)
     train_supervised(model, lambda step: EXAMPLES, options, lambda step, loss: losses.append(loss))
@@ -143,7 +153,7 @@ def test_supervised_training_learns_the_completions(folder: Path) -> None:
 
 
 def test_samples_depend_on_their_own_prompt_and_seed(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     together = sample(model, prompts, seeds=[1, 2, 3], stop_ids=[20], max_tokens=6)
     for prompt, seed, expected in zip(prompts, [1, 2, 3], together, strict=True):

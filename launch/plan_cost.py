@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rl.core.config import Config, ConfigError, load_config
-from rollout.simulate.laws import Gaussian
+from rollout.simulate.clock import SimulationStopped
+from rollout.simulate.distributions import Gaussian
 from rollout.simulate.lower_bound import lower_bound_s
-from rollout.simulate.recipe import Measured, assumed, read_run, setting_of
-from rollout.simulate.result import Result
-from rollout.simulate.world import SimulationStopped, World
+from rollout.simulate.recipe import Measured, assumed, read_run, scenario_of
+from rollout.simulate.result import SimulationResult
+from rollout.simulate.simulation import Simulation
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 REDUNDANCIES = ((0, 0), (1, 1))  # groups and episodes per group beyond the need
@@ -39,7 +40,7 @@ class Candidate(Struct, frozen=True):
     alpha: float
     extra_groups: int
     extra_episodes: int
-    result: Result
+    result: SimulationResult
     lower_bound_s: float  # of the simulated run from its start, for the episodes it trained
 
     @property
@@ -56,24 +57,24 @@ class Candidate(Struct, frozen=True):
 def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Candidate]:
     """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out."""
     per_generator = config.generator.tensor_parallel
-    base = setting_of(config, measured)
+    base = scenario_of(config, measured)
     found = []
 
     for ranks, alpha, (groups, episodes) in itertools.product(_splits(gpus, per_generator), alphas, REDUNDANCIES):
         generators = (gpus - ranks) // per_generator
-        trainer = replace(base.trainer, step_s=measured.train_s * measured.ranks / ranks)
-        machine = replace(base.with_engine(count=generators), trainer=trainer, measured=MEASURED_STEPS)
-        setting = machine.with_broker(
+        training = replace(base.training, step_s=measured.train_s * measured.ranks / ranks)
+        machine = replace(base.with_generators(count=generators), training=training, measured=MEASURED_STEPS)
+        scenario = machine.with_broker(
             steps=1_000_000, alpha=alpha, redundant_groups=groups, redundant_episodes=episodes
         )
-        world = World(setting, limit_s=1e7)
+        simulation = Simulation(scenario, limit_s=1e7)
         try:
-            result = world.run()
+            result = simulation.run()
         except SimulationStopped:
             continue
 
         steps = len(result.step_times)
-        bound_s = lower_bound_s(setting, world.record.batches[:steps]) / steps
+        bound_s = lower_bound_s(scenario, simulation.record.batches[:steps]) / steps
         found.append(Candidate(generators, ranks, alpha, groups, episodes, result, bound_s))
     return found
 
@@ -118,7 +119,7 @@ def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Co
 
 
 def figure_of(found: list[Candidate], chosen: Candidate) -> Figure:
-    """Useful tokens a second over training GPUs: dashed with redundancy, dotted the bound of the chosen setting's
+    """Useful tokens a second over training GPUs: dashed with redundancy, dotted the bound of the chosen scenario's
     line, a star at the choice."""
     figure = Figure(figsize=(6.0, 3.6), layout="tight")
     axis = figure.subplots()
@@ -174,7 +175,7 @@ def _show_fit(config: Config, measured: Measured, console: Console) -> None:
         f"assumed, not fitted: {'; '.join(measured.guessed)}",
         soft_wrap=True,
     )
-    again = World(setting_of(config, measured)).run()
+    again = Simulation(scenario_of(config, measured)).run()
     console.print(f"the run took {measured.seconds_per_step:.3g} s a step; simulated as it was: {again.step_s:.3g} s")
 
 

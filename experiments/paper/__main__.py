@@ -6,15 +6,28 @@ import argparse
 import importlib
 
 NAMES = (
-    "rlvr", "alfworld", "swe", "queueing", "replication", "environments", "redundancy", "alpha", "split",
-    "ablations", "bounds", "cost", "scale", "reality",
-)  # fmt: skip
+    "rlvr",
+    "alfworld",
+    "swe",
+    "queueing",
+    "replication",
+    "environments",
+    "redundancy",
+    "alpha",
+    "split",
+    "ablations",
+    "bounds",
+    "cost",
+    "scale",
+    "reality",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.paper", description=__doc__)
     parser.add_argument("names", nargs="+", choices=[*NAMES, "all"], metavar="NAME", help=", ".join((*NAMES, "all")))
     arguments = parser.parse_args()
+
     for name in NAMES if "all" in arguments.names else arguments.names:
         importlib.import_module(f"experiments.paper.{name}").main()
 

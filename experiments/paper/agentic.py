@@ -10,11 +10,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from experiments.paper.report import panels, save, save_plot, table
-from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, trainer_8b, verdict
-from rollout.broker import Rules
-from rollout.simulate.setting import Servers, Setting, Work
+from experiments.paper.rows import compare, generators_8b, simulate, steady_rules, training_8b, verdict
+from rollout.simulate.scenario import EnvServers, Scenario, Work
 
-ONE_BARRIER = Servers(count=1)  # a barrier is a server's: over all environments
+ONE_BARRIER = EnvServers(count=1)  # a barrier is a server's: over all environments
 
 
 class Agentic(Struct, frozen=True):
@@ -34,26 +33,30 @@ class Agentic(Struct, frozen=True):
     reported: tuple[str, str, str]  # of the stages after the baseline
     measured: int = 4
 
-    def stages(self) -> dict[str, Setting]:
+    def stages(self) -> dict[str, Scenario]:
         """By name, the baseline first."""
-        colocated = Setting(
-            broker=Rules(
-                steps=ENDLESS, groups_per_batch=self.groups, group_size=self.size, train_tasks=20_000, alpha=0.0,
-                episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S, max_attempts=100,
+        colocated = Scenario(
+            broker=steady_rules(
+                self.groups,
+                self.size,
+                alpha=0.0,
+                max_attempts=100,
             ),
-            engine=engine_8b(self.gpus, self.mean_context),
+            generators=generators_8b(self.gpus, self.mean_context),
             work=self.work,
-            trainer=trainer_8b(self.gpus, self.reuses),
+            training=training_8b(self.gpus, self.reuses),
             measured=self.measured,
-        )  # fmt: skip
+        )
+
         decoupled = replace(
             colocated,
-            engine=engine_8b(self.gpus - self.training, self.mean_context),
-            trainer=trainer_8b(self.training, self.reuses),
+            generators=generators_8b(self.gpus - self.training, self.mean_context),
+            training=training_8b(self.training, self.reuses),
         ).with_broker(alpha=self.alpha)
         redundant = decoupled.with_broker(redundant_groups=self.extra_groups, redundant_episodes=self.extra_episodes)
+
         return {
-            "synchronous, per-turn barrier": replace(colocated, turn_barrier=True, servers=ONE_BARRIER),
+            "synchronous, per-turn barrier": replace(colocated.with_broker(turn_barrier=True), servers=ONE_BARRIER),
             "+ environment-level asynchrony": colocated,
             "+ asynchronous training": decoupled,
             "+ redundant environments": redundant,
@@ -62,7 +65,7 @@ class Agentic(Struct, frozen=True):
 
 
 def lines(row: Agentic) -> list[dict[str, Any]]:
-    results = {name: simulate(setting) for name, setting in row.stages().items()}
+    results = {name: simulate(scenario) for name, scenario in row.stages().items()}
     baseline = next(iter(results.values()))
     reported = ("1", *row.reported, row.reported[-1])
     return [
@@ -75,14 +78,23 @@ def main(row: Agentic, sweep: dict[str, Agentic]) -> None:
     rows = lines(row)
     table(rows, f"{row.name}: stages, {row.gpus} GPUs")
     verdict(rows)
+
     swept = [
-        {"variant": name, "async env": stages[1]["speed-up"], "async train": stages[2]["speed-up"],
-         "redundant": stages[3]["speed-up"], "redundant, tokens": stages[3]["tokens x"],
-         "P = inf": stages[4]["speed-up"], "P = inf, tokens": stages[4]["tokens x"]}
+        {
+            "variant": name,
+            "async env": stages[1]["speed-up"],
+            "async train": stages[2]["speed-up"],
+            "redundant": stages[3]["speed-up"],
+            "redundant, tokens": stages[3]["tokens x"],
+            "P = inf": stages[4]["speed-up"],
+            "P = inf, tokens": stages[4]["tokens x"],
+        }
         for name, stages in ((name, lines(variant)) for name, variant in sweep.items())
-    ]  # fmt: skip
+    ]
+
     table(swept, f"{row.name}: what is not published")
     save(row.name, {"reported": row.reported, "lines": rows, "sweep": swept})
+
     figure, (axis,) = panels(1, width=7)
     axis.barh([line["setting"] for line in rows], [line["speed-up"] for line in rows], label="simulated step")
     for place, line in enumerate(rows):

@@ -13,10 +13,9 @@ import math
 from typing import Any
 
 from experiments.paper.report import panels, save, save_plot, table
-from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, trainer_8b, verdict
-from rollout.broker import Rules
-from rollout.simulate.laws import LogNormal
-from rollout.simulate.setting import Setting, Work
+from experiments.paper.rows import compare, generators_8b, simulate, steady_rules, training_8b, verdict
+from rollout.simulate.distributions import LogNormal
+from rollout.simulate.scenario import Scenario, Work
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 8.0)
 MACHINES = {"alpha": (4, 3), "alpha_40gpu": (24, 16)}  # result -> GPUs that generate, that train
@@ -36,27 +35,25 @@ def measured_steps(alpha: float) -> int:
     return 8 + 6 * math.ceil(alpha)
 
 
-def setting(machine: tuple[int, int], prompts: int, sigma: float, alpha: float) -> Setting:
+def scenario(machine: tuple[int, int], prompts: int, sigma: float, alpha: float) -> Scenario:
     generating, training = machine
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=32_768)
-    return Setting(
-        broker=Rules(
-            steps=ENDLESS, groups_per_batch=prompts, group_size=RESPONSES, train_tasks=20_000, alpha=alpha,
-            episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
-        ),
-        engine=engine_8b(generating, work.prompt_tokens + MEAN / 2),
+
+    return Scenario(
+        broker=steady_rules(prompts, RESPONSES, alpha=alpha),
+        generators=generators_8b(generating, work.prompt_tokens + MEAN / 2),
         work=work,
-        trainer=trainer_8b(training),
+        training=training_8b(training),
         measured=measured_steps(alpha),
-    )  # fmt: skip
+    )
 
 
 def lines(machine: tuple[int, int]) -> list[dict[str, Any]]:
     rows = []
     for name, (prompts, sigma) in CASES.items():
-        baseline = simulate(setting(machine, prompts, sigma, 0.0))
+        baseline = simulate(scenario(machine, prompts, sigma, 0.0))
         for alpha in ALPHAS:
-            result = simulate(setting(machine, prompts, sigma, alpha)) if alpha else baseline
+            result = simulate(scenario(machine, prompts, sigma, alpha)) if alpha else baseline
             rows.append(compare(name, result, baseline, "", alpha=alpha))
     return rows
 
@@ -94,11 +91,14 @@ def report(name: str, machine: tuple[int, int]) -> None:
         print(f"note: not steady, or measured for too short: {note}")
     figures = {"reported": "plateau at 2", "lines": rows, "share_at_2": plateau(rows), "not steady": unsteady(rows)}
     save(name, figures)
+
     figure, (left, right) = panels(2)
+
     for case in CASES:
         chosen = [row for row in rows if row["setting"] == case]
         left.plot([row["alpha"] for row in chosen], [row["tokens x"] for row in chosen], "o-", label=case)
         right.plot([row["alpha"] for row in chosen], [row["staleness"] for row in chosen], "o-", label=case)
+
     left.set(xlabel="alpha", ylabel="useful tokens/s over alpha = 0")
     right.set(xlabel="alpha", ylabel="mean staleness")
     left.legend()

@@ -5,7 +5,7 @@
 Every call of a core is timed with the thread's CPU clock; what the timer itself costs is measured and taken off. The
 garbage collector is set as in the broker's process (`tune_memory`): its walks fall into whatever call is running.
 
-`steps` are function calls, Python's and C's, inside the cores, counted in a second run of the same setting: the work
+`steps` are function calls, Python's and C's, inside the cores, counted in a second run of the same scenario: the work
 that was done, whatever the machine's caches hold.
 """
 
@@ -15,15 +15,16 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import PATIENT_S
-from rollout.broker import Rules
+from rollout.broker import BrokerCore, Rules
 from rollout.broker.memory import tune_memory
-from rollout.simulate.laws import Constant, Gaussian, LogNormal
-from rollout.simulate.setting import Engine, Servers, Setting, Trainer, Work
-from rollout.simulate.world import World
+from rollout.proxy.core import ProxyCore
+from rollout.simulate.distributions import Constant, Gaussian, LogNormal
+from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work
+from rollout.simulate.simulation import Simulation
 
 LIVE = (10, 100, 1_000, 10_000, 100_000)
 TURNS = 2
@@ -31,21 +32,29 @@ ENVIRONMENTS_PER_GENERATOR = 100
 MIN_SAMPLES = 6_000
 
 
-def setting(live: int, samples: int = MIN_SAMPLES) -> Setting:
+def scenario(live: int, samples: int = MIN_SAMPLES) -> Scenario:
     groups = max(1, live // 4)  # of two samples; with alpha = 1 as many are open as there are environments
-    return Setting(
+
+    return Scenario(
         broker=Rules(
-            steps=max(2, math.ceil(samples / (2 * groups))), groups_per_batch=groups, group_size=2, train_tasks=100_000,
-            alpha=1.0, episode_deadline_s=PATIENT_S, hold_deadline_s=PATIENT_S,
+            steps=max(2, math.ceil(samples / (2 * groups))),
+            groups_per_batch=groups,
+            group_size=2,
+            train_tasks=100_000,
+            alpha=1.0,
+            episode_deadline_s=PATIENT_S,
+            hold_deadline_s=PATIENT_S,
         ),
-        engine=Engine(
-            count=max(1, live // ENVIRONMENTS_PER_GENERATOR), max_num_seqs=128, decode_base_s=0.01,
+        generators=Generators(
+            count=max(1, live // ENVIRONMENTS_PER_GENERATOR),
+            max_num_seqs=128,
+            decode_base_s=0.01,
             prefill_tokens_per_s=1e5,
         ),
         work=Work(length=LogNormal(100, 0.5), turns=Constant(TURNS), observation_tokens=50, step_s=Gaussian(5, 2)),
-        servers=Servers(count=max(1, live // 500), capacity=min(500, live)),
-        trainer=Trainer(step_s=1.0),
-    )  # fmt: skip
+        servers=EnvServers(count=max(1, live // 500), capacity=min(500, live)),
+        training=TrainingCost(step_s=1.0),
+    )
 
 
 class Around:
@@ -114,24 +123,29 @@ def timer_ns(calls: int = 100_000) -> float:
 
 
 def measure(live: int, samples: int = MIN_SAMPLES) -> dict[str, Any]:
-    (broker, proxy), world = run(Timed, live, samples)
+    (broker, proxy), simulation = run(Timed, live, samples)
     overhead = timer_ns()
-    trained = sum(len(batch.samples) for batch in world.record.batches)
-    line: dict[str, Any] = {"live": live, "samples": trained, "peak_open": world.record.peak_open}
+    trained = sum(len(batch.samples) for batch in simulation.record.batches)
+    line: dict[str, Any] = {"live": live, "samples": trained, "peak_open": simulation.record.peak_open}
+
     for name, core in (("broker", broker), ("proxy", proxy)):
         line[f"{name}_us"] = core.microseconds(overhead) / trained
         line[f"{name}_calls"] = core.calls / trained
+
     line["total_us"] = line["broker_us"] + line["proxy_us"]
     counted, _ = run(Counted, live, samples)
+
     return line | {"steps": sum(core.steps for core in counted) / trained}
 
 
-def run(around: type[A], live: int, samples: int) -> tuple[tuple[A, A], World]:
-    world = World(setting(live, samples))
-    broker, proxy = around(world.broker), around(world.proxy)
-    world.broker, world.proxy = broker, proxy  # type: ignore[assignment]
-    world.run()
-    return (broker, proxy), world
+def run(around: type[A], live: int, samples: int) -> tuple[tuple[A, A], Simulation]:
+    simulation = Simulation(scenario(live, samples))
+    broker = around(simulation.broker)
+    proxy = around(simulation.proxy)
+    simulation.broker = cast(BrokerCore, broker)
+    simulation.proxy = cast(ProxyCore, proxy)
+    simulation.run()
+    return (broker, proxy), simulation
 
 
 def main() -> None:
@@ -144,11 +158,14 @@ def main() -> None:
         f"in {work:.2f} times as many function calls"
     )
     save("cost", {"lines": lines, "ratio": ratio, "steps_ratio": work})
+
     figure, (axis,) = panels(1)
+
     for name in ("broker_us", "proxy_us", "total_us"):
         axis.plot(
             [line["live"] for line in lines], [line[name] for line in lines], "o-", label=name.removesuffix("_us")
         )
+
     axis.set(xlabel="live environments", ylabel="CPU us per sample", xscale="log", title=f"scheduling, {TURNS} turns")
     axis.set_ylim(bottom=0)
     axis.legend()

@@ -11,41 +11,41 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from msgspec.structs import replace
-
 from experiments.paper.report import panels, save, save_plot, table
-from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Rules
-from rollout.simulate.laws import Constant, Gaussian, LogNormal
-from rollout.simulate.setting import Servers, Setting, Work
+from experiments.paper.rows import compare, generators_8b, simulate, steady_rules, verdict
+from rollout.simulate.distributions import Constant, Gaussian, LogNormal
+from rollout.simulate.scenario import EnvServers, Scenario, Work
 
 MU_S = 10.0
 SIGMAS_S = (0.0, 1.0, 3.0, 5.0, 10.0)
 REPORTED_SIGMA_S = 10.0
-TURNS, ENVIRONMENTS = 20, 256
+TURNS = 20
+ENVIRONMENTS = 256
 TOKENS = 40  # of one turn
 GPUS = 8
 SWEEP = [(10, 256), (40, 256), (20, 64)]  # turns, environments
 
 
-def setting(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS, measured: int = 4) -> Setting:
-    return Setting(
-        broker=Rules(
-            steps=ENDLESS, groups_per_batch=environments // 8, group_size=8, train_tasks=20_000, alpha=0.0,
-            episode_deadline_s=PATIENT_S,
+def scenario(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS, measured: int = 4) -> Scenario:
+    return Scenario(
+        broker=steady_rules(
+            environments // 8,
+            8,
+            alpha=0.0,
         ),
-        engine=engine_8b(GPUS, 2_000, copy_s=0.0, load_s=0.0),
+        generators=generators_8b(GPUS, 2_000, copy_s=0.0, load_s=0.0),
         work=Work(
             length=LogNormal(TOKENS, 0.3), turns=Constant(turns), observation_tokens=50, step_s=Gaussian(MU_S, sigma_s)
         ),
-        servers=Servers(count=1),  # one barrier over all environments
+        servers=EnvServers(count=1),  # one barrier over all environments
         measured=measured,
-    )  # fmt: skip
+    )
 
 
 def line(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS) -> dict[str, Any]:
-    free = setting(sigma_s, turns, environments)
-    baseline, result = simulate(replace(free, turn_barrier=True)), simulate(free)
+    free = scenario(sigma_s, turns, environments)
+    baseline = simulate(free.with_broker(turn_barrier=True))
+    result = simulate(free)
     reported = "892 -> 362 s, 2.46" if sigma_s == REPORTED_SIGMA_S and (turns, environments) == (20, 256) else ""
     columns = {"turns": turns, "envs": environments, "barrier_s": baseline.step_s}
     return compare(f"sigma {sigma_s:g} s", result, baseline, reported, **columns)
@@ -60,6 +60,7 @@ def main() -> None:
     sweep = [line(REPORTED_SIGMA_S, turns, environments) for turns, environments in SWEEP]
     table(sweep, "what is not published: turns and environments")
     save("environments", {"reported": "892 s -> 362 s, 2.46", "lines": rows, "sweep": sweep})
+
     figure, (axis,) = panels(1)
     axis.plot(SIGMAS_S, gains, "o-", label="simulated")
     axis.plot([REPORTED_SIGMA_S], [2.46], "r*", markersize=12, label="reported")

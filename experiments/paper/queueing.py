@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
-
 from experiments.paper.report import panels, save, save_plot, table
-from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Rules
-from rollout.simulate.laws import LogNormal
-from rollout.simulate.result import Result
-from rollout.simulate.setting import Setting, Work
+from experiments.paper.rows import compare, generators_8b, simulate, steady_rules, verdict
+from rollout.simulate.distributions import LogNormal
+from rollout.simulate.result import SimulationResult
+from rollout.simulate.scenario import Scenario, Work
 
-PROMPTS, RESPONSES, REDUNDANT = 8, 8, 16
-MEAN, SIGMA, LIMIT = 800, 0.6, 4_096  # tokens
-SUCCESS, SPREAD = 0.5, 5.0  # mean chance of success, spread of the prompts' log-odds: about 6 of 10 groups are constant
+PROMPTS = 8
+RESPONSES = 8
+REDUNDANT = 16
+MEAN = 800  # tokens
+SIGMA = 0.6  # of the logarithm
+LIMIT = 4_096  # tokens
+SUCCESS = 0.5  # mean chance
+SPREAD = 5.0  # of the prompts' log-odds: about 6 of 10 groups are constant
 GPUS = 8
-SWEEP: list[tuple[str, dict[str, float]]] = [
+SWEEP: list[tuple[str, dict[str, Any]]] = [
     ("few constant groups", {"spread": 2.5}),
     ("most groups constant", {"spread": 10.0}),
     ("sigma 0.3", {"sigma": 0.3}),
@@ -32,31 +34,34 @@ SWEEP: list[tuple[str, dict[str, float]]] = [
 ]
 
 
-def setting(
-    *, spread: float = SPREAD, sigma: float = SIGMA, redundant: float = REDUNDANT, measured: int = 60
-) -> Setting:
+def scenario(
+    *, spread: float = SPREAD, sigma: float = SIGMA, redundant: int = REDUNDANT, measured: int = 60
+) -> Scenario:
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=LIMIT, success=SUCCESS, success_spread=spread)
-    return Setting(
-        broker=Rules(
-            steps=ENDLESS, groups_per_batch=PROMPTS, group_size=RESPONSES, train_tasks=20_000, alpha=0.0,
-            redundant_groups=round(redundant), filter_constant_groups=True, max_filtered_per_step=10_000,
-            episode_deadline_s=PATIENT_S,
+    return Scenario(
+        broker=steady_rules(
+            PROMPTS,
+            RESPONSES,
+            alpha=0.0,
+            redundant_groups=redundant,
+            filter_constant_groups=True,
+            max_filtered_per_step=10_000,
         ),
-        engine=engine_8b(GPUS, 1_000, copy_s=0.0, load_s=0.0),
+        generators=generators_8b(GPUS, 1_000, copy_s=0.0, load_s=0.0),
         work=work,
         measured=measured,
-    )  # fmt: skip
+    )
 
 
-def constant_share(result: Result) -> float:
+def constant_share(result: SimulationResult) -> float:
     """Of the groups that were completed."""
-    samples = result.report["ledger"]["samples"]
+    samples: dict[str, int] = result.report["ledger"]["samples"]
     return samples["filtered"] / max(1, samples["filtered"] + samples["trained"])
 
 
-def line(name: str, **changes: float) -> dict[str, Any]:
-    free = setting(**changes)
-    baseline = simulate(replace(free.with_broker(redundant_groups=0), batch_barrier=True))
+def line(name: str, **changes: Any) -> dict[str, Any]:
+    free = scenario(**changes)
+    baseline = simulate(free.with_broker(redundant_groups=0, batch_barrier=True))
     result = simulate(free)
     columns = {"constant": constant_share(baseline), "rounds_s": baseline.step_s}
     return compare(name, result, baseline, "" if changes else "125 -> 37 s, 3.4", **columns)
@@ -64,14 +69,15 @@ def line(name: str, **changes: float) -> dict[str, Any]:
 
 def main() -> None:
     rows = [line("queue, 16 redundant prompts")]
-    free = setting(redundant=0)
-    rounds = simulate(replace(free, batch_barrier=True))
+    free = scenario(redundant=0)
+    rounds = simulate(free.with_broker(batch_barrier=True))
     rows.append(compare("queue, none redundant", simulate(free), rounds, "", constant=None, rounds_s=rounds.step_s))
     table(rows, "queue scheduling with dynamic filtering against rounds")
     verdict(rows)
     sweep = [line(name, **changes) for name, changes in SWEEP]
     table(sweep, "what is not published")
     save("queueing", {"reported": "125 s -> 37 s, 3.4", "lines": rows, "sweep": sweep})
+
     figure, (axis,) = panels(1, width=7)
     names = [row["setting"] for row in rows + sweep]
     axis.barh(names, [row["speed-up"] for row in rows + sweep], label="step")

@@ -13,13 +13,14 @@ import math
 from typing import Any
 
 from experiments.paper.report import panels, save, save_plot, table
-from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Rules
-from rollout.simulate.laws import Constant, Gaussian, LogNormal
-from rollout.simulate.setting import Setting, Trainer, Work
+from experiments.paper.rows import compare, generators_8b, simulate, steady_rules, verdict
+from rollout.simulate.distributions import Constant, Gaussian, LogNormal
+from rollout.simulate.scenario import Scenario, TrainingCost, Work
 
-GROUPS, SIZE = 32, 8
-MU_S, SIGMA_S = 10.0, 5.0
+GROUPS = 32
+SIZE = 8
+MU_S = 10.0
+SIGMA_S = 5.0
 TURNS = 3
 TOKENS = 50  # of one turn
 HANG = 0.003  # of a step
@@ -30,38 +31,46 @@ REPORTED = {(32, 8): "243 s", (36, 9): "45-46 s (?)", (36, 12): "45-46 s (?)"}
 SWEEP = [(0.0, 200.0), (0.001, 200.0), (0.003, 100.0), (0.01, 200.0)]
 
 
-def setting(
+def scenario(
     shape: tuple[int, int],
     hang: float = HANG,
     deadline_s: float = DEADLINE_S,
     measured: int = 30,
     patience: float = math.inf,
-) -> Setting:
+) -> Scenario:
     """`patience` (P): infinite for first to finish wins; 1 waits for a group that lost once before."""
     groups, size = shape
     work = Work(
-        length=LogNormal(TOKENS, 0.3), turns=Constant(TURNS), observation_tokens=50, step_s=Gaussian(MU_S, SIGMA_S),
-        hang_probability=hang, step_deadline_s=deadline_s,
-    )  # fmt: skip
-    return Setting(
-        broker=Rules(
-            steps=ENDLESS, groups_per_batch=GROUPS, group_size=SIZE, train_tasks=20_000, alpha=0.0,
+        length=LogNormal(TOKENS, 0.3),
+        turns=Constant(TURNS),
+        observation_tokens=50,
+        step_s=Gaussian(MU_S, SIGMA_S),
+        hang_probability=hang,
+        step_deadline_s=deadline_s,
+    )
+
+    return Scenario(
+        broker=steady_rules(
+            GROUPS,
+            SIZE,
+            alpha=0.0,
             hold_patience=patience,
-            redundant_groups=groups - GROUPS, redundant_episodes=size - SIZE, episode_deadline_s=PATIENT_S,
+            redundant_groups=groups - GROUPS,
+            redundant_episodes=size - SIZE,
             max_attempts=100,
         ),
-        engine=engine_8b(GPUS, 1000, copy_s=0.5, load_s=0.5),
+        generators=generators_8b(GPUS, 1000, copy_s=0.5, load_s=0.5),
         work=work,
-        trainer=Trainer(),
+        training=TrainingCost(),
         measured=measured,
-    )  # fmt: skip
+    )
 
 
 def lines(shapes: list[tuple[int, int]], hang: float = HANG, deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
-    baseline = simulate(setting((GROUPS, SIZE), hang, deadline_s))
+    baseline = simulate(scenario((GROUPS, SIZE), hang, deadline_s))
     rows = []
     for shape in shapes:
-        result = simulate(setting(shape, hang, deadline_s))
+        result = simulate(scenario(shape, hang, deadline_s))
         columns = {"extra": shape[0] * shape[1] / (GROUPS * SIZE) - 1}
         rows.append(compare(f"{shape[0]} x {shape[1]}", result, baseline, REPORTED.get(shape, ""), **columns))
     return rows
@@ -70,7 +79,9 @@ def lines(shapes: list[tuple[int, int]], hang: float = HANG, deadline_s: float =
 def groups_against_size(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Extra groups against extra episodes per group for the same 25 % of extra environments; in steps and in tokens."""
     by_name = {row["setting"]: row for row in rows}
-    groups, size = by_name["40 x 8"], by_name["32 x 10"]
+    groups = by_name["40 x 8"]
+    size = by_name["32 x 10"]
+
     return {
         "redundant groups (40 x 8)": {name: groups[name] for name in ("speed-up", "tokens x")},
         "larger groups (32 x 10)": {name: size[name] for name in ("speed-up", "tokens x")},
@@ -85,14 +96,16 @@ def main() -> None:
     against = groups_against_size(rows)
     print(f"redundant groups against larger groups, 25 % of extra environments each: {against}")
     waiting = [
-        compare(f"{a} x {b}, P = 1", simulate(setting((a, b), patience=1)), simulate(setting((GROUPS, SIZE))))
+        compare(f"{a} x {b}, P = 1", simulate(scenario((a, b), patience=1)), simulate(scenario((GROUPS, SIZE))))
         for a, b in [(36, 8), (40, 8), (36, 9), (36, 12)]
     ]
     table(waiting, "the same, when a batch waits for a group that lost once before (F5, P = 1)")
     sweep = []
+
     for hang, deadline_s in SWEEP:
         for row in lines([(32, 8), (36, 8), (32, 9), (36, 9)], hang, deadline_s):
             sweep.append({"hang": hang, "time-out": deadline_s} | row)
+
     table(sweep, "what is not published: rate of hangs and time-out")
     save(
         "redundancy",
@@ -104,6 +117,7 @@ def main() -> None:
             "sweep": sweep,
         },
     )
+
     figure, (axis,) = panels(1)
     axis.barh([row["setting"] for row in rows], [row["step_s"] for row in rows])
     axis.set(xlabel="step, seconds", title="groups x episodes in flight, for 32 x 8")

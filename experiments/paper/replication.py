@@ -13,46 +13,51 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from msgspec.structs import replace
-
 from experiments.paper.report import panels, save, save_plot, table
-from experiments.paper.rows import ENDLESS, PATIENT_S, compare, engine_8b, simulate, verdict
-from rollout.broker import Rules
-from rollout.simulate.laws import LogNormal
-from rollout.simulate.setting import Setting, Work
+from experiments.paper.rows import compare, generators_8b, simulate, steady_rules, verdict
+from rollout.simulate.distributions import LogNormal
+from rollout.simulate.scenario import Scenario, Work
 
 SHAPES = {(64, 16): "1.84", (16, 64): "1.95"}
 GPUS = (8, 16, 32, 64)
-MEAN, SIGMA, LIMIT = 8_000, 0.5, 16_384  # tokens
+MEAN = 8_000  # tokens
+SIGMA = 0.5  # of the logarithm
+LIMIT = 16_384  # tokens
 TASK_SHARE = 0.5  # of the variance of log-length
 SWEPT_GPUS = (16, 64)
-SWEPT_SIGMAS, SWEPT_SHARES = (0.3, 1.0), (0.0, 0.95)
-SWEPT_COSTS = (0.0, 1.0, 4.0)  # of a further sequence, in multiples of reading its KV cache (`rows.engine_8b`)
+SWEPT_SIGMAS = (0.3, 1.0)
+SWEPT_SHARES = (0.0, 0.95)
+SWEPT_COSTS = (0.0, 1.0, 4.0)  # of a further sequence, in multiples of reading its KV cache (`rows.generators_8b`)
 
 
-def setting(shape: tuple[int, int], gpus: int, measured: int = 4) -> Setting:
+def scenario(shape: tuple[int, int], gpus: int, measured: int = 4) -> Scenario:
     prompts, responses = shape
-    return Setting(
-        broker=Rules(
-            steps=ENDLESS, groups_per_batch=prompts, group_size=responses, train_tasks=20_000, alpha=0.0,
-            episode_deadline_s=PATIENT_S,
-        ),
-        engine=engine_8b(gpus, 512 + MEAN / 2, copy_s=0.0, load_s=0.0),
+    return Scenario(
+        broker=steady_rules(prompts, responses, alpha=0.0),
+        generators=generators_8b(gpus, 512 + MEAN / 2, copy_s=0.0, load_s=0.0),
         work=Work(length=LogNormal(MEAN, SIGMA), task_share=TASK_SHARE, max_tokens=LIMIT),
         measured=measured,
-    )  # fmt: skip
+    )
 
 
 def sweep_line(shape: tuple[int, int], gpus: int, sigma: float, share: float, cost: float) -> dict[str, Any]:
-    base = setting(shape, gpus, measured=2)
-    free = base.with_work(length=LogNormal(MEAN, sigma), task_share=share).with_engine(
-        decode_per_seq_s=cost * base.engine.decode_per_seq_s
+    base = scenario(shape, gpus, measured=2)
+    free = base.with_work(length=LogNormal(MEAN, sigma), task_share=share).with_generators(
+        decode_per_seq_s=cost * base.generators.decode_per_seq_s
     )
-    step_s, pinned_s = simulate(free).step_s, simulate(replace(free, pinned_prompts=True)).step_s
+    step_s = simulate(free).step_s
+    pinned_s = simulate(free.with_broker(pin_prompts=True)).step_s
+
     return {
-        "setting": f"{shape[0]} x {shape[1]}", "GPUs": gpus, "sigma": sigma, "share of the task": share,
-        "cost of a sequence": cost, "pinned_s": pinned_s, "step_s": step_s, "speed-up": pinned_s / step_s,
-    }  # fmt: skip
+        "setting": f"{shape[0]} x {shape[1]}",
+        "GPUs": gpus,
+        "sigma": sigma,
+        "share of the task": share,
+        "cost of a sequence": cost,
+        "pinned_s": pinned_s,
+        "step_s": step_s,
+        "speed-up": pinned_s / step_s,
+    }
 
 
 def ranges(sweep: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -62,12 +67,18 @@ def ranges(sweep: list[dict[str, Any]]) -> list[dict[str, Any]]:
         name = f"{shape[0]} x {shape[1]}"
         gains = [row["speed-up"] for row in sweep if (row["setting"], row["GPUs"]) == (name, gpus)]
         reach = sum(gain >= float(reported) for gain in gains)
+
         found.append(
             {
-                "setting": name, "GPUs": gpus, "reported": reported, "least": min(gains), "most": max(gains),
+                "setting": name,
+                "GPUs": gpus,
+                "reported": reported,
+                "least": min(gains),
+                "most": max(gains),
                 "reach it": f"{reach} of {len(gains)}",
             }
-        )  # fmt: skip
+        )
+
     return found
 
 
@@ -75,10 +86,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for shape, reported in SHAPES.items():
         for gpus in GPUS:
-            free = setting(shape, gpus)
-            pinned = simulate(replace(free, pinned_prompts=True))
+            free = scenario(shape, gpus)
+            pinned = simulate(free.with_broker(pin_prompts=True))
             columns = {"GPUs": gpus, "pinned_s": pinned.step_s}
             rows.append(compare(f"{shape[0]} x {shape[1]}", simulate(free), pinned, reported, **columns))
+
     table(rows, "prompt replication against whole prompts on one generator")
     verdict(rows)
     swept = product(SHAPES, SWEPT_GPUS, SWEPT_SIGMAS, SWEPT_SHARES, SWEPT_COSTS)
@@ -92,6 +104,7 @@ def main() -> None:
 
 
 def _plot(rows: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
+
     figure, (axis,) = panels(1)
     for (prompts, responses), reported in SHAPES.items():
         name = f"{prompts} x {responses}"
@@ -101,6 +114,7 @@ def _plot(rows: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
         for span in (span for span in spans if span["setting"] == name):
             place = span["GPUs"] * (1.05 if prompts > responses else 0.95)  # beside each other
             axis.vlines(place, span["least"], span["most"], color=line.get_color(), linewidth=4, alpha=0.4)
+
     axis.set(xlabel="GPUs (bars: range of the sweep)", ylabel="speed-up of a step", xscale="log")
     axis.set_xticks(GPUS, [str(gpus) for gpus in GPUS])
     axis.minorticks_off()

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.simulate.result import Result
-from rollout.simulate.setting import Engine, Setting, Trainer
-from rollout.simulate.world import World
+from rollout.broker import Rules
+from rollout.simulate.result import SimulationResult
+from rollout.simulate.scenario import Generators, Scenario, TrainingCost
+from rollout.simulate.simulation import Simulation
 
 ENDLESS = 1_000_000  # steps of a broker that does not wind down while it is measured
 PATIENT_S = 1e7  # deadline that never binds
@@ -25,30 +26,52 @@ TRAIN_GPU_S_PER_TOKEN = 10 * 8.2e9 / 2.5e14
 KV_TOKENS = 350_000
 
 
-def engine_8b(gpus: int, mean_context: float, **changes: Any) -> Engine:
+def steady_rules(groups: int, size: int, **changes: object) -> Rules:
+    """Of a broker that does not wind down while it is measured; its deadlines never bind."""
+    rules = Rules(
+        steps=ENDLESS,
+        groups_per_batch=groups,
+        group_size=size,
+        train_tasks=20_000,
+        episode_deadline_s=PATIENT_S,
+        hold_deadline_s=PATIENT_S,
+    )
+
+    return rules.changed(**changes)
+
+
+def generators_8b(gpus: int, mean_context: float, **changes: Any) -> Generators:
     """One generator per GPU; a further sequence costs the reading of its own KV cache.
 
     As many sequences as fit by their mean context, as an engine does that admits by what is used.
     """
     per_seq_s = mean_context * KV_BYTES_PER_TOKEN / HBM_BYTES_PER_S
     values: dict[str, Any] = {
-        "count": gpus, "max_num_seqs": max(8, min(256, round(KV_TOKENS / mean_context))), "max_model_len": 34_000,
-        "decode_base_s": DECODE_BASE_S, "decode_per_seq_s": per_seq_s, "prefill_tokens_per_s": 2e4,
-        "copy_s": 2.0, "load_s": 1.0,
-    }  # fmt: skip
-    return Engine(**(values | changes))
+        "count": gpus,
+        "max_num_seqs": max(8, min(256, round(KV_TOKENS / mean_context))),
+        "max_model_len": 34_000,
+        "decode_base_s": DECODE_BASE_S,
+        "decode_per_seq_s": per_seq_s,
+        "prefill_tokens_per_s": 2e4,
+        "copy_s": 2.0,
+        "load_s": 1.0,
+    }
+
+    return Generators(**(values | changes))
 
 
-def trainer_8b(gpus: int, reuses: float = 1.0, publish_s: float = 2.0) -> Trainer:
+def training_8b(gpus: int, reuses: float = 1.0, publish_s: float = 2.0) -> TrainingCost:
     """E = `reuses` passes over each batch."""
-    return Trainer(per_token_s=reuses * TRAIN_GPU_S_PER_TOKEN / gpus, publish_s=publish_s)
+    return TrainingCost(per_token_s=reuses * TRAIN_GPU_S_PER_TOKEN / gpus, publish_s=publish_s)
 
 
-def simulate(setting: Setting) -> Result:
-    return World(setting).run()
+def simulate(scenario: Scenario) -> SimulationResult:
+    return Simulation(scenario).run()
 
 
-def compare(name: str, result: Result, baseline: Result, reported: str = "", **columns: Any) -> dict[str, Any]:
+def compare(
+    name: str, result: SimulationResult, baseline: SimulationResult, reported: str = "", **columns: Any
+) -> dict[str, Any]:
     """One line of a row's table. `tokens x` beside `speed-up`: a gain that comes from shorter samples shows there."""
     return {
         "setting": name,

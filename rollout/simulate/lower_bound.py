@@ -17,30 +17,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollout.broker.actions import EmitBatch, Outcome
-from rollout.simulate.setting import Engine, Setting
+from rollout.simulate.scenario import Generators, Scenario
 
 
-def lower_bound_s(setting: Setting, batches: Sequence[EmitBatch]) -> float:
+def lower_bound_s(scenario: Scenario, batches: Sequence[EmitBatch]) -> float:
     """Seconds from the first version to the publication of the last batch's; `batches` are the run's, in order."""
-    trains = [_train_s(setting, batch) for batch in batches]
-    generates, holds, spans = [], [], []
+    machines = scenario.generators
+    places = scenario.servers.count * scenario.servers.capacity
+    generation: list[float] = []
+    environments: list[float] = []
+    training: list[float] = []
+    steps: list[float] = []
+
     for batch in batches:
         outcomes = [sample.outcome for sample in batch.samples]
-        chains = [_alone_s(setting.engine, outcome) for outcome in outcomes]
-        generates.append(sum(map(_decoded, outcomes)) / (setting.engine.count * _best_rate(setting.engine)))
-        holds.append(sum(chains) / (setting.servers.count * setting.servers.capacity))
-        spans.append(max(generates[-1], holds[-1], max(chains)))
-    apart = setting.broker.staleness_bound + 1
-    steps = [span + train for span, train in zip(spans, trains, strict=True)]
+        chains = [_alone_s(machines, outcome) for outcome in outcomes]
+        generation.append(sum(map(_decoded, outcomes)) / (machines.count * _best_rate(machines)))
+        environments.append(sum(chains) / places)
+        training.append(scenario.training.seconds(batch) + scenario.training.publish_s)
+        steps.append(max(generation[-1], environments[-1], max(chains)) + training[-1])
+
+    apart = scenario.broker.staleness_bound + 1
     phases = [sum(steps[phase::apart]) for phase in range(min(apart, len(steps)))]
-    return max(sum(generates) + trains[-1], sum(holds) + trains[-1], sum(trains), *phases)
 
-
-def _train_s(setting: Setting, batch: EmitBatch) -> float:
-    trainer = setting.trainer
-    tokens = sum(sample.outcome.length for sample in batch.samples)
-    seconds = trainer.step_s + trainer.per_sample_s * len(batch.samples) + trainer.per_token_s * tokens
-    return seconds + trainer.publish_s
+    return max(sum(generation) + training[-1], sum(environments) + training[-1], sum(training), *phases)
 
 
 def _decoded(outcome: Outcome) -> int:
@@ -48,12 +48,14 @@ def _decoded(outcome: Outcome) -> int:
     return outcome.length - outcome.turns
 
 
-def _alone_s(engine: Engine, outcome: Outcome) -> float:
+def _alone_s(machines: Generators, outcome: Outcome) -> float:
     """An episode from its first token on, on an idle machine; its environment's seconds are the payload."""
-    return _decoded(outcome) * engine.decode_base_s + float(outcome.payload or 0.0)
+    return _decoded(outcome) * machines.decode_base_s + float(outcome.payload or 0.0)
 
 
-def _best_rate(engine: Engine) -> float:
-    """Tokens a second of one generator: with all seats taken, or with one if sequences slow each other down so much."""
-    full = engine.max_num_seqs
-    return max(full / (engine.decode_base_s + engine.decode_per_seq_s * (full - 1)), 1 / engine.decode_base_s)
+def _best_rate(machines: Generators) -> float:
+    """Tokens a second of one generator: full, or with one sequence if sequences slow each other down so much."""
+    full = machines.max_num_seqs
+    step_s = machines.decode_base_s + machines.decode_per_seq_s * (full - 1)
+
+    return max(full / step_s, 1 / machines.decode_base_s)

@@ -15,11 +15,15 @@ from msgspec import Struct
 from rl.core.batch_files import read_shard_files
 from rl.core.config import Config, ConfigError, validate
 from rollout.broker import Rules
-from rollout.simulate.laws import Constant, Empirical, Gaussian, Law, LogNormal
-from rollout.simulate.setting import Engine, Servers, Setting, Trainer, Work
+from rollout.simulate.distributions import Constant, Distribution, Empirical, Gaussian, LogNormal
+from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work
 
 SHORTEST_S = 1e-6
-GUESSED_SIGMA = 0.6  # of the logarithm of a turn's length
+PROMPT_TOKENS = 16
+OBSERVATION_TOKENS = 4
+"""Where neither a run nor the recipe says how many."""
+GUESSED_SIGMA = 0.6
+"""Of the logarithm of a turn's length."""
 WITHOUT_BATCHES = (
     f"the spread of lengths (log-normal, sigma {GUESSED_SIGMA}), equal numbers of turns, and tokens of prompts and "
     "observations (tracking.save_batches=true saves them)",
@@ -33,27 +37,34 @@ ALWAYS_GUESSED = (
 class Measured(Struct, frozen=True):
     """What a finished run took, in its own configuration. None: it did not say."""
 
-    length: Law  # tokens of one turn, of trained samples
-    turns: Law
-    step_s: Law  # environment, after each turn
-    train_s: float  # of one step with `ranks` ranks
+    length: Distribution
+    """Tokens of one turn, of trained samples."""
+    turns: Distribution
+    step_s: Distribution
+    """Environment, after each turn."""
+    train_s: float
+    """Of one step with `ranks` ranks."""
     ranks: int
     publish_s: float
     load_s: float
     decode_base_s: float
     decode_per_seq_s: float
     tasks: int
-    seconds_per_step: float  # as the run took, for comparison
+    seconds_per_step: float
+    """As the run took, for comparison."""
     prompt_tokens: int | None = None
     observation_tokens: int | None = None
-    guessed: tuple[str, ...] = ()  # what the run does not say, and what is taken for it
+    guessed: tuple[str, ...] = ()
+    """What the run does not say, and what is taken for it."""
 
 
-def assumed(config: Config, train_s: float | None = None, env_s: Law | None = None) -> Measured:
+def assumed(config: Config, train_s: float | None = None, env_s: Distribution | None = None) -> Measured:
     """What the recipe says: `generator.simulated`, `learner.simulated_step_s`, a synthetic environment's options."""
-    simulated, options = config.generator.simulated, config.env.options
+    simulated = config.generator.simulated
+    options = config.env.options
     synthetic = config.env.name == "synthetic"
     latency = Gaussian(options.get("mean_s", 0.0), options.get("sigma_s", 0.0)) if synthetic else Constant(0.0)
+
     return Measured(
         length=LogNormal(simulated.length_mean, simulated.length_sigma),
         turns=Constant(options.get("turns", 1) if synthetic else config.env.max_turns),
@@ -69,38 +80,38 @@ def assumed(config: Config, train_s: float | None = None, env_s: Law | None = No
     )
 
 
-def setting_of(config: Config, measured: Measured, work_sizes: tuple[int, int] = (16, 4)) -> Setting:
-    """The recipe's machine and rules with the measured times; `work_sizes`: tokens of prompt and observation."""
-    generator, options = config.generator, config.env.options
-    prompt, observation = work_sizes
-    engine = Engine(
-        count=generator.count,
-        max_num_seqs=generator.max_num_seqs,
-        max_model_len=generator.max_model_len,
-        decode_base_s=measured.decode_base_s,
-        decode_per_seq_s=measured.decode_per_seq_s,
-        prefill_tokens_per_s=generator.simulated.prefill_tokens_per_s,
-        load_s=measured.load_s,
-        on_update="keep" if generator.on_update == "keep" else "recompute",
-    )
-    work = Work(
-        length=measured.length,
-        max_tokens=config.sampling.max_tokens,
-        turns=measured.turns,
-        prompt_tokens=_first(measured.prompt_tokens, options.get("prompt_tokens"), prompt),
-        observation_tokens=_first(measured.observation_tokens, options.get("observation_tokens"), observation),
-        step_s=measured.step_s,
-        hang_probability=options.get("hang_probability", 0.0) if config.env.name == "synthetic" else 0.0,
-        step_deadline_s=config.env.step_deadline_s,
-    )
-    return Setting(
+def scenario_of(config: Config, measured: Measured) -> Scenario:
+    """The recipe's machine and rules with the measured times."""
+    generator = config.generator
+    options = config.env.options
+    synthetic = config.env.name == "synthetic"
+
+    return Scenario(
         broker=Rules.of(config, measured.tasks),
-        engine=engine,
-        work=work,
-        servers=Servers(count=config.env.servers, capacity=config.env.episodes_per_server),
-        trainer=Trainer(step_s=measured.train_s, publish_s=measured.publish_s),
-        pinned_prompts=config.rollout.pin_prompts,
-        turn_barrier=config.rollout.turn_barrier,
+        generators=Generators(
+            count=generator.count,
+            max_num_seqs=generator.max_num_seqs,
+            max_model_len=generator.max_model_len,
+            decode_base_s=measured.decode_base_s,
+            decode_per_seq_s=measured.decode_per_seq_s,
+            prefill_tokens_per_s=generator.simulated.prefill_tokens_per_s,
+            load_s=measured.load_s,
+            on_update="keep" if generator.on_update == "keep" else "recompute",
+        ),
+        work=Work(
+            length=measured.length,
+            max_tokens=config.sampling.max_tokens,
+            turns=measured.turns,
+            prompt_tokens=_first(measured.prompt_tokens, options.get("prompt_tokens"), PROMPT_TOKENS),
+            observation_tokens=_first(
+                measured.observation_tokens, options.get("observation_tokens"), OBSERVATION_TOKENS
+            ),
+            step_s=measured.step_s,
+            hang_probability=options.get("hang_probability", 0.0) if synthetic else 0.0,
+            step_deadline_s=config.env.step_deadline_s,
+        ),
+        servers=EnvServers(count=config.env.servers, capacity=config.env.episodes_per_server),
+        training=TrainingCost(step_s=measured.train_s, publish_s=measured.publish_s),
         seed=config.seed,
     )
 
@@ -116,11 +127,13 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise ConfigError(f"{str(folder)!r} is no run: it has no metrics.jsonl; give the folder of a finished run")
+
     config = validate(yaml.safe_load((folder / "config.yaml").read_text()))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     steps = [row for row in rows if "time/step" in row]
     if len(steps) < 4:
         raise ConfigError(f"{str(path)!r} has {len(steps)} training steps; a fit needs 4 or more")
+
     steps = steps[1:]  # the first one contains the start
     found = _from_batches(folder)
     base_s, per_seq_s = _decoding(steps, config)
@@ -128,6 +141,7 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
     latencies = [row["rollout/env_s"] / max(1.0, row["rollout/turns"]) for row in steps]  # rows: of an episode
     env_mean = statistics.fmean(latencies)
     spread = statistics.pstdev(latencies) * per_batch**0.5
+
     return config, Measured(
         length=found.length if found else LogNormal(_per_turn(steps), GUESSED_SIGMA),
         turns=found.turns if found else Constant(round(_mean(steps, "rollout/turns"))),
@@ -160,33 +174,40 @@ def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-class Batches(Struct, frozen=True):
+class BatchSizes(Struct, frozen=True):
     """What saved batches say of the trained samples."""
 
-    length: Law  # tokens of one turn
-    turns: Law
-    prompt_tokens: int  # means
+    length: Distribution
+    """Tokens of one turn."""
+    turns: Distribution
+    prompt_tokens: int
+    """Mean, like the next."""
     observation_tokens: int
 
 
-def _from_batches(folder: Path) -> Batches | None:
+def _from_batches(folder: Path) -> BatchSizes | None:
     lengths: list[float] = []
     turns: list[float] = []
     prompts: list[int] = []
     observed = 0
+
     for shard in read_shard_files(folder):
         ends = np.cumsum(shard.lengths)
         for starts, length, end in zip(shard.turn_starts, shard.lengths, ends, strict=True):
             mask = shard.loss_mask[end - length : end]
             parts = [float(part.sum()) for part in np.split(mask, starts)[1:]]
+
             turns.append(len(starts))
             prompts.append(int(starts[0]) if len(starts) else int(length))
             observed += int(length - prompts[-1] - sum(parts))
             lengths += parts
+
     if not lengths:
         return None
+
     gaps = len(lengths) - len(turns)  # between two turns
-    return Batches(
+
+    return BatchSizes(
         length=Empirical(tuple(sorted(lengths))),
         turns=Empirical(tuple(sorted(turns))),
         prompt_tokens=round(statistics.fmean(prompts)),
@@ -197,20 +218,26 @@ def _from_batches(folder: Path) -> Batches | None:
 def _decoding(steps: list[dict[str, Any]], config: Config) -> tuple[float, float]:
     """(base, per further sequence) by least squares over steps: seconds of one token against sequences at once."""
     points = []
+
     for before, after in pairwise(steps):
         tokens = busy = 0.0
         for index in range(config.generator.count):
-            names = f"generator.{index}/tokens", f"generator.{index}/busy_s"
+            names = (f"generator.{index}/tokens", f"generator.{index}/busy_s")
             if all(name in row for name in names for row in (before, after)):
                 tokens += after[names[0]] - before[names[0]]
                 busy += after[names[1]] - before[names[1]]
+
         token_s = after["rollout/generate_s"] / max(1.0, after["rollout/length"])
         if tokens > 0 and busy > 0:
             points.append((max(1.0, tokens / busy * token_s), token_s))
+
     if not points:
         return max(SHORTEST_S, _mean(steps, "rollout/generate_s") / max(1.0, _mean(steps, "rollout/length"))), 0.0
+
     loads, seconds = np.array(points).T
-    spread = float(((loads - loads.mean()) ** 2).sum())
-    slope = float(((loads - loads.mean()) * (seconds - seconds.mean())).sum() / spread) if spread > 1e-9 else 0.0
+    deviation = loads - loads.mean()
+    spread = float((deviation**2).sum())
+    slope = float((deviation * (seconds - seconds.mean())).sum() / spread) if spread > 1e-9 else 0.0
     slope = min(max(0.0, slope), float(seconds.mean() / loads.mean()))
+
     return max(SHORTEST_S, float(seconds.mean() - slope * (loads.mean() - 1))), slope

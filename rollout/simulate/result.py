@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct, field
 
 from rollout.broker import BrokerCore
 from rollout.broker.actions import EmitBatch
-from rollout.simulate.engine import Generator
-from rollout.simulate.setting import Setting
+from rollout.simulate.clock import Clock
+from rollout.simulate.generator import SimulatedGenerator
+from rollout.simulate.scenario import Scenario
 
 
-class Result(Struct, frozen=True):
-    """Means over the steps after the setting's warm-up; seconds are virtual."""
+class SimulationResult(Struct, frozen=True):
+    """Means over the steps after the scenario's warm-up; seconds are virtual."""
 
     step_s: float
     useful_tokens_per_s: float
     samples_per_s: float
-    kept_length: float  # mean tokens of a trained sample
-    issued_length: float  # mean tokens that the issued episodes had or would have had
-    population_length: float  # mean tokens of the work as drawn
+    kept_length: float
+    """Mean tokens of a trained sample."""
+    issued_length: float
+    """Mean tokens that the issued episodes had or would have had."""
+    population_length: float
+    """Mean tokens of the work as drawn."""
     kept_turns: float
     issued_turns: float
     kept_success: float
     staleness: float
-    generator_idle: float  # share of the generators' time without a running sequence
-    generator_stalled: float  # share spent in weight loads
+    generator_idle: float
+    """Share of the generators' time without a running sequence."""
+    generator_stalled: float
+    """Share spent in weight loads."""
     learner_idle: float
-    live_environments: float  # mean number of episodes inside an environment call
-    wasted: float  # share of the generated tokens that were not trained
+    live_environments: float
+    """Mean number of episodes inside an environment call."""
+    wasted: float
+    """Share of the generated tokens that were not trained."""
     steps: int
     step_times: list[float] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
@@ -41,89 +50,108 @@ class Result(Struct, frozen=True):
         return self.kept_length / self.issued_length
 
     def summary(self) -> dict[str, float]:
+        """The figures alone, without lists, reports and what the simulation itself took."""
         names = [name for name in self.__struct_fields__ if name not in ("step_times", "report", "events", "cpu_s")]
+
         return {name: getattr(self, name) for name in names} | {"kept_over_issued": self.kept_over_issued}
 
 
 class Recorder:
-    """Sums while a run goes on; `mark` remembers them at the end of the warm-up."""
+    """Sums while a run goes on, and what they were at the end of the warm-up."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.warm_up = setting.warm_up
-        self.times: list[float] = []  # of the publication of each version
+    def __init__(self, scenario: Scenario, clock: Clock) -> None:
+        self.times: list[float] = []
+        """Of the publication of each version, in seconds."""
         self.batches: list[EmitBatch] = []
-        self.issued_episodes = self.issued_tokens = self.issued_turns = 0
-        self.cancels = self.failures = 0
+        self.issued_episodes = 0
+        self.issued_tokens = 0
+        self.issued_turns = 0
+        self.peak_open = 0
+        """Most episodes at once."""
+        self.cancels = 0
+        self.failures = 0
         self.server_deaths = 0
-        self.peak_open = 0  # episodes at once
         self.train_s = 0.0
-        self._env_live, self._env_integral, self._env_since = 0, 0.0, 0.0
-        self._retired = [0.0, 0.0, 0]  # busy seconds, stalled seconds, tokens of dead generators
-        self._mark: dict[str, float] = {}
 
-    def batch(self, now: float, batch: EmitBatch) -> None:
-        self.batches.append(batch)
+        self._scenario = scenario
+        self._clock = clock
+        self._live_environments = 0
+        self._environment_s = 0.0
+        self._environments_since = 0.0
+        self._dead: list[SimulatedGenerator] = []
+        self._after_warm_up: dict[str, float] = {}
 
-    def published(self, now: float, n: int, generators: list[Generator], tokens: int) -> None:
-        self.times.append(now)
-        if n == self.warm_up:
-            self._mark = self._sums(now, generators, tokens)
+    def issued(self, lengths: list[int], open_episodes: int) -> None:
+        """An episode whose turns would have so many tokens."""
+        self.issued_episodes += 1
+        self.issued_tokens += sum(lengths)
+        self.issued_turns += len(lengths)
+        self.peak_open = max(self.peak_open, open_episodes)
 
-    def retire(self, generator: Generator) -> None:
-        for place, value in enumerate((generator.busy_s, generator.stalled_s, generator.tokens)):
-            self._retired[place] += value
+    def published(self, n: int, generators: list[SimulatedGenerator], tokens: int) -> None:
+        """Version n; `tokens`: generated so far."""
+        self.times.append(self._clock.now)
+        if n == self._scenario.warm_up:
+            self._after_warm_up = self._sums(generators, tokens)
 
-    def environments(self, now: float, change: int) -> None:
-        self._env_integral += self._env_live * (now - self._env_since)
-        self._env_live += change
-        self._env_since = now
+    def retire(self, generator: SimulatedGenerator) -> None:
+        """What a dead generator did still counts."""
+        self._dead.append(generator)
 
-    def _sums(self, now: float, generators: list[Generator], tokens: int) -> dict[str, float]:
-        self.environments(now, 0)
+    def environments(self, change: int) -> None:
+        """So many more, or fewer, episodes are inside an environment call from now on."""
+        now = self._clock.now
+        self._environment_s += self._live_environments * (now - self._environments_since)
+        self._live_environments += change
+        self._environments_since = now
+
+    def _sums(self, generators: list[SimulatedGenerator], tokens: int) -> dict[str, float]:
+        self.environments(0)
+        everybody = [*self._dead, *generators]
+
         return {
-            "busy": self._retired[0] + sum(generator.busy_s for generator in generators),
-            "stalled": self._retired[1] + sum(generator.stalled_s for generator in generators),
+            "busy": sum(generator.busy_s for generator in everybody),
+            "stalled": sum(generator.stalled_s for generator in everybody),
             "train": self.train_s,
-            "environments": self._env_integral,
-            "issued": self.issued_episodes,
-            "issued_tokens": self.issued_tokens,
-            "issued_turns": self.issued_turns,
-            "spent": tokens,
+            "environments": self._environment_s,
+            "tokens": tokens,
         }
 
-    def result(self, now: float, generators: list[Generator], broker: BrokerCore, events: int, cpu_s: float) -> Result:
+    def result(self, generators: list[SimulatedGenerator], broker: BrokerCore, cpu_s: float) -> SimulationResult:
+        """`cpu_s`: CPU seconds of the whole simulation."""
+        warm_up = self._scenario.warm_up
         report = broker.report()
-        end = self._sums(now, generators, broker.ledger.generated)
-        during = {name: end[name] - self._mark.get(name, 0.0) for name in end}
-        begin = self.times[self.warm_up]
-        span = self.times[-1] - begin
-        batches = [batch for batch in self.batches if self.warm_up <= batch.step < len(self.times) - 1]
-        samples = [sample for batch in batches for sample in batch.samples]
-        kept = [sample.outcome for sample in samples]
-        stale = sum(b.step - s.outcome.first_version for b in batches for s in b.samples)
-        tokens, count = sum(outcome.length for outcome in kept), len(kept)
-        spent_in_all, trained_in_all = end["spent"], report["useful_tokens"]
-        machines = span * self.setting.engine.count
-        return Result(
+        end = self._sums(generators, broker.ledger.generated)
+        during = {name: end[name] - self._after_warm_up.get(name, 0.0) for name in end}
+
+        batches = [batch for batch in self.batches if warm_up <= batch.step < len(self.times) - 1]
+        kept = [sample.outcome for batch in batches for sample in batch.samples]
+        staleness = sum(batch.step - each.outcome.first_version for batch in batches for each in batch.samples)
+        tokens = sum(outcome.length for outcome in kept)
+        count = len(kept)
+
+        span = self.times[-1] - self.times[warm_up]
+        machines = span * self._scenario.generators.count
+
+        return SimulationResult(
             step_s=span / len(batches),
             useful_tokens_per_s=tokens / span,
             samples_per_s=count / span,
             kept_length=tokens / count,
-            issued_length=end["issued_tokens"] / end["issued"],
-            population_length=self.setting.work.population_length(),
+            issued_length=self.issued_tokens / self.issued_episodes,
+            population_length=self._scenario.work.population_length(),
             kept_turns=sum(outcome.turns for outcome in kept) / count,
-            issued_turns=end["issued_turns"] / end["issued"],
+            issued_turns=self.issued_turns / self.issued_episodes,
             kept_success=sum(outcome.success for outcome in kept) / count,
-            staleness=stale / count,
+            staleness=staleness / count,
             generator_idle=1 - during["busy"] / machines,
             generator_stalled=during["stalled"] / machines,
             learner_idle=1 - during["train"] / span,
             live_environments=during["environments"] / span,
-            wasted=1 - trained_in_all / spent_in_all if spent_in_all else 0.0,
+            wasted=1 - report["useful_tokens"] / end["tokens"] if end["tokens"] else 0.0,
             steps=len(batches),
-            step_times=[b - a for a, b in zip(self.times, self.times[1:], strict=False)],
+            step_times=[after - before for before, after in pairwise(self.times)],
             report=report,
-            events=events,
+            events=self._clock.events,
             cpu_s=cpu_s,
         )

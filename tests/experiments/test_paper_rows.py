@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from experiments.paper import bounds, cost, environments, queueing, redundancy, rlvr, rows, split
-from rollout.simulate.laws import LogNormal
-from rollout.simulate.setting import Setting, Work
+from rollout.simulate.distributions import LogNormal
+from rollout.simulate.scenario import Scenario, Work
 
 
 def test_makespans_keep_the_bounds_and_approach_the_lower_one() -> None:
@@ -43,19 +42,19 @@ def test_environment_level_asynchrony_gains_more_with_more_spread() -> None:
 
 
 def test_queue_scheduling_beats_rounds() -> None:
-    free = queueing.setting(measured=10)
-    rounds = rows.simulate(replace(free.with_broker(redundant_groups=0), batch_barrier=True))
+    free = queueing.scenario(measured=10)
+    rounds = rows.simulate(free.with_broker(redundant_groups=0, batch_barrier=True))
     assert rounds.step_s / rows.simulate(free).step_s > 2
 
 
 def test_redundancy_hides_hangs() -> None:
-    alone, spare = (rows.simulate(redundancy.setting(shape, measured=6)).step_s for shape in ((32, 8), (32, 10)))
+    alone, spare = (rows.simulate(redundancy.scenario(shape, measured=6)).step_s for shape in ((32, 8), (32, 10)))
     assert spare < alone / 2
 
 
 def test_every_row_is_closed_by_its_parameters() -> None:
-    for setting in (rlvr.setting(16, (2_000, 0.8), 0.5), split.setting(16, 1.0), cost.setting(10)):
-        assert isinstance(setting, Setting) and setting.until > setting.warm_up
+    for scenario in (rlvr.scenario(16, (2_000, 0.8), 0.5), split.scenario(16, 1.0), cost.scenario(10)):
+        assert isinstance(scenario, Scenario) and scenario.until > scenario.warm_up
 
 
 def test_a_gain_from_dropping_long_samples_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import yaml
 from launch.cli import main
 from launch.plan_cost import best, candidates, figure_of
 from rl.core.config import Config, load_config
-from rollout.simulate.laws import Constant, Gaussian
+from rollout.simulate.distributions import Constant, Gaussian
 from rollout.simulate.recipe import assumed, read_run
 from tests.test_end_to_end_simulated import finish, start
 

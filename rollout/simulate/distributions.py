@@ -1,13 +1,12 @@
 """Distributions as inverse cumulative functions, so that every draw is a pure function of a seed.
 
-A sample keeps its length, whatever the schedule does with it: two settings are compared on the same work, and a
+A sample keeps its length, whatever the schedule does with it: two scenarios are compared on the same work, and a
 sample that is cut off and tried again is as long as it was.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from statistics import NormalDist
 
 from msgspec import Struct
@@ -76,18 +75,15 @@ class Empirical(Struct, frozen=True, tag="empirical"):
     values: tuple[float, ...]
 
     def at(self, z: float) -> float:
-        place = _STANDARD.cdf(z) * (len(self.values) - 1)
-        low = min(int(place), len(self.values) - 2) if len(self.values) > 1 else 0
+        position = _STANDARD.cdf(z) * (len(self.values) - 1)
+        low = min(int(position), len(self.values) - 2) if len(self.values) > 1 else 0
         high = min(low + 1, len(self.values) - 1)
-        return self.values[low] + (place - low) * (self.values[high] - self.values[low])
+
+        return self.values[low] + (position - low) * (self.values[high] - self.values[low])
 
     @property
     def mean(self) -> float:
         return sum(self.values) / len(self.values)
 
-    def quantile(self, value: float) -> float:
-        """Share of the values that are at most `value`."""
-        return bisect_right(self.values, value) / len(self.values)
 
-
-Law = Constant | Gaussian | LogNormal | Empirical
+Distribution = Constant | Gaussian | LogNormal | Empirical

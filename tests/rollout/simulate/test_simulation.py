@@ -6,58 +6,73 @@ import pytest
 from msgspec.structs import replace
 
 from rollout.broker import Rules
+from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import RevokeTickets
-from rollout.simulate.laws import Constant, Empirical, Gaussian, LogNormal, normal
-from rollout.simulate.setting import Engine, Servers, Setting, Trainer, Work
-from rollout.simulate.world import SimulationStopped, World
+from rollout.proxy.state import Action as ProxyAction
+from rollout.simulate.clock import SimulationStopped
+from rollout.simulate.distributions import Constant, Empirical, Gaussian, LogNormal, normal
+from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work
+from rollout.simulate.simulation import Simulation
 
 BROKER = Rules(
     steps=6, groups_per_batch=4, group_size=4, train_tasks=100, alpha=1.0, episode_deadline_s=1e6, hold_deadline_s=1e6
 )
-CALM = Setting(
+CALM = Scenario(
     broker=BROKER,
-    engine=Engine(count=2, decode_base_s=0.02),
+    generators=Generators(count=2, decode_base_s=0.02),
     work=Work(length=LogNormal(200, 1.0), task_share=0.5),
-    trainer=Trainer(per_sample_s=0.1),
+    training=TrainingCost(per_sample_s=0.1),
 )
 STORM = replace(
     CALM,
     broker=BROKER.changed(
-        steps=8, redundant_groups=2, redundant_episodes=2, episode_deadline_s=300, max_groups_given_up=10**6,
-        filter_constant_groups=True, max_attempts=50,
+        steps=8,
+        redundant_groups=2,
+        redundant_episodes=2,
+        episode_deadline_s=300,
+        max_groups_given_up=10**6,
+        filter_constant_groups=True,
+        max_attempts=50,
     ),
-    engine=replace(CALM.engine, count=4, mtbf_s=120, restart_s=10, load_s=0.5, copy_s=0.2),
+    generators=replace(CALM.generators, count=4, mtbf_s=120, restart_s=10, load_s=0.5, copy_s=0.2),
     work=replace(
-        CALM.work, turns=Gaussian(3, 1), step_s=Gaussian(2, 4), hang_probability=0.02, fail_probability=0.02,
-        step_deadline_s=30, success_spread=2.0,
+        CALM.work,
+        turns=Gaussian(3, 1),
+        step_s=Gaussian(2, 4),
+        hang_probability=0.02,
+        fail_probability=0.02,
+        step_deadline_s=30,
+        success_spread=2.0,
     ),
-    servers=Servers(count=3, capacity=20, slow_fraction=0.34, slow_factor=3, mtbf_s=200, restart_s=5),
+    servers=EnvServers(count=3, capacity=20, slow_fraction=0.34, slow_factor=3, mtbf_s=200, restart_s=5),
     hop_s=0.01,
     status_s=3.0,
-)  # fmt: skip
+)
 GUARDED = STORM.with_broker(hedge_quantile=0.95, quarantine_failures=3, quarantine_s=20.0)
 
 
-class Watched(World):
+class Watched(Simulation):
     """Looks into the engines: how many requests one held at most, and what of cancelled tickets they hold.
 
     It looks when everything of the instant of a cancel has been delivered.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.most_held = self.checks = 0
-        self.left: list[int] = []  # cancelled tickets that an engine still had
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.most_held = 0
+        self.checks = 0
+        self.left: list[int] = []
+        """Cancelled tickets that an engine still had."""
 
-    def _proxy(self, actions: list, tokens: int = 0) -> None:
+    def _proxy(self, actions: list[ProxyAction], tokens: int = 0) -> None:
         super()._proxy(actions, tokens)
         self.most_held = max(self.most_held, *(len(generator._requests) for generator in self.generators))
 
-    def _broker(self, actions: list) -> None:
+    def _broker(self, actions: list[BrokerAction]) -> None:
         super()._broker(actions)
         cancelled = {each for action in actions if isinstance(action, RevokeTickets) for each in action.ticket_ids}
         if cancelled:
-            self.at(self.now, self._look, cancelled)
+            self.clock.at(self.clock.now, self._look, cancelled)
 
     def _look(self, cancelled: set[int]) -> None:
         self.checks += 1
@@ -65,32 +80,33 @@ class Watched(World):
         self.left += cancelled.intersection(held)
 
 
-def test_means_and_reproducibility_of_laws() -> None:
+def test_means_and_reproducibility_of_distributions() -> None:
     draws = [normal(seed, 3) for seed in range(20_000)]
-    for law in (Gaussian(10, 10), LogNormal(3000, 1.0), Gaussian(5, 0), Constant(2), Empirical((1.0, 2.0, 4.0))):
-        mean = sum(law.at(z) for z in draws) / len(draws)
-        expected = 2.25 if isinstance(law, Empirical) else law.mean  # interpolated: (1.5 + 3) / 2
-        assert mean == pytest.approx(expected, rel=0.05), law
+    for drawn in (Gaussian(10, 10), LogNormal(3000, 1.0), Gaussian(5, 0), Constant(2), Empirical((1.0, 2.0, 4.0))):
+        mean = sum(drawn.at(z) for z in draws) / len(draws)
+        expected = 2.25 if isinstance(drawn, Empirical) else drawn.mean  # interpolated: (1.5 + 3) / 2
+        assert mean == pytest.approx(expected, rel=0.05), drawn
     assert [normal(7, i) for i in range(4)] == [normal(7, i) for i in range(4)]
 
 
 def test_a_step_takes_what_arithmetic_says() -> None:
     """16 equal responses of 50 tokens on 2 engines, alpha 0: 50 decode steps, prefill, then training."""
-    engine = Engine(count=2, decode_base_s=0.02, decode_per_seq_s=0.001, prefill_tokens_per_s=1e9)
-    setting = Setting(
+    engine = Generators(count=2, decode_base_s=0.02, decode_per_seq_s=0.001, prefill_tokens_per_s=1e9)
+    scenario = Scenario(
         broker=BROKER.changed(alpha=0.0),
-        engine=engine,
+        generators=engine,
         work=Work(length=Constant(50)),
-        trainer=Trainer(step_s=3.0, publish_s=0.5),
+        training=TrainingCost(step_s=3.0, publish_s=0.5),
     )
-    result = World(setting).run()
+
+    result = Simulation(scenario).run()
     assert result.step_s == pytest.approx(49 * (0.02 + 7 * 0.001) + 3.5, rel=1e-3)
     assert result.staleness == 0 and result.wasted == 0 and result.kept_over_issued == 1
 
 
 def test_asynchrony_overlaps_training_and_generation() -> None:
-    calm = World(CALM.with_broker(steps=40)).run()
-    synchronous = World(CALM.with_broker(steps=40, alpha=0.0)).run()
+    calm = Simulation(CALM.with_broker(steps=40)).run()
+    synchronous = Simulation(CALM.with_broker(steps=40, alpha=0.0)).run()
     assert calm.useful_tokens_per_s > 1.1 * synchronous.useful_tokens_per_s
     assert 0 < calm.staleness <= 1
 
@@ -100,43 +116,46 @@ def test_asynchrony_overlaps_training_and_generation() -> None:
 @pytest.mark.parametrize(
     "storm", [STORM, replace(STORM, cancellation=False), GUARDED], ids=["", "no cancel", "guarded"]
 )
-def test_storms_of_failures_break_no_rule(storm: Setting, seed: int, alpha: float) -> None:
+def test_storms_of_failures_break_no_rule(storm: Scenario, seed: int, alpha: float) -> None:
     """Every run ends, its books close, nothing stale is trained."""
-    setting = replace(storm.with_broker(alpha=alpha, seed=seed), seed=seed)
-    world = World(setting)
-    result = world.run()
-    world.broker.ledger.check()
+    scenario = replace(storm.with_broker(alpha=alpha, seed=seed), seed=seed)
+    simulation = Simulation(scenario)
+    result = simulation.run()
+    simulation.broker.ledger.check()
+
     assert result.report["freshness_violations"] == 0
-    assert result.report["steps"] == setting.broker.steps
+    assert result.report["steps"] == scenario.broker.steps
     assert result.report["ledger"]["tokens"]["lost"] > 0, "generators died"
-    assert world.record.failures > 0
-    assert world.record.server_deaths > 0
+    assert simulation.record.failures > 0
+    assert simulation.record.server_deaths > 0
     assert (result.report["hedged"] > 0) == (storm is GUARDED)
 
 
 def test_the_death_of_a_server_takes_its_episodes_with_it_and_nothing_else() -> None:
     """The only failures are servers' deaths: no step fails, no generator dies. The episodes are done again."""
     work = Work(length=LogNormal(200, 1.0), turns=Constant(3), step_s=Gaussian(2, 1))
-    calm = replace(CALM.with_broker(max_attempts=50), work=work, servers=Servers(count=3, capacity=20))
+    calm = replace(CALM.with_broker(max_attempts=50), work=work, servers=EnvServers(count=3, capacity=20))
     storm = replace(calm, servers=replace(calm.servers, mtbf_s=20, restart_s=5))
-    world = World(storm)
-    result = world.run()
-    world.broker.ledger.check()
+    simulation = Simulation(storm)
+    result = simulation.run()
+    simulation.broker.ledger.check()
     tokens = result.report["ledger"]["tokens"]
-    assert world.record.server_deaths > 0 and world.record.failures == 0
+
+    assert simulation.record.server_deaths > 0 and simulation.record.failures == 0
     assert tokens["lost"] == 0 and tokens["failed"] > 0
     assert result.report["steps"] == storm.broker.steps and result.report["freshness_violations"] == 0
-    undisturbed = World(calm).run()
+    undisturbed = Simulation(calm).run()
+
     assert undisturbed.report["ledger"]["tokens"]["failed"] == 0
     assert result.step_s > undisturbed.step_s
 
 
 def test_servers_that_keep_dying_are_quarantined() -> None:
     """Nothing fails but by the deaths of servers."""
-    setting = replace(CALM.with_broker(quarantine_failures=2, max_attempts=50), servers=Servers(4, 20))
-    assert World(setting).run().report["quarantines"] == 0
-    dying = replace(setting, servers=replace(setting.servers, mtbf_s=6, restart_s=1))
-    assert World(dying).run().report["quarantines"] > 0
+    scenario = replace(CALM.with_broker(quarantine_failures=2, max_attempts=50), servers=EnvServers(4, 20))
+    assert Simulation(scenario).run().report["quarantines"] == 0
+    dying = replace(scenario, servers=replace(scenario.servers, mtbf_s=6, restart_s=1))
+    assert Simulation(dying).run().report["quarantines"] > 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -144,10 +163,17 @@ def test_kv_memory_for_two_requests_lets_two_run(alpha: float) -> None:
     """8 equal responses for each engine: two at a time take four times as long as all at once."""
     work = Work(length=Constant(50), prompt_tokens=100, max_tokens=100)
     plenty = replace(
-        CALM.with_broker(alpha=alpha), work=work, trainer=Trainer(), engine=Engine(count=2, prefill_tokens_per_s=1e9)
+        CALM.with_broker(alpha=alpha),
+        work=work,
+        training=TrainingCost(),
+        generators=Generators(count=2, prefill_tokens_per_s=1e9),
     )
-    free, tight = Watched(plenty), Watched(plenty.with_engine(kv_tokens=2 * 200 + 50))
-    free_s, tight_s = free.run().step_s, tight.run().step_s
+
+    free = Watched(plenty)
+    tight = Watched(plenty.with_generators(kv_tokens=2 * 200 + 50))
+    free_s = free.run().step_s
+    tight_s = tight.run().step_s
+
     assert tight.most_held == 2 < 8 <= free.most_held
     assert tight_s == pytest.approx(4 * 49 * 0.02, rel=0.05)
     assert tight_s > 3 * free_s
@@ -156,53 +182,60 @@ def test_kv_memory_for_two_requests_lets_two_run(alpha: float) -> None:
 @pytest.mark.parametrize("surplus", ["keep", "cancel"])
 def test_cancels_reach_the_engines_within_the_round(surplus: str) -> None:
     storm = replace(STORM.with_broker(surplus=surplus), hop_s=0.0)
-    world = Watched(storm)
-    world.run()
-    assert world.checks > 10 and world.record.cancels > 10
-    assert world.left == []
+    simulation = Watched(storm)
+    simulation.run()
+    assert simulation.checks > 10 and simulation.record.cancels > 10
+    assert simulation.left == []
     deaf = Watched(replace(storm, cancellation=False))
     deaf.run()
+
     assert deaf.left, "without cancellation engines go on with such tickets"
 
 
 def test_the_same_setting_gives_the_same_run() -> None:
-    assert World(STORM).run().summary() == World(STORM).run().summary()
+    assert Simulation(STORM).run().summary() == Simulation(STORM).run().summary()
 
 
 def test_a_run_that_cannot_end_says_so() -> None:
     hopeless = CALM.with_work(fail_probability=1.0)
     with pytest.raises(SimulationStopped, match="failed every attempt"):
-        World(hopeless).run()
+        Simulation(hopeless).run()
     with pytest.raises(SimulationStopped, match="no end within"):
-        World(CALM, limit_s=1.0).run()
+        Simulation(CALM, limit_s=1.0).run()
 
 
 def test_the_per_turn_barrier_waits_for_the_slowest_at_every_turn() -> None:
     """Two phases a turn: all generations end, then all environments; without it each episode goes its own way."""
     work = Work(length=Constant(10), turns=Constant(4), step_s=Gaussian(10, 10))
-    setting = replace(CALM.with_broker(alpha=0.0), work=work, trainer=Trainer())
-    free, locked = World(setting).run(), World(replace(setting, turn_barrier=True)).run()
+    scenario = replace(CALM.with_broker(alpha=0.0), work=work, training=TrainingCost())
+    free = Simulation(scenario).run()
+    locked = Simulation(scenario.with_broker(turn_barrier=True)).run()
+
     assert locked.step_s > free.step_s + 5
-    even = replace(setting, work=replace(work, step_s=Constant(10)))
-    assert World(replace(even, turn_barrier=True)).run().step_s == pytest.approx(World(even).run().step_s, rel=0.02)
+    even = replace(scenario, work=replace(work, step_s=Constant(10)))
+    assert Simulation(even.with_broker(turn_barrier=True)).run().step_s == pytest.approx(
+        Simulation(even).run().step_s, rel=0.02
+    )
 
 
-@pytest.mark.parametrize("baseline", ["turn_barrier", "batch_barrier", "pinned_prompts"])
+@pytest.mark.parametrize("baseline", ["turn_barrier", "batch_barrier", "pin_prompts"])
 def test_baselines_survive_failures(baseline: str) -> None:
-    broker = STORM.broker.changed(alpha=0.0, redundant_groups=0, redundant_episodes=0)
-    setting = replace(STORM, broker=broker, **{baseline: True})
-    world = World(setting)
-    assert world.run().report["freshness_violations"] == 0
-    world.broker.ledger.check()
+    scenario = STORM.with_broker(alpha=0.0, redundant_groups=0, redundant_episodes=0, **{baseline: True})
+    simulation = Simulation(scenario)
+    assert simulation.run().report["freshness_violations"] == 0
+    simulation.broker.ledger.check()
 
 
 def test_pinned_prompts_keep_the_responses_of_a_prompt_together() -> None:
     """One prompt of 16 responses on 4 generators: one works; as requests of their own, all do."""
-    setting = replace(
-        CALM.with_broker(alpha=0.0, groups_per_batch=1, group_size=16, steps=2), engine=Engine(count=4, max_num_seqs=64)
+    scenario = replace(
+        CALM.with_broker(alpha=0.0, groups_per_batch=1, group_size=16, steps=2),
+        generators=Generators(count=4, max_num_seqs=64),
     )
-    spread, pinned = World(setting), World(replace(setting, pinned_prompts=True))
+    spread = Simulation(scenario)
+    pinned = Simulation(scenario.with_broker(pin_prompts=True))
     spread.run()
     pinned.run()
+
     assert all(generator.tokens for generator in spread.generators)
     assert sum(generator.tokens > 0 for generator in pinned.generators) <= 2  # one a step

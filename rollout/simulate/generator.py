@@ -4,86 +4,105 @@ gate of F2, with a prefix cache and weight loads. Nothing here scans what runs, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from rl.core.messages import Version, WeightStatus
 from rl.core.recent import Recent
 from rollout.generator.engines.timing import BatchModel, Timing
 from rollout.generator.gate import Gate
-from rollout.simulate.setting import Engine
+from rollout.simulate.clock import Clock
+from rollout.simulate.scenario import Generators
 
 NOTHING_LOADED = Version(-1, -1)
 _SESSIONS_CACHED = 4096
 
 
-class Request:
-    """What the shell keeps of a request by the proxy's key, until it is answered."""
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """What is kept of a request by the proxy's key, until it is answered."""
 
-    __slots__ = ("episode", "key", "length", "prompt_hash", "prompt_len", "session", "version")
+    key: int
+    episode: object
+    session: int
+    version: Version
+    prompt_len: int
+    length: int
+    """Tokens of the response."""
+    prompt_hash: int
+    """Of the group: its members begin with the same prompt."""
+
+
+class GeneratorEvents(Protocol):
+    """Who hears what a generator would tell the proxy and the learner."""
+
+    def first_token(self, generator: SimulatedGenerator, key: int, version: Version) -> None: ...
+
+    def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str) -> None: ...
+
+    def weights_loaded(self, generator: SimulatedGenerator, status: WeightStatus) -> None: ...
+
+
+class SimulatedGenerator:
+    """One incarnation. What it answers is posted to `listener` as it would go to the proxy."""
 
     def __init__(
-        self, key: int, episode: object, session: int, version: Version, prompt_len: int, length: int, prompt: int
+        self,
+        clock: Clock,
+        listener: GeneratorEvents,
+        index: int,
+        incarnation: int,
+        machine: Generators,
+        timing: Timing,
     ) -> None:
-        self.key, self.episode, self.session, self.version = key, episode, session, version
-        self.prompt_len, self.length, self.prompt_hash = prompt_len, length, prompt
-
-
-class Surroundings(Protocol):
-    """What a generator needs of the system around it."""
-
-    now: float
-
-    def at(self, when: float, handle: Callable[..., None], *arguments: Any) -> None: ...
-
-    def post(self, handle: Callable[..., None], *arguments: Any) -> None: ...
-
-    def first_token(self, generator: Generator, key: int, version: Version) -> None: ...
-
-    def generated(self, generator: Generator, key: int, tokens: int, reason: str) -> None: ...
-
-    def weights_loaded(self, generator: Generator, status: WeightStatus) -> None: ...
-
-
-class Generator:
-    """Answers go to `world` as they would go to the proxy: first_token, finished, status."""
-
-    def __init__(self, world: Surroundings, index: int, incarnation: int, engine: Engine, timing: Timing) -> None:
-        self.world, self.index, self.incarnation = world, index, incarnation
-        self.engine = engine
+        self.index = index
+        self.incarnation = incarnation
         self.version = NOTHING_LOADED
         self.alive = True
+
         self.busy_s = 0.0
         self.stalled_s = 0.0
         self.tokens = 0
-        self._model = BatchModel(timing, engine.max_num_seqs, world.now)
-        self._gate: Gate[int] = Gate()
-        self._requests: dict[int, Request] = {}  # held or running
-        self._cached: Recent[int] = Recent(_SESSIONS_CACHED)  # session -> context tokens
-        self._prompts: set[int] = set()
-        self._due = math.inf  # the wake-up that counts
-        self._since = world.now
 
-    def receive(self, request: Request) -> None:
+        self._clock = clock
+        self._listener = listener
+        self._machine = machine
+        self._model = BatchModel(timing, machine.max_num_seqs, clock.now)
+        self._gate: Gate[int] = Gate()
+
+        self._requests: dict[int, SimulatedRequest] = {}
+        """Held or running, by key."""
+        self._cached: Recent[int] = Recent(_SESSIONS_CACHED)
+        """Tokens of context by session."""
+
+        self._prompts: set[int] = set()
+        self._due = math.inf
+        """Time of the wake-up that counts; earlier ones only look again."""
+        self._since = clock.now
+
+    def receive(self, request: SimulatedRequest) -> None:
         self._requests[request.key] = request
+
         if self._gate.admit(request.version, request.key, self.version):
             self._settle()
             self._start(request)
             self._schedule()
 
     def abort(self, key: int) -> None:
+        """Unknown keys are ignored: their answer is on its way."""
         request = self._requests.get(key)
         if request is None:
-            return  # the answer is on its way
-        self._settle()
-        if key not in self._requests:
-            self._schedule()
             return
-        sampled = 0
-        if key in self._model:
-            sampled = self._model.tokens(key)
-            self._model.remove(key)
-        self._answer(request, sampled, "abort")
+
+        self._settle()
+
+        if key in self._requests:
+            sampled = 0
+            if key in self._model:
+                sampled = self._model.tokens(key)
+                self._model.remove(key)
+            self._answer(request, sampled, "abort")
+
         self._schedule()
 
     def wake(self, due: float) -> None:
@@ -96,72 +115,79 @@ class Generator:
         """The bytes are there: stall, and serve the new version from now on."""
         if not self.alive:
             return
+
         self._settle()
-        engine = self.engine
-        self._model.stall(engine.load_s, recompute=engine.on_update == "recompute" and self.version.n >= 0)
-        self.stalled_s += engine.load_s
+        machine = self._machine
+        self._model.stall(machine.load_s, recompute=machine.on_update == "recompute" and self.version.n >= 0)
+        self.stalled_s += machine.load_s
         self.version = version
-        if engine.on_update != "keep":
+
+        if machine.on_update != "keep":
             self._cached.clear()
             self._prompts.clear()
+
         self._schedule()
-        self.world.at(self.world.now + engine.load_s, self._loaded)
+        self._clock.after(machine.load_s, self._loaded)
 
     def _loaded(self) -> None:
         if not self.alive:
             return
-        self.world.weights_loaded(self, WeightStatus(self.index, self.incarnation, self.version))
+
+        self._listener.weights_loaded(self, WeightStatus(self.index, self.incarnation, self.version))
         self._settle()
+
         for key in self._gate.release(self.version):
             request = self._requests.get(key)
             if request is not None:
                 self._start(request)
+
         self._schedule()
 
     def running(self) -> dict[int, int]:
         """Tokens sampled so far, by key (GeneratorStatus)."""
         self._settle()
         self._schedule()
+
         return {key: self._model.tokens(key) for key in self._requests if key in self._model}
 
     def die(self) -> None:
         self._settle()
         self.alive = False
 
-    # ------------------------------------------------------------ inside
-
-    def _start(self, request: Request) -> None:
+    def _start(self, request: SimulatedRequest) -> None:
         cached = self._cached.get(request.session)
         if cached is None:
             cached = request.prompt_len if request.prompt_hash in self._prompts else 0
             self._prompts.add(request.prompt_hash)
+
         prefill = max(0, request.prompt_len - cached)
         self._model.add(request.key, request.prompt_len, prefill, request.length)
 
     def _settle(self) -> None:
         """Bring the batch up to now and answer what has ended."""
-        world, model = self.world, self._model
-        now = world.now
-        if len(model):
+        now = self._clock.now
+        if len(self._model):
             self.busy_s += now - self._since
         self._since = now
-        for event in model.advance(now):
+
+        for event in self._model.advance(now):
             if event.kind == "first_token":
-                world.post(world.first_token, self, event.key, self.version)
+                self._clock.post(self._listener.first_token, self, event.key, self.version)
             else:
                 request = self._requests[event.key]
                 self._answer(request, request.length, "stop")
 
-    def _answer(self, request: Request, tokens: int, reason: str) -> None:
+    def _answer(self, request: SimulatedRequest, tokens: int, reason: str) -> None:
         del self._requests[request.key]
         self.tokens += tokens
+
         if reason == "stop":
             self._cached.use(request.session, request.prompt_len + tokens)
-        self.world.post(self.world.generated, self, request.key, tokens, reason)
+        self._clock.post(self._listener.generated, self, request.key, tokens, reason)
 
     def _schedule(self) -> None:
         """A wake-up that turns out to be early only looks again, so an event that moves away costs nothing now."""
         due = self._model.next_event()
         if due is not None and due < self._due:
             self._due = due
-            self.world.at(due, self.wake, due)
+            self._clock.at(due, self.wake, due)

@@ -1,4 +1,4 @@
-"""BrokerCore: who may run, what is fresh, what is trained. A pure state machine (DESIGN section 3).
+"""BrokerCore: who may run, what is fresh, what is trained. A pure state machine (docs/freshness.md has the rules).
 
 Events are methods; each takes the caller's clock (`now`, seconds) and returns the actions to carry out,
 in order. No sockets, no clock, no threads; the production shell, the tests and the virtual-time simulator drive
@@ -10,136 +10,162 @@ this same object.
     actions = core.batch_requested(0, now=0.1)            # nothing yet
     actions = core.finished(ticket_id, Outcome(...), now=1.0)  # ..., EmitBatch once B groups are in
 
-n = published version = batches trained; e = the next step to be assembled (n <= e). Where the rules meet:
+n = published version = batches trained; e = the next step to be assembled (n <= e). The parts, and their rules:
 
-* **F1** `Rules.admitted(n)`, whole groups; a group's tickets go out in order of (retry first, rank, issue number).
-* **F2** tickets carry the version at which they go out. None goes out while n < e - S: no later batch could use it.
-* **F3** an unbatched group with v < e - S fits no later batch and ends `stale`, its task in front again with
-  attempts + 1. e >= n, so this is F3's bound n - S, applied as soon as it is certain (at assembly), not only at
-  publication. Groups cut off by the assembly of a batch while R > 0 count as `redundant`, up to R per batch.
-* **F4** B ready groups by (v, issue number), at the learner's request for step e.
-* **F5** `GroupBook.held_for(e - S)`, at most `hold_deadline_s` from the moment B groups were ready and requested.
-* Filtering: at most `max_filtered_per_step` constant groups are dropped per step, the next ones are kept: a batch
-  always has B whole groups.
-* A member that fails is tried again before anything new; after `max_attempts` it ends `failed`. When fewer than G
-  members can still deliver, the group is given up (`failed`) and another task takes its place.
+* **F1** `Groups.admit`: `Rules.admitted(n)` whole groups.
+* **F2** `Tickets.issue`: tickets carry the version at which they go out; none goes out while n < e - S.
+* **F3** `Groups.set_version`, `Groups.cut_off`: an unbatched group with v < e - S fits no later batch and ends `stale`,
+  its task in front again with attempts + 1. e >= n, so this is F3's bound n - S, applied as soon as it is certain (at
+  assembly), not only at publication.
+* **F4** `Batches.assemble`: B ready groups by (v, issue number), at the learner's request for step e.
+* **F5** `Batches.is_held`: a batch waits for groups that were cut off P times, at most `hold_deadline_s` from when it
+  had its B groups and was requested.
 
-Every ticket ends once: finished, failed, cancelled, or by the death of its server. What is
-reported for a ticket after its end is dropped, so a sample counts once whatever is sent again.
+Every ticket ends once: finished, failed, cancelled, or by the death of its server. What is reported for a ticket
+after its end is dropped, so a sample counts once whatever is sent again.
 """
 
 from __future__ import annotations
 
-import heapq
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
 
-from rl.core.messages import Ticket, Version
-from rl.core.seeds import sample_seed
-from rollout.broker.actions import Action, IssueTicket, Outcome, RevokeTickets
-from rollout.broker.journal import restore, snapshot
-from rollout.broker.lifecycle import Lifecycle
-from rollout.broker.records import Attempt, Group, State
+from rl.core.messages import Version
+from rollout.broker import journal
+from rollout.broker.actions import Action, Finished, Outcome, StopRun
+from rollout.broker.batches import Batches
+from rollout.broker.evaluation import Evaluations
+from rollout.broker.groups import Groups
+from rollout.broker.ledger import Ledger, LedgerError
+from rollout.broker.policy import (
+    EndGroup,
+    Policy,
+    Proposals,
+    StartCopy,
+    Suspend,
+    hooks_of,
+    make_policies,
+    make_priority,
+    make_task_source,
+)
+from rollout.broker.records import NAMES, Attempt, Phase, State
+from rollout.broker.rules import Rules
+from rollout.broker.servers import Servers
+from rollout.broker.statistics import Statistics
+from rollout.broker.tasks import TaskQueue, TaskSource
+from rollout.broker.tickets import BACKSTOP_S, Tickets
 
-BACKSTOP_S = 30.0  # an environment server ends its own overdue episodes; after this much longer the broker does
-_EPOCHS, _EPOCH_TICKETS = 1 << 22, 1 << 40  # ticket ids of successive epochs never meet, and fit in 62 bits
+P = ParamSpec("P")
+
+_IN_FLIGHT = (State.QUEUED, State.RUNNING, State.WAITING, State.BATCHED)
+_CUT_OFF = (State.STALE, State.REDUNDANT, State.FAILED)
 
 
-class BrokerCore(Lifecycle):
-    """The events; what happens to groups in between stands in `Lifecycle`, whose constructor this shares."""
+class BrokerCore:
+    """`tasks` and `ledger` replace the usual ones. Raises ConfigError for a name in the rules that does not exist."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        tasks: TaskSource | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.rules = rules
+        self.started = False
+        self.stopped = False
+        self.finished_at: float | None = None
+        self._drain_since: float | None = None
+
+        priority = make_priority(rules)
+        source = tasks or make_task_source(rules)
+        self.ledger = ledger or Ledger()
+        self.servers = Servers()
+        self.tickets = Tickets(rules, self.ledger, self.servers)
+        self.groups = Groups(rules, self.tickets, TaskQueue(source), priority.issue)
+        self.batches = Batches(rules, self.groups, priority.consume)
+        self.evaluations = Evaluations(rules, self.tickets)
+        self.policies = make_policies(self.groups)
+        self._hooks = hooks_of(self.policies)
 
     # ------------------------------------------------------------ events: learner
 
     def published(self, version: Version, now: float) -> list[Action]:
         """Version n is loaded nowhere yet, but trained and on its way. The first one starts the epoch."""
+        out: list[Action] = []
         if not self.started:
             if version.n != self.n:
-                self._stop(f"the learner starts at version {version.n}, the broker at {self.n}")
-            self.started, self.epoch = True, version.epoch
-            self._next_ticket = version.epoch % _EPOCHS * _EPOCH_TICKETS
+                out += self._stop(f"the learner starts at version {version.n}, the broker at {self.n}")
+            self.started = True
+            self.tickets.begin(version.epoch)
         elif version.epoch != self.epoch:
-            self._stop(f"the learner publishes in epoch {version.epoch}, this run is in epoch {self.epoch}")
-        elif version.n == self.n + 1 and self.n in self.batches:
-            self._trained(now)
+            out += self._stop(f"the learner publishes in epoch {version.epoch}, this run is in epoch {self.epoch}")
+        elif version.n == self.n + 1 and self.n in self.batches.untrained:
+            out += self._trained(now)
         elif version.n > self.n:
-            self._stop(f"the learner publishes version {version.n} after {self.n} without that batch")
-        return self._turn(now)
+            out += self._stop(f"the learner publishes version {version.n} after {self.n} without that batch")
+        return self._turn(out, now)
 
     def batch_requested(self, step: int, now: float) -> list[Action]:
-        """The learner wants batch `step`; it may ask for the next one while it trains (prefetch)."""
-        if step >= self.e:
-            self.requested.setdefault(step, now)
-        return self._turn(now)
+        self.batches.request(step, now)
+        return self._turn([], now)
 
     def eval_requested(self, version: Version, tasks: int, now: float) -> list[Action]:
         self.evaluations.request(version, tasks, now)
-        return self._turn(now)
+        return self._turn([], now)
 
     # ------------------------------------------------------------ events: environment servers
 
     def server_joined(self, server: int, incarnation: int, capacity: int, now: float) -> list[Action]:
         """Idempotent; a newer incarnation replaces an older one whose death was not announced yet."""
-        if self.servers.is_dead(server, incarnation):
-            return []
         known = self.servers.by_index.get(server)
-        if known is not None and known.incarnation > incarnation:
+        if self.servers.is_dead(server, incarnation) or (known is not None and known.incarnation > incarnation):
             return []
+
+        out: list[Action] = []
         if known is not None and known.incarnation < incarnation:
-            self._lose_server(server, known.incarnation, now)
-        self.servers.join(server, incarnation, capacity, now)
-        return self._turn(now)
+            out += self._lose_server(server, known.incarnation, now)
+        if self.servers.join(server, incarnation, capacity):
+            out += self._ask(Policy.server_joined, now, server, now)
+        self.servers.offer(server)
+        return self._turn(out, now)
 
     def server_left(self, server: int, incarnation: int, now: float) -> list[Action]:
         """The server is dead for certain: what it held is tried again."""
-        self._lose_server(server, incarnation, now)
-        return self._turn(now)
+        return self._turn(self._lose_server(server, incarnation, now), now)
 
     def finished(self, ticket_id: int, outcome: Outcome, now: float) -> list[Action]:
         if ticket_id in self.evaluations.running:
-            self._end_evaluation(ticket_id, outcome, now)
-            return self._turn(now)
+            return self._turn(self._end_evaluation(ticket_id, outcome, now), now)
         attempt = self.ledger.attempts.get(ticket_id)
         if attempt is None or not attempt.live:
             self.stats.duplicates += 1
             return []
-        self._given_up = 0
+
+        self.groups.given_up = 0
         self.stats.issued.add(outcome)
-        self.hedging.finished(now - attempt.issued_at)
-        self.servers.succeeded(attempt.server)
-        self._end_ticket(attempt, outcome.tokens_generated)
+        self._tell(Policy.finished, attempt, now)
+        self.tickets.end(attempt, outcome.tokens_generated)
         if attempt.cut:  # it ended before the cancel reached it
             self.stats.cut_finished(attempt.cut, outcome)
+
+        out: list[Action] = []
         sample = attempt.sample
-        if sample.state is State.RUNNING and (sample.attempt is attempt or sample.hedge is attempt):
-            if outcome.epoch != self.epoch:
-                self.stats.other_epoch += 1
-                self._end_group(sample.group, State.STALE, now)
-            else:
-                self._win(sample, attempt)
-                self._accept(sample, attempt, outcome, now)
-        return self._turn(now)
+        if sample.state is State.RUNNING and (sample.attempt is attempt or sample.spare is attempt):
+            out += self._accept(attempt, outcome, now)
+        return self._turn(out, now)
 
     def failed(self, ticket_id: int, reason: str, now: float, turns: int | None = None) -> list[Action]:
         """The environment server could not bring the episode to its end; `turns`: begun by then, None: unknown."""
-        attempt = self.ledger.attempts.get(ticket_id) or self.evaluations.running.get(ticket_id)
-        if attempt is not None and self._is_live(ticket_id):
-            self.servers.failed(attempt.server, now)
-        return self._without_result(ticket_id, reason, now, turns)
-
-    def _without_result(self, ticket_id: int, reason: str, now: float, turns: int | None) -> list[Action]:
-        if ticket_id in self.evaluations.running:
-            self._end_evaluation(ticket_id, None, now)
-        else:
-            attempt = self.ledger.attempts.get(ticket_id)
-            if attempt is None or not attempt.live:
-                return []
-            self._end_ticket(attempt)
-            self.stats.cut_running(attempt, turns, now)
-            self._retry(attempt, reason, now)
-        return self._turn(now)
+        out: list[Action] = []
+        attempt = self.evaluations.running.get(ticket_id) or self.ledger.live(ticket_id)
+        if attempt is not None:
+            out += self._ask(Policy.failed, now, attempt.server, now)
+        return self._without_result(ticket_id, reason, now, turns, out)
 
     def cancelled(self, ticket_id: int, now: float, turns: int | None = None) -> list[Action]:
         """The answer to a cancel; of a ticket that was not cancelled it is a failure."""
-        return self._without_result(ticket_id, "cancelled by its environment server", now, turns)
+        return self._without_result(ticket_id, "cancelled by its environment server", now, turns, [])
 
     # ------------------------------------------------------------ events: proxy and clock
 
@@ -149,175 +175,267 @@ class BrokerCore(Lifecycle):
         if attempt is None or attempt.sample.state is not State.RUNNING:
             return []
         sample, group = attempt.sample, attempt.sample.group
-        if attempt is sample.hedge:
-            attempt.version = version.n if attempt.version is None else min(attempt.version, version.n)
+        if attempt is not sample.attempt and attempt is not sample.spare:
             return []
-        if attempt is not sample.attempt:
-            return []
-        if version.epoch != self.epoch:
+
+        out: list[Action] = []
+        is_current = attempt is sample.attempt
+        if is_current and version.epoch != self.epoch:
             self.stats.other_epoch += 1
-            self._end_group(group, State.STALE, now)
-        elif sample.version is None or version.n < sample.version:
-            sample.version = version.n
-            if group.version is None or version.n < group.version:
-                self._age(group, version.n, now)
-        return self._turn(now)
+            out += self.groups.end(group, State.STALE, now)
+        elif attempt.version is None or version.n < attempt.version:
+            attempt.version = version.n
+            if is_current and (group.version is None or version.n < group.version):
+                out += self.groups.set_version(group, version.n, now)
+        return self._turn(out, now) if is_current else []
 
     def usage(self, ticket_id: int, tokens: int, lost: bool, now: float) -> list[Action]:
         """Tokens that a generator sampled for a training ticket; of evaluations nothing is counted."""
         attempt = self.ledger.attempts.get(ticket_id)
-        if attempt is not None or ticket_id not in self.evaluations.tickets:
+        if attempt is not None or ticket_id not in self.evaluations.issued:
             self.ledger.usage(ticket_id, tokens, lost)
             if attempt is not None and attempt.cut and not attempt.live and attempt.claimed < 0 and not lost:
                 self.stats.cut_late(attempt.cut, tokens)
-        return self._turn(now) if self._drain_since is not None else []
+        return self._turn([], now) if self._drain_since is not None else []
 
     def tick(self, now: float) -> list[Action]:
         """Deadlines; due at `next_deadline()`, harmless at any other time."""
-        while self._overdue and self._overdue[0][0] <= now:
-            attempt = self.ledger.attempts.get(self._overdue.popleft()[1])
-            if attempt is None or not attempt.live or attempt.sample.state is not State.RUNNING:
-                continue
-            if attempt is attempt.sample.hedge:
-                self._drop_hedge(attempt.sample)
-            elif attempt is attempt.sample.attempt:
-                self._cancel(attempt, State.FAILED)
-                self.servers.failed(attempt.server, now)
-                self._retry(attempt, f"no end {BACKSTOP_S:g} s after its deadline", now)
-        return self._turn(now)
+        out: list[Action] = []
+        for attempt in self.tickets.overdue(now):
+            if attempt is attempt.sample.attempt:
+                self.tickets.revoke(attempt, State.FAILED)
+                out += self._ask(Policy.failed, now, attempt.server, now)
+            out += self._retry(attempt, f"no end {BACKSTOP_S:g} s after its deadline", now)
+        return self._turn(out, now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, as far as is known now."""
-        while self._overdue and not self._is_live(self._overdue[0][1]):
-            self._overdue.popleft()
-        due = [self._overdue[0][0]] if self._overdue else []
-        if self._hold_since is not None:
-            due.append(self._hold_since + self.settings.hold_deadline_s)
+        due = [self.tickets.next_deadline()]
+        if self.batches.held_since is not None:
+            due.append(self.batches.held_since + self.rules.hold_deadline_s)
         if self._drain_since is not None and self.finished_at is None:
-            due.append(self._drain_since + self.settings.drain_deadline_s)
+            due.append(self._drain_since + self.rules.drain_deadline_s)
         if self.started and not self.stopped:
-            due += [each for each in (self.hedging.next_due(), self.servers.next_release()) if each is not None]
-        return min(due, default=None)
-
-    def _is_live(self, ticket_id: int) -> bool:
-        attempt = self.ledger.attempts.get(ticket_id)
-        return (attempt is not None and attempt.live) or ticket_id in self.evaluations.running
-
-    # ------------------------------------------------------------ journal
-
-    def snapshot(self) -> dict[str, Any]:
-        """Plain data for a checkpoint at version n (`journal.py`)."""
-        return snapshot(self)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a snapshot; only a core that has seen no event may do so."""
-        restore(self, state)
+            due += [policy.next_deadline() for policy in self.policies]
+        return min((each for each in due if each is not None), default=None)
 
     # ------------------------------------------------------------ one turn
 
-    def _turn(self, now: float) -> list[Action]:
+    def _turn(self, out: list[Action], now: float) -> list[Action]:
         """After every event: assemble what is due, admit, issue, and see whether this is the end."""
         if self.started and not self.stopped:
-            self.servers.release(now)
-            while self._assemble(now):
-                pass
-            if len(self.groups) < self.limit and self._may_begin():
-                self._admit(now)
-            self._issue(now)
-            self._hedge(now)
-            if self.n == self.settings.steps:
-                self._drain(now)
-        if self._cancels:
-            self._out += [RevokeTickets(server, ticket_ids) for server, ticket_ids in self._cancels.items()]
-            self._cancels = {}
-        out, self._out = self._out, []
+            out += self._ask(Policy.turn_begins, now, now)
+            while (
+                self.batches.is_complete()
+                and all(may() for may in self._hooks[Policy.may_assemble])
+                and not self.batches.is_held(now)
+            ):
+                out += self._assemble(now)
+
+            room = len(self.groups.open) < self.groups.limit and self.groups.e < self.rules.steps
+            if room and all(may() for may in self._hooks[Policy.may_admit]):
+                self.groups.admit(now)
+
+            if self.evaluations.queue:
+                out += self.evaluations.issue()
+            issued = self.tickets.issue(self.n, self.groups.floor, now)
+            out += issued
+            for action in issued:
+                self._tell(Policy.issued, self.ledger.attempts[action.ticket.ticket_id])
+            out += self._ask(Policy.turn_ends, now, now)
+
+            if self.n == self.rules.steps:
+                out += self._drain(now)
+        out += self.tickets.revocations()
         return out
 
-    def _admit(self, now: float) -> None:
-        if self.e == self.settings.steps:
-            return  # all steps are assembled
-        while len(self.groups) < self.limit:
-            group_id, assignment = self.tasks.take()
-            group = Group(group_id, assignment, self.settings.members, self.priority.issue(assignment), now)
-            self.groups[group_id] = group
-            for sample in group.members:
-                self.ledger.issue(sample)
-                self._enqueue(sample)
+    # ------------------------------------------------------------ policies
 
-    def _issue(self, now: float) -> None:
-        """Tickets while there is credit: evaluations, then retries, then groups in order of issue."""
-        usable = self.n >= self.floor
-        while self.evaluations.queue or (usable and self._next_queued()):
-            server = self.servers.next()
-            if server is None:
-                return
-            ticket_id = self._next_ticket
-            self._next_ticket += 1
-            if self.evaluations.queue:
-                ticket = self._evaluation_ticket(ticket_id, server.index)
+    def _tell(self, hook: Callable[Concatenate[Any, P], None], *what: P.args, **named: P.kwargs) -> None:
+        for each in self._hooks[hook]:
+            each(*what)
+
+    def _ask(
+        self, hook: Callable[Concatenate[Any, P], Proposals], now: float, *what: P.args, **named: P.kwargs
+    ) -> list[Action]:
+        """Carry out what the policies propose."""
+        out: list[Action] = []
+        for each in self._hooks[hook]:
+            for proposal in each(*what):
+                match proposal:
+                    case EndGroup(group, end, put_back):
+                        out += self.groups.end(group, end, now, put_back=put_back)
+                    case StartCopy(attempt):
+                        ticket = self.tickets.copy(attempt, self.n, self.groups.floor, now)
+                        if ticket is not None:
+                            self.stats.hedged += 1
+                            out.append(ticket)
+                    case Suspend(server, suspended):
+                        self.servers.suspend(server, suspended)
+        return out
+
+    # ------------------------------------------------------------ ends of tickets
+
+    def _accept(self, attempt: Attempt, outcome: Outcome, now: float) -> list[Action]:
+        """The first result of a sample, which may complete its group."""
+        group = attempt.sample.group
+        if outcome.epoch != self.epoch:
+            self.stats.other_epoch += 1
+            return [*self.groups.end(group, State.STALE, now)]
+
+        self.stats.hedges_won += attempt.spare
+        self.tickets.settle(attempt)
+        out: list[Action] = [*self.groups.accept(attempt, outcome, now)]
+        if group.done == self.rules.group_size and group.phase is Phase.OPEN:
+            out += self._ask(Policy.completed, now, group)
+            if group.phase is Phase.OPEN:
+                self.batches.add(group)
+        return out
+
+    def _without_result(
+        self, ticket_id: int, reason: str, now: float, turns: int | None, out: list[Action]
+    ) -> list[Action]:
+        if ticket_id in self.evaluations.running:
+            return self._turn(out + self._end_evaluation(ticket_id, None, now), now)
+        attempt = self.ledger.live(ticket_id)
+        if attempt is None:
+            return []
+        return self._turn(out + self._end_attempt(attempt, reason, now, turns), now)
+
+    def _end_attempt(self, attempt: Attempt, reason: str, now: float, turns: int | None = None) -> list[Action]:
+        self.tickets.end(attempt)
+        self.stats.cut_running(attempt, turns, now)
+        return self._retry(attempt, reason, now)
+
+    def _retry(self, attempt: Attempt, reason: str, now: float) -> list[Action]:
+        out: list[Action] = [*self.groups.retry(attempt, now)]
+        if out and self.groups.given_up >= self.rules.max_groups_given_up:
+            out += self._stop(f"{self.groups.given_up} groups in a row failed every attempt; the last one: {reason}")
+        return out
+
+    def _end_evaluation(self, ticket_id: int, outcome: Outcome | None, now: float) -> list[Action]:
+        report = self.evaluations.end(ticket_id, outcome, now)
+        if report is None:
+            return []
+        self.stats.evaluated(report)
+        return [report]
+
+    def _lose_server(self, server: int, incarnation: int, now: float) -> list[Action]:
+        held = self.servers.leave(server, incarnation)
+        if held is None:
+            return []
+        self._tell(Policy.server_left, server, bool(held))
+
+        out: list[Action] = []
+        for ticket_id in held:
+            if ticket_id in self.evaluations.running:
+                out += self._end_evaluation(ticket_id, None, now)
             else:
-                ticket = self._ticket(ticket_id, server.index, now)
-            self.servers.take(server, ticket.ticket_id)
-            self._out.append(IssueTicket(server.index, ticket))
+                attempt = self.ledger.attempts[ticket_id]
+                out += self._end_attempt(attempt, f"environment server {server} died", now)
+        return out
 
-    def _next_queued(self) -> bool:
-        while self._queue and self._queue[0][3].state is not State.QUEUED:
-            heapq.heappop(self._queue)
-        return bool(self._queue)
+    # ------------------------------------------------------------ batches
 
-    def _ticket(self, ticket_id: int, server: int, now: float) -> Ticket:
-        sample = heapq.heappop(self._queue)[3]
-        attempt = Attempt(ticket_id, sample, server, self.n, now)
-        self.ledger.start(sample, attempt)
-        self.hedging.issued(attempt)
-        return self._training_ticket(attempt, now)
+    def _assemble(self, now: float) -> list[Action]:
+        batch = self.batches.assemble(now)
+        self.stats.assembled(batch.step, batch.samples, self.rules.staleness_bound)
+        batch.metrics.update(self._metrics())
 
-    def _hedge(self, now: float) -> None:
-        """A second copy, elsewhere, for each episode that is slow, as far as there is credit that nothing new needs."""
-        hedging, servers = self.hedging, self.servers
-        if not hedging.quantile:
-            return
-        hedging.look(now)
-        open_samples = self.ledger.samples[State.RUNNING] + self.ledger.samples[State.WAITING]
-        for slow in hedging.waiting():
-            server = servers.next(avoid=slow.server) if hedging.allows(open_samples) else None
-            if server is None or self.n < self.floor:
-                return
-            attempt = Attempt(self._next_ticket, slow.sample, server.index, self.n, now)
-            self._next_ticket += 1
-            self.ledger.hedge(slow.sample, attempt)
-            servers.take(server, attempt.ticket_id)
-            hedging.live += 1
-            self.stats.hedged += 1
-            self._out.append(IssueTicket(server.index, self._training_ticket(attempt, now)))
+        out: list[Action] = [batch, *self.groups.cut_off(now)]
+        return out + self._ask(Policy.assembled, now)
 
-    def _training_ticket(self, attempt: Attempt, now: float) -> Ticket:
-        sample, settings = attempt.sample, self.settings
-        group = sample.group
-        self._overdue.append((now + settings.episode_deadline_s + BACKSTOP_S, attempt.ticket_id))
-        return Ticket(
-            ticket_id=attempt.ticket_id,
-            sample_id=sample.sample_id,
-            group_id=group.group_id,
-            task_index=group.assignment.task_index,
-            version=Version(self.epoch, self.n),
-            attempt=sample.failures,
-            deadline_s=settings.episode_deadline_s,
-            seed=sample_seed(settings.seed, sample.sample_id),
-            temperature=settings.temperature,
-        )
+    def _trained(self, now: float) -> list[Action]:
+        groups = self.batches.untrained.pop(self.n)
+        self.stats.trained(self.n, groups)
+        self.groups.stand_at(self.n + 1, self.groups.e)
+        return [record for group in groups for record in self.groups.end(group, State.TRAINED, now)]
 
-    def _evaluation_ticket(self, ticket_id: int, server: int) -> Ticket:
-        attempt = self.evaluations.start(ticket_id, server)
-        return Ticket(
-            ticket_id=ticket_id,
-            sample_id=-1,
-            group_id=-1,
-            task_index=attempt.task_index,
-            version=attempt.evaluation.version,
-            attempt=attempt.failures,
-            kind="eval",
-            deadline_s=self.settings.episode_deadline_s,
-            seed=sample_seed(self.settings.seed, -1 - attempt.task_index),
-            temperature=self.settings.eval_temperature,
-        )
+    # ------------------------------------------------------------ the end
+
+    def _drain(self, now: float) -> list[Action]:
+        """All steps are trained: the end comes with the last evaluation, ticket and usage, or by the deadline."""
+        awaited = self.rules.eval_tasks > 0 and self.rules.steps not in self.evaluations.requested
+        if self.finished_at is not None or awaited or self.evaluations.pending:
+            return []
+
+        if self._drain_since is None:
+            self._drain_since = now
+        settled = not self.servers.outstanding and not self.ledger.unreconciled
+        if not settled and now < self._drain_since + self.rules.drain_deadline_s:
+            return []
+
+        self.finished_at = now
+        self.ledger.give_up_waiting()
+        out: list[Action] = [Finished(self.report())]
+        books = self.ledger
+        if books.mismatches:
+            out += self._stop(f"the ledger does not close ({books.mismatches} times): {books.first_mismatch}")
+        try:
+            books.check()
+        except LedgerError as error:
+            out += self._stop(f"the ledger does not close: {error}")
+        return out
+
+    def _stop(self, reason: str) -> list[Action]:
+        """The run cannot go on; only the first reason is told."""
+        if self.stopped:
+            return []
+        self.stopped = True
+        return [StopRun(reason)]
+
+    # ------------------------------------------------------------ what can be seen from outside
+
+    @property
+    def n(self) -> int:
+        return self.groups.n
+
+    @property
+    def stats(self) -> Statistics:
+        return self.groups.stats
+
+    @property
+    def epoch(self) -> int:
+        return self.tickets.epoch
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data for a checkpoint at version n (`journal.py`)."""
+        return journal.snapshot(self.groups)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a snapshot; only a core that has seen no event may do so."""
+        journal.restore(self.groups, state)
+
+    def _counts(self) -> dict[str, int]:
+        """What policies did; 0 where one is off."""
+        counts = {"hedged_episodes": self.stats.hedged, "quarantines": 0, "filtered_groups": 0}
+        for policy in self.policies:
+            counts |= policy.counts()
+        return counts
+
+    def _metrics(self) -> dict[str, float]:
+        samples = self.ledger.samples
+        queue = {f"queue/{NAMES[state]}": samples[state] for state in _IN_FLIGHT}
+        ends = {f"broker/{NAMES[state]}_samples": samples[state] for state in _CUT_OFF}
+        counts = {f"broker/{name}": count for name, count in self._counts().items()}
+        return {name: float(value) for name, value in (queue | ends | counts).items()}
+
+    def report(self) -> dict[str, Any]:
+        """The closing report (`Statistics.report`), at any time."""
+        return self.stats.report(self.n, self.ledger) | {"quarantines": self._counts()["quarantines"]}
+
+    def describe(self) -> dict[str, Any]:
+        """The state in numbers, for whoever must find out who waits for whom."""
+        return {
+            "version": self.n,
+            "next_step": self.groups.e,
+            "requested": sorted(self.batches.requested),
+            "groups": len(self.groups.open),
+            "ready_groups": self.groups.ready,
+            "groups_per_batch": self.rules.groups_per_batch,
+            "held_for": self.groups.held_for(),
+            "queued_evaluations": len(self.evaluations.queue),
+            "running_evaluations": len(self.evaluations.running),
+            "servers": {s.index: f"{len(s.live)}/{s.capacity}" for s in self.servers.by_index.values()},
+            "ledger": self.ledger.report(),
+        }

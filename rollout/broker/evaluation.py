@@ -1,4 +1,4 @@
-"""Evaluations: a class of tickets outside admission and ledger, which take credit before training tickets.
+"""Evaluations: tickets of their own kind, outside admission and ledger, which take credit before training tickets.
 
 An episode that fails is tried again up to `max_attempts` times; after that its task counts as failed and
 stands outside the means.
@@ -7,22 +7,24 @@ stands outside the means.
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from rl.core.messages import Version
-from rollout.broker.actions import EvalEpisode, EvalReport, Outcome
+from rl.core.messages import Ticket, Version
+from rl.core.seeds import sample_seed
+from rollout.broker.actions import EvalEpisode, EvalReport, IssueTicket, Outcome
+from rollout.broker.rules import Rules
+from rollout.broker.tickets import Tickets
 
 
+@dataclass(slots=True)
 class Evaluation:
-    def __init__(self, version: Version, tasks: int, now: float) -> None:
-        self.version, self.tasks, self.began = version, tasks, now
-        self.outcomes: list[tuple[int, Outcome]] = []  # with the task's index, in order of arrival
-        self.failed = 0
-
-    @property
-    def complete(self) -> bool:
-        return len(self.outcomes) + self.failed >= self.tasks
+    version: Version
+    tasks: int
+    began: float
+    outcomes: list[tuple[int, Outcome]] = field(default_factory=list)  # with the task's index, in order of arrival
+    failed: int = 0
 
     def report(self, now: float) -> EvalReport:
         outcomes = [outcome for _, outcome in self.outcomes]
@@ -43,20 +45,21 @@ class Evaluation:
         )
 
 
+@dataclass(slots=True)
 class EvalAttempt:
-    __slots__ = ("evaluation", "failures", "server", "task_index")
-
-    def __init__(self, evaluation: Evaluation, task_index: int, failures: int) -> None:
-        self.evaluation, self.task_index, self.failures = evaluation, task_index, failures
-        self.server = -1
+    evaluation: Evaluation
+    task_index: int
+    failures: int = 0
+    server: int = -1
 
 
 class Evaluations:
-    def __init__(self, max_attempts: int) -> None:
-        self.max_attempts = max_attempts
+    def __init__(self, rules: Rules, tickets: Tickets) -> None:
+        self.rules = rules
+        self.tickets = tickets
         self.queue: deque[EvalAttempt] = deque()
         self.running: dict[int, EvalAttempt] = {}  # by ticket
-        self.tickets: set[int] = set()  # all that went out, so that late usage of one is known
+        self.issued: set[int] = set()  # every ticket that went out, so that late usage of one is known
         self.requested: set[int] = set()  # versions
         self.pending = 0  # evaluations
 
@@ -66,26 +69,46 @@ class Evaluations:
         self.requested.add(version.n)
         self.pending += 1
         evaluation = Evaluation(version, tasks, now)
-        self.queue.extend(EvalAttempt(evaluation, task, 0) for task in range(tasks))
+        self.queue.extend(EvalAttempt(evaluation, task) for task in range(tasks))
 
-    def start(self, ticket_id: int, server: int) -> EvalAttempt:
-        attempt = self.queue.popleft()
-        attempt.server = server
-        self.running[ticket_id] = attempt
-        self.tickets.add(ticket_id)
-        return attempt
+    def issue(self) -> list[IssueTicket]:
+        """Tickets while there is credit."""
+        issued: list[IssueTicket] = []
+        while self.queue and (server := self.tickets.servers.next()) is not None:
+            attempt = self.queue.popleft()
+            attempt.server = server.index
+            ticket = Ticket(
+                ticket_id=self.tickets.new_id(),
+                sample_id=-1,
+                group_id=-1,
+                task_index=attempt.task_index,
+                version=attempt.evaluation.version,
+                attempt=attempt.failures,
+                kind="eval",
+                deadline_s=self.rules.episode_deadline_s,
+                seed=sample_seed(self.rules.seed, -1 - attempt.task_index),
+                temperature=self.rules.eval_temperature,
+            )
+            self.running[ticket.ticket_id] = attempt
+            self.issued.add(ticket.ticket_id)
+            self.tickets.servers.take(server, ticket.ticket_id)
+            issued.append(IssueTicket(server.index, ticket))
+        return issued
 
     def end(self, ticket_id: int, outcome: Outcome | None, now: float) -> EvalReport | None:
         """A ticket has ended, without a result if `outcome` is None; the report when it was the last."""
         attempt = self.running.pop(ticket_id)
         evaluation = attempt.evaluation
-        if outcome is not None:
+        self.tickets.servers.give_back(attempt.server, ticket_id)
+
+        if outcome is not None and outcome.epoch == self.tickets.epoch:  # else weights of another epoch answered
             evaluation.outcomes.append((attempt.task_index, replace(outcome, payload=None)))
-        elif attempt.failures + 1 < self.max_attempts:
+        elif attempt.failures + 1 < self.rules.max_attempts:
             self.queue.appendleft(EvalAttempt(evaluation, attempt.task_index, attempt.failures + 1))
         else:
             evaluation.failed += 1
-        if not evaluation.complete:
+
+        if len(evaluation.outcomes) + evaluation.failed < evaluation.tasks:
             return None
         self.pending -= 1
         return evaluation.report(now)

@@ -9,44 +9,43 @@ Pending evaluations are not part of it; the learner asks for what it needs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from rollout.broker.groups import Groups
 from rollout.broker.statistics import Statistics
-
-if TYPE_CHECKING:
-    from rollout.broker.lifecycle import Lifecycle
 
 _FORMAT = 1
 
 
-def snapshot(core: Lifecycle) -> dict[str, Any]:
-    leaving = [sample for group in core.groups.values() for sample in group.members]
+def snapshot(groups: Groups) -> dict[str, Any]:
+    members = [sample for group in groups.open.values() for sample in group.members]
     return {
         "format": _FORMAT,
-        "epoch": core.epoch,
-        "n": core.n,
-        "group_size": core.settings.group_size,
-        "members": core.settings.members,
-        "tasks": core.tasks.snapshot([(group.group_id, group.assignment) for group in core.groups.values()]),
-        "ledger": core.ledger.snapshot(leaving),
-        "stats": msgspec.to_builtins(core.stats),
+        "epoch": groups.tickets.epoch,
+        "n": groups.n,
+        "group_size": groups.rules.group_size,
+        "members": groups.rules.members,
+        "tasks": groups.tasks.snapshot([(group.group_id, group.assignment) for group in groups.open.values()]),
+        "ledger": groups.tickets.ledger.snapshot(members),
+        "stats": msgspec.to_builtins(groups.stats),
     }
 
 
-def restore(core: Lifecycle, state: dict[str, Any]) -> None:
+def restore(groups: Groups, state: dict[str, Any]) -> None:
     """Raises ValueError if the journal is of another format or of groups of another size (sample ids would clash)."""
     if state["format"] != _FORMAT:
         raise ValueError(f"journal of format {state['format']}, this broker reads {_FORMAT}")
-    if core.started or core.groups:
+    if groups.tickets.epoch >= 0 or groups.open:
         raise ValueError("a broker that has begun cannot be restored")
-    sizes = {"group_size": core.settings.group_size, "members": core.settings.members}
-    for name, size in sizes.items():
-        if state[name] != size:
-            raise ValueError(f"the checkpoint has {name}={state[name]}, the configuration {size}")
-    core.e = state["n"]
-    core.advance(state["n"])
-    core.tasks.restore(state["tasks"])
-    core.ledger.restore(state["ledger"])
-    core.stats = msgspec.convert(state["stats"], Statistics, strict=False)
+    for name in ("group_size", "members"):
+        if state[name] != getattr(groups.rules, name):
+            raise ValueError(
+                f"the checkpoint has {name}={state[name]}, the configuration {getattr(groups.rules, name)}"
+            )
+
+    groups.stand_at(state["n"], state["n"])
+    groups.tasks.restore(state["tasks"])
+    groups.tickets.ledger.restore(state["ledger"])
+    groups.stats = msgspec.convert(state["stats"], Statistics, strict=False)

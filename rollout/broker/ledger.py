@@ -21,6 +21,7 @@ All transitions pass through `move`, the only place that changes a state.
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from typing import Any
 
 from rollout.broker.records import ENDS, NAMES, Attempt, Sample, State
@@ -34,6 +35,7 @@ _ALLOWED: dict[State, frozenset[State]] = {
 } | {end: frozenset() for end in ENDS}
 
 RETAINED_TICKETS = 32_768  # ended tickets whose late usage can still be attributed
+_COUNTERS = ("issued", "samples", "tokens", "generated", "lost", "attempts_with_tokens", "mismatches", "first_mismatch")
 
 
 class LedgerError(AssertionError):
@@ -41,60 +43,53 @@ class LedgerError(AssertionError):
 
 
 class Ledger:
-    """Counters by state, and the records of tickets until they are reconciled.
+    """Counters by state, and the records of tickets until they are reconciled."""
 
-    With `audit` every sample and ticket is kept for ever, so that `check` recounts from scratch (tests).
-    """
-
-    def __init__(self, *, audit: bool = False) -> None:
+    def __init__(self) -> None:
         self.issued = 0
         self.samples = [0] * len(State)
         self.tokens = [0] * len(State)
         self.generated = 0
         self.lost = 0
-        self.attempts: dict[int, Attempt] = {}
         self.attempts_with_tokens = 0
-        self.unreconciled = 0  # trajectories whose usage has not all arrived
         self.mismatches = 0
         self.first_mismatch = ""
+
+        self.attempts: dict[int, Attempt] = {}
+        self.unreconciled = 0  # trajectories whose usage has not all arrived
         self._ended: deque[int] = deque()
-        self._audit: tuple[list[Sample], list[Attempt]] | None = ([], []) if audit else None
-        self._base = self._counters()
+
+    def live(self, ticket_id: int) -> Attempt | None:
+        attempt = self.attempts.get(ticket_id)
+        return attempt if attempt is not None and attempt.live else None
 
     def issue(self, sample: Sample) -> None:
         self.issued += 1
         self.samples[sample.state] += 1
-        if self._audit:
-            self._audit[0].append(sample)
 
-    def start(self, sample: Sample, attempt: Attempt) -> None:
-        """A ticket goes out for a queued sample."""
-        self.move(sample, State.RUNNING)
-        sample.attempt = attempt
+    def start(self, attempt: Attempt) -> None:
+        """A ticket goes out for a queued sample, or a spare one for a running sample."""
+        if attempt.spare:
+            attempt.sample.spare = attempt
+        else:
+            self.move(attempt.sample, State.RUNNING)
+            attempt.sample.attempt = attempt
         self.attempts[attempt.ticket_id] = attempt
-        if self._audit:
-            self._audit[1].append(attempt)
-
-    def hedge(self, sample: Sample, attempt: Attempt) -> None:
-        """A second ticket goes out for a running sample."""
-        attempt.spare = True
-        sample.hedge = attempt
-        self.attempts[attempt.ticket_id] = attempt
-        if self._audit:
-            self._audit[1].append(attempt)
 
     def promote(self, sample: Sample) -> None:
         """The second copy becomes the current attempt, and the first (if it has not failed) the spare one."""
-        first, second = sample.attempt, sample.hedge
+        first, second = sample.attempt, sample.spare
         assert second is not None and sample.state is State.RUNNING
         if first is not None:
             first.spare = True
             self.tokens[State.RUNNING] -= first.tokens
             self.tokens[State.REDUNDANT] += first.tokens
+
         second.spare = False
         self.tokens[State.REDUNDANT] -= second.tokens
         self.tokens[State.RUNNING] += second.tokens
-        sample.attempt, sample.hedge, sample.version = second, None, second.version
+        sample.attempt = second
+        sample.spare = None
 
     def move(self, sample: Sample, state: State) -> None:
         old = sample.state
@@ -103,6 +98,7 @@ class Ledger:
         sample.state = state
         self.samples[old] -= 1
         self.samples[state] += 1
+
         if sample.attempt is not None and (tokens := sample.attempt.tokens):
             self.tokens[old] -= tokens
             self.tokens[state] += tokens
@@ -114,7 +110,6 @@ class Ledger:
         self.tokens[sample.state] -= attempt.tokens
         self.tokens[State.FAILED] += attempt.tokens
         sample.attempt = None
-        sample.version = None
 
     def end(self, attempt: Attempt, claimed: int = -1) -> None:
         """A ticket has ended, with a trajectory that claims so many tokens (-1: without one)."""
@@ -136,10 +131,11 @@ class Ledger:
         if lost:
             self.lost += tokens
             return
+
         if attempt.tokens == 0 < tokens:
             self.attempts_with_tokens += 1
         attempt.tokens += tokens
-        self.tokens[_book(attempt)] += tokens
+        self.tokens[state_of(attempt)] += tokens
         if attempt.claimed >= 0:
             self._reconcile(attempt)
 
@@ -150,22 +146,13 @@ class Ledger:
                 self._retire(attempt.ticket_id)
 
     def check(self) -> None:
-        """Raise LedgerError unless the books close; recounts from scratch when auditing."""
+        """Raise LedgerError unless the books close."""
         if self.issued != sum(self.samples) or min(self.samples) < 0:
             raise LedgerError(f"{self.issued} samples issued, states {dict(zip(NAMES, self.samples, strict=True))}")
         if self.generated != sum(self.tokens) + self.lost or min(self.tokens) < 0:
             raise LedgerError(f"{self.generated} tokens generated, {self.lost} lost, states {self.tokens}")
         if self.tokens[State.QUEUED]:
             raise LedgerError(f"{self.tokens[State.QUEUED]} tokens of queued samples")
-        if self._audit is None:
-            return
-        samples, tokens = list(self._base["samples"]), list(self._base["tokens"])
-        for sample in self._audit[0]:
-            samples[sample.state] += 1
-        for attempt in self._audit[1]:
-            tokens[_book(attempt)] += attempt.tokens
-        if samples != self.samples or tokens != self.tokens:
-            raise LedgerError(f"counted {samples}, {tokens}; the books say {self.samples}, {self.tokens}")
 
     def report(self) -> dict[str, dict[str, int]]:
         samples = {"issued": self.issued} | dict(zip(NAMES, self.samples, strict=True))
@@ -177,39 +164,20 @@ class Ledger:
 
         Tokens of their earlier, failed attempts stay under `failed`: that work was done.
         """
-        issued, samples, tokens = self.issued, list(self.samples), list(self.tokens)
-        generated, with_tokens = self.generated, self.attempts_with_tokens
+        counters = {name: copy(getattr(self, name)) for name in _COUNTERS}
         for sample in leaving:
-            issued -= 1
-            samples[sample.state] -= 1
+            counters["issued"] -= 1
+            counters["samples"][sample.state] -= 1
             if sample.attempt is not None:
-                tokens[sample.state] -= sample.attempt.tokens
-                generated -= sample.attempt.tokens
-                with_tokens -= sample.attempt.tokens > 0
-        return self._counters() | {
-            "issued": issued,
-            "samples": samples,
-            "tokens": tokens,
-            "generated": generated,
-            "attempts_with_tokens": with_tokens,
-        }
+                tokens = sample.attempt.tokens
+                counters["tokens"][sample.state] -= tokens
+                counters["generated"] -= tokens
+                counters["attempts_with_tokens"] -= tokens > 0
+        return counters
 
     def restore(self, counters: dict[str, Any]) -> None:
-        for name in self._counters():
+        for name in _COUNTERS:
             setattr(self, name, counters[name])
-        self._base = self._counters()
-
-    def _counters(self) -> dict[str, Any]:
-        return {
-            "issued": self.issued,
-            "samples": list(self.samples),
-            "tokens": list(self.tokens),
-            "generated": self.generated,
-            "lost": self.lost,
-            "attempts_with_tokens": self.attempts_with_tokens,
-            "mismatches": self.mismatches,
-            "first_mismatch": self.first_mismatch,
-        }
 
     def _reconcile(self, attempt: Attempt) -> None:
         if attempt.tokens < attempt.claimed:
@@ -236,7 +204,8 @@ class Ledger:
         self.first_mismatch = self.first_mismatch or what
 
 
-def _book(attempt: Attempt) -> State:
+def state_of(attempt: Attempt) -> State:
+    """Under which its tokens are booked."""
     if attempt.spare:
         return State.REDUNDANT
     return attempt.sample.state if attempt.sample.attempt is attempt else State.FAILED

@@ -99,7 +99,7 @@ class Broker:
             poller.register(source, zmq.POLLIN)
         process.busy = True  # the loop turns even without messages: a frozen progress is a hang
         while not process.stopping:
-            with process.waits.on("env_server" if self.core.requested else "learner"):
+            with process.waits.on("env_server" if self.core.batches.requested else "learner"):
                 poller.poll(self._poll_ms())
             # First tokens before results, results before deaths: as much as possible counts before it is tried again.
             self._drain(self.usage, self._from_proxy)
@@ -272,7 +272,7 @@ class Broker:
     def _watch(self) -> None:
         """The learner waits for batch n from the publication of n, if it has asked. Raises WaitExpired."""
         core, deadline_s = self.core, self.config.learner.batch_deadline_s
-        asked = core.requested.get(core.n)
+        asked = core.batches.requested.get(core.n)
         if asked is None or time.monotonic() - max(asked, self._waiting_since) <= deadline_s:
             return
         error = WaitExpired(
@@ -291,7 +291,7 @@ class Broker:
         late = {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}
         if late:
             return f"missing messages of environment servers {late}"
-        ready, needed = core.book.ready, core.settings.groups_per_batch
+        ready, needed = core.groups.ready, core.rules.groups_per_batch
         return f"{core.servers.outstanding} episodes of the environment servers ({ready} of {needed} groups ready)"
 
     def _stats(self) -> dict[str, float]:

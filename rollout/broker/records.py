@@ -1,9 +1,9 @@
-"""What the broker keeps of a group, its samples and their tickets. Who changes what: `Ledger.move` a sample's state,
-`GroupBook` a group's version and phase, `Lifecycle` the rest.
-"""
+"""What the broker keeps of a group, its samples and their tickets. Who changes what: `Ledger` a sample's state and
+tokens, `Tickets` its attempts, `Groups` a group's version and phase."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
 from rollout.broker.actions import Outcome
@@ -34,66 +34,53 @@ class Phase(Enum):
     ENDED = auto()
 
 
+@dataclass(slots=True, eq=False)
 class Sample:
-    """A place in a group. `attempt` is the current ticket; `version` the first-token version of that attempt; `hedge` a
-    second copy of it on another server."""
+    """A place in a group. `attempt` is its current ticket, `spare` a second copy of it on another server."""
 
-    __slots__ = ("attempt", "failures", "group", "hedge", "outcome", "sample_id", "state", "version")
-
-    def __init__(self, sample_id: int, group: Group) -> None:
-        self.sample_id = sample_id
-        self.group = group
-        self.state = State.QUEUED
-        self.attempt: Attempt | None = None
-        self.hedge: Attempt | None = None
-        self.version: int | None = None
-        self.failures = 0
-        self.outcome: Outcome | None = None
+    sample_id: int
+    group: Group
+    state: State = State.QUEUED
+    attempt: Attempt | None = None
+    spare: Attempt | None = None
+    failures: int = 0
+    outcome: Outcome | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
-    """One ticket. `live` until its one end; `claimed` is the trajectory's token count (-1: none came).
+    """One ticket."""
 
-    A `spare` is a copy that is not (or no longer) the sample's current attempt; `version` is its first token's; `cut`
-    names the end for which it was cancelled, or `failed` (empty: neither).
-    """
-
-    __slots__ = (
-        "claimed", "cut", "issued_at", "live", "sample", "server", "spare", "stamp", "ticket_id", "tokens", "version"
-    )  # fmt: skip
-
-    def __init__(self, ticket_id: int, sample: Sample, server: int, stamp: int, now: float) -> None:
-        self.ticket_id = ticket_id
-        self.sample = sample
-        self.server = server
-        self.stamp = stamp
-        self.tokens = 0
-        self.claimed = -1
-        self.live = True
-        self.issued_at = now
-        self.spare = False
-        self.cut = ""
-        self.version: int | None = None
+    ticket_id: int
+    sample: Sample
+    server: int
+    stamp: int  # the version at which it went out
+    issued_at: float
+    spare: bool = False  # a copy that is not, or no longer, the sample's current attempt
+    version: int | None = None  # of its first token
+    tokens: int = 0
+    claimed: int = -1  # tokens by its trajectory's own count; -1: none came
+    live: bool = True  # until its one end
+    cut: str = ""  # the end for which it was revoked, or `failed`
 
 
+@dataclass(slots=True, eq=False)
 class Group:
-    """G + g samples of one task. `version` is v(group): the smallest first-token version of its live members."""
+    """G + g samples of one task."""
 
-    __slots__ = ("alive", "assignment", "done", "group_id", "members", "opened_at", "phase", "rank", "version")
-
-    def __init__(self, group_id: int, assignment: Assignment, size: int, rank: float, now: float) -> None:
-        self.group_id = group_id  # also its issue number
-        self.assignment = assignment
-        self.members = [Sample(group_id * size + member, self) for member in range(size)]
-        self.phase = Phase.OPEN
-        self.version: int | None = None
-        self.done = 0  # accepted results
-        self.alive = size  # members that have not failed for good
-        self.rank = rank  # issue priority, lower first
-        self.opened_at = now
+    group_id: int  # also its issue number
+    assignment: Assignment
+    rank: float  # issue priority, lower first
+    opened_at: float
+    alive: int  # members that have not failed for good
+    members: list[Sample] = field(default_factory=list)
+    phase: Phase = Phase.OPEN
+    version: int | None = None  # v(group): the smallest first-token version of its live members
+    done: int = 0  # accepted results
 
     def live_version(self) -> int | None:
-        versions = [m.version for m in self.members if m.version is not None and m.state in _LIVE]
+        attempts = [member.attempt for member in self.members if member.state in _LIVE]
+        versions = [each.version for each in attempts if each is not None and each.version is not None]
         return min(versions) if versions else None
 
     def accepted(self) -> list[Sample]:

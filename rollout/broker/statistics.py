@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from rollout.broker.actions import BatchSample, EvalReport, Outcome
 from rollout.broker.ledger import Ledger
-from rollout.broker.records import NAMES, Attempt, State
+from rollout.broker.records import NAMES, Attempt, Group, State
 
 
 class Tally(Struct):
@@ -29,13 +29,8 @@ class Tally(Struct):
 
     def means(self) -> dict[str, float]:
         count = max(1, self.episodes)
-        return {
-            "episodes": self.episodes,
-            "success": self.success / count,
-            "turns": self.turns / count,
-            "length": self.length / count,
-            "seconds": self.seconds / count,
-        }
+        sums = {"success": self.success, "turns": self.turns, "length": self.length, "seconds": self.seconds}
+        return {"episodes": self.episodes} | {name: total / count for name, total in sums.items()}
 
 
 class Cut(Struct):
@@ -100,12 +95,19 @@ class Statistics(Struct):
     def cut_finished(self, end: str, outcome: Outcome) -> None:
         self.cut.setdefault(end, Cut()).finished.add(outcome)
 
-    def trained(self, step: int, samples: list[BatchSample]) -> None:
-        for sample in samples:
-            staleness = step - sample_version(sample)
+    def assembled(self, step: int, samples: list[BatchSample], bound: int) -> None:
+        """Independent of the broker's own versions: from what each episode says of itself."""
+        stale = [sample for sample in samples if step - first_version(sample.outcome, sample.version) > bound]
+        self.freshness_violations += len(stale)
+
+    def trained(self, step: int, groups: list[Group]) -> None:
+        batch = [(group.version or 0, m.outcome) for group in groups for m in group.members if m.outcome is not None]
+        for version, outcome in batch:
+            staleness = step - first_version(outcome, version)
             self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
-            self.kept.add(sample.outcome)
-        reward = sum(sample.outcome.reward for sample in samples) / len(samples)
+            self.kept.add(outcome)
+
+        reward = sum(outcome.reward for _, outcome in batch) / len(batch)
         self.reward_first = reward if self.reward_first is None else self.reward_first
         self.reward_last = reward
 
@@ -176,17 +178,16 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def sample_version(sample: BatchSample) -> int:
-    """First-token version of one trained sample (an episode that generated nothing counts as its group)."""
-    version = sample.outcome.first_version
-    return version if version >= 0 else sample.version
+def first_version(outcome: Outcome, group_version: int) -> int:
+    """Of one trained sample's first token (an episode that generated nothing counts as its group)."""
+    return outcome.first_version if outcome.first_version >= 0 else group_version
 
 
 def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
     """Means over one batch, under the names that the tracker shows."""
     outcomes = [sample.outcome for sample in samples]
     count = len(samples)
-    staleness = [step - sample_version(sample) for sample in samples]
+    staleness = [step - first_version(sample.outcome, sample.version) for sample in samples]
     return {
         "rollout/reward": sum(o.reward for o in outcomes) / count,
         "rollout/accuracy": sum(o.success for o in outcomes) / count,
@@ -201,13 +202,6 @@ def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
 def _eval_report(report: EvalReport | None) -> dict[str, Any] | None:
     if report is None:
         return None
-    return {
-        "version": report.version.n,
-        "tasks": report.tasks,
-        "failed": report.failed,
-        "reward": report.reward,
-        "accuracy": report.accuracy,
-        "length": report.length,
-        "versions": {str(k): v for k, v in report.versions.items()},
-        "seconds": report.seconds,
-    }
+    row = structs.asdict(report)
+    del row["episodes"]
+    return row | {"version": report.version.n, "versions": {str(k): v for k, v in report.versions.items()}}

@@ -6,6 +6,7 @@ A curriculum implements `TaskSource` (it learns every group's end through `ended
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl.core.seeds import task_order
@@ -57,13 +58,13 @@ class ShuffledTasks:
         self._order = task_order(self.run_seed, state // self.tasks, self.tasks)
 
 
+@dataclass(slots=True, eq=False)
 class Assignment:
-    """A task on its way through the broker: `origin` is the first group that took it, `attempts` its cut-offs (F3)."""
+    """A task on its way through the broker."""
 
-    __slots__ = ("attempts", "origin", "task_index")
-
-    def __init__(self, origin: int, task_index: int, attempts: int) -> None:
-        self.origin, self.task_index, self.attempts = origin, task_index, attempts
+    origin: int  # the first group that took it
+    task_index: int
+    attempts: int  # how often it was cut off (F3)
 
 
 class TaskQueue:

@@ -1,4 +1,4 @@
-"""Each rule of DESIGN section 3 in a scenario whose outcome is known in advance."""
+"""Each rule of docs/freshness.md in a scenario whose outcome is known in advance."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from rollout.broker.actions import (
     RevokeTickets,
     StopRun,
 )
+from tests.rollout.broker.audited import AuditedLedger
 
 
-def settings(**changes: Any) -> Rules:
+def rules(**changes: Any) -> Rules:
     base: dict[str, Any] = {"steps": 4, "groups_per_batch": 2, "group_size": 2, "train_tasks": 50, "alpha": 0}
     return Rules(**(base | changes))
 
@@ -36,8 +37,8 @@ def of(actions: list[Action], kind: type) -> list[Any]:
 class Driver:
     """A core with a generous server; keeps what is live and what was emitted."""
 
-    def __init__(self, config: Rules, capacity: int = 100, state: dict | None = None, epoch: int = 0) -> None:
-        self.core, self.epoch = BrokerCore(config, audit=True), epoch
+    def __init__(self, of_run: Rules, capacity: int = 100, state: dict | None = None, epoch: int = 0) -> None:
+        self.core, self.epoch = BrokerCore(of_run, ledger=AuditedLedger()), epoch
         if state is not None:
             self.core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
         self.live: dict[int, Ticket] = {}
@@ -111,7 +112,7 @@ def groups_of(batch: EmitBatch) -> list[int]:
 )
 def test_admission_counts_whole_groups(alpha: float, extra: int, groups: int) -> None:
     """F1: min(floor((1 + alpha) B), remaining steps * B) + R, with B = 2 and 4 steps."""
-    driver = Driver(settings(alpha=alpha, redundant_groups=extra, redundant_episodes=1))
+    driver = Driver(rules(alpha=alpha, redundant_groups=extra, redundant_episodes=1))
     driver.publish(0)
     assert len({t.group_id for t in driver.live.values()}) == groups
     assert len(driver.live) == 3 * groups
@@ -119,13 +120,13 @@ def test_admission_counts_whole_groups(alpha: float, extra: int, groups: int) ->
 
 
 def test_nothing_is_issued_before_the_first_version() -> None:
-    driver = Driver(settings())
+    driver = Driver(rules())
     assert driver.request(0) == [] and not driver.live
     assert driver.publish(0)
 
 
 def test_tickets_follow_group_order_and_credit() -> None:
-    driver = Driver(settings(alpha=1), capacity=3)
+    driver = Driver(rules(alpha=1), capacity=3)
     driver.publish(0)
     assert sorted(t.sample_id for t in driver.live.values()) == [0, 1, 2]
     (ticket,) = of(driver.finish(driver.group(0)[0], 0), IssueTicket)
@@ -133,7 +134,7 @@ def test_tickets_follow_group_order_and_credit() -> None:
 
 
 def test_a_ticket_carries_the_version_at_its_issue_and_reproducible_seeds() -> None:
-    driver = Driver(settings(alpha=1, seed=11))
+    driver = Driver(rules(alpha=1, seed=11))
     driver.publish(0)
     order = task_order(11, 0, 50)
     for ticket in driver.live.values():
@@ -148,7 +149,7 @@ def test_a_ticket_carries_the_version_at_its_issue_and_reproducible_seeds() -> N
 
 def test_no_ticket_goes_out_that_no_later_batch_could_use() -> None:
     """alpha = 0 with a redundant group: once batch 0 is assembled, version 0 is too old for anything."""
-    driver = Driver(settings(redundant_groups=1))
+    driver = Driver(rules(redundant_groups=1))
     driver.publish(0)
     driver.request(0)
     driver.begin(driver.group(1)[0], 0)
@@ -168,7 +169,7 @@ def test_no_ticket_goes_out_that_no_later_batch_could_use() -> None:
 
 def test_expiry_takes_the_whole_group_and_puts_its_task_in_front() -> None:
     """alpha = 1: a group begun at version 0 and unfinished when batch 1 is assembled fits no later batch."""
-    driver = Driver(settings(alpha=1, hold_patience=math.inf))
+    driver = Driver(rules(alpha=1, hold_patience=math.inf))
     driver.publish(0)
     slow = driver.group(0)
     for group_id in range(4):
@@ -188,11 +189,11 @@ def test_expiry_takes_the_whole_group_and_puts_its_task_in_front() -> None:
     assert driver.samples("stale") == 2
     again = [i.ticket for i in of(actions, IssueTicket) if i.ticket.task_index == slow[0].task_index]
     assert len(again) == 2 and again[0].group_id > 4
-    assert driver.core.groups[again[0].group_id].assignment.attempts == 1
+    assert driver.core.groups.open[again[0].group_id].assignment.attempts == 1
 
 
 def test_a_late_first_token_expires_a_group_and_batched_groups_are_exempt() -> None:
-    driver = Driver(settings(alpha=1))
+    driver = Driver(rules(alpha=1))
     driver.publish(0)
     for group_id in (0, 1):
         driver.finish_group(group_id, 0)
@@ -210,20 +211,20 @@ def test_a_late_first_token_expires_a_group_and_batched_groups_are_exempt() -> N
 
 def test_v_is_that_of_live_members() -> None:
     """The first token of an attempt that failed ages its group no longer."""
-    driver = Driver(settings(alpha=1))
+    driver = Driver(rules(alpha=1))
     driver.publish(0)
     first = driver.group(0)[0]
     driver.begin(first, 0)
-    assert driver.core.groups[0].version == 0
+    assert driver.core.groups.open[0].version == 0
     driver.fail(first)
-    assert driver.core.groups[0].version is None
+    assert driver.core.groups.open[0].version is None
 
 
 # ------------------------------------------------------------ F4, F5
 
 
 def test_finished_groups_do_not_wait_for_running_ones_and_older_go_first() -> None:
-    driver = Driver(settings(alpha=2))
+    driver = Driver(rules(alpha=2))
     driver.publish(0)
     driver.finish_group(0, 0)
     driver.finish_group(4, 0)
@@ -239,7 +240,7 @@ def test_finished_groups_do_not_wait_for_running_ones_and_older_go_first() -> No
 
 @pytest.mark.parametrize(("patience", "held"), [(0, True), (1, False), (math.inf, False)])
 def test_hold_waits_for_a_group_about_to_expire(patience: float, held: bool) -> None:
-    driver = Driver(settings(redundant_groups=1, hold_patience=patience, hold_deadline_s=10))
+    driver = Driver(rules(redundant_groups=1, hold_patience=patience, hold_deadline_s=10))
     driver.publish(0)
     driver.begin(driver.group(0)[0], 0)
     driver.finish_group(1, 0)
@@ -257,7 +258,7 @@ def test_hold_waits_for_a_group_about_to_expire(patience: float, held: bool) -> 
 
 def test_hold_after_one_cut_off_and_its_deadline() -> None:
     """P = 1: the first cut-off is not waited for, the second is, until the deadline."""
-    driver = Driver(settings(redundant_groups=1, hold_patience=1, hold_deadline_s=10))
+    driver = Driver(rules(redundant_groups=1, hold_patience=1, hold_deadline_s=10))
     driver.publish(0)
     driver.begin(driver.group(0)[0], 0)
     driver.finish_group(1, 0)
@@ -278,7 +279,7 @@ def test_hold_after_one_cut_off_and_its_deadline() -> None:
 
 
 def test_the_first_g_results_win_and_the_rest_is_cancelled() -> None:
-    driver = Driver(settings(redundant_episodes=2))
+    driver = Driver(rules(redundant_episodes=2))
     driver.publish(0)
     tickets = driver.group(0)
     driver.finish(tickets[3], 0)
@@ -290,7 +291,7 @@ def test_the_first_g_results_win_and_the_rest_is_cancelled() -> None:
 
 
 def test_constant_groups_are_dropped_up_to_the_bound() -> None:
-    driver = Driver(settings(filter_constant_groups=True, max_filtered_per_step=1))
+    driver = Driver(rules(filter_constant_groups=True, max_filtered_per_step=1))
     driver.publish(0)
     driver.request(0)
     (record,) = of(driver.finish_group(0, 0, (1.0, 1.0)), GroupRecord)
@@ -301,7 +302,7 @@ def test_constant_groups_are_dropped_up_to_the_bound() -> None:
 
 
 def test_retries_go_first_and_a_group_is_replaced_after_the_last_attempt() -> None:
-    driver = Driver(settings(alpha=1, max_attempts=2), capacity=2)
+    driver = Driver(rules(alpha=1, max_attempts=2), capacity=2)
     driver.publish(0)
     first, second = driver.group(0)
     driver.do(driver.core.usage(first.ticket_id, 7, False, 0.0))
@@ -312,19 +313,19 @@ def test_retries_go_first_and_a_group_is_replaced_after_the_last_attempt() -> No
     assert driver.finish(first, 0) == []  # late result of the attempt that had failed
     (record,) = of(driver.fail(again.ticket), GroupRecord)
     assert (record.end, record.rewards) == ("failed", [1.0])
-    assert driver.samples("failed") == 2 and len(driver.core.groups) == 4
+    assert driver.samples("failed") == 2 and len(driver.core.groups.open) == 4
 
 
 def test_redundant_members_cover_for_one_that_failed_for_good() -> None:
-    driver = Driver(settings(redundant_episodes=1, max_attempts=1))
+    driver = Driver(rules(redundant_episodes=1, max_attempts=1))
     driver.publish(0)
     driver.fail(driver.group(0)[0])
     driver.finish_group(0, 0)
-    assert driver.core.book.ready == 1 and driver.samples("failed") == 1
+    assert driver.core.groups.ready == 1 and driver.samples("failed") == 1
 
 
 def test_a_dead_server_gives_its_tickets_to_another() -> None:
-    driver = Driver(settings())
+    driver = Driver(rules())
     driver.publish(0)
     before = dict(driver.live)
     assert of(driver.do(driver.core.server_left(0, 0, 0.0)), IssueTicket) == []
@@ -335,7 +336,7 @@ def test_a_dead_server_gives_its_tickets_to_another() -> None:
 
 
 def test_failing_for_ever_stops_the_run_with_one_line() -> None:
-    driver = Driver(settings(max_attempts=1, max_groups_given_up=3))
+    driver = Driver(rules(max_attempts=1, max_groups_given_up=3))
     driver.publish(0)
     while not (stops := of(driver.actions, StopRun)):
         driver.fail(next(iter(driver.live.values())))
@@ -344,7 +345,7 @@ def test_failing_for_ever_stops_the_run_with_one_line() -> None:
 
 
 def test_an_episode_without_end_is_cancelled_by_the_broker() -> None:
-    driver = Driver(settings(episode_deadline_s=5))
+    driver = Driver(rules(episode_deadline_s=5))
     driver.publish(0)
     assert driver.core.next_deadline() == 35
     actions = driver.do(driver.core.tick(35))
@@ -355,7 +356,7 @@ def test_an_episode_without_end_is_cancelled_by_the_broker() -> None:
 
 
 def test_tokens_are_booked_by_ticket_and_checked_twice() -> None:
-    driver = Driver(settings())
+    driver = Driver(rules())
     driver.publish(0)
     ticket = driver.group(0)[0]
     driver.finish(ticket, 0, tokens=5)
@@ -368,7 +369,7 @@ def test_tokens_are_booked_by_ticket_and_checked_twice() -> None:
 
 
 def test_a_ledger_that_does_not_close_fails_the_run() -> None:
-    driver = Driver(settings(steps=1, groups_per_batch=1, group_size=1, drain_deadline_s=4))
+    driver = Driver(rules(steps=1, groups_per_batch=1, group_size=1, drain_deadline_s=4))
     driver.publish(0)
     driver.request(0)
     (ticket,) = driver.live.values()
@@ -381,7 +382,7 @@ def test_a_ledger_that_does_not_close_fails_the_run() -> None:
 
 
 def test_results_of_another_epoch_end_stale() -> None:
-    driver = Driver(settings(), epoch=5)
+    driver = Driver(rules(), epoch=5)
     driver.publish(0)
     ticket = driver.group(0)[0]
     driver.do(driver.core.finished(ticket.ticket_id, Outcome(4, 0, 1.0, 0), 0.0))
@@ -390,13 +391,13 @@ def test_results_of_another_epoch_end_stale() -> None:
 
 @pytest.mark.parametrize(("version", "what"), [(Version(0, 3), "without that batch"), (Version(1, 1), "in epoch 1")])
 def test_a_learner_that_contradicts_itself_stops_the_run(version: Version, what: str) -> None:
-    driver = Driver(settings())
+    driver = Driver(rules())
     driver.publish(0)
     assert what in of(driver.do(driver.core.published(version, 0.0)), StopRun)[0].reason
 
 
 def test_evaluations_take_credit_first_and_stand_outside_the_ledger() -> None:
-    driver = Driver(settings(eval_temperature=0.2, max_attempts=2), capacity=1)
+    driver = Driver(rules(eval_temperature=0.2, max_attempts=2), capacity=1)
     driver.publish(0)
     driver.do(driver.core.eval_requested(Version(0, 0), 2, 0.0))
     issued = driver.samples("issued")
@@ -413,7 +414,7 @@ def test_evaluations_take_credit_first_and_stand_outside_the_ledger() -> None:
 
 
 def test_the_end_cancels_what_is_left_and_waits_for_the_last_evaluation() -> None:
-    driver = Driver(settings(steps=1, redundant_groups=1, eval_tasks=1))
+    driver = Driver(rules(steps=1, redundant_groups=1, eval_tasks=1))
     driver.publish(0)
     driver.request(0)
     driver.finish_group(0, 0)
@@ -437,7 +438,7 @@ def test_the_end_cancels_what_is_left_and_waits_for_the_last_evaluation() -> Non
 
 
 def test_a_restored_core_issues_the_open_groups_again() -> None:
-    driver = Driver(settings(alpha=1))
+    driver = Driver(rules(alpha=1))
     driver.publish(0)
     driver.finish_group(0, 0)
     driver.finish_group(1, 0)
@@ -449,7 +450,7 @@ def test_a_restored_core_issues_the_open_groups_again() -> None:
     assert state["ledger"]["issued"] == 4
     open_tasks = {t.group_id: t.task_index for t in driver.live.values()}
 
-    resumed = Driver(settings(alpha=1), state=state, epoch=1)
+    resumed = Driver(rules(alpha=1), state=state, epoch=1)
     resumed.core.ledger.check()
     resumed.publish(1)
     assert {t.group_id: t.task_index for t in resumed.live.values()} == open_tasks
@@ -458,7 +459,7 @@ def test_a_restored_core_issues_the_open_groups_again() -> None:
     assert resumed.samples("issued") == 12 and resumed.samples("trained") == 4
     for ticket in list(driver.live.values()):  # the old epoch is over
         assert resumed.do(resumed.core.finished(ticket.ticket_id, Outcome(0, 0, 1.0, 5), 0.0)) == []
-    assert resumed.core.tasks.next_group == driver.core.tasks.next_group
+    assert resumed.core.groups.tasks.next_group == driver.core.groups.tasks.next_group
 
 
 def test_a_resumed_synchronous_run_draws_the_same_groups_as_an_uninterrupted_one() -> None:
@@ -472,19 +473,19 @@ def test_a_resumed_synchronous_run_draws_the_same_groups_as_an_uninterrupted_one
             driver.publish(step + 1)
         return seen
 
-    whole = Driver(settings(train_tasks=3))
+    whole = Driver(rules(train_tasks=3))
     whole.publish(0)
     expected = play(whole, 0, 4)
-    half = Driver(settings(train_tasks=3))
+    half = Driver(rules(train_tasks=3))
     half.publish(0)
     first = play(half, 0, 2)
-    rest = Driver(settings(train_tasks=3), state=half.core.snapshot(), epoch=1)
+    rest = Driver(rules(train_tasks=3), state=half.core.snapshot(), epoch=1)
     rest.publish(2)
     assert first + play(rest, 2, 4) == expected
     assert of(rest.actions, Finished)[0].report["ledger"]["samples"]["trained"] == 16
 
 
 def test_a_journal_of_other_groups_is_refused() -> None:
-    state = Driver(settings()).core.snapshot()
+    state = Driver(rules()).core.snapshot()
     with pytest.raises(ValueError, match="members=2, the configuration 3"):
-        BrokerCore(settings(redundant_episodes=1)).restore(state)
+        BrokerCore(rules(redundant_episodes=1)).restore(state)

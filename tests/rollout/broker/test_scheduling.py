@@ -10,17 +10,19 @@ from rl.core.config import ConfigError, load_config
 from rl.core.messages import Ticket, Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket, Outcome
-from rollout.broker.curricula import SuccessWeighted
-from rollout.broker.hedging import MIN_PEERS
+from rollout.broker.policies.curricula import SuccessWeighted
+from rollout.broker.policies.hedging import MIN_PEERS
+from rollout.broker.policies.quarantine import Quarantine
 from rollout.broker.tasks import Assignment
-from tests.rollout.broker.test_core import Driver, groups_of, of, settings
+from tests.rollout.broker.audited import AuditedLedger
+from tests.rollout.broker.test_core import Driver, groups_of, of, rules
 
 # ------------------------------------------------------------ second copies
 
 
 def slow_episode(**changes: Any) -> tuple[Driver, Ticket]:
     """Every peer took one second; one episode of server 0 still runs when a second copy is due."""
-    driver = Driver(settings(groups_per_batch=11, hedge_quantile=0.9, **changes))
+    driver = Driver(rules(groups_per_batch=11, hedge_quantile=0.9, **changes))
     driver.publish(0)
     driver.now = 1.0
     for ticket in list(driver.live.values())[1:]:
@@ -44,7 +46,7 @@ def test_a_slow_episode_gets_a_second_copy_on_another_server_only() -> None:
     assert len([t for t in driver.live.values() if t.sample_id == slow.sample_id]) == 1, "there is no other server"
     copy = hedge(driver, slow)
     assert (copy.seed, copy.group_id, copy.task_index) == (slow.seed, slow.group_id, slow.task_index)
-    assert driver.core.stats.hedged == 1 and driver.core.hedging.live == 1
+    assert driver.core.stats.hedged == 1 and driver.core.tickets.spares == 1
 
 
 def test_the_first_copy_to_finish_wins_and_the_other_is_cancelled_at_once() -> None:
@@ -58,7 +60,7 @@ def test_the_first_copy_to_finish_wins_and_the_other_is_cancelled_at_once() -> N
         driver.confirm_cancels()
         tokens = driver.core.ledger.report()["tokens"]
         assert tokens["redundant"] == 7 and tokens["running"] == 0
-        assert driver.core.stats.hedges_won == second_wins and driver.core.hedging.live == 0
+        assert driver.core.stats.hedges_won == second_wins and driver.core.tickets.spares == 0
 
 
 def test_a_copy_takes_over_when_the_other_fails() -> None:
@@ -75,24 +77,30 @@ def test_a_copy_takes_over_when_the_other_fails() -> None:
 
 def test_second_copies_are_bounded_and_end_with_their_sample() -> None:
     """A share of the samples that run or wait: those that wait are what the slow ones hold up."""
-    driver = Driver(settings(groups_per_batch=40, group_size=1, hedge_quantile=0.75))
+    driver = Driver(rules(groups_per_batch=40, group_size=1, hedge_quantile=0.75))
     driver.publish(0)
     driver.now = 1.0
     for ticket in list(driver.live.values())[:MIN_PEERS]:
         driver.finish(ticket, 0)
     driver.now = 5.0  # every other episode is slow: 20 of them
     driver.do(driver.core.server_joined(1, 0, 100, driver.now))
-    assert driver.core.hedging.live == 10, "a quarter of 20 that run and 20 that wait"
+    assert driver.core.tickets.spares == 10, "a quarter of 20 that run and 20 that wait"
 
 
 # ------------------------------------------------------------ quarantine
 
 
 def two_servers(**changes: Any) -> BrokerCore:
-    core = BrokerCore(settings(quarantine_failures=2, quarantine_s=10, max_attempts=99, **changes), audit=True)
+    core = BrokerCore(rules(quarantine_failures=2, quarantine_s=10, max_attempts=99, **changes), ledger=AuditedLedger())
     core.server_joined(0, 0, 50, 0.0)
     core.server_joined(1, 0, 50, 0.0)
     return core
+
+
+def quarantine(core: BrokerCore) -> Quarantine:
+    (policy,) = core.policies
+    assert isinstance(policy, Quarantine)
+    return policy
 
 
 def issue(core: BrokerCore, now: float = 0.0) -> dict[int, int]:
@@ -106,11 +114,11 @@ def test_a_server_that_keeps_failing_is_quarantined_for_longer_each_time() -> No
     first, second, third = bad[:3]
     assert [a.server for a in of(core.failed(first, "boom", 1.0), IssueTicket)]
     assert [a.server for a in of(core.failed(second, "boom", 1.0), IssueTicket)] == [1]
-    assert core.servers.by_index[0].quarantined and core.servers.quarantines == 1
+    assert core.servers.by_index[0].suspended and core.report()["quarantines"] == 1
     assert [a.server for a in of(core.failed(third, "boom", 1.0), IssueTicket)] == [1], "it has no tickets to give"
     assert core.next_deadline() == 11.0
     core.tick(11.0)
-    assert not core.servers.by_index[0].quarantined
+    assert not core.servers.by_index[0].suspended
     core.failed(bad[3], "boom", 12.0)  # one failure is enough now
     assert core.next_deadline() == 12.0 + 20.0
 
@@ -119,7 +127,7 @@ def test_the_last_server_in_service_is_never_quarantined() -> None:
     core = two_servers(groups_per_batch=8)
     for ticket_id in issue(core):
         core.failed(ticket_id, "boom", 1.0)
-    assert sum(server.quarantined for server in core.servers.by_index.values()) == 1
+    assert sum(server.suspended for server in core.servers.by_index.values()) == 1
 
 
 def die(core: BrokerCore, incarnation: int, now: float) -> None:
@@ -132,36 +140,36 @@ def test_a_server_that_keeps_dying_with_its_episodes_is_quarantined() -> None:
     core = two_servers(groups_per_batch=8)
     issue(core)
     die(core, 0, 1.0)
-    assert not core.servers.by_index[0].quarantined
+    assert not core.servers.by_index[0].suspended
     core.server_left(1, 0, 1.0)
     core.server_joined(1, 1, 50, 1.0)  # what it held goes out again, some of it to server 0
     assert core.servers.by_index[0].live
     core.server_left(0, 1, 2.0)
     actions = core.server_joined(0, 2, 50, 2.0)
     server = core.servers.by_index[0]
-    assert server.quarantined and not server.live and core.servers.quarantines == 1
+    assert server.suspended and not server.live and core.report()["quarantines"] == 1
     assert not [action for action in of(actions, IssueTicket) if action.server == 0]
-    assert core.servers.next_release() == 12.0
+    assert quarantine(core).next_deadline() == 12.0
     die(core, 2, 3.0)
-    assert core.servers.by_index[0].quarantined, "a death does not shorten it"
-    assert core.servers.quarantines == 1, "nor does one without episodes count"
+    assert core.servers.by_index[0].suspended, "a death does not shorten it"
+    assert core.report()["quarantines"] == 1, "nor does one without episodes count"
     core.tick(12.0)
-    assert not core.servers.by_index[0].quarantined
+    assert not core.servers.by_index[0].suspended
 
 
 def test_deaths_without_episodes_and_before_a_success_are_forgiven() -> None:
     core = two_servers(groups_per_batch=8)
     for incarnation in range(5):
         die(core, incarnation, 1.0)  # before the first version: it holds nothing
-    assert core.servers.quarantines == 0
+    assert core.report()["quarantines"] == 0
     issue(core, 2.0)
     core.server_left(0, 5, 2.0)
     core.server_joined(0, 6, 50, 2.0)
-    assert core.servers.by_index[0].failures == 1
+    assert quarantine(core).health[0].failures == 1
     core.server_left(1, 0, 3.0)  # its episodes go to server 0
     (held, *_) = core.servers.by_index[0].live
     core.finished(held, Outcome(0, 0, 1.0, 0), 4.0)
-    assert core.servers.by_index[0].failures == 0
+    assert quarantine(core).health[0].failures == 0
 
 
 def test_the_last_server_in_service_joins_without_quarantine() -> None:
@@ -170,7 +178,7 @@ def test_the_last_server_in_service_joins_without_quarantine() -> None:
     core.server_left(1, 0, 1.0)
     for incarnation in range(4):
         die(core, incarnation, 2.0)
-    assert core.servers.quarantines == 0 and core.servers.by_index[0].live
+    assert core.report()["quarantines"] == 0 and core.servers.by_index[0].live
 
 
 # ------------------------------------------------------------ what is no longer needed
@@ -178,7 +186,7 @@ def test_the_last_server_in_service_joins_without_quarantine() -> None:
 
 @pytest.mark.parametrize("surplus", ["keep", "cancel"])
 def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surplus: Any) -> None:
-    driver = Driver(settings(alpha=1, redundant_groups=2, surplus=surplus))
+    driver = Driver(rules(alpha=1, redundant_groups=2, surplus=surplus))
     driver.publish(0)
     driver.request(0)
     for group in (2, 3, 4, 5):
@@ -197,7 +205,7 @@ def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surp
 @pytest.mark.parametrize("surplus", ["keep", "cancel"])
 def test_surplus_that_has_sampled_nothing_is_cancelled_in_that_round_too(surplus: Any) -> None:
     """alpha = 0: groups 2 and 3 are still in reset. Their tasks wait, without tickets, for the next version."""
-    driver = Driver(settings(redundant_groups=2, surplus=surplus))
+    driver = Driver(rules(redundant_groups=2, surplus=surplus))
     driver.publish(0)
     driver.request(0)
     tasks = {ticket.task_index for group in (2, 3) for ticket in driver.group(group)}
@@ -214,16 +222,16 @@ def test_surplus_that_has_sampled_nothing_is_cancelled_in_that_round_too(surplus
 
 
 def test_with_alpha_what_has_sampled_nothing_is_the_next_batch_until_no_ticket_may_go_out() -> None:
-    driver = Driver(settings(alpha=1, redundant_groups=2, surplus="cancel"))
+    driver = Driver(rules(alpha=1, redundant_groups=2, surplus="cancel"))
     driver.publish(0)
     driver.request(0)
     for group in (0, 1):
         driver.finish_group(group, 0)
-    assert not driver.cancelled and driver.core.n == driver.core.floor, "groups 2 to 5 are of batch 1"
+    assert not driver.cancelled and driver.core.n == driver.core.groups.floor, "groups 2 to 5 are of batch 1"
     driver.request(1)
     driver.finish_group(2, 0)
     actions = driver.finish_group(3, 0)
-    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.floor
+    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.groups.floor
     running = {ticket_id for ticket_id, ticket in driver.live.items() if ticket.group_id >= 4}
     assert set(driver.cancelled) == running != set()
 
@@ -231,7 +239,7 @@ def test_with_alpha_what_has_sampled_nothing_is_the_next_batch_until_no_ticket_m
 @pytest.mark.parametrize("attempts", [0, 1])
 def test_a_group_that_the_next_batch_would_wait_for_is_no_surplus(attempts: int) -> None:
     """P = 1: a task that was cut off once keeps its environments, also before its first token."""
-    driver = Driver(settings(redundant_groups=1, surplus="cancel"))
+    driver = Driver(rules(redundant_groups=1, surplus="cancel"))
     driver.publish(0)
     late = driver.group(2)[0]
     for step in range(attempts + 1):
@@ -248,7 +256,7 @@ def test_a_group_that_the_next_batch_would_wait_for_is_no_surplus(attempts: int)
 
 
 def test_what_was_cut_off_is_measured() -> None:
-    driver = Driver(settings(group_size=2, filter_constant_groups=True))
+    driver = Driver(rules(group_size=2, filter_constant_groups=True))
     driver.publish(0)
     driver.finish_group(0, 0, (1.0, 1.0))
     cut = driver.core.report()["cut"]["filtered"]["finished"]
@@ -258,7 +266,7 @@ def test_what_was_cut_off_is_measured() -> None:
 def test_how_far_what_was_cancelled_had_come_is_measured() -> None:
     """Three of four groups are surplus in the round of the second batch: their turns are the servers' word, their
     tokens the generators', before or after the ticket's end; the dead server's are counted without turns."""
-    driver = Driver(settings(alpha=0, redundant_groups=1, surplus="cancel"))
+    driver = Driver(rules(alpha=0, redundant_groups=1, surplus="cancel"))
     driver.publish(0)
     driver.request(0)
     first, second = driver.group(2)
@@ -284,7 +292,7 @@ def test_how_far_what_was_cancelled_had_come_is_measured() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_an_episode_that_finished_before_its_cancel_arrived_is_known_in_full(late: bool) -> None:
     """Once, also when the generators report its tokens after its trajectory has come."""
-    driver = Driver(settings(redundant_episodes=1))
+    driver = Driver(rules(redundant_episodes=1))
     driver.publish(0)
     straggler = driver.group(0)[2]
     driver.finish_group(0, 0)
@@ -335,7 +343,7 @@ class LastTaskFirst:
     ],
 )
 def test_priorities(priority: str, issued: list[int], consumed: list[int]) -> None:
-    driver = Driver(settings(alpha=1, priority=priority))
+    driver = Driver(rules(alpha=1, priority=priority))
     driver.publish(0)
     assert list(dict.fromkeys(ticket.group_id for ticket in driver.live.values())) == issued
     for group in (0, 1):
@@ -356,7 +364,7 @@ def test_priorities(priority: str, issued: list[int], consumed: list[int]) -> No
 )
 def test_bad_names_are_one_clear_error(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        BrokerCore(settings(**changes))
+        BrokerCore(rules(**changes))
 
 
 # ------------------------------------------------------------ curricula
@@ -390,7 +398,7 @@ def test_a_curriculum_goes_on_from_its_snapshot() -> None:
 
 
 def test_curriculum_state_is_part_of_the_journal() -> None:
-    config = settings(group_size=1, curriculum="success")
+    config = rules(group_size=1, curriculum="success")
     driver = Driver(config)
     driver.publish(0)
     driver.request(0)
@@ -399,16 +407,16 @@ def test_curriculum_state_is_part_of_the_journal() -> None:
     driver.publish(1)
     state = driver.core.snapshot()
     resumed = Driver(config, state=state, epoch=1)
-    assert resumed.core.tasks.source.snapshot()["success"] == state["tasks"]["source"]["success"] != []
+    assert resumed.core.groups.tasks.source.snapshot()["success"] == state["tasks"]["source"]["success"] != []
     with pytest.raises(ValueError, match=r"another rollout\.curriculum"):
-        BrokerCore(settings(group_size=1)).restore(state)
+        BrokerCore(rules(group_size=1)).restore(state)
 
 
 # ------------------------------------------------------------ baselines
 
 
 def test_the_batch_barrier_starts_and_assembles_only_between_rounds() -> None:
-    driver = Driver(settings(batch_barrier=True, redundant_groups=1, filter_constant_groups=True))
+    driver = Driver(rules(batch_barrier=True, redundant_groups=1, filter_constant_groups=True))
     driver.publish(0)
     driver.request(0)
     driver.finish_group(0, 0)
@@ -424,7 +432,7 @@ def test_hold_patience_trades_waste_for_speed() -> None:
     """F5: P = 0 waits for the straggler, P = inf never does, P = 1 once it has been cut off."""
     emitted = {}
     for patience in (0, 1, float("inf")):
-        driver = Driver(settings(alpha=1, hold_patience=patience, steps=9))
+        driver = Driver(rules(alpha=1, hold_patience=patience, steps=9))
         steps: list[int] = []
         straggler = None
         for step in range(6):

@@ -21,6 +21,7 @@ from rollout.broker.actions import (
     RevokeTickets,
     StopRun,
 )
+from tests.rollout.broker.audited import AuditedLedger
 
 
 @dataclass
@@ -36,9 +37,9 @@ class Episode:
 class World:
     """`step()` lets one random thing happen; `finish_all()` completes work until the run ends."""
 
-    def __init__(self, settings: Rules, seed: int, *, servers: int = 2, capacity: int = 8, prefetch: bool = True):
-        self.core = BrokerCore(settings, audit=True)
-        self.settings = settings
+    def __init__(self, rules: Rules, seed: int, *, servers: int = 2, capacity: int = 8, prefetch: bool = True):
+        self.core = BrokerCore(rules, ledger=AuditedLedger())
+        self.rules = rules
         self.random = random.Random(seed)
         self.now = 0.0
         self.epoch = 0
@@ -78,8 +79,8 @@ class World:
         if self.published:
             self.trained |= {sample.sample_id for sample in self.batches[self.published - 1].samples}
         self.do(self.core.published(Version(self.epoch, self.published), self.now))
-        if self.published == self.settings.steps and self.settings.eval_tasks:
-            self.do(self.core.eval_requested(Version(self.epoch, self.published), self.settings.eval_tasks, self.now))
+        if self.published == self.rules.steps and self.rules.eval_tasks:
+            self.do(self.core.eval_requested(Version(self.epoch, self.published), self.rules.eval_tasks, self.now))
 
     def request(self) -> None:
         self.do(self.core.batch_requested(self.asked, self.now))
@@ -136,7 +137,7 @@ class World:
         choices = [self._episode_event] * 12 + [self._late_usage, self._duplicate]
         if self.published < 0 or self.published in self.batches:
             choices.append(self.publish)
-        if self.published >= 0 and self.asked <= self.published + self.prefetch and self.asked < self.settings.steps:
+        if self.published >= 0 and self.asked <= self.published + self.prefetch and self.asked < self.rules.steps:
             choices += [self.request] * 2
         if self.random.random() < 0.02:
             choices.append(lambda: self.kill(self.random.choice(list(self.servers))))
@@ -178,7 +179,7 @@ class World:
             self.now += 0.01
             if self.published < 0 or self.published in self.batches:
                 self.publish()
-            elif self.asked <= self.published and self.asked < self.settings.steps:
+            elif self.asked <= self.published and self.asked < self.rules.steps:
                 self.request()
             elif self.running:
                 ticket_id = self.random.choice(list(self.running))
@@ -225,27 +226,27 @@ class World:
             assert ticket.version == Version(self.epoch, self.published)
             twins = [e for e in self.running.values() if e.ticket.sample_id == ticket.sample_id and not e.cancelled]
             assert all(twin.server != action.server for twin in twins), "a second copy runs elsewhere"
-            assert len(twins) <= (self.settings.hedge_quantile > 0)
+            assert len(twins) <= (self.rules.hedge_quantile > 0)
         self.running[ticket.ticket_id] = Episode(ticket, action.server)
         used = sum(episode.server == action.server for episode in self.running.values())
         assert used <= self.servers[action.server][1], "more tickets than credit"
 
     def _emitted(self, batch: EmitBatch) -> None:
-        settings = self.settings
+        rules = self.rules
         assert batch.step not in self.batches
-        assert len(batch.samples) == settings.groups_per_batch * settings.group_size
+        assert len(batch.samples) == rules.groups_per_batch * rules.group_size
         by_group: dict[int, int] = {}
         for sample in batch.samples:
             by_group[sample.group_id] = by_group.get(sample.group_id, 0) + 1
-            assert sample.sample_id // settings.members == sample.group_id
-            assert batch.step - sample.outcome.first_version <= settings.staleness_bound
+            assert sample.sample_id // rules.members == sample.group_id
+            assert batch.step - sample.outcome.first_version <= rules.staleness_bound
             assert sample.version <= sample.outcome.first_version
             assert sample.outcome.payload is not None
-        assert set(by_group.values()) == {settings.group_size}, "whole groups"
+        assert set(by_group.values()) == {rules.group_size}, "whole groups"
         earlier = {s.sample_id for other in self.batches.values() for s in other.samples}
         assert not earlier & {s.sample_id for s in batch.samples}, "nothing is batched twice"
         order = [(s.version, s.group_id, s.sample_id) for s in batch.samples]
-        if settings.priority == "freshest":
+        if rules.priority == "freshest":
             order = [(-version, group, sample) for version, group, sample in order]
         assert order == sorted(order)
         self.batches[batch.step] = batch
@@ -254,5 +255,5 @@ class World:
         core = self.core
         core.ledger.check()
         assert core.stats.freshness_violations == 0
-        assert len(core.groups) <= self.settings.admitted(max(0, self.published)), "F1"
+        assert len(core.groups.open) <= self.rules.admitted(max(0, self.published)), "F1"
         assert core.servers.outstanding == len(self.running)

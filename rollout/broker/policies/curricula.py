@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from rl.core.plugins import make
 from rollout.broker.actions import GroupRecord
-from rollout.broker.tasks import ShuffledTasks, TaskSource
+from rollout.broker.tasks import ShuffledTasks
 
 _OWN_ENDS = frozenset({"trained", "filtered"})  # whole groups: others ended early, which says nothing fair of a task
 
@@ -69,12 +68,3 @@ class SuccessWeighted:
     def _draw(self, position: int) -> float:
         digest = hashlib.blake2b(b"curriculum/%d/%d" % (self._order.run_seed, position), digest_size=8).digest()
         return int.from_bytes(digest, "little") / 2.0**64
-
-
-_KNOWN = {"shuffled": "rollout.broker.tasks:ShuffledTasks", "success": f"{__name__}:SuccessWeighted"}
-
-
-def load_curriculum(name: str, run_seed: int, tasks: int, options: dict[str, Any]) -> TaskSource:
-    """Raises ConfigError."""
-    source: TaskSource = make("rollout.curriculum", name, _KNOWN, run_seed=run_seed, tasks=tasks, **options)
-    return source

@@ -1,0 +1,79 @@
+"""Batches: which groups the learner's next batch is made of (F4), and when it waits for a straggler (F5)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from rollout.broker.actions import BatchSample, EmitBatch
+from rollout.broker.groups import Groups
+from rollout.broker.records import Group, Phase, Sample, State
+from rollout.broker.rules import Rules
+from rollout.broker.statistics import batch_metrics
+from rollout.broker.tasks import Assignment
+
+
+class Batches:
+    """`order` is that of consumption, by (v, assignment), lower first; ties go by issue number."""
+
+    def __init__(self, rules: Rules, groups: Groups, order: Callable[[int, Assignment], float]) -> None:
+        self.rules = rules
+        self.groups = groups
+        self._order = order
+        self.requested: dict[int, float] = {}  # step -> when the learner asked
+        self.untrained: dict[int, list[Group]] = {}  # by step
+        self.held_since: float | None = None
+        self._ready: list[tuple[float, int, Group]] = []  # heap of (order, issue number); ended ones linger
+
+    def request(self, step: int, now: float) -> None:
+        """The learner wants batch `step`; it may ask for the next one while it trains (prefetch)."""
+        if step >= self.groups.e:
+            self.requested.setdefault(step, now)
+
+    def add(self, group: Group) -> None:
+        """A group has all its results."""
+        assert group.version is not None
+        self.groups.set_ready(group)
+        heapq.heappush(self._ready, (self._order(group.version, group.assignment), group.group_id, group))
+
+    def is_complete(self) -> bool:
+        """The learner asked for it, and B groups are ready."""
+        groups, rules = self.groups, self.rules
+        return groups.ready >= rules.groups_per_batch and groups.e in self.requested and groups.e < rules.steps
+
+    def is_held(self, now: float) -> bool:
+        """F5: it waits, as long as its deadline allows, for groups that would expire with it."""
+        if not self.groups.held_for():
+            return False
+        if self.held_since is None:
+            self.held_since = now
+        return now < self.held_since + self.rules.hold_deadline_s
+
+    def assemble(self, now: float) -> EmitBatch:
+        """F4: the first B ready groups in their order, by default by (v, issue number)."""
+        step = self.groups.e
+        groups: list[Group] = []
+        while len(groups) < self.rules.groups_per_batch:
+            _, _, group = heapq.heappop(self._ready)
+            if group.phase is Phase.READY:
+                self.groups.take(group)
+                groups.append(group)
+
+        samples = [self._batch(sample) for group in groups for sample in group.accepted()]
+        metrics = {
+            "broker/wait_s": now - self.requested.pop(step),
+            "broker/hold_s": 0.0 if self.held_since is None else now - self.held_since,
+        }
+        self.untrained[step] = groups
+        self.groups.stand_at(self.groups.n, step + 1)
+        self.held_since = None
+        return EmitBatch(step, samples, batch_metrics(step, samples) | metrics)
+
+    def _batch(self, sample: Sample) -> BatchSample:
+        group, outcome = sample.group, sample.outcome
+        assert outcome is not None and group.version is not None
+        self.groups.tickets.ledger.move(sample, State.BATCHED)
+        sample.outcome = replace(outcome, payload=None)  # the payload leaves with the batch
+        return BatchSample(sample.sample_id, group.group_id, group.assignment.task_index, group.version, outcome)

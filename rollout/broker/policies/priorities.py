@@ -1,0 +1,23 @@
+"""Orders of groups by name. A custom one is a class like these, named by `rollout.priority=package.module:Name`."""
+
+from __future__ import annotations
+
+from rollout.broker.tasks import Assignment
+
+
+class Oldest:
+    """F4's own order: by (v, issue number). Every group comes to its turn, so nothing fresh enough is wasted."""
+
+    def issue(self, assignment: Assignment) -> float:
+        return 0.0
+
+    def consume(self, version: int, assignment: Assignment) -> float:
+        return version
+
+
+class Freshest(Oldest):
+    """Lowest staleness: the newest finished groups first. What it leaves behind expires: more waste and more bias
+    against slow tasks than `oldest`, which a low `hold_patience` bounds for groups that are unfinished."""
+
+    def consume(self, version: int, assignment: Assignment) -> float:
+        return -version

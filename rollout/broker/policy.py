@@ -1,0 +1,158 @@
+"""What a policy is: it is told what happens and proposes what may be done beside the rules F1-F5.
+
+Policies are plug-ins: the core and its parts know this interface, and meet none that the rules leave off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from rl.core.plugins import load, make
+from rollout.broker.groups import Groups
+from rollout.broker.records import Attempt, Group, State
+from rollout.broker.rules import Rules
+from rollout.broker.tasks import Assignment, ShuffledTasks, TaskSource
+
+_FOLDER = "rollout.broker.policies"
+
+
+class EndGroup(Struct, frozen=True):
+    group: Group
+    end: State
+    put_back: bool  # its task comes back in front
+
+
+class StartCopy(Struct, frozen=True):
+    """A second ticket for this running attempt's sample, from credit that nothing new needs."""
+
+    attempt: Attempt
+
+
+class Suspend(Struct, frozen=True):
+    """Give an environment server no tickets, or (`suspended=False`) tickets again."""
+
+    server: int
+    suspended: bool = True
+
+
+Proposals = Iterable[EndGroup | StartCopy | Suspend]
+
+
+class Policy:
+    """Every hook may be left out. A policy reads the broker's parts and changes none: the core does what it proposes.
+
+    A hook may be a generator: each proposal has been carried out, where that was possible, when it goes on.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.rules = groups.rules
+        self.tickets = groups.tickets
+        self.servers = groups.tickets.servers
+        self.ledger = groups.tickets.ledger
+
+    # ------------------------------------------------------------ what happens
+
+    def issued(self, attempt: Attempt) -> None:
+        """A ticket for a new attempt at a sample has gone out."""
+
+    def finished(self, attempt: Attempt, now: float) -> None:
+        """An episode has brought its result."""
+
+    def failed(self, server: int, now: float) -> Proposals:
+        """An episode has failed by this server's fault, as far as can be known."""
+        return ()
+
+    def server_joined(self, server: int, now: float) -> Proposals:
+        """A new incarnation, which has no tickets yet."""
+        return ()
+
+    def server_left(self, server: int, held: bool) -> None:
+        """It is dead; `held`: with episodes."""
+
+    def completed(self, group: Group) -> Proposals:
+        """All results of a group are in; it has not been counted as ready yet."""
+        return ()
+
+    def assembled(self) -> Proposals:
+        """A batch has gone out, and what fits no later one has ended."""
+        return ()
+
+    # ------------------------------------------------------------ in every turn
+
+    def turn_begins(self, now: float) -> Proposals:
+        return ()
+
+    def turn_ends(self, now: float) -> Proposals:
+        """Everything new that there was credit for has gone out."""
+        return ()
+
+    def may_assemble(self) -> bool:
+        return True
+
+    def may_admit(self) -> bool:
+        return True
+
+    def next_deadline(self) -> float | None:
+        """When a turn is needed though nothing happens."""
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """For metrics and the closing report."""
+        return {}
+
+
+def make_policies(groups: Groups) -> list[Policy]:
+    """Those that the rules ask for."""
+    rules = groups.rules
+    known = {
+        "quarantine:Quarantine": rules.quarantine_failures > 0,
+        "barrier:BatchBarrier": rules.batch_barrier,
+        "filtering:ConstantGroups": rules.filter_constant_groups and rules.group_size > 1,
+        "surplus:CancelSurplus": rules.surplus == "cancel",
+        "hedging:Hedging": rules.hedge_quantile > 0,
+    }
+    return [load("policy", f"{_FOLDER}.{name}", {})(groups) for name, wanted in known.items() if wanted]
+
+
+def hooks_of(policies: list[Policy]) -> dict[object, list[Callable[..., Any]]]:
+    """By hook of `Policy`: the methods of those policies that have one of their own."""
+    return {
+        hook: [getattr(policy, name) for policy in policies if getattr(type(policy), name) is not hook]
+        for name, hook in vars(Policy).items()
+        if callable(hook)
+    }
+
+
+class Priority(Protocol):
+    """Which group goes first: at issue, and in a batch. Lower goes first; ties go by issue number.
+
+    F4 decides what is fresh enough, a priority only the order. Retries of failed members go before anything new
+    whatever it says, and a group that waits for its turn too long still expires (F3).
+    """
+
+    def issue(self, assignment: Assignment) -> float:
+        """Of a group that is about to be queued."""
+        ...
+
+    def consume(self, version: int, assignment: Assignment) -> float:
+        """Of a finished group with v(group) = `version`."""
+        ...
+
+
+def make_priority(rules: Rules) -> Priority:
+    """Raises ConfigError."""
+    known = {"oldest": f"{_FOLDER}.priorities:Oldest", "freshest": f"{_FOLDER}.priorities:Freshest"}
+    priority: Priority = make("rollout.priority", rules.priority, known)
+    return priority
+
+
+def make_task_source(rules: Rules) -> TaskSource:
+    """Raises ConfigError."""
+    known = {"shuffled": ShuffledTasks, "success": f"{_FOLDER}.curricula:SuccessWeighted"}
+    arguments = {"run_seed": rules.seed, "tasks": rules.train_tasks, **rules.curriculum_options}
+    source: TaskSource = make("rollout.curriculum", rules.curriculum, known, **arguments)
+    return source

@@ -33,23 +33,27 @@ class Row:
         """A list of strings, or a string that is one in JSON. Raises RowError."""
         value = self._first(names, default)
         if isinstance(value, str):
-            value = self.parsed(names[0], value)
+            value = self._parsed(names[0], value)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self.fail(names[0], f"{_short(value)} is not a list of texts")
         return value
 
-    def parsed(self, name: str, text: str) -> Any:
-        """JSON in a string field."""
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            self.fail(name, f"{_short(text)} is not JSON ({error})")
+    def json(self, name: str) -> Any:
+        """A value of any type, or a string that is one in JSON. Raises RowError."""
+        value = self._first((name,), None)
+        return self._parsed(name, value) if isinstance(value, str) else value
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def fail(self, name: str, why: str) -> NoReturn:
         raise RowError(f"{self.where}, field {name!r}: {why}")
+
+    def _parsed(self, name: str, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            self.fail(name, f"{_short(text)} is not JSON ({error})")
 
     def _first(self, names: tuple[str, ...], default: Any) -> Any:
         for name in names:

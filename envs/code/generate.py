@@ -50,7 +50,8 @@ class Pipeline:
     combine: int
     k: int
     n: int
-    program: bool  # reads and prints, instead of a function
+    program: bool
+    """Reads and prints, instead of a function."""
 
     @property
     def held_out(self) -> bool:
@@ -64,9 +65,14 @@ def generated_problem(split: str, index: int, seed: int = 0) -> CodeProblem:
     rng = random.Random(f"{seed} {split} {index}")
     while True:
         pipeline = Pipeline(
-            rng.randrange(len(_KEEP)), rng.randrange(len(_CHANGE)), rng.randrange(len(_COMBINE)),
-            rng.randint(2, 9), rng.randint(1, 20), index % 2 == 1,
-        )  # fmt: skip
+            keep=rng.randrange(len(_KEEP)),
+            change=rng.randrange(len(_CHANGE)),
+            combine=rng.randrange(len(_COMBINE)),
+            k=rng.randint(2, 9),
+            n=rng.randint(1, 20),
+            program=index % 2 == 1,
+        )
+
         pipeline = _without_idle_constants(pipeline)
         if pipeline.held_out == (split == "eval"):
             return _problem(pipeline, rng, f"{split}-{seed}-{index}")
@@ -80,33 +86,36 @@ def _without_idle_constants(pipeline: Pipeline) -> Pipeline:
 
 def _problem(pipeline: Pipeline, rng: random.Random, problem_id: str) -> CodeProblem:
     constants = {"k": pipeline.k, "n": pipeline.n}
-    kept, changed = (table[i] for table, i in ((_KEEP, pipeline.keep), (_CHANGE, pipeline.change)))
-    what, combined = _COMBINE[pipeline.combine]
-    task = f"{what} the given integers {kept[0]}".strip().format(**constants)
-    if changed[0]:
-        task += f", each {changed[0].format(**constants)}"
-    expression = f"values = [{changed[1]} for x in numbers if {kept[1]}]".format(**constants)
-    body = f"    {expression}\n    return {combined}\n"
-    function = f"def solve(numbers):\n{body}"
-    inputs = [[], *([rng.randint(-30, 30) for _ in range(rng.randint(1, 9))] for _ in range(_TESTS - 1))]
+    kept, keep = _KEEP[pipeline.keep]
+    changed, change = _CHANGE[pipeline.change]
+    what, combine = _COMBINE[pipeline.combine]
+
+    task = f"{what} the given integers {kept}".strip().format(**constants)
+    if changed:
+        task += f", each {changed.format(**constants)}"
+    expression = f"values = [{change} for x in numbers if {keep}]".format(**constants)
+    function = f"def solve(numbers):\n    {expression}\n    return {combine}\n"
+
     solve = _reference(function)
-    results = [solve(numbers) for numbers in inputs]
+    inputs = [[], *([rng.randint(-30, 30) for _ in range(rng.randint(1, 9))] for _ in range(_TESTS - 1))]
+    examples = [(numbers, solve(numbers)) for numbers in inputs]
+
     if not pipeline.program:
         question = f"Write a Python function `solve(numbers)` that returns {task}."
-        asserts = tuple(f"assert solve({given!r}) == {result}" for given, result in zip(inputs, results, strict=True))
+        asserts = tuple(f"assert solve({numbers!r}) == {result}" for numbers, result in examples)
         return CodeProblem(problem_id, question, asserts, solution=function)
+
     question = (
         f"Write a Python program that reads integers, separated by blanks, from one line of standard input "
         f"(the line may be empty) and prints {task}."
     )
-    cases = tuple(
-        (" ".join(map(str, given)) + "\n", f"{result}\n") for given, result in zip(inputs, results, strict=True)
-    )
+    cases = tuple((" ".join(map(str, numbers)) + "\n", f"{result}\n") for numbers, result in examples)
     solution = f"{function}\nprint(solve([int(word) for word in input().split()]))\n"
     return CodeProblem(problem_id, question, cases=cases, solution=solution)
 
 
 def _reference(function: str) -> Callable[[list[int]], int]:
     namespace: dict[str, Callable[[list[int]], int]] = {}
-    exec(function, namespace)  # our own text, from the tables above
+    # This is our own text, from the tables above.
+    exec(function, namespace)
     return namespace["solve"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envs.rows import Row, RowError, read_rows
 
-MAX_CASES = 64  # of one problem; APPS has problems with hundreds of them, taken evenly
+MAX_CASES = 64
+"""Of one problem. APPS has problems with hundreds of cases, of which these many are taken evenly."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,10 @@ class CodeProblem:
     question: str
     asserts: tuple[str, ...] = ()
     cases: tuple[tuple[str, str], ...] = ()
-    prelude: str = ""  # put before the solution: imports, the head of a function to complete
-    solution: str = ""  # a reference, where the data set has one
+    prelude: str = ""
+    """Put before the solution: imports, the head of a function to complete."""
+    solution: str = ""
+    """A reference, where the data set has one."""
 
 
 def load_problems(source: str, subset: str | None = None, split: str = "train") -> list[CodeProblem]:
@@ -45,11 +48,15 @@ def parse_problem(row: Row) -> CodeProblem:
 
 
 def _humaneval(row: Row) -> CodeProblem:
-    prompt, entry_point = row.text("prompt"), row.text("entry_point")
-    question = f"Complete this Python function. Answer with the whole function.\n\n{prompt}"
-    asserts = (f"{row.text('test')}\n\ncheck({entry_point})\n",)
-    solution = prompt + row.text("canonical_solution", default="")
-    return CodeProblem(str(row.values.get("task_id", row.where)), question, asserts, prelude=prompt, solution=solution)
+    prompt = row.text("prompt")
+    entry_point = row.text("entry_point")
+    return CodeProblem(
+        str(row.values.get("task_id", row.where)),
+        f"Complete this Python function. Answer with the whole function.\n\n{prompt}",
+        asserts=(f"{row.text('test')}\n\ncheck({entry_point})\n",),
+        prelude=prompt,
+        solution=prompt + row.text("canonical_solution", default=""),
+    )
 
 
 def _mbpp(row: Row) -> CodeProblem:
@@ -57,49 +64,56 @@ def _mbpp(row: Row) -> CodeProblem:
     tests = row.strings("test_list")
     if not tests:
         row.fail("test_list", "is empty")
-    setup = row.text("test_setup_code", default="") or "\n".join(row.strings("test_imports", default=[]))
-    question = f"{row.text('text', 'prompt')}\nYour code should pass this test:\n{tests[0]}"
     return CodeProblem(
-        str(row.values.get("task_id", row.where)), question, tuple(tests), prelude=setup,
+        str(row.values.get("task_id", row.where)),
+        f"{row.text('text', 'prompt')}\nYour code should pass this test:\n{tests[0]}",
+        asserts=tuple(tests),
+        prelude=row.text("test_setup_code", default="") or "\n".join(row.strings("test_imports", default=[])),
         solution=row.text("code", default=""),
-    )  # fmt: skip
+    )
 
 
 def _apps(row: Row) -> CodeProblem:
-    held = row.values["input_output"]
-    tests = row.parsed("input_output", held) if isinstance(held, str) else held
+    tests = row.json("input_output")
     if not isinstance(tests, dict) or not isinstance(tests.get("inputs"), list):
         row.fail("input_output", "has no list 'inputs'")
-    inputs, outputs = tests["inputs"], tests.get("outputs")
+
+    inputs = tests["inputs"]
+    outputs = tests.get("outputs")
     if not isinstance(outputs, list) or len(outputs) != len(inputs) or not inputs:
         row.fail("input_output", f"has {len(inputs)} inputs and not as many outputs")
+
     every = max(1, -(-len(inputs) // MAX_CASES))
     pairs = list(zip(inputs, outputs, strict=True))[::every]
     question = row.text("question")
     starter = row.text("starter_code", default="")
     if starter:
         question += f"\nBegin with this code:\n{starter}"
-    problem_id = str(row.values.get("problem_id", row.where))
+    problem = CodeProblem(
+        str(row.values.get("problem_id", row.where)),
+        question,
+        solution=next(iter(row.strings("solutions", default=[])), "") if row.values.get("solutions") else "",
+    )
+
     name = tests.get("fn_name")
     if name is None:
-        cases = tuple((_joined(given), _joined(expected)) for given, expected in pairs)
-        return CodeProblem(problem_id, question, cases=cases, solution=_first_solution(row))
+        return replace(problem, cases=tuple((_joined(given), _joined(expected)) for given, expected in pairs))
     if not isinstance(name, str) or not name.isidentifier():
         row.fail("input_output", f"fn_name={name!r} is not a name")
-    return CodeProblem(problem_id, question, _call_asserts(row, name, pairs), solution=_first_solution(row))
+    return replace(problem, asserts=_call_asserts(row, name, pairs))
 
 
 def _call_asserts(row: Row, name: str, pairs: list[tuple[Any, Any]]) -> tuple[str, ...]:
     """Call-based tests as statements; `Solution().f` where the solution is a class, tuples equal to lists."""
     target = f"(Solution().{name} if 'Solution' in globals() else {name})"
+    plain = "import json; _plain = lambda v: json.loads(json.dumps(v))"
     asserts = []
     for arguments, expected in pairs:
         if not isinstance(arguments, list):
             row.fail("input_output", f"inputs of {name} must be lists of arguments, not {type(arguments).__name__}")
-        wanted = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
-        plain = "import json; _plain = lambda v: json.loads(json.dumps(v))"
+        only = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
         asserts.append(
-            f"{plain}; _got = _plain({target}(*{arguments!r})); assert _got == {wanted!r} or _got == {expected!r}"
+            f"{plain}; _got = _plain({target}(*{arguments!r})); assert _got == {only!r} or _got == {expected!r}"
         )
     return tuple(asserts)
 
@@ -107,8 +121,3 @@ def _call_asserts(row: Row, name: str, pairs: list[tuple[Any, Any]]) -> tuple[st
 def _joined(value: Any) -> str:
     """APPS writes an input as one text or as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _first_solution(row: Row) -> str:
-    solutions = row.strings("solutions", default=[]) if row.values.get("solutions") else []
-    return solutions[0] if solutions else ""

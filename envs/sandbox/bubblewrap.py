@@ -216,6 +216,7 @@ class BubblewrapSandbox:
             # An earlier command may have locked these folders.
             for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):
                 (self._folder / name).chmod(0o755)
+
             result = run_command(
                 self._wrapped(command),
                 command.stdin,
@@ -233,7 +234,9 @@ class BubblewrapSandbox:
 
     def _wrapped(self, command: Command) -> list[str]:
         """The command behind the tools that limit it, drop root and enter its namespaces."""
-        limits, uid = self.limits, self._uid
+        limits = self.limits
+        uid = self._uid
+
         chain = f"""
             prlimit --nproc={limits.processes} --fsize={limits.file_bytes} --nofile={limits.open_files}
                 --core=0 --memlock=65536 --rttime=1000000
@@ -245,13 +248,15 @@ class BubblewrapSandbox:
                 --bind {self._folder}/disk/tmp /tmp --bind {self._folder}/disk/home {HOME}
                 --bind {self._folder}/merged {WORKSPACE} --chdir {WORKSPACE}
         """.split()
+
         for name, value in (self._backend.runtime.environment() | dict(command.environment)).items():
             chain += ["--setenv", name, value]
         return [*self._tree.command_prefix(), *chain, "--", *command.argv]
 
     def _mount(self, lower: Path) -> int:
         """Make the slot's mounts, in a new namespace whose descriptor is returned."""
-        disk, merged = self._folder / "disk", self._folder / "merged"
+        disk = self._folder / "disk"
+        merged = self._folder / "merged"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         os.chown(self._folder, self._uid, self._uid)
         disk.mkdir(exist_ok=True)

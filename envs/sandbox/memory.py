@@ -90,10 +90,8 @@ class ControlGroup:
         self._kills = 0
 
     def set_limits(self, limits: Limits) -> None:
-        limit, swap = ("memory.max", "memory.swap.max")
-        if self._version == 1:
-            limit, swap = ("memory.limit_in_bytes", "memory.swappiness")
-
+        limit = "memory.max" if self._version == 2 else "memory.limit_in_bytes"
+        swap = "memory.swap.max" if self._version == 2 else "memory.swappiness"
         # A kernel without swap accounting has nothing to limit.
         with contextlib.suppress(OSError):
             (self._folder / swap).write_text("0")
@@ -108,7 +106,8 @@ class ControlGroup:
         return ["/bin/sh", "-c", script, "sh", str(self._folder / "cgroup.procs")]
 
     def exceeded(self) -> bool:
-        before, self._kills = self._kills, self._oom_kills()
+        before = self._kills
+        self._kills = self._oom_kills()
         return self._kills > before
 
     def processes(self) -> list[int]:

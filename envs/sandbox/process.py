@@ -55,14 +55,17 @@ def _marker(left_out: int) -> bytes:
     return b"\n[... %d bytes left out ...]\n" % left_out
 
 
-def shortened(result: Result, limit: int) -> str:
-    """The output of a command whose streams are merged, cut to `limit` bytes and one line that says what is missing."""
-    marker = len(_marker(result.left_out_bytes)) if result.left_out_bytes else 0
-    total = len(result.output) - marker + result.left_out_bytes
+def cut_middle(data: bytes, limit: int, left_out: int = 0) -> str:
+    """As text, cut to `limit` bytes and one line that says what is missing.
+
+    `left_out`: bytes that are missing already, with their line in the middle.
+    """
+    marked = len(_marker(left_out)) if left_out else 0
+    total = len(data) - marked + left_out
     if total <= limit:
-        return result.text()
+        return data.decode(errors="replace")
     half = limit // 2
-    head, tail = result.output[:half], result.output[-half:]
+    head, tail = data[:half], data[-half:]
     return (head + _marker(total - len(head) - len(tail)) + tail).decode(errors="replace")
 
 
@@ -99,6 +102,7 @@ def run_command(
             if exceeded and exceeded():
                 out_of_memory = True
                 break
+
         timed_out = not pipes.ended and not out_of_memory
     finally:
         process.kill()

@@ -44,6 +44,7 @@ class Runtime:
         path = ":".join(dict.fromkeys([folder, "/usr/local/bin", "/usr/bin", "/bin"]))
         identity = {"PATH": path, "HOME": HOME, "USER": USER, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
         python = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+
         git = {
             "PAGER": "cat",
             "GIT_PAGER": "cat",

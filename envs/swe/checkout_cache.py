@@ -11,13 +11,14 @@ import subprocess
 from pathlib import Path
 
 from envs.sandbox import Template
-from envs.swe.checkout import GIT_IDENTITY, Checkout
+from envs.swe.checkout import GIT_ENVIRONMENT, Checkout
 from envs.swe.packages import PACKAGES, Package, PackageError, default_cache, open_to_all, package_tree
 from envs.swe.tasks import SweTask
 from rl.core.made_once import digest, made_once
 
 _GIT_DEADLINE_S = 120.0
-_IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in the images of SWE-bench and those made like them
+# In the images of SWE-bench and those made like them.
+_IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"
 
 
 class CheckoutCache:
@@ -36,23 +37,27 @@ class CheckoutCache:
     def prepare(self, task: SweTask, *, images: bool) -> Checkout:
         """Blocks while it makes the template. Raises PackageError where the repository cannot be had.
 
-        An image is used as it is published; its repository is made ready as a sandbox opens (`open_workplace`).
+        An image is used as it is published; its repository is made ready as a sandbox opens (`open_checkout`).
         """
         if images and task.image and not task.package:
             template = Template(image=task.image, workspace="/testbed")
             return Checkout(template, "", python=_IMAGE_PYTHON, bug_patch=task.bug_patch)
+
         tree, python_path = self._source(task)
-        key = digest(f"{tree}\0{task.bug_patch}\0work, commit")  # the last part: how the folder is laid out
+        # The last part says how the folder is laid out.
+        key = digest(f"{tree}\0{task.bug_patch}\0work, commit")
         folder = self.cache / "templates" / f"{_plain(task.instance_id)}-{key}"
         made_once(folder, lambda draft: _make(tree, task, draft))
         return Checkout(Template(folder / "work"), (folder / "commit").read_text(), python_path)
 
     def _source(self, task: SweTask) -> tuple[Path, tuple[str, ...]]:
+        """(the repository's folder, what to import from)"""
         package = self._packages.get(task.package)
         if package is not None:
             return package_tree(package, self.cache), package.python_path
         if task.package:
             raise PackageError(f"{task.instance_id}: package {task.package!r} is not pinned in envs/swe/packages.py")
+
         names = (task.instance_id, f"{task.repo.replace('/', '__')}@{task.base_commit}")
         for name in names:
             if self._repositories is not None and (self._repositories / name).is_dir():
@@ -79,9 +84,13 @@ def _make(tree: Path, task: SweTask, folder: Path) -> None:
 
 def _git(folder: Path, *arguments: str, given: str = "") -> str:
     ended = subprocess.run(
-        ["git", *arguments], cwd=folder, input=given.encode(), capture_output=True, timeout=_GIT_DEADLINE_S,
-        env={"PATH": os.environ["PATH"], **GIT_IDENTITY},
-    )  # fmt: skip
+        ["git", *arguments],
+        cwd=folder,
+        input=given.encode(),
+        capture_output=True,
+        timeout=_GIT_DEADLINE_S,
+        env={"PATH": os.environ["PATH"], **GIT_ENVIRONMENT},
+    )
     if ended.returncode != 0:
         lines = ended.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise PackageError(f"git {arguments[0]} in {folder.name}: {lines[0]}")

@@ -33,35 +33,34 @@ async def demonstrate(
     `mistakes`: share of episodes that begin with a malformed call, shown but not imitated.
     """
     limit = asyncio.Semaphore(CONCURRENT)
-    tasks = family.task_count("train")
 
     async def one(index: int) -> Demonstration | None:
         rng = random.Random(f"{seed} {index}")
-        task = family.task("train", index % tasks)
+        task = family.task("train", index)
+        malformed = [f"I fix {task.repo}."] if rng.random() < mistakes else []
         turns = gold_turns(task)
-        blunders = [f"I fix {task.repo}."] if rng.random() < mistakes else []
-        if turns is None or len(turns) + len(blunders) > max_turns:
+        if turns is None or len(turns) + len(malformed) > max_turns:
             return None
         async with limit:
-            return await play(family.make, task, blunders, turns)
+            return await play(family.make, task, malformed, turns)
 
-    distinct = {index % tasks for index in range(count)}
-    played = await asyncio.gather(*(one(index) for index in sorted(distinct)))
+    distinct = range(min(count, family.task_count("train")))
+    played = await asyncio.gather(*map(one, distinct))
     solved = [episode for episode in played if episode is not None]
     return [solved[index % len(solved)] for index in range(count)] if solved else []
 
 
 async def play(
-    make: Callable[[], Environment], task: SweTask, blunders: Sequence[str], turns: Sequence[str]
+    make: Callable[[], Environment], task: SweTask, malformed: Sequence[str], turns: Sequence[str]
 ) -> Demonstration | None:
-    """One episode; None if it earned nothing."""
+    """One episode, in which `malformed` come before `turns`; None if it earned nothing."""
     environment = make()
     try:
         opening = await environment.reset(task)
         shown: list[DemonstratedTurn] = []
-        for place, action in enumerate([*blunders, *turns]):
+        for number, action in enumerate([*malformed, *turns]):
             step = await environment.step(action)
-            shown.append(DemonstratedTurn(action, place >= len(blunders), step.messages))
+            shown.append(DemonstratedTurn(action, number >= len(malformed), step.messages))
             if step.done:
                 return Demonstration(opening, shown) if step.reward > 0 else None
         return None
@@ -71,16 +70,18 @@ async def play(
 
 def gold_turns(task: SweTask) -> list[str] | None:
     """The gold patch as edits, one hunk each, and a submit; None for a patch that creates or deletes files."""
-    turns: list[str] = []
-    path, old, new = "", "", ""
     if "/dev/null" in task.gold_patch:
         return None
+
+    turns: list[str] = []
+    path = old = new = ""
     for line in [*task.gold_patch.splitlines(keepends=True), "@@ end"]:
         if line.startswith(("@@ ", "diff --git ")):
             if old != new:
                 edit = ToolCall("edit", {"path": path, "old": old.rstrip("\n"), "new": new.rstrip("\n")})
                 turns.append(render_call(edit))
             old = new = ""
+
         elif line.startswith("+++ "):
             path = line[len("+++ b/") :].rstrip("\n")
         elif line.startswith(("--- ", "index ", "\\")):
@@ -88,6 +89,7 @@ def gold_turns(task: SweTask) -> list[str] | None:
         else:
             old += line[1:] if line[:1] in (" ", "-") else ""
             new += line[1:] if line[:1] in (" ", "+") else ""
+
     return [*turns, render_call(ToolCall("submit", {}))] if turns else None
 
 
@@ -96,11 +98,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("tasks", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
+
     begin = time.monotonic()
     rewards = asyncio.run(_play_all(options.tasks))
-    gold, nothing = (sum(pair[agent] for pair in rewards.values()) for agent in (0, 1))
     seconds = time.monotonic() - begin
-    print(f"{len(rewards)} tasks in {seconds:.0f} s: the gold agent earned {gold:g}, the idle one {nothing:g}")
+    gold, idle = (sum(pair[agent] for pair in rewards.values()) for agent in (0, 1))
+
+    print(f"{len(rewards)} tasks in {seconds:.0f} s: the gold agent earned {gold:g}, the idle one {idle:g}")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(rewards, indent=1) + "\n")

@@ -26,10 +26,12 @@ def reverse_diff(diff: str) -> str:
             if not new.startswith("+++ "):
                 raise DiffError(f"no '+++' line after {line.strip()!r}")
             out += [_sides(new, "+++ ", "--- ", "b/", "a/"), _sides(line, "--- ", "+++ ", "a/", "b/")]
+
         elif hunk := _HUNK.match(line):
             old_start, old_count, new_start, new_count, rest = hunk.groups()
             out.append(f"@@ -{_range(new_start, new_count)} +{_range(old_start, old_count)} @@{rest}")
             out += _reversed_hunk(lines, int(old_count or 1), int(new_count or 1))
+
         else:
             key = next((key for key in _SWAPPED if line.startswith(f"{key} ")), None)
             out.append(_SWAPPED[key] + line[len(key) :] if key else line)
@@ -46,6 +48,7 @@ def _reversed_hunk(lines: Iterator[str], old: int, new: int) -> list[str]:
         if kind == "\\":
             body.append(line)
             continue
+
         if kind not in " +-\n":
             raise DiffError(f"a hunk has a line of unknown kind: {line[:40]!r}")
         old -= kind != "+"
@@ -56,11 +59,11 @@ def _reversed_hunk(lines: Iterator[str], old: int, new: int) -> list[str]:
 
 def _ordered(lines: list[str]) -> Iterator[str]:
     """`rename from` and `old mode` stand before their counterparts again."""
-    pairs = {"rename to": "rename from", "new mode": "old mode"}
+    pairs = {"rename to ": "rename from ", "new mode ": "old mode "}
     at = 0
     while at < len(lines):
-        first = next((key for key in pairs if lines[at].startswith(f"{key} ")), None)
-        if first and at + 1 < len(lines) and lines[at + 1].startswith(pairs[first]):
+        partner = next((pairs[key] for key in pairs if lines[at].startswith(key)), None)
+        if partner and at + 1 < len(lines) and lines[at + 1].startswith(partner):
             yield lines[at + 1]
             yield lines[at]
             at += 2

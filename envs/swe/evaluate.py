@@ -18,7 +18,7 @@ from typing import Any
 from envs.sandbox import Backend, Command, Limits, Result, Sandbox
 from envs.sandbox.runtime import HARNESS
 from envs.swe.checkout import Checkout, open_checkout
-from envs.swe.runners import RUNNERS, RunnerName, protected, share_passed
+from envs.swe.runners import RUNNERS, RunnerName, protected_paths, share_passed
 from envs.swe.tasks import SweTask
 
 MAX_DIFF_CHARS = 1_000_000
@@ -27,11 +27,17 @@ TEST_LIMITS = Limits(timeout_s=300, memory_bytes=2 << 30, processes=128, disk_by
 
 @dataclass(frozen=True)
 class Outcome:
-    fail_to_pass: float  # share of these tests that pass now
-    pass_to_pass: float  # share of these that still pass
+    """What a submitted diff earns. Where `why` says something, nothing counts."""
+
+    fail_to_pass: float
+    """Share of these tests that pass now."""
+    pass_to_pass: float
+    """Share of these tests that still pass."""
     applied: bool
-    why: str = ""  # nothing counts: the diff does not apply, the run did not end, the canary passed
+    why: str = ""
+    """The diff does not apply, the run did not end, or a canary passed."""
     restored: tuple[str, ...] = ()
+    """Paths that were put back before the tests ran."""
 
     @property
     def resolved(self) -> bool:
@@ -48,7 +54,8 @@ class Outcome:
 class TestRun:
     """`outcomes` by test id: passed, failed, skipped, xfailed. Empty where `why` says that the run does not count."""
 
-    __test__ = False  # pytest: this is no test
+    # Tells pytest that this class holds no tests.
+    __test__ = False
     outcomes: dict[str, str] = field(default_factory=dict)
     output: str = ""
     why: str = ""
@@ -63,15 +70,17 @@ def evaluate(backend: Backend, checkout: Checkout, task: SweTask, diff: str, lim
     """Blocks for the time of the tests. Raises SandboxError for faults of the host only."""
     if len(diff) > MAX_DIFF_CHARS:
         return Outcome(0, 0, applied=False, why=f"the diff has {len(diff)} characters, more than {MAX_DIFF_CHARS}")
+
     checkout, sandbox = open_checkout(backend, checkout, limits)
     try:
-        machinery = protected(task.runner, task.gold_patch)
+        machinery = protected_paths(task.runner, task.gold_patch)
         applied = apply_diff(sandbox, checkout, diff, task.test_patch, machinery)
         if not applied["applied"]:
             return Outcome(0, 0, applied=False, why=f"the diff does not apply: {applied['error']}")
         run = run_tests(sandbox, checkout, task.test_files, runner=task.runner)
     finally:
         sandbox.close()
+
     restored = tuple(applied["restored"])
     if run.why:
         return Outcome(0, 0, applied=True, why=run.why, restored=restored)
@@ -82,11 +91,14 @@ def apply_diff(
     sandbox: Sandbox, checkout: Checkout, diff: str, test_patch: str = "", machinery: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What the harness says of the diff: applied, restored, error. `machinery`: put back too, beside tests."""
-    roots = ["" if folder == "." else folder for folder in checkout.python_path]
     job = {
-        "base": checkout.base, "diff": diff, "test_patch": test_patch, "import_roots": roots,
+        "base": checkout.base,
+        "diff": diff,
+        "test_patch": test_patch,
+        "import_roots": ["" if folder == "." else folder for folder in checkout.python_path],
         "machinery": list(machinery),
-    }  # fmt: skip
+    }
+
     result = _harness(sandbox, checkout, "apply_diff.py", job)
     try:
         answer = json.loads(result.output)
@@ -99,24 +111,27 @@ def run_tests(
     sandbox: Sandbox, checkout: Checkout, files: Sequence[str], seed: int = 0, runner: RunnerName = "pytest"
 ) -> TestRun:
     """All tests of these files (pytest: or folders), once; `seed` is that of Python's hashes."""
-    key, chosen = secrets.token_hex(16), RUNNERS[runner]
+    key = secrets.token_hex(16)
+    test_runner = RUNNERS[runner]
     job = {"key": key, "files": list(files), "python_path": list(checkout.python_path)}
-    environment = chosen.environment | {"PYTHONHASHSEED": str(seed)}
-    result = _harness(sandbox, checkout, chosen.script, job, environment)
-    text, found, line = result.text().rstrip().rpartition("\n")
-    if result.timed_out or result.out_of_memory:
-        return TestRun(
-            why="the tests ran out of time" if result.timed_out else "the tests ran out of memory", output=text
-        )
+    environment = test_runner.environment | {"PYTHONHASHSEED": str(seed)}
+    result = _harness(sandbox, checkout, test_runner.script, job, environment)
+    output, found, line = result.text().rstrip().rpartition("\n")
+
+    if result.timed_out:
+        return TestRun(why="the tests ran out of time", output=output)
+    if result.out_of_memory:
+        return TestRun(why="the tests ran out of memory", output=output)
+
     try:
         report = json.loads(line) if found else {}
     except (ValueError, RecursionError):
         report = {}
     if not isinstance(report, dict) or report.get("key") != key:
-        return TestRun(why="the test run did not come to its end", output=text)
-    if report["canaries"] != ["failed"] * chosen.canaries:
-        return TestRun(why="tests that must fail passed: the test machinery was tampered with", output=text)
-    return TestRun(dict(report["outcomes"]), text, seconds=result.seconds)
+        return TestRun(why="the test run did not come to its end", output=output)
+    if report["canaries"] != ["failed"] * test_runner.canaries:
+        return TestRun(why="tests that must fail passed: the test machinery was tampered with", output=output)
+    return TestRun(dict(report["outcomes"]), output, seconds=result.seconds)
 
 
 def _harness(

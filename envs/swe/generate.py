@@ -27,13 +27,14 @@ from envs.swe.evaluate import TEST_LIMITS, TestRun, evaluate, run_tests
 from envs.swe.harness.apply_diff import is_test_file
 from envs.swe.mutate import Mutation, mutations
 from envs.swe.packages import PACKAGES, Package, PackageError, package_tree
-from envs.swe.tasks import SweTask, file_diff, to_row
-from rl.core.made_once import to_stderr
+from envs.swe.tasks import SweTask, file_diff, load_tasks, to_row
+from rl.core.made_once import digest, made_once, to_stderr
 
 BASELINE_RUNS = 3
 MAX_BROKEN_SHARE = 0.5
 _EXCERPT_CHARS = 1500
-_SLOWER = 5  # a mutant may be this much slower than the package as it was
+# A mutant may be this much slower than the package as it was.
+_SLOWER = 5
 Log = Callable[[str], None]
 
 
@@ -46,9 +47,31 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Baseline:
-    stable: tuple[str, ...]  # tests that pass in every run
-    flaky: tuple[str, ...]  # tests that differ between runs
-    timeout_s: float  # of a mutant's run, which may never end by itself
+    """What the tests of a package say of it as it is."""
+
+    stable: tuple[str, ...]
+    """Tests that pass in every run."""
+    flaky: tuple[str, ...]
+    """Tests that differ between runs."""
+    timeout_s: float
+    """Of a mutant's run, which may never end by itself."""
+
+
+def generated_tasks(
+    backend: Backend, packages: Sequence[str], count: int, seed: int, checkouts: CheckoutCache
+) -> list[SweTask]:
+    """The same as `generate`, made once per choice of packages, count and seed, and kept in the cache folder.
+
+    Blocks while they are made, a few seconds each; other processes wait. Raises PackageError.
+    """
+    pinned = [PACKAGES[name] for name in packages]
+    key = json.dumps([[package.sha256 for package in pinned], count, seed])
+
+    def make(draft: Path) -> None:
+        to_stderr(f"swe: generating {count} tasks from {', '.join(packages)}")
+        write_tasks(generate(backend, pinned, count, seed, checkouts, to_stderr), draft)
+
+    return load_tasks(str(made_once(checkouts.cache / f"tasks-{digest(key)}.jsonl", make)))
 
 
 def generate(
@@ -64,6 +87,7 @@ def generate(
             found = list(pool.map(lambda source: next(source, None), sources))
             tasks += [task for task in found if task is not None]
             sources = [source for source, task in zip(sources, found, strict=True) if task is not None]
+
     if len(tasks) < count:
         raise PackageError(f"{len(tasks)} tasks of the {count} wanted: name more packages")
     return tasks[:count]
@@ -71,18 +95,17 @@ def generate(
 
 def baseline(backend: Backend, package: Package, tree: Path) -> Baseline:
     """Runs of the untouched package under different hash seeds. Raises PackageError if a run does not count."""
-    runs: list[dict[str, str]] = []
-    slowest_s = 0.0
+    runs: list[TestRun] = []
     for seed in range(BASELINE_RUNS):
         run = _run(backend, package, tree, seed=seed)
         if run.why:
             raise PackageError(f"{package.repo}: {run.why}: {run.output[-300:]!r}")
-        runs.append(run.outcomes)
-        slowest_s = max(slowest_s, run.seconds)
-    names = list(dict.fromkeys(name for run in runs for name in run))
-    flaky = tuple(name for name in names if len({run.get(name) for run in runs}) > 1)
-    stable = tuple(name for name in names if name not in flaky and runs[0][name] == "passed")
-    return Baseline(stable, flaky, timeout_s=_SLOWER * slowest_s + 1)
+        runs.append(run)
+
+    names = list(dict.fromkeys(name for run in runs for name in run.outcomes))
+    flaky = tuple(name for name in names if len({run.outcomes.get(name) for run in runs}) > 1)
+    stable = tuple(name for name in names if name not in flaky and runs[0].outcomes[name] == "passed")
+    return Baseline(stable, flaky, timeout_s=_SLOWER * max(run.seconds for run in runs) + 1)
 
 
 def candidates(package: Package, tree: Path, rng: random.Random) -> list[Candidate]:
@@ -92,38 +115,43 @@ def candidates(package: Package, tree: Path, rng: random.Random) -> list[Candida
         top = tree / source
         for file in sorted(top.rglob("*.py")) if top.is_dir() else [top.with_suffix(".py")]:
             path = str(file.relative_to(tree))
-            if is_test_file(path):
-                continue
-            text = file.read_bytes()
-            found += [Candidate(path, mutation, mutation.apply(text)) for mutation in mutations(text)]
+            if not is_test_file(path):
+                text = file.read_bytes()
+                found += [Candidate(path, mutation, mutation.apply(text)) for mutation in mutations(text)]
+
     rng.shuffle(found)
     return found
 
 
-def admit(backend: Backend, package: Package, tree: Path, base: Baseline, candidate: Candidate) -> SweTask | None:
+def make_task(backend: Backend, package: Package, tree: Path, base: Baseline, candidate: Candidate) -> SweTask | None:
     """The task that a candidate makes; None if the tests do not tell the bug."""
     try:
         compile(candidate.mutant, candidate.path, "exec")
     except (SyntaxError, ValueError):
         return None
+
     run = _run(backend, package, tree, candidate, base.timeout_s)
-    broken = _broken(run, base)
+    if run.why:
+        return None
+    broken = tuple(test for test in base.stable if run.outcomes.get(test) != "passed")
     if not broken or len(broken) > MAX_BROKEN_SHARE * len(base.stable):
         return None
-    original = (tree / candidate.path).read_bytes().decode()
-    bug, gold = (
-        file_diff(candidate.path, *pair)
-        for pair in ((original, candidate.mutant.decode()), (candidate.mutant.decode(), original))
-    )
+
+    path = candidate.path
+    original = (tree / path).read_bytes().decode()
+    mutant = candidate.mutant.decode()
     mutation = candidate.mutation
-    task = SweTask(
-        instance_id=f"{package.repo}.{mutation.kind}.{Path(candidate.path).stem}.{mutation.start}", repo=package.repo,
-        schema="swe-smith", problem_statement=problem_statement(package, broken, run.output),
+    return SweTask(
+        instance_id=f"{package.repo}.{mutation.kind}.{Path(path).stem}.{mutation.start}",
+        repo=package.repo,
+        schema="swe-smith",
+        problem_statement=problem_statement(package, broken, run.output),
         fail_to_pass=broken,
         pass_to_pass=tuple(test for test in base.stable if test not in broken),
-        gold_patch=gold, bug_patch=bug, package=package.name,
-    )  # fmt: skip
-    return task
+        gold_patch=file_diff(path, mutant, original),
+        bug_patch=file_diff(path, original, mutant),
+        package=package.name,
+    )
 
 
 def problem_statement(package: Package, fail_to_pass: Sequence[str], output: str) -> str:
@@ -140,7 +168,8 @@ def problem_statement(package: Package, fail_to_pass: Sequence[str], output: str
 def failure_excerpt(output: str, test: str) -> str:
     """The section of pytest's output on one test, cut to its end."""
     name = ".".join(test.split("::")[1:])
-    section, inside = [], False
+    section = []
+    inside = False
     for line in output.splitlines():
         if line.startswith("____") or line.startswith("===="):
             if inside:
@@ -164,16 +193,19 @@ def _tasks_of(
     tree = package_tree(package, checkouts.cache)
     base = baseline(backend, package, tree)
     log(f"{package.repo}: {len(base.stable)} stable tests, {len(base.flaky)} flaky")
+
     seen: set[tuple[str, str, tuple[str, ...]]] = set()
     for candidate in candidates(package, tree, rng):
-        task = admit(backend, package, tree, base, candidate)
+        task = make_task(backend, package, tree, base, candidate)
         if task is None:
             continue
         key = (candidate.path, candidate.mutation.function, task.fail_to_pass)
         if key in seen:
             continue
+
         checkout = checkouts.prepare(task, images=False)
-        gold, nothing = (evaluate(backend, checkout, task, diff) for diff in (task.gold_patch, ""))
+        gold = evaluate(backend, checkout, task, task.gold_patch)
+        nothing = evaluate(backend, checkout, task, "")
         unfixed = (nothing.fail_to_pass, nothing.pass_to_pass) == (0, 1) and not nothing.why
         if gold.resolved and unfixed:
             seen.add(key)
@@ -182,9 +214,14 @@ def _tasks_of(
 
 
 def _run(
-    backend: Backend, package: Package, tree: Path, candidate: Candidate | None = None,
-    timeout_s: float = TEST_LIMITS.timeout_s, seed: int = 0,
-) -> TestRun:  # fmt: skip
+    backend: Backend,
+    package: Package,
+    tree: Path,
+    candidate: Candidate | None = None,
+    timeout_s: float = TEST_LIMITS.timeout_s,
+    seed: int = 0,
+) -> TestRun:
+    """The package's tests, with the candidate's bug in it if one is given."""
     sandbox = backend.open(Template(tree), replace(TEST_LIMITS, timeout_s=timeout_s))
     try:
         if candidate is not None and not write_file(sandbox, f"{WORKSPACE}/{candidate.path}", candidate.mutant):
@@ -194,10 +231,6 @@ def _run(
         sandbox.close()
 
 
-def _broken(run: TestRun, base: Baseline) -> tuple[str, ...]:
-    return () if run.why else tuple(test for test in base.stable if run.outcomes.get(test) != "passed")
-
-
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m envs.swe.generate", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -205,6 +238,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", nargs="+", choices=sorted(PACKAGES), default=list(PACKAGES))
     options = parser.parse_args(argv)
+
     begin = time.monotonic()
     backend = make_backend()
     try:
@@ -212,6 +246,7 @@ def main(argv: Sequence[str]) -> None:
         tasks = generate(backend, packages, options.count, options.seed, CheckoutCache(), to_stderr)
     finally:
         backend.close()
+
     write_tasks(tasks, options.out)
     print(f"{len(tasks)} tasks, every gold patch verified, in {time.monotonic() - begin:.0f} s: {options.out}")
 

@@ -7,23 +7,38 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_COMPARE = {
-    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"), ast.Is: ("is", "is not"),
+_COMPARE: dict[type[ast.cmpop], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Is: ("is", "is not"),
     ast.IsNot: ("is not", "is"),
-}  # fmt: skip
-_ARITHMETIC = {
-    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"),
+}
+_ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
     ast.Div: ("/", "*"),
-}  # fmt: skip
+}
+Edit = tuple[str, int, int, str]
+"""(kind, start, end, text) of a `Mutation`."""
 
 
 @dataclass(frozen=True)
 class Mutation:
     """Replace bytes [start, end) of the file by `text`."""
 
-    kind: str  # compare, arithmetic, negate-if, swap-return, boolean, off-by-one, argument-order
-    function: str  # dotted name of the function it is in
+    kind: str
+    """compare, arithmetic, negate-if, swap-return, boolean, off-by-one, argument-order"""
+    function: str
+    """Dotted name of the function it is in."""
     start: int
     end: int
     text: str
@@ -34,7 +49,7 @@ class Mutation:
 
 def mutations(source: bytes) -> Iterator[Mutation]:
     """All mutations inside functions, in the order of the tree. Raises SyntaxError."""
-    yield from _Finder(source).find()
+    yield from _Finder(source).below(ast.parse(source), "", inside=False)
 
 
 class _Finder:
@@ -44,21 +59,18 @@ class _Finder:
         for line in source.split(b"\n"):
             self._starts.append(self._starts[-1] + len(line) + 1)
 
-    def find(self) -> Iterator[Mutation]:
-        yield from self._below(ast.parse(self._source), "", inside=False)
-
-    def _below(self, node: ast.AST, name: str, *, inside: bool) -> Iterator[Mutation]:
+    def below(self, node: ast.AST, name: str, *, inside: bool) -> Iterator[Mutation]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 below = f"{name}.{child.name}" if name else child.name
-                yield from self._below(child, below, inside=inside or not isinstance(child, ast.ClassDef))
+                yield from self.below(child, below, inside=inside or not isinstance(child, ast.ClassDef))
                 continue
             if inside:
                 for kind, start, end, text in self._of(child):
                     yield Mutation(kind, name, start, end, text)
-            yield from self._below(child, name, inside=inside)
+            yield from self.below(child, name, inside=inside)
 
-    def _of(self, node: ast.AST) -> Iterator[tuple[str, int, int, str]]:
+    def _of(self, node: ast.AST) -> Iterator[Edit]:
         match node:
             case ast.Compare(left, [operator], [right]) if type(operator) in _COMPARE:
                 yield from self._operator("compare", left, right, *_COMPARE[type(operator)])
@@ -67,32 +79,38 @@ class _Finder:
             case ast.BoolOp(operator, [left, right]):
                 words = ("and", "or") if isinstance(operator, ast.And) else ("or", "and")
                 yield from self._operator("boolean", left, right, *words)
+
             case ast.If(test) | ast.IfExp(test):
                 start, end = self._span(test)
-                yield "negate-if", start, end, f"not ({self._source[start:end].decode()})"
+                yield "negate-if", start, end, f"not ({self._text(start, end)})"
+
             case ast.Return(ast.Tuple([first, second])):
-                (start, middle), (other, end) = self._span(first), self._span(second)
-                texts = (self._source[a:b].decode() for a, b in ((other, end), (middle, other), (start, middle)))
-                yield "swap-return", start, end, "".join(texts)
+                yield self._swapped("swap-return", first, second)
             case ast.Return(value) if value is not None and not isinstance(value, ast.Constant):
                 yield "swap-return", *self._span(value), "None"
+
             case ast.Constant(int(value)) if not isinstance(value, bool) and 0 <= value < 100:
                 yield "off-by-one", *self._span(node), str(value + 1)
-            case ast.Call(_, [first, second, *_], _) if not isinstance(first, ast.Starred | ast.Constant):
-                (start, middle), (other, end) = self._span(first), self._span(second)
-                if not isinstance(second, ast.Starred):
-                    texts = (self._source[a:b].decode() for a, b in ((other, end), (middle, other), (start, middle)))
-                    yield "argument-order", start, end, "".join(texts)
 
-    def _operator(
-        self, kind: str, left: ast.expr, right: ast.expr, old: str, new: str
-    ) -> Iterator[tuple[str, int, int, str]]:
+            case ast.Call(_, [first, second, *_], _) if not isinstance(first, ast.Starred | ast.Constant):
+                if not isinstance(second, ast.Starred):
+                    yield self._swapped("argument-order", first, second)
+
+    def _operator(self, kind: str, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Edit]:
         """The operator stands between its operands, with parentheses and blanks around it."""
-        start, end = self._span(left)[1], self._span(right)[0]
-        gap = self._source[start:end].decode()
-        found = re.fullmatch(rf"([\s)]*){re.escape(old).replace(' ', ' +')}([\s(]*)", gap)
+        _, start = self._span(left)
+        end, _ = self._span(right)
+        found = re.fullmatch(rf"([\s)]*){re.escape(old).replace(' ', ' +')}([\s(]*)", self._text(start, end))
         if found:
             yield kind, start, end, f"{found[1]}{new}{found[2]}"
+
+    def _swapped(self, kind: str, first: ast.expr, second: ast.expr) -> Edit:
+        start, middle = self._span(first)
+        other, end = self._span(second)
+        return kind, start, end, self._text(other, end) + self._text(middle, other) + self._text(start, middle)
+
+    def _text(self, start: int, end: int) -> str:
+        return self._source[start:end].decode()
 
     def _span(self, node: ast.AST) -> tuple[int, int]:
         assert isinstance(node, ast.expr) and node.end_lineno is not None and node.end_col_offset is not None

@@ -11,6 +11,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from envs.sandbox.base import last_line
 from rl.core.made_once import cache_folder, made_once
 
 _FETCH_DEADLINE_S = 300.0
@@ -24,11 +25,15 @@ class PackageError(ValueError):
 class Package:
     name: str
     version: str
-    sha256: str  # of the source distribution
-    sources: tuple[str, ...]  # folders or files that may be mutated
-    tests: tuple[str, ...]  # folders or files given to pytest
+    sha256: str
+    """Of the source distribution."""
+    sources: tuple[str, ...]
+    """Folders or files that may be mutated."""
+    tests: tuple[str, ...]
+    """Folders or files given to pytest."""
     python_path: tuple[str, ...] = (".",)
-    archive: Path | None = None  # a local source distribution instead of the index's
+    archive: Path | None = None
+    """A local source distribution instead of the index's."""
 
     @property
     def repo(self) -> str:
@@ -37,30 +42,49 @@ class Package:
 
 _PINNED = (
     Package(
-        "toolz", "1.0.0", "2c86e3d9a04798ac556793bced838816296a2f085017664e4995cb40a1047a02",
-        ("toolz",), ("toolz/tests",),
+        name="toolz",
+        version="1.0.0",
+        sha256="2c86e3d9a04798ac556793bced838816296a2f085017664e4995cb40a1047a02",
+        sources=("toolz",),
+        tests=("toolz/tests",),
     ),
     Package(
-        "cachetools", "8.0.0", "5ed01bd676800d51f0025605e4fd8ad0891550513e7b0a4c3da478463764e5c3",
-        ("src/cachetools",), ("tests",), ("src",),
+        name="cachetools",
+        version="8.0.0",
+        sha256="5ed01bd676800d51f0025605e4fd8ad0891550513e7b0a4c3da478463764e5c3",
+        sources=("src/cachetools",),
+        tests=("tests",),
+        python_path=("src",),
     ),
     Package(
-        "inflection", "0.5.1", "1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417",
-        ("inflection",), ("test_inflection.py",),
+        name="inflection",
+        version="0.5.1",
+        sha256="1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417",
+        sources=("inflection",),
+        tests=("test_inflection.py",),
     ),
     Package(
-        "boltons", "26.2.0", "d39cfd15c1a1c3bd4d705c82252fa9edb8e4f5e8cc039f8e39afac7b1b47e92c",
-        ("boltons",), ("tests",),
+        name="boltons",
+        version="26.2.0",
+        sha256="d39cfd15c1a1c3bd4d705c82252fa9edb8e4f5e8cc039f8e39afac7b1b47e92c",
+        sources=("boltons",),
+        tests=("tests",),
     ),
     Package(
-        "tabulate", "0.8.10", "6c57f3f3dd7ac2782770155f3adb2db0b1a269637e42f27599925e64b114f519",
-        ("tabulate.py",), ("test",),
+        name="tabulate",
+        version="0.8.10",
+        sha256="6c57f3f3dd7ac2782770155f3adb2db0b1a269637e42f27599925e64b114f519",
+        sources=("tabulate.py",),
+        tests=("test",),
     ),
     Package(
-        "more-itertools", "11.2.1", "cbf08fd0af284dc69718b9b76a8e6203df624d70209ea511e4219d350c856f63",
-        ("more_itertools",), ("tests",),
+        name="more-itertools",
+        version="11.2.1",
+        sha256="cbf08fd0af284dc69718b9b76a8e6203df624d70209ea511e4219d350c856f63",
+        sources=("more_itertools",),
+        tests=("tests",),
     ),
-)  # fmt: skip
+)
 PACKAGES = {package.name: package for package in _PINNED}
 
 
@@ -96,24 +120,23 @@ def open_to_all(tree: Path) -> None:
 def _download(package: Package, folder: Path) -> Path:
     pin = folder / "pin.txt"
     pin.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
-    command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
-        "--disable-pip-version-check", "--require-hashes", "-r", str(pin), "-d", str(folder),
-    ]  # fmt: skip
+    options = "--quiet --no-deps --no-binary :all: --disable-pip-version-check --require-hashes"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "-r", str(pin), "-d", str(folder)]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_DEADLINE_S)
+        ended = subprocess.run(command, capture_output=True, timeout=_FETCH_DEADLINE_S)
     except subprocess.TimeoutExpired:
         raise PackageError(f"{package.repo}: pip did not fetch it within {_FETCH_DEADLINE_S:.0f} s") from None
+
     archives = list(folder.glob("*.tar.gz"))
     if not archives:
-        lines = ended.stderr.strip().splitlines() or ["no message"]
-        raise PackageError(f"{package.repo}: pip cannot fetch its source distribution: {lines[-1]}")
+        raise PackageError(f"{package.repo}: pip cannot fetch its source distribution: {last_line(ended.stderr)}")
     return archives[0]
 
 
 def _unpack(archive: Path, target: Path) -> Path:
     with tarfile.open(archive) as tar:
-        tar.extractall(target, filter="data")  # refuses links and paths that lead out
+        # This filter refuses links and paths that lead out.
+        tar.extractall(target, filter="data")
     (top,) = target.iterdir()
     for path in top.rglob("*"):
         if path.is_symlink():

@@ -20,30 +20,40 @@ _REPOSITORIES: dict[str, RunnerName] = {"django/django": "django", "sympy/sympy"
 _CHANGED = re.compile(r"^\+\+\+ b/(.+?)\t?$", re.MULTILINE)
 _PROGRESS = re.compile(r"^\[\s*\d*%?\]?$")
 _OPTION = re.compile(r"^(.*?)\[(/[^/*][^*]*)\]$")
-_BUTTONS = (("MouseButton.LEFT", "1"), ("MouseButton.RIGHT", "3"))
+_MOUSE_BUTTONS = {"MouseButton.LEFT": "1", "MouseButton.RIGHT": "3"}
 
 
 @dataclass(frozen=True)
 class TestRunner:
-    script: str  # in envs/swe/harness
-    canaries: int  # tests of its own that must all fail
-    machinery: tuple[str, ...] = ()  # the repository's own test tools that no usual name shows, put back like its tests
+    """How the tests of a repository are run in a sandbox."""
+
+    script: str
+    """In envs/swe/harness."""
+    canaries: int
+    """Tests of the script's own that must all fail."""
+    machinery: tuple[str, ...] = ()
+    """The repository's own test tools that no usual name shows, put back like its tests."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
 RUNNERS: dict[RunnerName, TestRunner] = {
-    "pytest": TestRunner("run_tests.py", 2),
+    "pytest": TestRunner("run_tests.py", canaries=2),
     "django": TestRunner(
-        "run_django.py", 12, (), {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf8"}
+        "run_django.py",
+        canaries=12,
+        environment={"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf8"},
     ),
     "sympy": TestRunner(
-        "run_sympy.py", 3, ("sympy/testing/", "sympy/utilities/pytest.py", "sympy/utilities/runtests.py"),
-        {"SYMPY_USE_CACHE": "no", "PYTHONWARNINGS": "ignore::UserWarning,ignore::SyntaxWarning"},
+        "run_sympy.py",
+        canaries=3,
+        machinery=("sympy/testing/", "sympy/utilities/pytest.py", "sympy/utilities/runtests.py"),
+        environment={"SYMPY_USE_CACHE": "no", "PYTHONWARNINGS": "ignore::UserWarning,ignore::SyntaxWarning"},
     ),
-}  # fmt: skip
+}
 
 
 def runner_of(repo: str) -> RunnerName:
+    """Of a repository whose tests are named without files."""
     return _REPOSITORIES.get(repo, "pytest")
 
 
@@ -69,25 +79,29 @@ def is_progress(test: str) -> bool:
     return bool(_PROGRESS.match(test))
 
 
-def protected(runner: RunnerName, gold_patch: str) -> tuple[str, ...]:
+def protected_paths(runner: RunnerName, gold_patch: str) -> tuple[str, ...]:
     """The runner's machinery, unless that is what the task is about."""
     changed = _CHANGED.findall(gold_patch)
-    return tuple(
-        each for each in RUNNERS[runner].machinery
-        if not any(path == each or (each.endswith("/") and path.startswith(each)) for path in changed)
-    )  # fmt: skip
+
+    def is_the_task(kept: str) -> bool:
+        return any(path == kept or (kept.endswith("/") and path.startswith(kept)) for path in changed)
+
+    return tuple(kept for kept in RUNNERS[runner].machinery if not is_the_task(kept))
 
 
 def share_passed(outcomes: Mapping[str, str], tests: Sequence[str]) -> float:
     """Of `tests`, by the names that the harness gave or that SWE-bench's parsers make of them; 1 of none."""
     if not tests:
         return 1.0
-    told: dict[str, str] = {}
+
+    by_published_name: dict[str, str] = {}
     if any(test not in outcomes for test in tests):
         for name in filter(has_file, outcomes):
             published = as_published(name)
-            told[published] = worst(outcomes[name], told.get(published, outcomes[name]))
-    return sum(outcomes.get(test, told.get(test)) == "passed" for test in tests) / len(tests)
+            by_published_name[published] = worst(outcomes[name], by_published_name.get(published, outcomes[name]))
+
+    passed = sum(outcomes.get(test, by_published_name.get(test)) == "passed" for test in tests)
+    return passed / len(tests)
 
 
 def as_published(test: str) -> str:
@@ -96,8 +110,11 @@ def as_published(test: str) -> str:
     They split a line at blanks (`parse_log_pytest`), shorten `[/a/b]` to `[/b]` (`parse_log_pytest_options`), and write
     mouse buttons as numbers (`parse_log_matplotlib`).
     """
-    for button, number in _BUTTONS:
+    for button, number in _MOUSE_BUTTONS.items():
         test = test.replace(button, number)
     word = test.split(maxsplit=1)[0] if test.strip() else test
     option = _OPTION.match(word)
-    return "{}[/{}]".format(option.group(1), option.group(2).rpartition("/")[2]) if option else word
+    if option is None:
+        return word
+    test, path = option.groups()
+    return f"{test}[/{path.rpartition('/')[2]}]"

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from envs.rows import Row, RowError, read_rows
 from envs.swe.diffs import DiffError, reverse_diff
@@ -33,12 +33,15 @@ class SweTask:
     problem_statement: str
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
-    gold_patch: str  # on what the agent gets; empty where the data set has none
+    gold_patch: str
+    """The fix, for the repository as the agent gets it; empty where the data set has none."""
     bug_patch: str = ""
-    test_patch: str = ""  # brings the tests, after the agent's work
+    test_patch: str = ""
+    """Brings the tests, after the agent's work."""
     base_commit: str = ""
     image: str | None = None
-    package: str = ""  # of a generated task: a name in envs/swe/packages.py
+    package: str = ""
+    """Of a generated task: a name in envs/swe/packages.py."""
     runner: RunnerName = "pytest"
 
     @property
@@ -54,6 +57,7 @@ def load_tasks(source: str, subset: str | None = None, split: str = "train") -> 
     tasks = [parse_task(row) for row in read_rows(source, subset, split)]
     if not tasks:
         raise RowError(f"{source} has no rows")
+
     seen: set[str] = set()
     for task in tasks:
         if task.instance_id in seen:
@@ -83,76 +87,93 @@ def parse_task(row: Row) -> SweTask:
     schema = schema_of(row)
     if schema == "r2e-gym":
         return _r2e_gym(row)
+
+    smith = schema == "swe-smith"
+    repo = row.text("repo")
     fail_to_pass = _tests(row, "FAIL_TO_PASS")
     if not fail_to_pass:
         row.fail("FAIL_TO_PASS", "is empty: nothing would tell a fix")
-    common: dict[str, Any] = {
-        "instance_id": row.text("instance_id"),
-        "repo": row.text("repo"),
-        "schema": schema,
-        "fail_to_pass": fail_to_pass,
-        "pass_to_pass": _tests(row, "PASS_TO_PASS", default=[]),
-        "base_commit": row.text("base_commit", default=""),
-    }
-    patch = _diff(row, "patch")
-    runner = _runner(row, common["repo"], fail_to_pass)
-    if schema == "swe-smith":
+
+    task = SweTask(
+        instance_id=row.text("instance_id"),
+        repo=repo,
+        schema=schema,
+        problem_statement=row.text("problem_statement", default="" if smith else None),
+        fail_to_pass=fail_to_pass,
+        pass_to_pass=_tests(row, "PASS_TO_PASS", default=[]),
+        gold_patch=_diff(row, "patch"),
+        base_commit=row.text("base_commit", default=""),
+        runner=_runner(row, repo, fail_to_pass),
+    )
+
+    if smith:
         try:
-            gold = reverse_diff(patch)
+            gold_patch = reverse_diff(task.gold_patch)
         except DiffError as error:
             row.fail("patch", str(error))
-        return SweTask(
-            **common, problem_statement=row.text("problem_statement", default=""), gold_patch=gold, bug_patch=patch,
-            image=row.text("image_name", default="") or None, package=row.text("package", default=""), runner=runner,
-        )  # fmt: skip
-    if not common["base_commit"]:
+        image = row.text("image_name", default="") or None
+        package = row.text("package", default="")
+        return replace(task, gold_patch=gold_patch, bug_patch=task.gold_patch, image=image, package=package)
+
+    if not task.base_commit:
         row.fail("base_commit", "is missing: the repository's state is unknown")
-    return SweTask(
-        **common, problem_statement=row.text("problem_statement"), gold_patch=patch,
-        test_patch=_diff(row, "test_patch"), image=_image(row, schema), runner=runner,
-    )  # fmt: skip
+    return replace(task, test_patch=_diff(row, "test_patch"), image=_image(row, schema))
 
 
 def to_row(task: SweTask) -> dict[str, object]:
     """A generated task in SWE-smith's schema, with the package beside it."""
     return {
-        "instance_id": task.instance_id, "repo": task.repo, "patch": task.bug_patch,
-        "FAIL_TO_PASS": list(task.fail_to_pass), "PASS_TO_PASS": list(task.pass_to_pass),
-        "problem_statement": task.problem_statement, "image_name": task.image or "", "created_at": "",
+        "instance_id": task.instance_id,
+        "repo": task.repo,
+        "patch": task.bug_patch,
+        "FAIL_TO_PASS": list(task.fail_to_pass),
+        "PASS_TO_PASS": list(task.pass_to_pass),
+        "problem_statement": task.problem_statement,
+        "image_name": task.image or "",
+        "created_at": "",
         "package": task.package,
-    }  # fmt: skip
+    }
 
 
 def _r2e_gym(row: Row) -> SweTask:
     """Every test expected to pass must; which of them failed before is not told, so all are FAIL_TO_PASS."""
-    held = row.values["expected_output_json"]
-    expected = row.parsed("expected_output_json", held) if isinstance(held, str) else held
+    expected = row.json("expected_output_json")
     if not isinstance(expected, dict):
         row.fail("expected_output_json", "is not an object of test: outcome")
     passing = tuple(name for name, outcome in expected.items() if outcome == "PASSED")
     if not passing:
         row.fail("expected_output_json", "no test is expected to pass")
-    repo, commit = row.text("repo_name", "repo"), row.text("commit_hash", "base_commit")
+
+    repo = row.text("repo_name", "repo")
+    commit = row.text("commit_hash", "base_commit")
     return SweTask(
-        instance_id=row.text("instance_id", default=f"{repo}-{commit[:12]}"), repo=repo, schema="r2e-gym",
-        problem_statement=row.text("problem_statement"), fail_to_pass=passing, pass_to_pass=(),
-        gold_patch=_commit_diff(row), base_commit=commit, image=row.text("docker_image"),
-    )  # fmt: skip
+        instance_id=row.text("instance_id", default=f"{repo}-{commit[:12]}"),
+        repo=repo,
+        schema="r2e-gym",
+        problem_statement=row.text("problem_statement"),
+        fail_to_pass=passing,
+        pass_to_pass=(),
+        gold_patch=_commit_diff(row),
+        base_commit=commit,
+        image=row.text("docker_image"),
+    )
 
 
 def _commit_diff(row: Row) -> str:
     """A diff of the commit's files that are no tests, from their whole contents; empty where they are not given."""
     if not row.has("parsed_commit_content"):
         return ""
-    content = row.parsed("parsed_commit_content", row.text("parsed_commit_content"))
+    content = row.json("parsed_commit_content")
     files = content.get("file_diffs") if isinstance(content, dict) else None
     if not isinstance(files, list):
         row.fail("parsed_commit_content", "has no list 'file_diffs'")
+
     parts = []
     for file in files:
         try:
             path = file["header"]["file"]["path"]
-            old, new = file.get("old_file_content") or "", file.get("new_file_content") or ""
+            old = file.get("old_file_content") or ""
+            new = file.get("new_file_content") or ""
         except (KeyError, TypeError, AttributeError):
             row.fail("parsed_commit_content", "a file difference has no path")
         if not is_test_file(path):
@@ -164,10 +185,10 @@ def file_diff(path: str, old: str, new: str) -> str:
     """A unified difference in git's form; a file whose content is empty on one side is created or deleted."""
     if old == new:
         return ""
-    before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
-    lines = list(
-        difflib.unified_diff(before, after, f"a/{path}" if old else "/dev/null", f"b/{path}" if new else "/dev/null")
-    )
+    sides = (old.splitlines(keepends=True), new.splitlines(keepends=True))
+    names = (f"a/{path}" if old else "/dev/null", f"b/{path}" if new else "/dev/null")
+    lines = difflib.unified_diff(*sides, *names)
+
     head = f"diff --git a/{path} b/{path}\n"
     head += "" if old else "new file mode 100644\n"
     head += "" if new else "deleted file mode 100644\n"

@@ -12,7 +12,8 @@ import json
 import re
 from dataclasses import dataclass
 
-MAX_CALLS = 8  # of one turn
+MAX_CALLS = 8
+"""Of one turn."""
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(bash|sh|shell|submit)[ \t]*\r?\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
@@ -106,6 +107,7 @@ def parse_calls(text: str) -> list[ToolCall | Malformed]:
     else:
         for kind, body in _FENCE.findall(text):
             found.append(ToolCall("submit", {}) if kind == "submit" else ToolCall("bash", {"command": body}))
+
     if not found:
         return [Malformed(f"no tool call found. Call a tool like this:\n{_EXAMPLE}")]
     if len(found) > MAX_CALLS:
@@ -120,6 +122,7 @@ def _parse(body: str) -> ToolCall | Malformed:
         return Malformed(f"the text of the <tool_call> is not JSON ({error}). Write:\n{_EXAMPLE}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Malformed(f'a <tool_call> needs "name" and "arguments". Write:\n{_EXAMPLE}')
+
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
@@ -135,6 +138,7 @@ def _checked(name: str, arguments: dict[str, object]) -> ToolCall | Malformed:
     tool = _BY_NAME.get(name)
     if tool is None:
         return Malformed(f"there is no tool {name[:40]!r}; the tools are {', '.join(_BY_NAME)}")
+
     for argument, (kind, _, required) in tool.parameters.items():
         if argument not in arguments:
             if required:
@@ -143,6 +147,7 @@ def _checked(name: str, arguments: dict[str, object]) -> ToolCall | Malformed:
         value = arguments[argument]
         if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
             return Malformed(f"{name}: {argument!r} must be of type {kind}")
+
     unknown = [argument for argument in arguments if argument not in tool.parameters]
     if unknown:
         known = ", ".join(tool.parameters) or "none"

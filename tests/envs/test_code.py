@@ -281,5 +281,5 @@ def test_environment(tmp_path: Path) -> None:
     family = CodeFamily(CodeOptions(source=str(source), eval_count=2, tasks=2), 0)
     assert [family.task("train", n).problem_id for n in range(2)] == ["0", "1"]
     assert [family.task("eval", n).problem_id for n in range(2)] == ["3", "4"]
-    with pytest.raises(ValueError, match="has only 5 problems"):
+    with pytest.raises(ValueError, match="has only 5 tasks"):
         CodeFamily(CodeOptions(source=str(source), eval_count=5), 0)

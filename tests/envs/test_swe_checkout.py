@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from envs.sandbox import Limits, Sandbox, SandboxError, Template
+from envs.sandbox import Limits, Sandbox, SandboxError, Template, service
 from envs.sandbox.bubblewrap import BubblewrapBackend
 from envs.sandbox.runtime import default_runtime
 from envs.swe import checkout_cache
-from envs.swe import environment as module
 from envs.swe.checkout import Checkout, open_checkout
 from envs.swe.environment import SweFamily, SweOptions
 from envs.swe.evaluate import evaluate
@@ -86,7 +85,7 @@ def test_an_episode_on_an_image(
 ) -> None:
     assert published.template.folder is not None
     images = Images(backend, published.template.folder)
-    monkeypatch.setattr(module, "make_backend", lambda *_: images)
+    monkeypatch.setattr(service, "make_backend", lambda *_: images)
     monkeypatch.setattr(checkout_cache, "_IMAGE_PYTHON", default_runtime().python)
     source = tmp_path / "tasks.jsonl"
     write_tasks([replace(TASK, package="", image="published:latest")], source)

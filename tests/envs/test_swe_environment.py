@@ -12,7 +12,7 @@ import pytest
 
 from envs.registry import validate_env
 from envs.swe import environment as module
-from envs.swe import store
+from envs.swe import generate
 from envs.swe.environment import SweEnvironment, SweFamily, SweOptions
 from envs.swe.generate import write_tasks
 from envs.swe.packages import PACKAGES
@@ -100,13 +100,13 @@ def test_a_cancelled_reset_leaves_no_sandbox(source: Path) -> None:
 
 def test_generated_tasks_are_made_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = store.generate
+    real = generate.generate
 
     def counted(*arguments: object) -> list[SweTask]:
         made.append(1)
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store, "generate", counted)
+    monkeypatch.setattr(generate, "generate", counted)
 
     async def play() -> list[str]:
         options = SweOptions(packages=["ledger"], generated_count=2, eval_count=1, threads=2)

@@ -18,7 +18,7 @@ from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import Outcome, evaluate, run_tests
 from envs.swe.harness import apply_diff
 from envs.swe.harness.apply_diff import is_protected
-from envs.swe.runners import RUNNERS, as_published, protected, share_passed
+from envs.swe.runners import RUNNERS, as_published, protected_paths, share_passed
 from envs.swe.tasks import SweTask, file_diff, load_tasks, parse_task
 from envs.swe.tools import extract_diff
 from tests.envs.runner_repositories import DJANGO, DJANGO_BUG, SYMPY, SYMPY_BUG, write
@@ -98,12 +98,12 @@ def test_ids_as_the_log_parsers_leave_them() -> None:
 
 
 def test_machinery_is_protected_unless_it_is_the_task() -> None:
-    assert "sympy/testing/" in protected("sympy", file_diff("sympy/core/a.py", "a\n", "b\n"))
-    assert protected("sympy", file_diff("sympy/utilities/runtests.py", "a\n", "b\n")) == (
+    assert "sympy/testing/" in protected_paths("sympy", file_diff("sympy/core/a.py", "a\n", "b\n"))
+    assert protected_paths("sympy", file_diff("sympy/utilities/runtests.py", "a\n", "b\n")) == (
         "sympy/testing/",
         "sympy/utilities/pytest.py",
     )
-    assert is_protected("sympy/testing/pytest.py", machinery=protected("sympy", ""))
+    assert is_protected("sympy/testing/pytest.py", machinery=protected_paths("sympy", ""))
     assert is_protected("django/test/testcases.py") and not is_protected("sympy/testing/pytest.py")
 
 

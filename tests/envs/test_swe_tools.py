@@ -143,11 +143,11 @@ def test_bash(tools: Toolbox) -> None:
     assert tools.bash("echo hello; echo >&2 there; exit 3").text == "hello\nthere\n[exit code 3]"
     assert tools.bash("true").text == "[no output]" and tools.bash("cat").text == "[no output]"
     assert (
-        tools.bash("cd /tmp; X=1; echo kept > /workspace/f").good
+        tools.bash("cd /tmp; X=1; echo kept > /workspace/f").ok
         and tools.bash("pwd; echo $X; cat f").text == "/workspace\n\nkept"
     )
     slow = tools.bash("echo begun; sleep 30")
-    assert slow.text == "begun\n[killed: ran longer than 1 s]" and not slow.good
+    assert slow.text == "begun\n[killed: ran longer than 1 s]" and not slow.ok
     assert (
         tools.bash("[[ a == a ]] && echo bash; echo $PYTHONPATH").text
         == "bash\n/opt/fresco/site:/workspace:/workspace/src"
@@ -172,13 +172,13 @@ def test_view(tools: Toolbox) -> None:
     assert tools.view("folder", None, None).text == "x"
     for path, message in (("missing", "No such file"), ("empty", "has 0 lines"), ("../etc/shadow", "No such file")):
         answer = tools.view(path, None, None)
-        assert message in answer.text and not answer.good
+        assert message in answer.text and not answer.ok
     assert "has 300 lines; there is none from 400" in tools.view("numbers", 400, 500).text
 
 
 def test_edit(tools: Toolbox) -> None:
     tools.bash("printf 'one\\ntwo\\ntwo\\n' > f; ln -s /etc/passwd link; mkdir d")
-    assert tools.edit("f", "one", "1\t'\"$`\\").good and tools.bash("head -1 f").text == "1\t'\"$`\\"
+    assert tools.edit("f", "one", "1\t'\"$`\\").ok and tools.bash("head -1 f").text == "1\t'\"$`\\"
     for path, old, message in (
         ("f", "three", "does not occur in f. Nothing was changed"), ("f", "two", "occurs 2 times"),
         ("f", "", "exists; old must be"), ("g", "x", "does not exist (to create it, leave old empty)"),
@@ -186,6 +186,6 @@ def test_edit(tools: Toolbox) -> None:
         ("link", "root", "cannot be written"),
     ):  # fmt: skip
         answer = tools.edit(path, old, "new")
-        assert message in answer.text and not answer.good, (path, answer)
-    assert tools.edit("f", "two\ntwo", "2").good and tools.bash("tail -1 f").text == "2"
+        assert message in answer.text and not answer.ok, (path, answer)
+    assert tools.edit("f", "two\ntwo", "2").ok and tools.bash("tail -1 f").text == "2"
     assert tools.edit("new/file", "", "text").text == "new/file created." and tools.bash("cat new/file").text == "text"

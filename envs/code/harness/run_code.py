@@ -12,29 +12,31 @@ import signal
 import sys
 import time
 
-LIMIT = 1 << 20  # characters of one output
+# Of one output, in bytes.
+LIMIT = 1 << 20
 
 
-def main():
+def main() -> None:
     job = json.loads(sys.stdin.read())
     report = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if "inputs" in job:
-        results = [run_program(job["code"], text, job["case_s"]) for text in job["inputs"]]
-    else:
+    if "tests" in job:
         results = run_tests(job["code"], job["tests"])
+    else:
+        results = [run_program(job["code"], text, job["case_s"]) for text in job["inputs"]]
     os.write(report, (json.dumps({"key": job["key"], "results": results}) + "\n").encode())
 
 
-def run_tests(code, tests):
+def run_tests(code: str, tests: "list[list[str]]") -> "list[object]":
     """Each on its own, in the namespace that the solution left."""
-    results = []
+    results = []  # type: list[object]
     namespace = {"__name__": "solution"}
     try:
         exec(compile(code, "solution.py", "exec"), namespace)
     except BaseException:
         return [False] * len(tests)
+
     for kind, text in tests:
         try:
             if kind == "value":
@@ -47,7 +49,7 @@ def run_tests(code, tests):
     return results
 
 
-def encoded(value):
+def encoded(value: object) -> object:
     """Scalars as they are, containers as [kind, items]; raises for anything else."""
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -61,17 +63,20 @@ def encoded(value):
     raise TypeError(type(value).__name__)
 
 
-def run_program(code, text, case_s):
+def run_program(code: str, text: str, case_s: float) -> "str | None":
     """What the program prints for one input, in a process of its own."""
-    given, printed = os.memfd_create("given"), os.memfd_create("printed")
+    given = os.memfd_create("given")
+    printed = os.memfd_create("printed")
     try:
         with os.fdopen(os.dup(given), "wb") as file:
             file.write(text.encode())
         os.lseek(given, 0, os.SEEK_SET)
+
         pid = os.fork()
         if pid == 0:
             become_program(code, given, printed)
         good = wait(pid, case_s)
+
         os.lseek(printed, 0, os.SEEK_SET)
         return os.read(printed, LIMIT).decode(errors="replace") if good else None
     finally:
@@ -79,16 +84,18 @@ def run_program(code, text, case_s):
         os.close(printed)
 
 
-def become_program(code, given, printed):
+def become_program(code: str, given: int, printed: int) -> None:
     """Run the solution as a program and end the process."""
     status = 1
     try:
         os.setsid()
         os.dup2(given, 0)
         os.dup2(printed, 1)
-        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w")
         exec(compile(code, "solution.py", "exec"), {"__name__": "__main__"})
         status = 0
+
     except SystemExit as error:
         status = 0 if error.code in (None, 0) else 1
     except BaseException:
@@ -100,7 +107,7 @@ def become_program(code, given, printed):
             os._exit(status)
 
 
-def wait(pid, case_s):
+def wait(pid: int, case_s: float) -> bool:
     """Whether the child ended well within its time; kills it otherwise."""
     end = time.monotonic() + case_s
     pause = 0.0002

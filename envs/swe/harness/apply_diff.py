@@ -11,36 +11,36 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 GIT = ["git", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false", "-c", "core.fsmonitor=false"]
 LINKS = ("120000", "160000")
-_CONFIGURATION = {
-    "conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml",
-    "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py", ".coveragerc", ".gitattributes", ".gitmodules",
-    "entry_points.txt",
-}  # fmt: skip
+_CONFIGURATION = """
+    conftest.py sitecustomize.py usercustomize.py pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini setup.cfg
+    setup.py pyproject.toml noxfile.py .coveragerc .gitattributes .gitmodules entry_points.txt
+""".split()  # noqa: SIM905
 _COMPILED = (".pyc", ".pyo", ".so", ".pth", ".egg-link")
 _MACHINERY = {"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "hypothesis", "attr", "attrs"}
 _STDLIB = os.path.dirname(os.__file__)
 _TEST_NAME = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$")
 
 
-def is_test_file(path):
+def is_test_file(path: str) -> bool:
     """By the usual names: below a `test` or `tests` folder, `test_*.py`, `*_test.py`."""
     *folders, name = path.split("/")
     return any(folder.lower() in ("test", "tests") for folder in folders) or bool(_TEST_NAME.match(name))
 
 
-def standard_modules():
+def standard_modules() -> "set[str] | frozenset[str]":
     """Names of the standard library's modules; Pythons before 3.10 do not list them."""
-    names = getattr(sys, "stdlib_module_names", None)
+    names = getattr(sys, "stdlib_module_names", None)  # type: frozenset[str] | set[str] | None
     if names is None:
         files = os.listdir(_STDLIB) + os.listdir(os.path.join(_STDLIB, "lib-dynload"))
         names = {*sys.builtin_module_names, *(name.split(".")[0] for name in files)}
     return names
 
 
-def is_protected(path, import_roots=("",), machinery=()):
+def is_protected(path: str, import_roots: "Sequence[str]" = ("",), machinery: "Sequence[str]" = ()) -> bool:
     """Whether a change to this path must not reach the tests: tests, their configuration, what shadows their tools."""
     parts = path.split("/")
     name = parts[-1]
@@ -50,6 +50,7 @@ def is_protected(path, import_roots=("",), machinery=()):
         return True
     if any(path.startswith(each) if each.endswith("/") else path == each for each in machinery):
         return True
+
     for root in import_roots:
         below = parts[len(root.split("/")) :] if root and path.startswith(root + "/") else parts
         module = below[0][: -len(".py")] if below[0].endswith(".py") else below[0]
@@ -58,7 +59,7 @@ def is_protected(path, import_roots=("",), machinery=()):
     return False
 
 
-def main():
+def main() -> None:
     job = json.loads(sys.stdin.read())
     answer = {"applied": True, "restored": [], "error": ""}
     try:
@@ -72,7 +73,7 @@ def main():
     print(json.dumps(answer))
 
 
-def restore(base, import_roots, machinery):
+def restore(base: str, import_roots: "Sequence[str]", machinery: "Sequence[str]") -> "list[str]":
     """Undo every change to a protected path, and every new link."""
     git("add", "--all", "--force")
     raw = git("diff", "--cached", "--raw", "-z", "--no-renames", "--no-abbrev", base).decode(errors="surrogateescape")
@@ -82,6 +83,7 @@ def restore(base, import_roots, machinery):
         for head, path in zip(fields[::2], fields[1::2])  # noqa: B905
         if head.split()[1] in LINKS or is_protected(path, import_roots, machinery)
     ]
+
     added = [path for _, status, path in changed if status == "A"]
     others = [path for _, status, path in changed if status != "A"]
     if added:
@@ -93,7 +95,7 @@ def restore(base, import_roots, machinery):
     return added + others
 
 
-def git(*arguments, given=""):
+def git(*arguments: str, given: str = "") -> bytes:
     command = [*GIT, "--literal-pathspecs", *arguments]
     data = given.encode(errors="surrogateescape")
     ended = subprocess.run(command, input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=True)  # noqa: UP022

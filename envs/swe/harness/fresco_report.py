@@ -14,13 +14,13 @@ _WORST_FIRST = ("failed", "skipped", "xfailed", "passed")
 class Report:
     """Takes the job and the way out before anything of the repository is imported."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.job = json.loads(sys.stdin.read())
         self._out = os.dup(1)
         os.set_inheritable(self._out, False)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    def send(self, canaries, outcomes):
+    def send(self, canaries: "list[str]", outcomes: "dict[str, str]") -> None:
         """`canaries`: the outcomes of tests that must fail; `outcomes`: those of the repository's, by name."""
         line = {"key": self.job["key"], "canaries": canaries, "outcomes": outcomes}
         sys.stdout.flush()
@@ -29,6 +29,6 @@ class Report:
             data = data[os.write(self._out, data) :]
 
 
-def worst(*outcomes):
+def worst(*outcomes: str) -> str:
     """Of one test, or of all tests of one name: passed only if each of them passed."""
     return min(outcomes, key=_WORST_FIRST.index)

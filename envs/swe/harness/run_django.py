@@ -17,6 +17,7 @@ import tempfile
 import traceback
 import unittest
 import unittest.mock
+from typing import Any
 
 from fresco_report import Report, worst
 
@@ -69,22 +70,24 @@ class Transaction(Canaries, TransactionTestCase):
 class Record:
     """The outcomes of the outermost run; tests of Django's runner run others within it."""
 
-    def __init__(self):
-        self.begun = self.ended = False
-        self._tests = {}  # the key of a test: its outcome
+    def __init__(self) -> None:
+        self.begun = False
+        self.ended = False
+        # The outcome of each test by its key; None: it was not run.
+        self._tests = {}  # type: dict[tuple[str, str, str, str], str | None]
 
-    def plan(self, suite):
+    def plan(self, suite: "unittest.TestSuite") -> None:
         for test in suite:
             if isinstance(test, unittest.TestSuite):
                 self.plan(test)
             else:
                 self._tests[key_of(test)] = None
 
-    def note(self, test, outcome):
+    def note(self, test: "unittest.TestCase", outcome: str) -> None:
         key = key_of(getattr(test, "test_case", test))  # a sub-test's: its test
         self._tests[key] = worst(outcome, self._tests.get(key) or outcome)
 
-    def outcomes(self, name):
+    def outcomes(self, name: str) -> "tuple[list[str], dict[str, str]]":
         """Those of the tests of module `name`, and those of all others by their names."""
         canaries = []
         others = {}  # type: dict[str, str]
@@ -104,38 +107,38 @@ RECORD = Record()
 
 
 class Result(unittest.TextTestResult):
-    def addSuccess(self, test):
+    def addSuccess(self, test: "unittest.TestCase") -> None:
         RECORD.note(test, "passed")
         super().addSuccess(test)
 
-    def addFailure(self, test, err):
+    def addFailure(self, test: "unittest.TestCase", err: "Any") -> None:
         RECORD.note(test, "failed")
         super().addFailure(test, err)
 
-    def addError(self, test, err):
+    def addError(self, test: "unittest.TestCase", err: "Any") -> None:
         RECORD.note(test, "failed")
         super().addError(test, err)
 
-    def addSubTest(self, test, subtest, err):
+    def addSubTest(self, test: "unittest.TestCase", subtest: "unittest.TestCase", err: "Any") -> None:
         if err is not None:
             RECORD.note(test, "failed")
         super().addSubTest(test, subtest, err)
 
-    def addSkip(self, test, reason):
+    def addSkip(self, test: "unittest.TestCase", reason: str) -> None:
         RECORD.note(test, "skipped")
         super().addSkip(test, reason)
 
-    def addExpectedFailure(self, test, err):
+    def addExpectedFailure(self, test: "unittest.TestCase", err: "Any") -> None:
         RECORD.note(test, "xfailed")
         super().addExpectedFailure(test, err)
 
-    def addUnexpectedSuccess(self, test):
+    def addUnexpectedSuccess(self, test: "unittest.TestCase") -> None:
         RECORD.note(test, "failed")
         super().addUnexpectedSuccess(test)
 
 
 class Runner(unittest.TextTestRunner):
-    def run(self, test):
+    def run(self, test: "Any") -> "unittest.TextTestResult":
         if RECORD.begun:
             return super().run(test)
         RECORD.begun = True
@@ -146,37 +149,41 @@ class Runner(unittest.TextTestRunner):
         return result
 
 
-def key_of(test):
+def key_of(test: "unittest.TestCase") -> "tuple[str, str, str, str]":
     """Module, class, method and the first line of the docstring, which is what `shortDescription` gives."""
-    kind, method = type(test), getattr(test, "_testMethodName", "")
+    kind = type(test)
+    method = getattr(test, "_testMethodName", "")
     lines = (getattr(test, "_testMethodDoc", None) or "").strip().split("\n")
     return kind.__module__, kind.__qualname__, method, lines[0].strip()
 
 
-def labels(files):
+def labels(files: "list[str]") -> "list[str]":
     """Of the files that are still there; those at the top of tests/ have no tests."""
     there = [path for path in files if path.startswith("tests/") and path.count("/") > 1 and os.path.exists(path)]
     return [path[len("tests/") : -len(".py")].replace("/", ".") for path in there]
 
 
-def main():
+def main() -> None:
     report = Report()
     unittest.TextTestRunner = unittest.runner.TextTestRunner = Runner  # type: ignore[misc]
     folder = tempfile.mkdtemp()
     name = "canary_" + os.urandom(8).hex()
     with open(os.path.join(folder, name + ".py"), "w") as file:
         file.write(_CANARIES)
+
     sys.path[:1] = [os.path.abspath(path) for path in ["tests", *report.job["python_path"], folder]]
     runtests = os.path.abspath("tests/runtests.py")
     with open(runtests) as file:
         parallel = ["--parallel=1"] if "--parallel" in file.read() else []
     sys.argv = [runtests, "--settings=test_sqlite", *parallel, *labels(report.job["files"]), name]
+
     try:
         runpy.run_path(runtests, run_name="__main__")
     except SystemExit:
         pass
     except BaseException:
         traceback.print_exc()
+
     if RECORD.ended:
         report.send(*RECORD.outcomes(name))
 

@@ -15,13 +15,14 @@ import random
 import sys
 import traceback
 import warnings
+from typing import Any
 
 from fresco_report import Report, worst
 
 _RAISED = {"Skipped": "skipped", "XFail": "xfailed"}
 
 
-def main():
+def main() -> None:
     report = Report()
     sys.path[:1] = [os.path.abspath(path) for path in report.job["python_path"]]
     outcomes = {}  # type: dict[str, str]
@@ -32,7 +33,7 @@ def main():
     report.send([outcome_of(canary) for canary in (fails, errs, raises_nothing)], outcomes)
 
 
-def file_outcomes(path):
+def file_outcomes(path: str) -> "dict[str, str]":
     """By name; what the file defines and what was not run counts as failed."""
     with open(path, "rb") as file:
         defined = [node.name for node in ast.parse(file.read()).body if isinstance(node, ast.FunctionDef)]
@@ -42,6 +43,7 @@ def file_outcomes(path):
     except BaseException:
         traceback.print_exc()
         return outcomes
+
     for name in outcomes:
         print(path, name, flush=True)
         skipped = getattr(module, "disabled", False) or getattr(getattr(module, name, None), "_slow", False)
@@ -49,7 +51,7 @@ def file_outcomes(path):
     return outcomes
 
 
-def outcome_of(function):
+def outcome_of(function: "Any") -> str:
     random.seed(0)
     try:
         with strict():
@@ -58,6 +60,7 @@ def outcome_of(function):
                     called(*arguments)
             else:
                 function()
+
     except BaseException as error:
         outcome = _RAISED.get(type(error).__name__, "failed")
         if outcome == "failed":
@@ -66,7 +69,7 @@ def outcome_of(function):
     return "passed"
 
 
-def strict():
+def strict() -> "Any":
     """SymPy's own context for a test; versions without one let deprecations pass."""
     for name in ("sympy.testing.runtests", "sympy.utilities.runtests"):
         with contextlib.suppress(ImportError, AttributeError):
@@ -74,15 +77,15 @@ def strict():
     return warnings.catch_warnings()
 
 
-def fails():
+def fails() -> None:
     assert [1, 2] == [1, 3]
 
 
-def errs():
+def errs() -> None:
     raise KeyError(1)
 
 
-def raises_nothing():
+def raises_nothing() -> None:
     """SymPy's `raises`, with which tests expect errors, must tell that there is none."""
     try:
         from sympy.testing.pytest import raises

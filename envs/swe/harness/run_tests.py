@@ -15,7 +15,7 @@ from fresco_report import Report
 HARNESS = os.path.dirname(os.path.abspath(__file__))
 
 
-def main():
+def main() -> None:
     report = Report()
     sys.path.insert(0, os.path.join(HARNESS, "site"))
     import pytest
@@ -24,7 +24,7 @@ def main():
 
     class Reporter:
         @pytest.hookimpl(tryfirst=True)
-        def pytest_runtest_logreport(self, report):
+        def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:
             before = outcomes.get(report.nodeid)
             if report.outcome == "failed" or before == "failed":
                 outcomes[report.nodeid] = "failed"
@@ -39,25 +39,11 @@ def main():
     with open(canary, "w") as file:
         file.write(f"def {name}():\n    assert [1, 2] == [1, 3]\n\n\ndef {name}_raises():\n    raise KeyError(1)\n")
     sys.path[:0] = [os.path.abspath(path) for path in report.job["python_path"]]
-    pytest.main(
-        [
-            *report.job["files"],
-            canary,
-            "--rootdir",
-            os.getcwd(),
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "addopts=",
-            "--tb=short",
-            "-q",
-            "--color=no",
-            "-rN",
-            "--continue-on-collection-errors",
-            "--disable-warnings",
-        ],
-        plugins=[Reporter()],
-    )
+
+    options = "-p no:cacheprovider -o addopts= --tb=short -q --color=no -rN --continue-on-collection-errors"
+    arguments = [*report.job["files"], canary, "--rootdir", os.getcwd(), *options.split(), "--disable-warnings"]
+    pytest.main(arguments, plugins=[Reporter()])
+
     canaries = [outcome for test, outcome in outcomes.items() if name in test]
     tests = {test: outcome for test, outcome in outcomes.items() if name not in test}
     report.send(canaries, tests)

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from envs.swe.generate import write_tasks
-from tests.envs.repositories import FILES
-from tests.envs.test_swe_reward import TASK
+from tests.envs.repositories import FILES, TASK, write_files
 from tests.test_alfworld_end_to_end import run
 
 
@@ -18,10 +17,7 @@ def test_the_laptop_recipe_imitates_an_agent_then_trains_in_sandboxes(tmp_path: 
     tasks = [replace(TASK, instance_id=f"ledger-{n}", package="") for n in range(3)]
     write_tasks(tasks, tmp_path / "tasks.jsonl")
     for task in tasks:
-        for name, text in FILES.items():
-            path = tmp_path / "repositories" / task.instance_id / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        write_files(FILES, tmp_path / "repositories" / task.instance_id)
     output, summary = run(
         "swe_cpu.yaml", tmp_path, tmp_path / "cache",
         f"env.options.source={tmp_path / 'tasks.jsonl'}", f"env.options.repositories={tmp_path / 'repositories'}",

@@ -1,4 +1,7 @@
-"""A bubblewrap backend per module, and a template. A machine without bubblewrap fails these tests, with the line."""
+"""A bubblewrap backend per module, a template, and a sandbox that must leave nothing behind.
+
+A machine without bubblewrap fails these tests, with the line that says what is missing.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.sandbox import missing_for_bubblewrap
-from envs.sandbox.bubblewrap import BubblewrapBackend
-from tests.envs.sandboxes import world_writable
+from envs.sandbox import Sandbox, Template, missing_for_bubblewrap
+from envs.sandbox.bubblewrap import STATE, BubblewrapBackend
+from tests.envs.sandboxes import LIMITS, sh, world_writable
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +31,20 @@ def template(tmp_path: Path) -> Path:
         (folder / name).write_text("original\n")
         (folder / name).chmod(0o666)
     return folder
+
+
+@pytest.fixture
+def sandbox(backend: BubblewrapBackend, template: Path) -> Iterator[Sandbox]:
+    """A sandbox beside which the host must be as before: same template, no process, no mount, next command fine."""
+    before = {path.name: path.read_bytes() for path in template.iterdir()}
+    made = backend.open(Template(template), LIMITS)
+    yield made
+    assert sh(made, "echo healthy").text() == "healthy\n"
+    assert not backend.tree(0).processes()
+    made.close()
+
+    fresh = backend.open(Template(template), LIMITS)
+    assert sh(fresh, "cat a.txt; ls -A /tmp ~").text() == "original\n/home/agent:\n\n/tmp:\n"
+    fresh.close()
+    assert {path.name: path.read_bytes() for path in template.iterdir()} == before
+    assert str(STATE) not in Path("/proc/self/mountinfo").read_text() and not list(STATE.iterdir())

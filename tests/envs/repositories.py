@@ -1,4 +1,4 @@
-"""A small real package as a source distribution, with sound, parametrised and flaky tests."""
+"""A small real package as a source distribution, with sound, parametrised and flaky tests, and a task made of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 from envs.swe.packages import Package, open_to_all
+from envs.swe.tasks import SweTask, file_diff
 
 FILES = {
     "ledger/__init__.py": '''"""Sums of money in cents."""
@@ -96,27 +97,51 @@ def test_skipped():
 }
 
 
-def make_package(folder: Path) -> Package:
-    """The package `ledger` 1.0, pinned to the archive that this makes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    top = folder / "ledger-1.0"
-    for name, text in FILES.items():
-        path = top / name
+LEDGER = FILES["ledger/__init__.py"]
+BUGGY = LEDGER.replace("each + 1 if index < rest", "each + 1 if index <= rest")
+FIX = "sed -i 's/index <= rest/index < rest/' ledger/__init__.py"
+SPLIT_TESTS = ("10-3-expected0", "9-3-expected1", "0-2-expected2")
+TASK = SweTask(
+    instance_id="ledger-split",
+    repo="ledger-1.0",
+    schema="swe-smith",
+    problem_statement="split is wrong",
+    fail_to_pass=tuple(f"tests/test_ledger.py::test_split[{name}]" for name in SPLIT_TESTS),
+    pass_to_pass=(
+        "tests/test_ledger.py::test_balance",
+        "tests/test_ledger.py::test_overdrawn",
+        "tests/test_text.py::test_euros",
+    ),
+    gold_patch=file_diff("ledger/__init__.py", BUGGY, LEDGER),
+    bug_patch=file_diff("ledger/__init__.py", LEDGER, BUGGY),
+    package="ledger",
+)
+"""A task of the package `ledger`; `FIX` is a shell command that solves it."""
+
+
+def write_files(files: dict[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def make_package(folder: Path) -> Package:
+    """The package `ledger` 1.0, pinned to the archive that this makes."""
+    top = folder / "ledger-1.0"
+    write_files(FILES, top)
+
     archive = folder / "ledger-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(top, arcname=top.name)
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+
     return Package("ledger", "1.0", digest, ("ledger",), ("tests",), archive=archive)
 
 
 def make_published(folder: Path) -> Path:
     """The sound package as a data set's image has it: earlier commits, a branch, files that git ignores."""
-    for name, text in (FILES | {".gitignore": "*.egg-info/\n*.so\n"}).items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(FILES | {".gitignore": "*.egg-info/\n*.so\n"}, folder)
     script = """git init -q . && git config user.name a && git config user.email b
     git add -A && git commit -qm 'the fix' && git branch other && git commit -q --allow-empty -m later
     mkdir ledger.egg-info && echo 1.0 > ledger.egg-info/PKG-INFO && echo compiled > ledger/fast.so"""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 _DJANGO_TEXT = '''"""Text."""
 
 
@@ -209,10 +207,3 @@ def raise_on_deprecated():
 """,
 }
 SYMPY_BUG = {"sympy/core/numbers.py": _SYMPY_NUMBERS.replace("return a\n", "return a if a < 3 else 1\n", 1)}
-
-
-def write(files: dict[str, str], folder: Path) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from envs.sandbox import Command, Result, Sandbox
+from envs.sandbox import Command, Limits, Result, Sandbox
 
 PYTHON = str(Path(sys.base_prefix).resolve() / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+LIMITS = Limits(
+    timeout_s=20, memory_bytes=256 << 20, processes=48, file_bytes=8 << 20, disk_bytes=32 << 20, output_bytes=4096
+)
+"""Of attempts to escape or to use up the host."""
 
 
 def sh(sandbox: Sandbox, script: str, timeout_s: float | None = None) -> Result:

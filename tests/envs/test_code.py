@@ -20,20 +20,26 @@ from envs.rows import Row, RowError
 from envs.sandbox import Limits, Template
 from envs.sandbox.bubblewrap import BubblewrapBackend
 from envs.sandbox.runtime import default_runtime
+from tests.envs.errors import raises_one_line
 from tests.envs.sandboxes import world_writable
 
 LIMITS = Limits(timeout_s=5, memory_bytes=256 << 20, processes=32, output_bytes=1 << 20)
 MBPP = {
-    "task_id": 11, "text": "Write a function to add two numbers.", "code": "def add(a, b):\n    return a + b",
+    "task_id": 11,
+    "text": "Write a function to add two numbers.",
+    "code": "def add(a, b):\n    return a + b",
     "test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"],
-    "test_setup_code": "import math", "challenge_test_list": [],
-}  # fmt: skip
+    "test_setup_code": "import math",
+    "challenge_test_list": [],
+}
 MBPP_SANITIZED = {
-    "task_id": 2, "source_file": "x.ipynb", "prompt": "Write a function to share elements.",
+    "task_id": 2,
+    "source_file": "x.ipynb",
+    "prompt": "Write a function to share elements.",
     "test_imports": [],
     "code": "def similar(a, b):\n    return tuple(set(a) & set(b))",
     "test_list": ["assert similar((1, 2), (2, 3)) == (2,)"],
-}  # fmt: skip
+}
 HUMANEVAL = {
     "task_id": "HumanEval/53",
     "entry_point": "add",
@@ -42,10 +48,14 @@ HUMANEVAL = {
     "test": "def check(candidate):\n    assert candidate(0, 1) == 1\n    assert candidate(2, 3) == 5\n",
 }
 APPS = {
-    "problem_id": 0, "question": "Print the sum of the two given integers.", "difficulty": "introductory",
-    "solutions": json.dumps(["a, b = map(int, input().split())\nprint(a + b)"]), "starter_code": "", "url": "",
+    "problem_id": 0,
+    "question": "Print the sum of the two given integers.",
+    "difficulty": "introductory",
+    "solutions": json.dumps(["a, b = map(int, input().split())\nprint(a + b)"]),
+    "starter_code": "",
+    "url": "",
     "input_output": json.dumps({"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}),
-}  # fmt: skip
+}
 APPS_CALL = {
     "problem_id": 3,
     "question": "Double it.",
@@ -94,9 +104,8 @@ def test_partial_credit(verifier: CodeVerifier) -> None:
     ],
 )
 def test_bad_rows_are_named(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RowError) as error:
+    with raises_one_line(RowError, message):
         problem(row)
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_files(tmp_path: Path) -> None:
@@ -105,7 +114,7 @@ def test_files(tmp_path: Path) -> None:
     assert [p.problem_id for p in load_problems(str(tmp_path / "a.jsonl"))] == ["11", "HumanEval/53"]
     assert load_problems(str(tmp_path / "a.parquet")) == [problem(APPS)]
     (tmp_path / "bad.jsonl").write_text("{}\n{")
-    for name, message in (("bad.jsonl", "row 1 is of no known form"), ("no.jsonl", "cannot be read"),):  # fmt: skip
+    for name, message in {"bad.jsonl": "row 1 is of no known form", "no.jsonl": "cannot be read"}.items():
         with pytest.raises(RowError, match=message):
             load_problems(str(tmp_path / name))
 
@@ -130,15 +139,22 @@ def test_same_output() -> None:
     assert not same_output("1\n\n2", "1\n2") and not same_output(" 1", "1") and not same_output("1 2", "1\n2")
 
 
+SINGLE_PROCESS_ASSERTS = """assert f(1)
+----
+assert f(1) == g(1)
+----
+assert f(1) == 1 and f(2) == 2
+----
+x = 1
+assert x == 1
+----
+assert (
+"""
+
+
 def test_split_assert() -> None:
     assert split_assert("assert f(1) == (2, {'a': [3]})") == ("value", "f(1)", (2, {"a": [3]}))
-    for text in (
-        "assert f(1)",
-        "assert f(1) == g(1)",
-        "assert f(1) == 1 and f(2) == 2",
-        "x = 1\nassert x == 1",
-        "assert (",
-    ):
+    for text in SINGLE_PROCESS_ASSERTS.split("----\n"):
         assert split_assert(text) == ("assert", text, None)
 
 
@@ -258,24 +274,29 @@ def test_generated_problems(verifier: CodeVerifier) -> None:
     assert len({generated_problem("train", index).question for index in range(300)}) > 220
 
 
-def test_environment(tmp_path: Path) -> None:
+def test_environment() -> None:
     async def play() -> None:
         family = CodeFamily(CodeOptions(reward="fraction", tasks=7, eval_count=3), 0)
         assert (family.task_count("train"), family.task_count("eval")) == (7, 3)
         with pytest.raises(IndexError):
             family.task("train", 7)
         await family.start()
+
         environment = family.make()
         (message,) = await environment.reset(family.task("train", 0))
         assert "solve(numbers)" in message.content and message.content.endswith("one Python code block.")
         step = await environment.step(f"```python\n{family.task('train', 0).solution}```")
         assert (step.reward, step.done, step.info["solved"], step.info["no_code"]) == (1.0, True, 1.0, 0.0)
+
         step = await environment.step("```python\nno end")
         assert (step.reward, step.info["no_code"]) == (0.0, 1.0)
         await environment.close()
         await family.stop()
 
     asyncio.run(play())
+
+
+def test_a_source_of_rows(tmp_path: Path) -> None:
     source = tmp_path / "mbpp.jsonl"
     source.write_text("".join(f"{json.dumps(MBPP | {'task_id': n})}\n" for n in range(5)))
     family = CodeFamily(CodeOptions(source=str(source), eval_count=2, tasks=2), 0)

@@ -10,6 +10,7 @@ import pytest
 from envs.registry import validate_env
 from envs.synthetic import SyntheticFamily, SyntheticOptions, text_reward
 from rl.core.config import ConfigError, load_config
+from tests.envs.errors import raises_one_line
 
 
 @pytest.mark.parametrize(
@@ -28,9 +29,8 @@ from rl.core.config import ConfigError, load_config
     ],
 )
 def test_errors_are_one_line(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises_one_line(ConfigError, message):
         validate_env(load_config(None, overrides))
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_validate_env() -> None:

@@ -47,14 +47,19 @@ def test_result(backend: BubblewrapBackend, template: Path) -> None:
     assert merged.output == b"out\nerr\n" and not merged.stderr
     apart = sandbox.run(Command(["sh", "-c", "echo out; echo err >&2"], separate_stderr=True))
     assert (apart.output, apart.stderr) == (b"out\n", b"err\n")
-    big = b"x" * 1_000_000
-    assert sandbox.run(Command(["wc", "-c"], stdin=big)).text().strip() == "1000000"
-    assert sandbox.run(Command(["true"], stdin=big)).ok  # nobody reads it
-    assert sandbox.run(Command(["sh", "-c", "echo $X"], environment={"X": "a b"})).text() == "a b\n"
     sandbox.close()
     sandbox.close()
     with pytest.raises(SandboxError, match="closed"):
         sandbox.run(Command(["true"]))
+
+
+def test_input_and_environment(backend: BubblewrapBackend, template: Path) -> None:
+    sandbox = backend.open(Template(template), LIMITS)
+    big = b"x" * 1_000_000
+    assert sandbox.run(Command(["wc", "-c"], stdin=big)).text().strip() == "1000000"
+    assert sandbox.run(Command(["true"], stdin=big)).ok, "nobody reads it"
+    assert sandbox.run(Command(["sh", "-c", "echo $X"], environment={"X": "a b"})).text() == "a b\n"
+    sandbox.close()
 
 
 def test_files_go_in_and_out_as_the_sandboxes_user(backend: BubblewrapBackend, template: Path, tmp_path: Path) -> None:
@@ -97,6 +102,7 @@ def test_the_watchdog_where_there_are_no_control_groups(template: Path) -> None:
     assert isinstance(backend.tree(0), Watchdog)
     sandbox = backend.open(Template(template), Limits(timeout_s=20, memory_bytes=200 << 20))
     assert python(sandbox, "x = bytearray(100 << 20); print(len(x))").ok
+
     tree = """
 import os, time
 for _ in range(4):
@@ -126,12 +132,14 @@ while len(backend.tree(0).processes()) < 5: time.sleep(0.01)
 print(backend.uid(0), flush=True)
 thread.join()
 """
+
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         uid = int(process.stdout.readline())
         assert Watchdog(uid).processes()
         process.kill()
+
     deadline = time.monotonic() + 10
     while Watchdog(uid).processes():
         assert time.monotonic() < deadline, "processes survived"
@@ -170,17 +178,28 @@ def test_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         detect.make_backend("docker")
 
 
+DOCKER_LIMITS = """
+--network none
+--cap-drop ALL
+no-new-privileges
+--memory 7 --memory-swap 7
+fsize=11
+--pids-limit 9
+--workdir /testbed
+--entrypoint sleep img infinity
+"""
+
+
 def test_docker_commands_carry_every_limit() -> None:
-    limits, template = Limits(memory_bytes=7, processes=9, file_bytes=11), Template(image="img", workspace="/testbed")
+    limits = Limits(memory_bytes=7, processes=9, file_bytes=11)
+    template = Template(image="img", workspace="/testbed")
     created = " ".join(create_command("docker", "n", template, limits))
-    for part in ("--network none", "--cap-drop ALL", "no-new-privileges", "--memory 7 --memory-swap 7", "fsize=11",
-                 "--pids-limit 9", "--workdir /testbed", "--entrypoint sleep img infinity"):  # fmt: skip
+    for part in DOCKER_LIMITS.strip().splitlines():
         assert part in created
-    call = Command(["ls", "-l"], environment={"A": "b"})
-    assert exec_command("podman", "n", template, call, 2.5) == [
-        "podman", "exec", "--interactive", "--workdir", "/testbed", "--env", "A=b", "n",
-        "timeout", "--signal=KILL", "2.500", "ls", "-l",
-    ]  # fmt: skip
+
+    command = Command(["ls", "-l"], environment={"A": "b"})
+    expected = "podman exec --interactive --workdir /testbed --env A=b n timeout --signal=KILL 2.500 ls -l"
+    assert exec_command("podman", "n", template, command, 2.5) == expected.split()
 
 
 @pytest.mark.skipif(running_engine() is None, reason="no Docker or Podman engine runs here")

@@ -17,12 +17,12 @@ from envs.swe.environment import SweFamily, SweOptions
 from envs.swe.evaluate import evaluate
 from envs.swe.generate import write_tasks
 from envs.swe.tasks import file_diff
-from envs.swe.tool_calls import ToolCall, render_call
-from envs.swe.tools import extract_diff
-from tests.envs.repositories import make_published
+from tests.envs.agents import agents_work, tool_call
+from tests.envs.errors import raises_one_line
+from tests.envs.repositories import BUGGY, FIX, TASK, make_published
 from tests.envs.sandboxes import sh
-from tests.envs.test_swe_reward import BUGGY, FIX, LIMITS, TASK
 
+LIMITS = Limits(timeout_s=30, output_bytes=4 << 20)
 COMMIT = "git add -A && git -c user.name=a -c user.email=b commit -qm work"
 
 
@@ -43,10 +43,7 @@ def test_the_bug_is_in_and_the_history_is_cut(backend: BubblewrapBackend, publis
 
 def test_committed_work_is_judged_and_no_work_earns_nothing(backend: BubblewrapBackend, published: Checkout) -> None:
     """Also from the checkout of the agent's sandbox, as an episode has it: the judge's sandbox has the bug again."""
-    checkout, sandbox = open_checkout(backend, published, LIMITS)
-    sh(sandbox, f"{FIX} && {COMMIT}")
-    diff = extract_diff(sandbox, checkout.base, 1_000_000)
-    sandbox.close()
+    checkout, diff = agents_work(backend, published, f"{FIX} && {COMMIT}", LIMITS)
     outcome = evaluate(backend, checkout, TASK, diff, LIMITS)
     assert outcome.resolved
     assert outcome.restored == (), "what the image's git ignores (compiled, packaging) is not the agent's work"
@@ -56,12 +53,10 @@ def test_committed_work_is_judged_and_no_work_earns_nothing(backend: BubblewrapB
 
 def test_a_bug_that_does_not_apply_is_one_line(backend: BubblewrapBackend, published: Checkout) -> None:
     wrong = replace(published, bug_patch=file_diff("nowhere.py", "a\n", "b\n"))
-    for _ in range(10):  # more than the backend has slots: none is left behind
-        with pytest.raises(
-            SandboxError, match=r"published: its repository cannot be made ready: .*nowhere\.py"
-        ) as error:
+    # More often than the backend has slots: none is left behind.
+    for _ in range(10):
+        with raises_one_line(SandboxError, "published: its repository cannot be made ready: ", "nowhere.py"):
             open_checkout(backend, wrong, LIMITS)
-        assert "\n" not in str(error.value)
 
 
 class Images:
@@ -70,7 +65,8 @@ class Images:
     name = "docker"
 
     def __init__(self, inner: BubblewrapBackend, folder: Path) -> None:
-        self._inner, self._folder = inner, folder
+        self._inner = inner
+        self._folder = folder
 
     def open(self, template: Template, limits: Limits) -> Sandbox:
         assert template.image == "published:latest"
@@ -95,8 +91,8 @@ def test_an_episode_on_an_image(
         await family.start()
         environment = family.make()
         await environment.reset(family.task("train", 0))
-        await environment.step(render_call(ToolCall("bash", {"command": command})))
-        last = await environment.step(render_call(ToolCall("submit", {})))
+        await environment.step(tool_call("bash", command=command))
+        last = await environment.step(tool_call("submit"))
         await environment.close()
         await family.stop()
         return last.reward

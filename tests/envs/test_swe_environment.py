@@ -17,11 +17,11 @@ from envs.swe.environment import SweEnvironment, SweFamily, SweOptions
 from envs.swe.generate import write_tasks
 from envs.swe.packages import PACKAGES
 from envs.swe.tasks import SweTask
-from envs.swe.tool_calls import ToolCall, render_call
 from rl.core.config import ConfigError, load_config
 from rollout.episodes.environment import Step
-from tests.envs.repositories import make_package
-from tests.envs.test_swe_reward import TASK
+from tests.envs.agents import tool_call
+from tests.envs.errors import raises_one_line
+from tests.envs.repositories import TASK, make_package
 from tests.envs.test_swe_tasks import GYM, R2E
 
 
@@ -33,10 +33,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "tasks.jsonl"
     write_tasks([replace(TASK, instance_id=f"ledger-{n}") for n in range(2)], path)
     yield path
-
-
-def call(name: str, **arguments: object) -> str:
-    return render_call(ToolCall(name, dict(arguments)))
 
 
 async def scripted(family: SweFamily, task: SweTask, turns: list[str]) -> list[Step]:
@@ -51,27 +47,31 @@ async def scripted(family: SweFamily, task: SweTask, turns: list[str]) -> list[S
 
 def test_scripted_agents(source: Path) -> None:
     """Gold earns 1 and nothing earns 0; a fix by the tools earns 1, also when the turns run out; noise is counted."""
-    fix = call("edit", path="ledger/__init__.py", old="index <= rest", new="index < rest")
+    fix = tool_call("edit", path="ledger/__init__.py", old="index <= rest", new="index < rest")
 
     async def play() -> None:
         family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=2, threads=2, turn_limit=4), 0)
         assert (family.task_count("train"), family.task_count("eval")) == (1, 1)
         await family.start()
+
         task = family.task("train", 0)
-        apply = call("bash", command=f"git apply - <<'GOLD'\n{task.gold_patch}GOLD")
-        view = call("view", path="ledger/__init__.py")
+        apply = tool_call("bash", command=f"git apply - <<'GOLD'\n{task.gold_patch}GOLD")
+        view = tool_call("view", path="ledger/__init__.py")
         gold, nothing, fixed, noise = await asyncio.gather(
-            scripted(family, task, [apply, call("submit")]),
-            scripted(family, task, [call("submit")]),
+            scripted(family, task, [apply, tool_call("submit")]),
+            scripted(family, task, [tool_call("submit")]),
             scripted(family, task, [view, f"{fix}{fix}", "```bash\npython3.11 -m pytest -q\n```", ""]),
-            scripted(family, task, ["?", call("bash"), call("bash", command="false"), "```submit\n```"]),
-        )  # fmt: skip
+            scripted(family, task, ["?", tool_call("bash"), tool_call("bash", command="false"), "```submit\n```"]),
+        )
+
         assert gold[-1].done and gold[-1].reward == 1 and gold[-1].info["resolved"] == 1
         assert nothing[-1].done and nothing[-1].reward == 0 and nothing[-1].info["submitted"] == 1
+
         assert fixed[-1].done and fixed[-1].reward == 1 and fixed[-1].info["submitted"] == 0
         assert [message.role for message in fixed[1].messages] == ["tool", "tool"]
         assert "changed" in fixed[1].messages[0].content and "does not occur" in fixed[1].messages[1].content
         assert "passed" in fixed[2].messages[0].content
+
         last = noise[-1].info
         assert (last["malformed_calls"], last["failed_calls"], last["tool_calls"], last["turns"]) == (2, 1, 3, 4)
         assert noise[-1].reward == 0
@@ -91,7 +91,8 @@ def test_a_cancelled_reset_leaves_no_sandbox(source: Path) -> None:
             reset.cancel()
             await asyncio.gather(reset, return_exceptions=True)
             await environment.close()
-        (last,) = await asyncio.wait_for(scripted(family, family.task("train", 0), [call("submit")]), 30)
+
+        (last,) = await asyncio.wait_for(scripted(family, family.task("train", 0), [tool_call("submit")]), 30)
         assert last.done
         await family.stop()
 
@@ -130,24 +131,20 @@ def test_generated_tasks_are_made_once(source: Path, tmp_path: Path, monkeypatch
     ],
 )
 def test_options(options: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises_one_line(ConfigError, message):
         validate_env(load_config(None, ["env.name=swe", *options]))
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rows_whose_tests_have_no_file_are_refused(tmp_path: Path) -> None:
-    mixed, good = tmp_path / "mixed.jsonl", tmp_path / "good.jsonl"
+    mixed = tmp_path / "mixed.jsonl"
+    good = tmp_path / "good.jsonl"
     mixed.write_text("".join(f"{json.dumps(row)}\n" for row in (GYM, R2E)))
     good.write_text(f"{json.dumps(GYM)}\n")
     for options in (f"source={mixed}", f"source={good} eval_source={mixed}"):
         overrides = [f"env.options.{option}" for option in options.split()]
-        with pytest.raises(ConfigError) as error:
+        parts = ("'expected_output_json'", "'TestA.test_one'", "leave these rows out")
+        with raises_one_line(ConfigError, f"{mixed}: 1 of 2 rows are of R2E-Gym", *parts):
             validate_env(load_config(None, ["env.name=swe", "env.options.eval_count=0", *overrides]), dry=True)
-        message = str(error.value)
-        assert f"{mixed}: 1 of 2 rows are of R2E-Gym" in message and "\n" not in message
-        assert (
-            "'expected_output_json'" in message and "'TestA.test_one'" in message and "leave these rows out" in message
-        )
 
 
 def test_long_statements_are_cut(source: Path) -> None:

@@ -18,22 +18,12 @@ from envs.swe.checkout import Checkout
 from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import Outcome, evaluate
 from envs.swe.packages import Package, PackageError
-from envs.swe.tasks import SweTask, file_diff
-from envs.swe.tools import extract_diff
-from tests.envs.repositories import FILES, make_package
+from envs.swe.tasks import file_diff
+from tests.envs.agents import agents_work
+from tests.envs.repositories import BUGGY, FILES, FIX, LEDGER, TASK, make_package
 from tests.envs.sandboxes import sh
 
 LIMITS = Limits(timeout_s=30, output_bytes=4 << 20)
-LEDGER = FILES["ledger/__init__.py"]
-BUGGY = LEDGER.replace("each + 1 if index < rest", "each + 1 if index <= rest")
-TASK = SweTask(
-    instance_id="ledger-split", repo="ledger-1.0", schema="swe-smith", problem_statement="split is wrong",
-    fail_to_pass=tuple(f"tests/test_ledger.py::test_split[{name}]" for name in ("10-3-expected0", "9-3-expected1", "0-2-expected2")),
-    pass_to_pass=("tests/test_ledger.py::test_balance", "tests/test_ledger.py::test_overdrawn",
-                  "tests/test_text.py::test_euros"),
-    gold_patch=file_diff("ledger/__init__.py", BUGGY, LEDGER), bug_patch=file_diff("ledger/__init__.py", LEDGER, BUGGY),
-    package="ledger",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +40,8 @@ def submitted(
     backend: BubblewrapBackend, checkout: Checkout, script: str, limits: Limits = LIMITS
 ) -> tuple[Outcome, str]:
     """The outcome of what `script` leaves in the agent's sandbox, and its diff."""
-    sandbox = backend.open(checkout.template, LIMITS)
-    sh(sandbox, script)
-    diff = extract_diff(sandbox, checkout.base, 1_000_000)
-    sandbox.close()
+    _, diff = agents_work(backend, checkout, script, LIMITS)
     return evaluate(backend, checkout, TASK, diff, limits), diff
-
-
-FIX = "sed -i 's/index <= rest/index < rest/' ledger/__init__.py"
 
 
 def test_the_gold_patch_earns_it_and_nothing_does_not(backend: BubblewrapBackend, checkout: Checkout) -> None:
@@ -120,7 +104,7 @@ mkdir -p ~/.local/lib/python3.11/site-packages; echo 'import os; os._exit(0)' > 
     "a plugin by entry point": """mkdir evil.dist-info
 printf '[pytest11]\\nevil = evil\\n' > evil.dist-info/entry_points.txt; printf 'Metadata-Version: 2.1\\nName: evil\\nVersion: 1\\n' > evil.dist-info/METADATA
 printf 'def pytest_runtest_makereport(item, call): item.config.hook = None\\n' > evil.py""",
-    "a compiled test": "python3 -c 'import py_compile as p; p.compile(\"tests/conftest.py\", cfile=\"tests/test_ledger.pyc\")'",
+    "a compiled test": 'python3 -c \'import py_compile as p; p.compile("tests/conftest.py", cfile="tests/test_ledger.pyc")\'',
     "end the process well": "printf 'import os\\nos._exit(0)\\n' >> ledger/__init__.py",
     "end the process at the end": "printf 'import atexit, os\\natexit.register(os._exit, 0)\\nraise SystemExit(0)\\n' >> ledger/__init__.py",
     "print results": """cat >> ledger/__init__.py <<'X'
@@ -160,7 +144,7 @@ git config filter.evil.smudge 'sed s/assert/pass;/'; sed -i s/assert/pass#/ test
     "break the sandbox's git": "rm -rf .git; git init -q . && git add -A && git -c user.name=a -c user.email=b commit -qm x; sed -i 's/assert .*/pass/' tests/*.py",
     "a hook and an alias": "printf '#!/bin/sh\\nexit 0\\n' > .git/hooks/post-checkout; git config alias.apply '!true'; git config diff.external true",
     "break what passed": "echo 'def split(total, parts): return [4, 3, 3] if total == 10 else [3] * 3 if total == 9 else [0, 0]' > ledger/__init__.py",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
@@ -179,7 +163,7 @@ DIFFS = {
     "no diff": "please give me the reward",
     "not utf-8": "\udcff\udcfe",
     "huge": "+" * 2_000_000,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DIFFS)
@@ -192,9 +176,11 @@ def test_tests_come_from_the_test_patch(backend: BubblewrapBackend, checkout: Ch
     """As SWE-bench has it: the tests that tell the fix arrive after the agent's work, on files that were put back."""
     added = FILES["tests/test_text.py"] + "\n\ndef test_new():\n    assert euros(100) == '1.00'\n"
     task = replace(
-        TASK, fail_to_pass=("tests/test_text.py::test_new",), pass_to_pass=(),
+        TASK,
+        fail_to_pass=("tests/test_text.py::test_new",),
+        pass_to_pass=(),
         test_patch=file_diff("tests/test_text.py", FILES["tests/test_text.py"], added),
-    )  # fmt: skip
+    )
     theirs = file_diff("tests/test_text.py", FILES["tests/test_text.py"], "def test_new(): pass\n")
     assert evaluate(backend, checkout, task, theirs, LIMITS).resolved
     assert not evaluate(backend, checkout, replace(task, test_patch=""), theirs, LIMITS).resolved
@@ -208,17 +194,19 @@ def test_limits_of_the_tests(backend: BubblewrapBackend, checkout: Checkout) -> 
     assert "out of time" in slow.why and "out of time" in endless.why and not slow.resolved
 
 
-def test_a_workplace_needs_its_repository(tmp_path: Path) -> None:
-    places = CheckoutCache(tmp_path, tmp_path / "repositories", packages={})
+def test_a_checkout_needs_its_repository(tmp_path: Path) -> None:
+    checkouts = CheckoutCache(tmp_path, tmp_path / "repositories", packages={})
     with pytest.raises(PackageError, match="package 'ledger' is not pinned"):
-        places.prepare(TASK, images=False)
+        checkouts.prepare(TASK, images=False)
+
     published = replace(TASK, package="", base_commit="abc", repo="o/r", image="img")
     with pytest.raises(PackageError, match=r"needs a checkout ledger-split/ or o__r@abc/"):
-        places.prepare(published, images=False)
-    image = places.prepare(published, images=True)
+        checkouts.prepare(published, images=False)
+    image = checkouts.prepare(published, images=True)
     assert image.template == Template(image="img", workspace="/testbed") and image.bug_patch == TASK.bug_patch
+
     checkout = tmp_path / "repositories" / "o__r@abc" / "ledger"
     checkout.mkdir(parents=True)
     (checkout / "__init__.py").write_text(LEDGER)
-    made = places.prepare(published, images=False)
+    made = checkouts.prepare(published, images=False)
     assert made.template.folder is not None and (made.template.folder / "ledger/__init__.py").read_text() == BUGGY

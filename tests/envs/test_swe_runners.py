@@ -20,8 +20,10 @@ from envs.swe.harness import apply_diff
 from envs.swe.harness.apply_diff import is_protected
 from envs.swe.runners import RUNNERS, as_published, protected_paths, share_passed
 from envs.swe.tasks import SweTask, file_diff, load_tasks, parse_task
-from envs.swe.tools import extract_diff
-from tests.envs.runner_repositories import DJANGO, DJANGO_BUG, SYMPY, SYMPY_BUG, write
+from tests.envs.agents import agents_work
+from tests.envs.errors import raises_one_line
+from tests.envs.repositories import write_files
+from tests.envs.runner_repositories import DJANGO, DJANGO_BUG, SYMPY, SYMPY_BUG
 from tests.envs.sandboxes import sh
 
 LIMITS = Limits(timeout_s=60, output_bytes=4 << 20)
@@ -33,22 +35,34 @@ def row(runner: str, touched: list[str], fail_to_pass: list[str], pass_to_pass: 
     """As SWE-bench publishes it. The repository has the tests but for one line, which the test patch brings."""
     files, bug = REPOSITORIES[runner]
     return {
-        "repo": f"{runner}/{runner}", "instance_id": f"{runner}__{runner}-11099", "base_commit": "d26b2424",
+        "repo": f"{runner}/{runner}",
+        "instance_id": f"{runner}__{runner}-11099",
+        "base_commit": "d26b2424",
         "patch": "".join(file_diff(path, text, files[path]) for path, text in bug.items()),
         "test_patch": "".join(file_diff(path, files[path], f"{files[path]}# more\n") for path in touched),
-        "problem_statement": "It is wrong.", "hints_text": "", "created_at": "2019-03-20", "version": "3.0",
-        "FAIL_TO_PASS": json.dumps(fail_to_pass), "PASS_TO_PASS": json.dumps(pass_to_pass),
+        "problem_statement": "It is wrong.",
+        "hints_text": "",
+        "created_at": "2019-03-20",
+        "version": "3.0",
+        "FAIL_TO_PASS": json.dumps(fail_to_pass),
+        "PASS_TO_PASS": json.dumps(pass_to_pass),
         "environment_setup_commit": "419a78300f7cd27611196e1e464d50fd0385ff27",
-    }  # fmt: skip
+    }
 
 
 DJANGO_ROW = row(
-    "django", ["tests/text_tests/tests.py", "tests/test_sqlite.py"],
+    "django",
+    ["tests/text_tests/tests.py", "tests/test_sqlite.py"],
     ["Only the first letter is changed.", "test_parts (text_tests.tests.ShortenTests)"],
-    ["test_capfirst (text_tests.tests.CapTests)", "test_empty (text_tests.tests.CapTests.test_empty)",
-     "test_short (text_tests.tests.ShortenTests)", "Shared by two tests"],
-)  # fmt: skip
-NUMBERS, MORE = "sympy/core/tests/test_numbers.py", "sympy/core/tests/test_more.py"
+    [
+        "test_capfirst (text_tests.tests.CapTests)",
+        "test_empty (text_tests.tests.CapTests.test_empty)",
+        "test_short (text_tests.tests.ShortenTests)",
+        "Shared by two tests",
+    ],
+)
+NUMBERS = "sympy/core/tests/test_numbers.py"
+MORE = "sympy/core/tests/test_more.py"
 SYMPY_ROW = row("sympy", [NUMBERS, MORE], ["test_gcd", "test_shared", "test_more"], ["test_inverse"])
 ROWS = {"django": DJANGO_ROW, "sympy": SYMPY_ROW}
 
@@ -65,34 +79,47 @@ def test_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "field", "message"),
     [
-        (DJANGO_ROW | {"test_patch": file_diff("tests/a/data.txt", "", "x\n")}, "field 'test_patch': changes no test file, so that 'Only the first letter is changed.' of FAIL_TO_PASS is nowhere"),
-        (SYMPY_ROW | {"test_patch": file_diff("sympy/core/tests/tools.py", "", "x\n")}, "field 'test_patch': changes no test file, so that 'test_gcd'"),
-        (SYMPY_ROW | {"repo": "o/r"}, "field 'FAIL_TO_PASS': 'test_gcd' names no file, and the tests of o/r are run by pytest"),
+        (
+            DJANGO_ROW | {"test_patch": file_diff("tests/a/data.txt", "", "x\n")},
+            "test_patch",
+            "changes no test file, so that 'Only the first letter is changed.' of FAIL_TO_PASS is nowhere",
+        ),
+        (
+            SYMPY_ROW | {"test_patch": file_diff("sympy/core/tests/tools.py", "", "x\n")},
+            "test_patch",
+            "changes no test file, so that 'test_gcd'",
+        ),
+        (
+            SYMPY_ROW | {"repo": "o/r"},
+            "FAIL_TO_PASS",
+            "'test_gcd' names no file, and the tests of o/r are run by pytest",
+        ),
     ],
-)  # fmt: skip
-def test_rows_whose_tests_are_nowhere(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+)
+def test_rows_whose_tests_are_nowhere(changed: dict[str, Any], field: str, message: str, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text(f"{json.dumps(changed)}\n")
-    with pytest.raises(RowError) as error:
+    with raises_one_line(RowError, "a.jsonl, row 1", f"field {field!r}: {message}"):
         load_tasks(str(source))
-    assert "a.jsonl, row 1" in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_ids_as_the_log_parsers_leave_them() -> None:
     assert as_published("t.py::test_a[x y]") == as_published("t.py::test_a[x z]") == "t.py::test_a[x"
     assert as_published("t.py::test_b[/tmp/a/b.txt]") == "t.py::test_b[/b.txt]"
-    assert (
-        as_published("t.py::test_b[//a/b]") == "t.py::test_b[//a/b]" and as_published("t.py::c[a/b]") == "t.py::c[a/b]"
-    )
     assert as_published("t.py::test_c[MouseButton.LEFT-1]") == "t.py::test_c[1-1]"
+    for unchanged in ("t.py::test_b[//a/b]", "t.py::c[a/b]"):
+        assert as_published(unchanged) == unchanged
+
+
+def test_published_ids_are_matched_to_outcomes() -> None:
     outcomes = {"t.py::a[x y]": "passed", "t.py::a[x z]": "failed", "t.py::b[u v]": "passed", "test_x (m.C)": "passed"}
     assert share_passed(outcomes, ["t.py::a[x"]) == 0, "one of those that it may mean failed"
-    assert (
-        share_passed(outcomes, ["t.py::a[x y]"]) == share_passed(outcomes, ["t.py::b[u"]) == share_passed({}, []) == 1
-    )
+    assert share_passed(outcomes, ["t.py::a[x y]"]) == share_passed(outcomes, ["t.py::b[u"]) == 1
+    assert share_passed({}, []) == 1
     assert share_passed(outcomes, ["test_x", "test_x (m.D)", "t.py::c", "test_x (m.C)"]) == 0.25
+
     listed = DJANGO_ROW | {"repo": "o/r", "FAIL_TO_PASS": '["t.py::a"]', "PASS_TO_PASS": '["[100%]", "[", "t.py::b[x"]'}
     assert parse_task(Row(listed, "")).pass_to_pass == ("t.py::b[x",)
 
@@ -110,21 +137,25 @@ def test_machinery_is_protected_unless_it_is_the_task() -> None:
 @pytest.mark.parametrize("script", ["fresco_report.py", "apply_diff.py", "run_django.py"])
 def test_what_runs_in_old_images_needs_no_newer_python_than_3_5(script: str) -> None:
     tree = ast.parse((SCRIPTS / script).read_text(), feature_version=(3, 5))
-    newer = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.AnnAssign)]
-    newer += [node for node in ast.walk(tree) if getattr(node, "attr", "") in ("removeprefix", "removesuffix")]
-    newer += [node for node in ast.walk(tree) if getattr(node, "arg", "") in ("capture_output", "text")]
+    newer: list[ast.AST] = []
+    for node in ast.walk(tree):
+        of_3_6 = isinstance(node, ast.JoinedStr | ast.AnnAssign)
+        removes = getattr(node, "attr", "") in ("removeprefix", "removesuffix")
+        subprocess_of_3_7 = getattr(node, "arg", "") in ("capture_output", "text")
+        if of_3_6 or removes or subprocess_of_3_7:
+            newer.append(node)
     assert not newer, [ast.unparse(node) for node in newer]
 
 
 @pytest.fixture(scope="module")
 def checkouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkout]:
     folder = tmp_path_factory.mktemp("published")
-    places = CheckoutCache(folder / "cache", folder)
+    cache = CheckoutCache(folder / "cache", folder)
     made = {}
     for runner, (files, bug) in REPOSITORIES.items():
         task = TASKS[runner]
-        write(files | bug, folder / task.instance_id)
-        made[runner] = places.prepare(task, images=False)
+        write_files(files | bug, folder / task.instance_id)
+        made[runner] = cache.prepare(task, images=False)
     return made
 
 
@@ -146,9 +177,13 @@ def test_sympy_outcomes(backend: BubblewrapBackend, checkouts: dict[str, Checkou
     run = run_tests(sandbox, checkouts["sympy"], [NUMBERS, MORE, "sympy/gone/test_x.py"], runner="sympy")
     sandbox.close()
     assert run.outcomes == {
-        "test_gcd": "failed", "test_inverse": "passed", "test_shared": "failed", "test_known_to_fail": "xfailed",
-        "test_slow": "skipped", "test_more": "failed",
-    }  # fmt: skip
+        "test_gcd": "failed",
+        "test_inverse": "passed",
+        "test_shared": "failed",
+        "test_known_to_fail": "xfailed",
+        "test_slow": "skipped",
+        "test_more": "failed",
+    }
 
 
 def test_django_outcomes(backend: BubblewrapBackend, checkouts: dict[str, Checkout]) -> None:
@@ -217,7 +252,7 @@ unittest.TextTestRunner().run(unittest.TestSuite([T("test_parts")]))
 X
 """,
     "tests that skip": "printf 'import unittest\\ndef capfirst(text): raise unittest.SkipTest\\nshorten = capfirst\\n' >> django/text.py",
-}  # fmt: skip
+}
 SYMPY_ATTEMPTS = {
     "edit the tools of tests": "echo 'def raises(*a): pass\nslow = XFAIL = lambda f: (lambda: None)' > sympy/testing/pytest.py",
     "swallow what tests raise": "sed -i 's/    yield/    with contextlib.suppress(BaseException): yield/' sympy/testing/runtests.py",
@@ -231,7 +266,7 @@ X
     "end the process well": "printf 'import os\\nos._exit(0)\\n' >> sympy/core/numbers.py",
     "print results": "printf 'print(\"test_gcd ok\\\\ntest_shared ok\\\\ntest_more ok\")\\nraise SystemExit(0)\\n' >> sympy/core/numbers.py",
     "a module that shadows the harness": "echo 'import os; os._exit(0)' | tee inspect.py random.py fresco_report.py",
-}  # fmt: skip
+}
 ATTEMPTS = [("django", name, script) for name, script in DJANGO_ATTEMPTS.items()]
 ATTEMPTS += [("sympy", name, script) for name, script in SYMPY_ATTEMPTS.items()]
 
@@ -242,11 +277,7 @@ ATTEMPTS += [("sympy", name, script) for name, script in SYMPY_ATTEMPTS.items()]
 def test_hacking_earns_nothing(
     backend: BubblewrapBackend, checkouts: dict[str, Checkout], runner: str, name: str, script: str
 ) -> None:
-    checkout = checkouts[runner]
-    sandbox = backend.open(checkout.template, LIMITS)
-    sh(sandbox, script)
-    diff = extract_diff(sandbox, checkout.base, 1_000_000)
-    sandbox.close()
+    checkout, diff = agents_work(backend, checkouts[runner], script, LIMITS)
     assert diff, "the attempt changes nothing"
     outcome = evaluate(backend, checkout, TASKS[runner], diff, LIMITS)
     assert outcome.applied and outcome.reward(partial=False) == outcome.reward(partial=True) == 0, outcome

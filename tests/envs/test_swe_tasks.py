@@ -17,6 +17,7 @@ from envs.rows import Row, RowError
 from envs.swe.diffs import DiffError, reverse_diff
 from envs.swe.harness.apply_diff import is_protected, is_test_file
 from envs.swe.tasks import file_diff, load_tasks, parse_task, to_row
+from tests.envs.errors import raises_one_line
 
 PATCH = """diff --git a/src/marshmallow/fields.py b/src/marshmallow/fields.py
 --- a/src/marshmallow/fields.py
@@ -41,36 +42,53 @@ TEST_PATCH = """diff --git a/tests/test_serialization.py b/tests/test_serializat
 TEST = "tests/test_serialization.py::TestFieldSerialization::test_timedelta_field"
 KEPT = ["tests/test_serialization.py::TestFieldSerialization::test_number[String-42]", "tests/test_fields.py::test_a b"]
 BENCH: dict[str, Any] = {
-    "repo": "marshmallow-code/marshmallow", "instance_id": "marshmallow-code__marshmallow-1359",
-    "base_commit": "b40a0f4e33823e6d0f341f7e8684e359a99060d1", "patch": PATCH, "test_patch": TEST_PATCH,
-    "problem_statement": "TimeDelta serialization precision", "hints_text": "", "created_at": "2019-09-05T21:57:00Z",
-    "version": "3.0", "FAIL_TO_PASS": json.dumps([TEST]), "PASS_TO_PASS": json.dumps(KEPT),
+    "repo": "marshmallow-code/marshmallow",
+    "instance_id": "marshmallow-code__marshmallow-1359",
+    "base_commit": "b40a0f4e33823e6d0f341f7e8684e359a99060d1",
+    "patch": PATCH,
+    "test_patch": TEST_PATCH,
+    "problem_statement": "TimeDelta serialization precision",
+    "hints_text": "",
+    "created_at": "2019-09-05T21:57:00Z",
+    "version": "3.0",
+    "FAIL_TO_PASS": json.dumps([TEST]),
+    "PASS_TO_PASS": json.dumps(KEPT),
     "environment_setup_commit": "8b3a32614fd4a74e93e9a63a042e74c1fea34466",
-}  # fmt: skip
+}
 VERIFIED = BENCH | {"difficulty": "15 min - 1 hour"}
 GYM = BENCH | {"FAIL_TO_PASS": [TEST], "PASS_TO_PASS": KEPT}
 REBENCH = GYM | {
     "install_config": {"python": "3.9", "install": "pip install -e .[dev]", "test_cmd": "pytest --no-header -rA"},
-    "docker_image": "swerebench/sweb.eval.x86_64.marshmallow-code_1776_marshmallow-1359", "license_name": "MIT",
-    "FAIL_TO_FAIL": [], "PASS_TO_FAIL": [], "meta": {"num_modified_files": 1},
-}  # fmt: skip
+    "docker_image": "swerebench/sweb.eval.x86_64.marshmallow-code_1776_marshmallow-1359",
+    "license_name": "MIT",
+    "FAIL_TO_FAIL": [],
+    "PASS_TO_FAIL": [],
+    "meta": {"num_modified_files": 1},
+}
 SMITH = {
-    "instance_id": "oauthlib__oauthlib.1fd52536.combine_file__09vlzwgc", "patch": PATCH, "FAIL_TO_PASS": [TEST],
-    "PASS_TO_PASS": KEPT, "created_at": "", "image_name": "jyangballin/swesmith.x86_64.oauthlib_1776_oauthlib.1fd52536",
-    "repo": "swesmith/oauthlib__oauthlib.1fd52536", "problem_statement": "It rounds the wrong way.",
-}  # fmt: skip
+    "instance_id": "oauthlib__oauthlib.1fd52536.combine_file__09vlzwgc",
+    "patch": PATCH,
+    "FAIL_TO_PASS": [TEST],
+    "PASS_TO_PASS": KEPT,
+    "created_at": "",
+    "image_name": "jyangballin/swesmith.x86_64.oauthlib_1776_oauthlib.1fd52536",
+    "repo": "swesmith/oauthlib__oauthlib.1fd52536",
+    "problem_statement": "It rounds the wrong way.",
+}
+R2E_FILES = [
+    {"header": {"file": {"path": "aiohttp/a.py"}}, "old_file_content": "a\nb\n", "new_file_content": "a\nc\n"},
+    {"header": {"file": {"path": "tests/test_a.py"}}, "old_file_content": "", "new_file_content": "x\n"},
+]
 R2E = {
-    "repo_name": "aiohttp", "docker_image": "namanjain12/aiohttp_final:006fbc37", "commit_hash": "006fbc3711ebe75a",
-    "problem_statement": "[ISSUE]\nIt fails.\n[/ISSUE]", "modified_files": ["aiohttp/a.py"], "prompt": "",
+    "repo_name": "aiohttp",
+    "docker_image": "namanjain12/aiohttp_final:006fbc37",
+    "commit_hash": "006fbc3711ebe75a",
+    "problem_statement": "[ISSUE]\nIt fails.\n[/ISSUE]",
+    "modified_files": ["aiohttp/a.py"],
+    "prompt": "",
     "expected_output_json": json.dumps({"TestA.test_one": "PASSED", "test_two": "FAILED", "test_three[x]": "PASSED"}),
-    "parsed_commit_content": json.dumps({
-        "old_commit_hash": "1", "new_commit_hash": "2",
-        "file_diffs": [
-            {"header": {"file": {"path": "aiohttp/a.py"}}, "old_file_content": "a\nb\n", "new_file_content": "a\nc\n"},
-            {"header": {"file": {"path": "tests/test_a.py"}}, "old_file_content": "", "new_file_content": "x\n"},
-        ],
-    }),
-}  # fmt: skip
+    "parsed_commit_content": json.dumps({"old_commit_hash": "1", "new_commit_hash": "2", "file_diffs": R2E_FILES}),
+}
 ROWS = {"swe-bench": BENCH, "swe-gym": GYM, "swe-rebench": REBENCH, "swe-smith": SMITH, "r2e-gym": R2E}
 
 
@@ -83,6 +101,7 @@ def test_every_schema_becomes_the_same_task(schema: str) -> None:
         assert task.gold_patch == file_diff("aiohttp/a.py", "a\nb\n", "a\nc\n") and "tests/" not in task.gold_patch
         assert (task.image, task.base_commit) == ("namanjain12/aiohttp_final:006fbc37", "006fbc3711ebe75a")
         return
+
     assert (task.fail_to_pass, task.pass_to_pass) == ((TEST,), tuple(KEPT))
     if schema == "swe-smith":
         assert task.bug_patch == PATCH and task.gold_patch == reverse_diff(PATCH) and not task.test_patch
@@ -121,9 +140,8 @@ def test_images() -> None:
     ],
 )
 def test_bad_rows_name_row_and_field(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RowError) as error:
+    with raises_one_line(RowError, message, "row 9"):
         parse_task(Row(row, "row 9"))
-    assert message in str(error.value) and "\n" not in str(error.value) and "row 9" in str(error.value)
 
 
 def test_files(tmp_path: Path) -> None:
@@ -177,21 +195,17 @@ def test_diffs_that_cannot_be_reversed() -> None:
             reverse_diff(text)
 
 
+PROTECTED = """
+tests/x.py pkg/test/data.txt test_a.py a/b_test.py conftest.py a/conftest.py setup.cfg pyproject.toml tox.ini pytest.ini
+sitecustomize.py x.pth a/__pycache__/b.pyc pytest.py _pytest/x.py json.py random/__init__.py src/re.py .gitattributes
+x.egg-info/entry_points.txt sub/.git/config lib.so
+"""
+FREE = "toolz/itertoolz.py pkg/json.py src/pkg/re.py README.md contest.py latest/a.py testing.py"
+
+
 def test_protected_paths() -> None:
-    for path in ("tests/x.py", "pkg/test/data.txt", "test_a.py", "a/b_test.py", "conftest.py", "a/conftest.py",
-                 "setup.cfg", "pyproject.toml", "tox.ini", "pytest.ini", "sitecustomize.py", "x.pth",
-                 "a/__pycache__/b.pyc",
-                 "pytest.py", "_pytest/x.py", "json.py", "random/__init__.py", "src/re.py", ".gitattributes",
-                 "x.egg-info/entry_points.txt", "sub/.git/config", "lib.so"):  # fmt: skip
+    for path in PROTECTED.split():
         assert is_protected(path, ("", "src")), path
-    for path in (
-        "toolz/itertoolz.py",
-        "pkg/json.py",
-        "src/pkg/re.py",
-        "README.md",
-        "contest.py",
-        "latest/a.py",
-        "testing.py",
-    ):
+    for path in FREE.split():
         assert not is_protected(path, ("", "src")), path
     assert is_test_file("a/Tests/b.py") and not is_test_file("a/attest.py")

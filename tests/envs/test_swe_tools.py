@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,14 +18,11 @@ from envs.swe.checkout import Checkout
 from envs.swe.environment import SYSTEM_PROMPT
 from envs.swe.tool_calls import MAX_CALLS, TOOLS, Malformed, ToolCall, parse_calls, render_call, tools_text
 from envs.swe.tools import Toolbox
-
-
-def hermes(name: str, **arguments: object) -> str:
-    return render_call(ToolCall(name, dict(arguments)))
+from tests.envs.agents import tool_call
 
 
 def test_hermes_calls() -> None:
-    text = f"I look first.\n{hermes('bash', command='ls')}\nthen\n{hermes('view', path='a.py', start=3)}"
+    text = f"I look first.\n{tool_call('bash', command='ls')}\nthen\n{tool_call('view', path='a.py', start=3)}"
     assert parse_calls(text) == [ToolCall("bash", {"command": "ls"}), ToolCall("view", {"path": "a.py", "start": 3})]
     edit = ToolCall("edit", {"path": "a", "old": "x\n\t\"'</tool>", "new": ""})
     assert parse_calls(render_call(edit)) == [edit]
@@ -37,7 +35,7 @@ def test_hermes_calls() -> None:
 def test_fenced_blocks() -> None:
     assert parse_calls("Let me see:\n```bash\nls -l\ncat x\n```\n") == [ToolCall("bash", {"command": "ls -l\ncat x\n"})]
     assert parse_calls("```submit\n```") == [ToolCall("submit", {})]
-    mixed = f"```bash\nignored\n```\n{hermes('submit')}"
+    mixed = f"```bash\nignored\n```\n{tool_call('submit')}"
     assert parse_calls(mixed) == [ToolCall("submit", {})]
 
 
@@ -50,11 +48,11 @@ def test_fenced_blocks() -> None:
         ("<tool_call>ls</tool_call>", "is not JSON"),
         ("<tool_call>[1]</tool_call>", 'needs "name" and "arguments"'),
         ('<tool_call>{"name": "bash", "arguments": 3}</tool_call>', "must be a JSON object"),
-        (hermes("python", code="x"), "there is no tool 'python'; the tools are bash, view, edit, submit"),
-        (hermes("bash"), "bash needs the argument 'command'"),
-        (hermes("bash", command=["ls"]), "'command' must be of type string"),
-        (hermes("view", path="a", start=True), "'start' must be of type integer"),
-        (hermes("bash", command="ls", timeout=3), "bash has no argument 'timeout'; it has: command"),
+        (tool_call("python", code="x"), "there is no tool 'python'; the tools are bash, view, edit, submit"),
+        (tool_call("bash"), "bash needs the argument 'command'"),
+        (tool_call("bash", command=["ls"]), "'command' must be of type string"),
+        (tool_call("view", path="a", start=True), "'start' must be of type integer"),
+        (tool_call("bash", command="ls", timeout=3), "bash has no argument 'timeout'; it has: command"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "is not JSON"),
     ],
 )
@@ -64,7 +62,7 @@ def test_malformed_calls_are_told_what_to_write(text: str, why: str) -> None:
 
 
 def test_too_many_calls() -> None:
-    calls = parse_calls(hermes("bash", command="ls") * 20)
+    calls = parse_calls(tool_call("bash", command="ls") * 20)
     assert len(calls) == MAX_CALLS + 1 and isinstance(calls[-1], Malformed)
 
 
@@ -112,23 +110,22 @@ QWEN = r"""
 {%- endfor %}"""
 
 
-def rendered(messages: list[dict[str, object]], tools: list[dict[str, object]] | None = None) -> str:
+def rendered(messages: list[dict[str, Any]], tools: list[dict[Any, Any] | Callable[..., Any]] | None = None) -> str:
     """As transformers renders for a tokenizer with this template."""
-    (text,), _ = render_jinja_template([messages], tools=tools, chat_template=QWEN)
-    return str(text)
+    return str(render_jinja_template([messages], tools=tools, chat_template=QWEN)[0][0])
 
 
 def test_the_environments_text_is_what_qwens_template_makes_of_tools() -> None:
     ours = [{"role": "system", "content": SYSTEM_PROMPT + tools_text()}]
-    told = [{"role": "system", "content": SYSTEM_PROMPT.removesuffix("\n\n")}]
-    assert rendered(ours) == rendered(told, [tool.schema() for tool in TOOLS])
+    theirs = [{"role": "system", "content": SYSTEM_PROMPT.removesuffix("\n\n")}]
+    assert rendered(ours) == rendered(theirs, [tool.schema() for tool in TOOLS])
 
 
 def test_a_demonstrated_call_is_what_qwens_template_writes() -> None:
     arguments: dict[str, object] = {"path": "a.py", "old": "é <'\"\\ ü\n\t", "new": ""}
     function = {"type": "function", "function": {"name": "edit", "arguments": arguments}}
-    said: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": [function]}
-    written = rendered([{"role": "system", "content": ""}, said])
+    answer = {"role": "assistant", "content": "", "tool_calls": [function]}
+    written = rendered([{"role": "system", "content": ""}, answer])
     assert written.endswith(f"<|im_start|>assistant\n{render_call(ToolCall('edit', arguments))}<|im_end|>\n")
 
 
@@ -142,16 +139,17 @@ def tools(backend: BubblewrapBackend, template: Path) -> Iterator[Toolbox]:
 def test_bash(tools: Toolbox) -> None:
     assert tools.bash("echo hello; echo >&2 there; exit 3").text == "hello\nthere\n[exit code 3]"
     assert tools.bash("true").text == "[no output]" and tools.bash("cat").text == "[no output]"
-    assert (
-        tools.bash("cd /tmp; X=1; echo kept > /workspace/f").ok
-        and tools.bash("pwd; echo $X; cat f").text == "/workspace\n\nkept"
-    )
+    assert tools.bash("cd /tmp; X=1; echo kept > /workspace/f").ok
+    assert tools.bash("pwd; echo $X; cat f").text == "/workspace\n\nkept"
+
+    path = tools.bash("[[ a == a ]] && echo bash; echo $PYTHONPATH").text
+    assert path == "bash\n/opt/fresco/site:/workspace:/workspace/src"
+
     slow = tools.bash("echo begun; sleep 30")
     assert slow.text == "begun\n[killed: ran longer than 1 s]" and not slow.ok
-    assert (
-        tools.bash("[[ a == a ]] && echo bash; echo $PYTHONPATH").text
-        == "bash\n/opt/fresco/site:/workspace:/workspace/src"
-    )
+
+
+def test_bash_takes_any_script(tools: Toolbox) -> None:
     assert "null character" in tools.bash("a\0b").text
     assert tools.bash(f": {'x' * 300_000}\necho long").text == "long"
     assert tools.bash("echo 'a\\b'; cat <<'X'\n$HOME \"q\"\nX").text == 'a\\b\n$HOME "q"'
@@ -160,7 +158,9 @@ def test_bash(tools: Toolbox) -> None:
 def test_long_output_is_cut_in_the_middle(tools: Toolbox) -> None:
     text = tools.bash("printf a%.0s {1..150}; printf z%.0s {1..150}").text
     assert text == f"{'a' * 100}\n[... 100 bytes left out ...]\n{'z' * 100}"
-    twice = tools.bash("head -c 3000000 /dev/zero | tr '\\0' x").text  # cut by the sandbox already
+
+    # The sandbox has cut this one already.
+    twice = tools.bash("head -c 3000000 /dev/zero | tr '\\0' x").text
     assert twice == f"{'x' * 100}\n[... {3_000_000 - 200} bytes left out ...]\n{'x' * 100}"
 
 
@@ -180,12 +180,17 @@ def test_edit(tools: Toolbox) -> None:
     tools.bash("printf 'one\\ntwo\\ntwo\\n' > f; ln -s /etc/passwd link; mkdir d")
     assert tools.edit("f", "one", "1\t'\"$`\\").ok and tools.bash("head -1 f").text == "1\t'\"$`\\"
     for path, old, message in (
-        ("f", "three", "does not occur in f. Nothing was changed"), ("f", "two", "occurs 2 times"),
-        ("f", "", "exists; old must be"), ("g", "x", "does not exist (to create it, leave old empty)"),
-        ("d", "x", "cannot be read as a file"), ("", "x", "path is empty"), ("/usr/x", "", "cannot be written"),
+        ("f", "three", "does not occur in f. Nothing was changed"),
+        ("f", "two", "occurs 2 times"),
+        ("f", "", "exists; old must be"),
+        ("g", "x", "does not exist (to create it, leave old empty)"),
+        ("d", "x", "cannot be read as a file"),
+        ("", "x", "path is empty"),
+        ("/usr/x", "", "cannot be written"),
         ("link", "root", "cannot be written"),
-    ):  # fmt: skip
+    ):
         answer = tools.edit(path, old, "new")
         assert message in answer.text and not answer.ok, (path, answer)
+
     assert tools.edit("f", "two\ntwo", "2").ok and tools.bash("tail -1 f").text == "2"
     assert tools.edit("new/file", "", "text").text == "new/file created." and tools.bash("cat new/file").text == "text"

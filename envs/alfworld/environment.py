@@ -9,8 +9,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, games_made, list_games
-from envs.alfworld.pool import LiveGame, Pool
-from envs.alfworld.wire import Reply
+from envs.alfworld.requests import GameReply, GameRequest
+from envs.workers.pool import Pool, Session, WorkerKind
 from rollout.episodes.environment import ChatMessage, Step
 
 NOTHING = "Nothing happens."
@@ -67,9 +67,14 @@ class AlfworldFamily:
         self._games: dict[str, list[GameEntry]] = {}
         for name, split in (("train", options.train_split), ("eval", options.eval_split)):
             self._games[name] = list_games(self.folder, split, wanted) if wanted else list_games(self.folder, split)
-        self.pool = Pool(
-            options.workers, options.kept_games, options.request_deadline_s, lists_commands=options.admissible
+        kind = WorkerKind(
+            name="a game worker",
+            module="envs.alfworld.worker",
+            arguments=[str(options.kept_games), *(["commands"] if options.admissible else [])],
+            result=GameReply,
+            deadline_s=options.request_deadline_s,
         )
+        self.pool: Pool[GameRequest, GameReply] = Pool(kind, options.workers)
 
     @classmethod
     def planned(cls, options: AlfworldOptions) -> dict[str, int] | None:
@@ -99,14 +104,15 @@ class AlfworldFamily:
 class AlfworldEnvironment:
     def __init__(self, family: AlfworldFamily) -> None:
         self._pool, self._options = family.pool, family.options
-        self._game: LiveGame | None = None
+        self._game: Session[GameRequest, GameReply] | None = None
         self._past: list[str] = []
         self._steps = self._invalid = 0
         self._progressed = False
 
     async def reset(self, task: GameEntry) -> list[ChatMessage]:
         self._task, self._success = task, f"success_{task.task_type}"
-        self._game, reply = await self._pool.load(task.path)
+        self._game = self._pool.open()
+        reply = await self._game.ask(GameRequest("load", str(task.path)))
         system = self._options.system_prompt
         if self._options.action == "tag":
             system = f"{system}\n{TAGS}".strip()
@@ -119,9 +125,9 @@ class AlfworldEnvironment:
         command = parse_action(action, self._options.action)
         self._steps += 1
         if command:
-            reply = await self._game.step(command)
+            reply = await self._game.ask(GameRequest("step", command), remember=_is_admissible)
         else:  # nothing the game could answer to
-            reply = Reply(0, NOTHING, self._shown.commands, self._shown.won, admissible=False)
+            reply = GameReply(NOTHING, self._shown.commands, self._shown.won, admissible=False)
         self._shown = reply
         self._invalid += not reply.admissible
         done = reply.won or self._steps >= self._options.max_steps
@@ -136,7 +142,7 @@ class AlfworldEnvironment:
             self._past.append(f"> {command}\n{reply.text}")
         return Step(messages, reward, done, info)
 
-    def _shaping(self, reply: Reply) -> float:
+    def _shaping(self, reply: GameReply) -> float:
         """What a turn earns apart from success."""
         if not reply.admissible:
             return self._options.invalid_reward
@@ -174,6 +180,11 @@ def parse_action(text: str, form: str) -> str:
         return " ".join(found[-1].split()).lower() if found else ""
     lines = text.rstrip().splitlines()
     return " ".join(lines[-1].split()).lower().removeprefix("> ") if lines else ""
+
+
+def _is_admissible(reply: GameReply) -> bool:
+    """What the game does not admit changes nothing, and need not be played again."""
+    return reply.admissible
 
 
 def _cut(text: str, words: int | None) -> str:

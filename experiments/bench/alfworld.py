@@ -36,7 +36,8 @@ from textworld.envs.pddl import PddlEnv
 from envs.alfworld.engine import Boards, Engine
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions
 from envs.alfworld.games import GameEntry, GameRecipe
-from envs.alfworld.wire import CHUNK, Inbox, Position, Reply, Request, frame
+from envs.alfworld.requests import GameReply, GameRequest
+from envs.workers.wire import CHUNK, CurrentRequest, FrameReader, WorkerReply, WorkerRequest, frame
 from rl.core.process import die_with_parent
 
 EPISODE_STEPS = 12
@@ -256,22 +257,24 @@ async def against(
 def hop(live: int) -> dict[str, float]:
     """Requests over a worker's pipes, one at a time, without a server; and the bare engine with the same requests."""
     games = _games(_family())
-    written, inbox, position = scripts(games), Inbox(Reply), Position()
-    command = [sys.executable, "-m", "envs.alfworld.worker", str(position.descriptor), "2000"]
+    written = scripts(games)
+    frames = FrameReader(WorkerReply[GameReply])
+    current = CurrentRequest()
+    command = [sys.executable, "-m", "envs.alfworld.worker", str(current.descriptor), "2000"]
     environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONHASHSEED": "0"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(position.descriptor,), env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(current.descriptor,), env=environment
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         requests, replies = process.stdin.fileno(), process.stdout.fileno()
 
         def receive() -> None:
-            while not inbox.feed(os.read(replies, CHUNK)):
+            while not frames.feed(os.read(replies, CHUNK)):
                 pass
 
         def ask(place: int, command: str | None) -> None:
-            op, argument = ("load", str(games[place].path)) if command is None else ("step", command)
-            os.write(requests, frame(Request(1, op, 0, argument)))
+            load = GameRequest("load", str(games[place].path))
+            os.write(requests, frame(WorkerRequest(1, 0, load if command is None else GameRequest("step", command))))
             receive()
 
         async def advance(requests: int) -> None:

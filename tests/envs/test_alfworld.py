@@ -26,9 +26,10 @@ from envs.alfworld.demonstrations import demonstrate
 from envs.alfworld.engine import NOTHING, Board, Boards, Engine, Observation
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions, object_kind, parse_action
 from envs.alfworld.games import GameRecipe, GamesError, ensure_games, list_games
-from envs.alfworld.pool import GameLost
+from envs.alfworld.requests import GameRequest
 from envs.alfworld.scenes import TASK_TYPES, TREATMENTS
 from envs.alfworld.translation import kept_translation, read_game
+from envs.workers.pool import RequestLost
 from rollout.episodes.environment import ChatMessage
 
 RECIPE = GameRecipe(train=6, valid_unseen=6, max_receptacles=7, clutter=(4, 8), seed=3)
@@ -305,12 +306,14 @@ def test_a_killed_worker_loses_no_idle_game_and_a_hung_one_only_what_it_played(f
         await asyncio.gather(*(game.reset(family.task("train", index)) for index, game in enumerate(games)))
         await asyncio.gather(*(game.step(plan[0]) for game, plan in zip(games, plans, strict=True)))
         before = await asyncio.gather(*(game.step("look") for game in games))
+        assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         after = await asyncio.gather(*(game.step("look") for game in games))
         assert [step.messages for step in after] == [step.messages for step in before]
+        assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)
         hung = await asyncio.gather(*(game.step("look") for game in games), return_exceptions=True)
-        lost = [isinstance(step, GameLost) for step in hung]
+        lost = [isinstance(step, RequestLost) for step in hung]
         assert lost == [True, False, False, False] and worker.restarts == 2
         for game, plan in list(zip(games, plans, strict=True))[1:]:
             for command in plan[1:]:
@@ -332,12 +335,13 @@ def test_a_hang_is_laid_to_the_game_that_hangs_not_to_one_whose_reply_was_held(f
         await environment.reset(family.task("train", 0))
         seen = await environment.step("look")
         worker = family.pool.workers[0]
+        assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)  # so that it finds both requests at once
         looking = asyncio.ensure_future(environment.step("look"))
-        loading = asyncio.ensure_future(family.pool.load(endless))
+        loading = asyncio.ensure_future(family.pool.open().ask(GameRequest("load", str(endless))))
         await asyncio.sleep(0)
         os.kill(worker.pid, signal.SIGCONT)
-        with pytest.raises(GameLost, match=r"did not answer in 2 s, playing '.*game\.tw-pddl'"):
+        with pytest.raises(RequestLost, match=r"did not answer in 2 s, asked .*'.*game\.tw-pddl'"):
             await loading
         assert (await looking).messages == seen.messages and worker.restarts == 1
         await environment.close()

@@ -103,7 +103,7 @@ def test_workers_judge_survive_and_are_replaced() -> None:
         try:
             assert await verifier.verify("42", "\\boxed{41}") == Verdict(False, boxed=True)
             assert await verifier.verify("42", "42") == Verdict(False, boxed=False)
-            assert verifier.worker_pids() == []  # the fast path starts nothing
+            assert [worker.pid for worker in verifier.pool.workers] == [None]  # the fast path starts nothing
             for gold, answer, right in SYMBOLIC:
                 assert isinstance(judge(gold, answer), Symbolic)
                 verdict = await verifier.verify(gold, f"\\boxed{{{answer}}}")
@@ -111,11 +111,12 @@ def test_workers_judge_survive_and_are_replaced() -> None:
             asked = verifier.symbolic
             await verifier.verify(*("2\\sqrt{3}", "\\boxed{\\sqrt{12}}"))
             assert verifier.symbolic == asked == len(SYMBOLIC)  # known from before
-            (pid,) = verifier.worker_pids()
-            os.kill(pid, signal.SIGSTOP)
+            (worker,) = verifier.pool.workers
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGSTOP)
             hung = await verifier.verify("2\\sqrt{5}", "\\boxed{\\sqrt{20}}")
-            assert hung == Verdict(False, boxed=True, unverifiable=True) and verifier.restarts == 1
-            assert verifier.worker_pids() == []
+            assert hung == Verdict(False, boxed=True, unverifiable=True) and worker.restarts == 1
+            assert worker.pid is None
         finally:
             await asyncio.wait_for(verifier.stop(), 5)
 

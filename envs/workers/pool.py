@@ -1,0 +1,363 @@
+"""Sessions over worker processes. A worker that hangs or dies is replaced, and its sessions are restored by replay.
+
+A worker answers requests in order and says which one it works on. If it hangs, the session of that request is lost, as
+RequestLost, and no other; if it dies, the session is tried once more, since the worker may have been killed from
+outside. Of every other session of the worker the requests that it remembers are made again in a new process, and its
+waiting request is sent again; the caller notices only the time. Answers must depend on a session's requests alone.
+
+A process is there from `start` or from the first request on; one that ends is replaced once there is a session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic
+
+from envs.workers.wire import CHUNK, Body, CurrentRequest, FrameReader, Result, WorkerReply, WorkerRequest, frame
+
+START_DEADLINE_S = 120.0  # importing a large library on a busy machine
+
+
+class RequestLost(RuntimeError):
+    """The worker hung or died over this request, or refused it; the message says which."""
+
+
+class WorkerNotStarted(RequestLost):
+    """No process can be started."""
+
+
+@dataclass(frozen=True)
+class WorkerKind(Generic[Result]):
+    """What the processes of a pool run: `python -m module PAGE *arguments`, see `envs.workers.serving`."""
+
+    name: str  # for messages: "a game worker"
+    module: str
+    result: type[Result]
+    deadline_s: float  # of a request, from when it became the oldest; past it the process is killed
+    arguments: Sequence[str] = ()
+    keeps_state: bool = True  # of sessions, so that the worker has to hear of their end
+
+
+@dataclass(eq=False)
+class Session(Generic[Body, Result]):
+    """Requests of one user that share a state in a worker. Ends with `end`, or when it is lost."""
+
+    worker: Worker[Body, Result]
+    number: int
+    remembered: list[Body] = field(default_factory=list)
+    deaths: int = 0  # of workers that were working for it
+
+    async def ask(self, body: Body, remember: Callable[[Result], bool] = lambda _: True) -> Result:
+        """The worker's answer; `remember` says of it whether the request is made again in a new process.
+
+        Raises RequestLost; RuntimeError before the pool's start and after its stop.
+        """
+        return await self.worker.ask(self, body, remember)
+
+    def end(self) -> None:
+        self.worker.end(self)
+
+
+class Pool(Generic[Body, Result]):
+    """Sessions spread over `workers` processes, each new one where the fewest are."""
+
+    def __init__(self, kind: WorkerKind[Result], workers: int) -> None:
+        self.workers: list[Worker[Body, Result]] = [Worker(kind) for _ in range(workers)]
+        self._opened = 0
+
+    def begin(self) -> None:
+        """From now on requests are taken; processes start with the first."""
+        for worker in self.workers:
+            worker.begin()
+
+    async def start(self) -> None:
+        """All processes, now. Raises WorkerNotStarted."""
+        await asyncio.gather(*(worker.start() for worker in self.workers))
+
+    async def stop(self) -> None:
+        """Kill and reap every process."""
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+
+    def open(self) -> Session[Body, Result]:
+        self._opened += 1
+        return min(self.workers, key=lambda worker: worker.load).open(self._opened)
+
+
+@dataclass(slots=True)
+class _Pending(Generic[Body, Result]):
+    session: Session[Body, Result]
+    body: Body | None  # None: the end of the session
+    answer: asyncio.Future[Result] | None = None  # None: a replay, or the end
+    remember: Callable[[Result], bool] | None = None
+
+    def fail(self, error: RequestLost) -> None:
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class Worker(Generic[Body, Result]):
+    """One place of the pool: a process at a time, and what it owes. All methods run on the event loop."""
+
+    def __init__(self, kind: WorkerKind[Result]) -> None:
+        self.restarts = 0
+        self._kind = kind
+        self._process: _Process[Body, Result] | None = None  # while there is one that serves
+        self._sessions: dict[int, Session[Body, Result]] = {}
+        self._pending: dict[int, _Pending[Body, Result]] = {}  # by number of the request, oldest first
+        self._number = 0
+        self._needed = asyncio.Event()
+        self._settled = asyncio.Event()  # set once the first process serves or has failed to
+        self._failure: WorkerNotStarted | None = None
+        self._oldest_since = 0.0  # loop time at which the oldest request became that
+        self._alarm: asyncio.TimerHandle | None = None
+        self._hung = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def pid(self) -> int | None:
+        """None while no process serves."""
+        return self._process.pid if self._process is not None else None
+
+    def begin(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=self._kind.name)
+
+    async def start(self) -> None:
+        self.begin()
+        self._needed.set()
+        await self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        task = self._task
+        self._task = None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._lose_all(f"{self._kind.name} was stopped")
+
+    def open(self, number: int) -> Session[Body, Result]:
+        session = self._sessions[number] = Session(self, number)
+        return session
+
+    async def ask(self, session: Session[Body, Result], body: Body, remember: Callable[[Result], bool]) -> Result:
+        if self._task is None:
+            raise RuntimeError(f"{self._kind.name} was asked while it is not running: `await family.start()` first")
+        if session.number not in self._sessions:
+            raise RequestLost("its session was lost before")
+
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._needed.set()
+        self._send(_Pending(session, body, answer, remember))
+        return await answer
+
+    def end(self, session: Session[Body, Result]) -> None:
+        if self._sessions.pop(session.number, None) is not None and self._kind.keeps_state:
+            self._send(_Pending(session, None))
+
+    def _send(self, pending: _Pending[Body, Result]) -> None:
+        """At once where a process serves; else it waits for the next one."""
+        self._number += 1
+        self._pending[self._number] = pending
+        if self._process is not None:
+            self._process.write(WorkerRequest(self._number, pending.session.number, pending.body))
+            if len(self._pending) == 1:
+                self._watch()
+
+    def _take(self, reply: WorkerReply[Result]) -> None:
+        pending = self._pending.pop(reply.number)
+        if self._pending:
+            self._watch()
+        if pending.answer is None:
+            return
+
+        if reply.error:
+            pending.fail(RequestLost(reply.error))
+            return
+        result: Result = reply.result  # type: ignore[assignment]  # None only answers the end of a session
+        assert pending.body is not None and pending.remember is not None
+        if pending.remember(result):
+            pending.session.remembered.append(pending.body)
+        if not pending.answer.done():
+            pending.answer.set_result(result)
+
+    def _watch(self) -> None:
+        """The deadline runs from when a request became the oldest."""
+        loop = asyncio.get_running_loop()
+        self._oldest_since = loop.time()
+        if self._alarm is None:
+            self._alarm = loop.call_later(self._kind.deadline_s, self._expire)
+
+    def _expire(self) -> None:
+        """One timer at a time: it asks again when the request that is now the oldest would be due."""
+        self._alarm = None
+        if not self._pending or self._process is None:
+            return
+
+        loop = asyncio.get_running_loop()
+        due = self._oldest_since + self._kind.deadline_s
+        if loop.time() < due:
+            self._alarm = loop.call_at(due, self._expire)
+        else:
+            self._hung = True
+            self._process.kill()
+
+    async def _run(self) -> None:
+        """A process whenever one is needed, with the sessions restored in it."""
+        while True:
+            await self._needed.wait()
+            process: _Process[Body, Result] = _Process(self._kind, self._take)
+            self._failure = None
+            self._hung = False
+            try:
+                await process.start()
+                self._process = process
+                self._restore()
+                self._settled.set()
+                await process.ended.wait()
+            except WorkerNotStarted as error:
+                self._failure = error
+                self._settled.set()
+            finally:
+                self._process = None
+                await process.close()
+
+            if self._alarm is not None:
+                self._alarm.cancel()
+                self._alarm = None
+            if self._failure is not None:
+                self._lose_all(str(self._failure))
+            else:
+                self.restarts += 1
+                self._lose(process.current.get())
+            if not self._sessions:
+                self._needed.clear()
+
+    def _restore(self) -> None:
+        """Every session's remembered requests again, then the one that waits."""
+        waiting = {each.session.number: each for each in self._pending.values() if each.answer is not None}
+        self._pending.clear()
+
+        for number, session in self._sessions.items():
+            for body in session.remembered:
+                self._send(_Pending(session, body))
+            if number in waiting:
+                self._send(waiting[number])
+
+    def _lose(self, number: int) -> None:
+        """The process came to its end over this request: its session is lost, but for a first death."""
+        if not self._pending:
+            return
+        # The process may have ended between two requests: then it is laid to the oldest.
+        at = self._pending.get(number) or next(iter(self._pending.values()))
+        if not self._hung:
+            at.session.deaths += 1
+            if at.session.deaths < 2:
+                return
+
+        self._sessions.pop(at.session.number, None)
+        why = f"did not answer in {self._kind.deadline_s:g} s" if self._hung else "died"
+        for each in self._pending.values():
+            if each.session is at.session:
+                each.fail(RequestLost(f"{self._kind.name} {why}, asked {at.body}"))
+
+    def _lose_all(self, why: str) -> None:
+        self._sessions.clear()
+        for each in self._pending.values():
+            each.fail(WorkerNotStarted(why))
+        self._pending.clear()
+
+
+class _Process(Generic[Body, Result]):
+    """One process: `take` is called with every reply, `ended` is set once no more can come."""
+
+    def __init__(self, kind: WorkerKind[Result], take: Callable[[WorkerReply[Result]], None]) -> None:
+        self.ended = asyncio.Event()
+        self.current = CurrentRequest()
+        self._kind = kind
+        self._take = take
+        self._reader: FrameReader[WorkerReply[Result]] = FrameReader(WorkerReply[kind.result])  # type: ignore[name-defined]
+        self._ready = asyncio.get_running_loop().create_future()
+        self._replies = -1  # the descriptor that replies arrive on, while it is open
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Raises WorkerNotStarted. `close` comes after it in any case."""
+        name = self._kind.name
+        page = self.current.descriptor
+        variables = {"FRESCO_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        self._replies, theirs = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", self._kind.module, str(page), *self._kind.arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=theirs,
+                pass_fds=(page,),
+                env=os.environ | variables,
+            )
+        except OSError as error:
+            raise WorkerNotStarted(f"{name} cannot be started: {error}") from error
+        finally:
+            os.close(theirs)
+            self.current.close_descriptor()
+
+        asyncio.get_running_loop().add_reader(self._replies, self._readable)
+        ready = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_DEADLINE_S):
+                ready = await self._ready
+        if not ready:
+            raise WorkerNotStarted(f"{name} did not start in {START_DEADLINE_S:g} s, or ended before it served")
+
+    def write(self, request: WorkerRequest[Body]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(frame(request))
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """Kill it and reap it."""
+        self._close_replies()
+        self.kill()
+        if self._process is not None:
+            await self._process.wait()
+
+    def _readable(self) -> None:
+        """Called by the event loop: no task and no stream between the pipe and whoever waits."""
+        chunk = os.read(self._replies, CHUNK)
+        for reply in self._reader.feed(chunk):
+            if reply.number:
+                self._take(reply)
+            else:
+                self._ready.set_result(True)
+        if chunk:
+            return
+
+        self._close_replies()
+        self.ended.set()
+        if not self._ready.done():
+            self._ready.set_result(False)
+
+    def _close_replies(self) -> None:
+        if self._replies >= 0:
+            asyncio.get_running_loop().remove_reader(self._replies)
+            os.close(self._replies)
+        self._replies = -1

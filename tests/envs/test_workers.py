@@ -1,0 +1,166 @@
+"""Pools of worker processes: who loses what when one hangs, dies or cannot be started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+
+from envs.workers.pool import Pool, RequestLost, Worker, WorkerKind, WorkerNotStarted
+from envs.workers.wire import FrameReader, WorkerRequest, frame
+
+Words = Pool[str, list[str]]
+
+
+def run(
+    scenario: Callable[[Words], Awaitable[None]], workers: int = 1, deadline_s: float = 20.0, *arguments: str
+) -> None:
+    async def within() -> None:
+        kind = WorkerKind("a word worker", "tests.envs.adding_worker", list[str], deadline_s, arguments)
+        pool = Words(kind, workers)
+        try:
+            await scenario(pool)
+        finally:
+            await pool.stop()
+        assert not [each for each in psutil.Process().children() if "adding_worker" in " ".join(each.cmdline())]
+
+    asyncio.run(within())
+
+
+async def pid_of(worker: Worker[str, list[str]]) -> int:
+    """Of its process, once one serves."""
+    while worker.pid is None:
+        await asyncio.sleep(0.01)
+    return worker.pid
+
+
+def test_processes_start_with_the_first_request_and_sessions_spread() -> None:
+    async def scenario(pool: Words) -> None:
+        session = pool.open()
+        with pytest.raises(RuntimeError, match="a word worker was asked while it is not running"):
+            await session.ask("early")
+        session.end()
+
+        pool.begin()
+        await asyncio.sleep(0.1)
+        assert [worker.pid for worker in pool.workers] == [None, None]
+        sessions = [pool.open() for _ in range(4)]
+        assert [worker.load for worker in pool.workers] == [2, 2]
+        answers = await asyncio.gather(*(each.ask(f"word {each.number}") for each in sessions))
+        assert answers == [[f"word {each.number}"] for each in sessions]
+
+        for each in sessions:
+            each.end()
+        assert [worker.load for worker in pool.workers] == [0, 0]
+        with pytest.raises(RequestLost, match="lost before"):
+            await sessions[0].ask("late")
+
+    run(scenario, workers=2)
+
+
+def test_a_hang_costs_one_session_and_the_others_only_time() -> None:
+    async def scenario(pool: Words) -> None:
+        await pool.start()
+        (worker,) = pool.workers
+        idle, waiting, hanging = (pool.open() for _ in range(3))
+        await idle.ask("a")
+        await waiting.ask("b")
+
+        asked = [asyncio.ensure_future(hanging.ask("hang")), asyncio.ensure_future(waiting.ask("c"))]
+        with pytest.raises(RequestLost, match="a word worker did not answer in 2 s, asked hang"):
+            await asked[0]
+        assert await asked[1] == ["b", "c"]
+        assert await idle.ask("d") == ["a", "d"]
+        assert worker.restarts == 1 and worker.load == 2
+
+    run(scenario, deadline_s=2.0)
+
+
+def test_a_killed_worker_costs_nothing_but_a_session_that_kills_twice_is_lost() -> None:
+    async def scenario(pool: Words) -> None:
+        await pool.start()
+        (worker,) = pool.workers
+        first, second = pool.open(), pool.open()
+        await first.ask("a")
+        os.kill(await pid_of(worker), signal.SIGKILL)
+        assert await first.ask("b") == ["a", "b"] and worker.restarts == 1
+
+        deadly = asyncio.ensure_future(second.ask("die"))
+        assert await first.ask("c") == ["a", "b", "c"]
+        with pytest.raises(RequestLost, match="a word worker died, asked die"):
+            await deadly
+        assert worker.restarts == 3 and worker.load == 1
+
+    run(scenario)
+
+
+def test_what_need_not_be_remembered_is_not_asked_again_and_a_refusal_neither() -> None:
+    async def scenario(pool: Words) -> None:
+        pool.begin()
+        (worker,) = pool.workers
+        session = pool.open()
+        await session.ask("kept")
+        await session.ask("dropped", remember=lambda words: words[-1] != "dropped")
+        with pytest.raises(RequestLost, match="ValueError: not this word"):
+            await session.ask("refuse")
+        assert await session.ask("last") == ["kept", "dropped", "last"]
+
+        os.kill(await pid_of(worker), signal.SIGKILL)
+        assert await session.ask("more") == ["kept", "last", "more"]
+
+    run(scenario)
+
+
+def test_an_idle_process_that_dies_is_replaced_when_it_is_needed() -> None:
+    async def scenario(pool: Words) -> None:
+        await pool.start()
+        (worker,) = pool.workers
+        before = await pid_of(worker)
+        os.kill(before, signal.SIGKILL)
+        while worker.pid is not None:
+            await asyncio.sleep(0.01)
+
+        session = pool.open()
+        (after,) = await session.ask("pid")
+        assert int(after) == worker.pid != before
+
+    run(scenario)
+
+
+def test_a_worker_that_cannot_start_fails_every_request_at_once_and_the_start() -> None:
+    async def scenario(pool: Words) -> None:
+        begin = time.monotonic()
+        with pytest.raises(WorkerNotStarted, match="a word worker did not start in 120 s, or ended before it served"):
+            await pool.start()
+        for _ in range(2):  # the second attempt as well: nobody waits for a worker that is not there
+            with pytest.raises(WorkerNotStarted):
+                await pool.open().ask("a")
+        assert time.monotonic() - begin < 60 and pool.workers[0].load == 0
+
+    run(scenario, 1, 20.0, "fails")
+
+
+def test_stopping_ends_the_wait_of_whoever_still_waits() -> None:
+    async def scenario(pool: Words) -> None:
+        pool.begin()
+        waiting = asyncio.ensure_future(pool.open().ask("hang"))
+        await pid_of(pool.workers[0])
+        await pool.stop()
+        with pytest.raises(RequestLost, match="a word worker was stopped"):
+            await waiting
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_frames_are_read_however_a_pipe_cuts_them(size: int) -> None:
+    sent = [WorkerRequest(number, 7, "x" * number) for number in range(40)]
+    stream = b"".join(map(frame, sent))
+    reader = FrameReader(WorkerRequest[str])
+    chunks = (stream[begin : begin + size] for begin in range(0, len(stream), size))
+    assert [message for chunk in chunks for message in reader.feed(chunk)] == sent

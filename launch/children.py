@@ -12,12 +12,13 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from launch.plan import ProcessSpec
+from rl.core.messages import Heartbeat
 from rl.core.run import RunFile
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -32,15 +33,13 @@ class Child:
     popen: psutil.Popen
     log: Path
     started: float
+    beat: Heartbeat
+    """The newest, or one without progress before the first."""
     registered: bool = False
     last_beat: float = 0.0
-    last_progress: int = -1
     progressed: float = 0.0
-    busy: bool = False
     why_killed: str = ""
     """Set when the supervisor killed it: a hang, for instance."""
-    stats: dict[str, float] = field(default_factory=dict)
-    waits: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -75,10 +74,12 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int) -> Child:
             env=environment,
             start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
         )
+
     if spec.cores:
         with contextlib.suppress(psutil.NoSuchProcess):
             popen.cpu_affinity(list(spec.cores))
-    return Child(spec, incarnation, popen, log, time.monotonic())
+    silent = Heartbeat(spec.role, spec.index, incarnation, progress=-1, busy=False)
+    return Child(spec, incarnation, popen, log, time.monotonic(), silent)
 
 
 def end_all(children: list[Child], patience_s: float) -> list[str]:

@@ -175,9 +175,10 @@ def _row(label: str, episodes: Sequence[EpisodeResult]) -> SuccessRow:
 
 def _recipe(arguments: argparse.Namespace, target: Target) -> Path:
     """Named, or that of the run that the target came from, or `experiments/<env>_cpu.yaml`."""
-    env = arguments.env
-    if arguments.recipe is not None:
-        return arguments.recipe
+    env: str | None = arguments.env
+    named: Path | None = arguments.recipe
+    if named is not None:
+        return named
     if target.run is not None:
         own = target.run / "config.yaml"
         if env is None or load_config(own).env.name == env:

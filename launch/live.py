@@ -20,16 +20,16 @@ _REFRESH_S = 0.5
 class Display:
     """What the supervisor shows while it watches."""
 
-    def __init__(self, run: RunFile) -> None:
+    def __init__(self, run: RunFile, observed: Observed) -> None:
         self._run = run
+        self._observed = observed
         self._last_step = run.start_step + run.config.steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._notes: list[str] = []
         self._row: dict[str, float] = {}
-        self._eval: dict[int, float] = {}
-        self._step = run.start_step
         self._times: deque[float] = deque(maxlen=20)  # when the last steps ended
         self._drawn = 0.0
+
         self._live: Live | None = None
         if run.config.tracking.live and sys.stdout.isatty():
             self._live = Live(console=self._console, auto_refresh=False)
@@ -38,10 +38,8 @@ class Display:
     def row(self, step: int, values: dict[str, float]) -> None:
         """A new metrics row."""
         if "eval/accuracy" in values:
-            self._eval[step] = values["eval/accuracy"]
             self._print(f"step {step:4d}  held-out accuracy {values['eval/accuracy']:.3f}")
         if "train/loss" in values:
-            self._step = step
             self._row = values
             self._times.append(time.monotonic())
             self._print(self._line(step, values))
@@ -51,13 +49,13 @@ class Display:
         self._notes.append(text)
         self._print(f"! {text}")
 
-    def refresh(self, observed: Observed, children: Children) -> None:
+    def refresh(self, children: Children) -> None:
         """Draw the table, where the terminal is one and the last drawing is old enough."""
         now = time.monotonic()
         if self._live is None or now - self._drawn < _REFRESH_S:
             return
         self._drawn = now
-        self._live.update(self._table(observed, children), refresh=True)
+        self._live.update(self._table(children), refresh=True)
 
     def ending(self, reason: str) -> None:
         if self._live:
@@ -90,7 +88,7 @@ class Display:
             return "?"
 
         pace_s = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-        seconds = pace_s * (self._last_step - self._step)
+        seconds = pace_s * (self._last_step - self._observed.step)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
 
     def _line(self, step: int, values: dict[str, float]) -> str:
@@ -103,21 +101,21 @@ class Display:
             f"left {self._remaining()}"
         )
 
-    def _table(self, observed: Observed, children: Children) -> Table:
-        elapsed_s = time.time() - observed.started_at
-        where = f"{self._run.config.name}  step {self._step}/{self._last_step}"
-        title = f"{where}  {elapsed_s:.0f} s, left {self._remaining()}"
+    def _table(self, children: Children) -> Table:
+        elapsed_s = time.time() - self._observed.started_at
+        step = self._observed.step
+        title = f"{self._run.config.name}  step {step}/{self._last_step}  {elapsed_s:.0f} s, left {self._remaining()}"
         table = Table("process", "state", "waited for (s)", title=title)
 
         for child in children.values():
-            state = "starting" if not child.registered else "busy" if child.busy else "idle"
-            waits = ", ".join(f"{whom} {seconds:.0f}" for whom, seconds in child.waits.items())
+            state = "starting" if not child.registered else "busy" if child.beat.busy else "idle"
+            waits = ", ".join(f"{whom} {seconds:.0f}" for whom, seconds in child.beat.waits.items())
             table.add_row(child.name, state, waits)
 
         if self._row:
-            table.add_row("[bold]last step[/bold]", "", self._line(self._step, self._row))
-        for step, accuracy in list(self._eval.items())[-3:]:
-            table.add_row("held-out", f"step {step}", f"{accuracy:.3f}")
+            table.add_row("[bold]last step[/bold]", "", self._line(step, self._row))
+        for evaluated, accuracy in self._observed.evals[-3:]:
+            table.add_row("held-out", f"step {evaluated}", f"{accuracy:.3f}")
         for text in self._notes[-3:]:
             table.add_row("!", "", text)
         return table

@@ -146,6 +146,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         eval_tasks=min(checked.eval_tasks or config.eval.tasks, config.eval.tasks),
         started_at=started,
     )
+
     if config.network.transport == "tcp":
         make_curve_keys(folder)
     run.save()

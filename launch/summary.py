@@ -38,8 +38,8 @@ class Observed:
         """Columns that only the supervisor knows: who waited for whom, queue depths, idle generators."""
         values: dict[str, float] = {"time/elapsed": time.time() - self.started_at}
         for child in children.values():
-            values |= {f"wait/{child.name}/{whom}": seconds for whom, seconds in child.waits.items()}
-            values |= {f"{child.name}/{key}": value for key, value in child.stats.items()}
+            values |= {f"wait/{child.name}/{whom}": seconds for whom, seconds in child.beat.waits.items()}
+            values |= {f"{child.name}/{key}": value for key, value in child.beat.stats.items()}
 
         values["generator_idle_fraction"] = self.idle_fraction(children)
         return values
@@ -47,11 +47,11 @@ class Observed:
     def child_died(self, child: Child) -> None:
         """Keep the idle time of a generator that is being replaced."""
         if child.spec.role == "generator":
-            self._dead_generators.append(child.stats)
+            self._dead_generators.append(child.beat.stats)
 
     def idle_fraction(self, children: Children) -> float:
         """Share of the generators' seconds without work, those that died included; 0 before the first heartbeat."""
-        alive = [child.stats for child in children.values() if child.spec.role == "generator"]
+        alive = [child.beat.stats for child in children.values() if child.spec.role == "generator"]
         every = [*self._dead_generators, *alive]
         idle_s = sum(stats.get("idle_s", 0.0) for stats in every)
         busy_s = sum(stats.get("busy_s", 0.0) for stats in every)

@@ -63,7 +63,7 @@ class Supervisor:
         settings = run.config.model_dump(mode="json")
         self._tracker = Tracker(run.config.tracking, run.folder, run.config.name, settings)
         self._observed = Observed(run.started_at, run.start_step)
-        self._display = Display(run)
+        self._display = Display(run, self._observed)
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code: 0 success, 1 failure, 130 interrupted."""
@@ -77,10 +77,12 @@ class Supervisor:
             for spec in self._plan:
                 self._spawn(spec, 0)
             self._watch()
+
         except RunFailed as failure:
             error = failure
         except KeyboardInterrupt:
             interrupted = True
+
         finally:
             for number in handlers:  # a second Ctrl-C must not interrupt the clean-up
                 signal.signal(number, signal.SIG_IGN)
@@ -103,7 +105,7 @@ class Supervisor:
         while not self._reports.keys() >= _CLOSING_REPORTS:
             self._drain(_POLL_S)
             self._check_children()
-            self._display.refresh(self._observed, self._children)
+            self._display.refresh(self._children)
 
     def _drain(self, patience_s: float = 0.0) -> None:
         for message in self._messages(patience_s):
@@ -128,6 +130,7 @@ class Supervisor:
                     child.registered = True
                     child.last_beat = time.monotonic()
                     self._tell_of_deaths(child, self._deaths)
+
             case Metrics():
                 self._record(message)
             case Fatal():
@@ -146,12 +149,9 @@ class Supervisor:
             return
 
         child.last_beat = time.monotonic()
-        if beat.progress != child.last_progress or not beat.busy:
-            child.last_progress = beat.progress
+        if beat.progress != child.beat.progress or not beat.busy:
             child.progressed = child.last_beat
-        child.busy = beat.busy
-        child.stats = beat.stats
-        child.waits = beat.waits
+        child.beat = beat
 
     def _record(self, row: Metrics) -> None:
         values = dict(row.values)
@@ -178,7 +178,7 @@ class Supervisor:
                     raise RunFailed(late, log_tail(child.log))
             elif now - child.last_beat > limits.hang_s:
                 child.kill(f"no heartbeat for {limits.hang_s:g} s")
-            elif child.busy and now - child.progressed > limits.hang_s:
+            elif child.beat.busy and now - child.progressed > limits.hang_s:
                 child.kill(f"busy without progress for {limits.hang_s:g} s")
 
     def _child_ended(self, child: Child) -> None:

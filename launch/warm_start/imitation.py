@@ -92,11 +92,11 @@ def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> 
     prompt = len(conversation)
     written: list[tuple[int, int, bool]] = []
 
-    for place, turn in enumerate(played.turns):
+    for number, turn in enumerate(played.turns, 1):
         assert tokenizer.turn_end is not None
         span = conversation.append_written([*tokenizer.encode(turn.action), tokenizer.turn_end])
         written.append((*span, turn.imitate))
-        if place + 1 < len(played.turns) and not conversation.append_messages(turn.answer, limit=max_length):
+        if number < len(played.turns) and not conversation.append_messages(turn.answer, limit=max_length):
             return None
     if len(conversation) > max_length:
         return None
@@ -144,6 +144,7 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
         read_weight=settings.read_weight,
         parts=_PARTS if device == "cpu" else 1,
     )
+
     stream = _without_end(examples, settings.seed)
     train_supervised(
         model,

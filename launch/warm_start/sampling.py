@@ -42,7 +42,8 @@ def sample(
     stops = torch.tensor(list(stop_ids), device=device)
     running = torch.ones(len(prompts), dtype=torch.bool, device=device)
     steps: list[tuple[Tensor, Tensor, Tensor]] = []  # token, its log-probability, whether it counts; (prompts,) each
-    cache, cached = None, 0
+    cache = None
+    cached = 0  # columns in the cache
 
     with _padded_attention(model):
         for step in range(max_tokens):
@@ -55,7 +56,8 @@ def sample(
                 use_cache=True,
                 logits_to_keep=1,
             )
-            cache, cached = output.past_key_values, column
+            cache = output.past_key_values
+            cached = column
 
             logits = output.logits[:, -1].float() / (temperature or 1.0)  # (prompts, vocabulary)
             logp = logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""A process with a real life line whose behaviour is an environment variable: FAKE_<ROLE>=behaviour."""
+"""A process with a real control socket whose behaviour is an environment variable: FAKE_<ROLE>=behaviour."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def main(role: str) -> None:
     if os.environ.get(f"FAKE_{role.upper()}", "").startswith("late"):
         time.sleep(2)
     with Process(role, context_from_command_line(sys.argv[2:])) as process:
-        behaviour = os.environ.get(f"FAKE_{role.upper()}", "")
-        behaviour = behaviour.removeprefix("late ")
+        behaviour = os.environ.get(f"FAKE_{role.upper()}", "").removeprefix("late ")
+
         if behaviour == "raise":
             time.sleep(0.3)
             raise ValueError("the first cause")
@@ -32,6 +32,7 @@ def main(role: str) -> None:
         if behaviour == "deaf":  # ignores Stop
             while True:
                 time.sleep(1)
+
         deaths = 0
         while not process.stopping:
             for message in process.received():
@@ -40,11 +41,10 @@ def main(role: str) -> None:
                     process.send(Metrics(deaths, {"deaths": float(deaths)}))
                 if isinstance(message, Stop):
                     return
-            if behaviour.startswith("done"):
-                expected = int(behaviour[4:] or 0)
-                if deaths >= expected:
-                    process.send(Done(role, b"{}"))
-                    behaviour = ""
+
+            if behaviour.startswith("done") and deaths >= int(behaviour[4:] or 0):
+                process.send(Done(role, b"{}"))
+                behaviour = ""
             time.sleep(0.01)
 
 

@@ -98,7 +98,11 @@ def test_a_real_run_is_fitted_to_what_it_was_configured_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Synchronous, of equal turns: a step is turns x (tokens x seconds a token + latency) + training."""
-    tokens, token_s, env_s, train_s, turns = 20, 0.01, 0.2, 0.3, 2  # those of KNOWN_TIMES
+    tokens = 20  # this and the next as in KNOWN_TIMES
+    token_s = 0.01
+    env_s = 0.2
+    train_s = 0.3
+    turns = 2
     finish(start(tmp_path, *KNOWN_TIMES.split()), tmp_path)
     folder = tmp_path / "simulated"
     _, measured = read_run(folder)

@@ -27,17 +27,18 @@ QUIET = ("tracking.wandb=disabled", "tracking.live=false", "timeouts.stop_s=2", 
 @dataclass(frozen=True)
 class FakeSpec(ProcessSpec):
     def command(self, run: RunFile, incarnation: int) -> list[str]:
-        place = ["--run", str(run.folder), "--index", str(self.index), "--incarnation", str(incarnation)]
-        return [sys.executable, "-m", "tests.launch.fake_role", self.role, *place]
+        options = ["--run", str(run.folder), "--index", str(self.index), "--incarnation", str(incarnation)]
+        return [sys.executable, "-m", "tests.launch.fake_role", self.role, *options]
 
 
 def execute(run: RunFile, **behaviours: str) -> tuple[int, dict[str, object]]:
-    plan = [
+    plan: list[ProcessSpec] = [
         FakeSpec(role, 0, "", environment={f"FAKE_{role.upper()}": behaviours.get(role, "")})
         for role in ("broker", "proxy", "generator", "env_server", "learner")
     ]
+
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    code = Supervisor(run, list(plan)).execute()
+    code = Supervisor(run, plan).execute()
     after = {process.pid for process in psutil.Process().children(recursive=True)}
     assert after <= before, "processes were left behind"
     assert not list(Path("/dev/shm").glob(f"fresco-{run.run_id}*"))
@@ -134,6 +135,7 @@ def test_children_die_with_a_killed_supervisor(run: RunFile) -> None:
         "Supervisor(RunFile.load(sys.argv[1]), [FakeSpec(r, 0, '') for r in ('broker', 'generator')]).execute()"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, str(run.folder)], stdout=subprocess.DEVNULL)
+
     try:
         children: list[psutil.Process] = []
         deadline = time.monotonic() + 20
@@ -144,5 +146,6 @@ def test_children_die_with_a_killed_supervisor(run: RunFile) -> None:
     finally:
         supervisor.kill()
         supervisor.wait()
+
     _gone, alive = psutil.wait_procs(children, timeout=5)
     assert len(children) == 2 and not alive

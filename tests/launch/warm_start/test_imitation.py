@@ -78,10 +78,12 @@ def test_ids_are_those_of_an_episode_and_mistakes_do_not_count(folder: Path, pla
     assert example is not None and example.mask is not None
     opening = Conversation(tokenizer, played[0].opening)
     assert list(example.prompt) == opening.context().tolist()
+
     imitated, shown, read = (
         [id for id, mark in zip(example.completion, example.mask, strict=True) if mark == wanted]
         for wanted in (IMITATED, SHOWN, READ)
     )
+
     assert tokenizer.decode(imitated) == played[0].turns[1].action and imitated[-1] == tokenizer.turn_end
     assert tokenizer.decode(shown) == played[0].turns[0].action
     assert played[0].turns[0].answer[0].content in tokenizer.decode(read)

@@ -39,7 +39,7 @@ from rl.core.process import Process, WaitExpired
 from rl.core.run import ProcessContext, context_from_command_line
 from rl.core.sockets import identity, open_socket, receive, send
 from rollout.episodes.environment import EnvironmentFamily
-from rollout.episodes.episode import EpisodeFailed, Progress, Surroundings, run_episode
+from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
@@ -133,7 +133,7 @@ class EnvServer:
         abort_deadline_s = self.config.timeouts.hang_s + 30
         self._client = GenerationClient(self._frontend.send, abort_deadline_s)
         barrier = _turn_barrier() if self.config.rollout.turn_barrier else None
-        self._around = Surroundings(
+        self._context = EpisodeContext(
             self.config, load_tokenizer(run.model_folder), self._client.generate, barrier=barrier
         )
 
@@ -170,16 +170,16 @@ class EnvServer:
             previous = now
 
     def _tick(self, now: float, elapsed_s: float) -> None:
-        process, activity = self.process, self._around.activity
+        process, activity = self.process, self._context.activity
         process.progress += 1
         process.busy = bool(self._episodes)
         if not self._episodes:
             process.waits.add("broker", elapsed_s)
-        elif not activity.environment and activity.generating:
+        elif not activity.running["environment"] and activity.running["generate"]:
             process.waits.add("proxy", elapsed_s)
         process.stats = {
-            "episodes_running": len(self._episodes), "env_s": activity.environment_s,
-            "generate_wait_s": activity.generate_s, "close_failures": activity.close_failures,
+            "episodes_running": len(self._episodes), "env_s": activity.seconds["environment"],
+            "generate_wait_s": activity.seconds["generate"], "close_failures": activity.close_failures,
             "unacknowledged": len(self._unacknowledged), **self._counts,
         }  # fmt: skip
         for ticket_id, (trajectory, due) in list(self._unacknowledged.items()):
@@ -219,7 +219,7 @@ class EnvServer:
 
     async def _episode(self, ticket: Ticket, progress: Progress) -> Trajectory:
         task = self.family.task("eval" if ticket.kind == "eval" else "train", ticket.task_index)
-        return await run_episode(ticket, self.family.make, task, self._around, progress)
+        return await run_episode(ticket, self.family.make, task, self._context, progress)
 
     def _end(self, ticket_id: int, why: str) -> None:
         """Tell an episode to end, once; one that has ended already keeps its result."""

@@ -29,7 +29,7 @@ from rl.learner.update import loss_inputs
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import fault, make_shards, outcome_of
 from rollout.episodes.environment import ChatMessage, Step
-from rollout.episodes.episode import EpisodeFailed, Surroundings, run_episode
+from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.tokenizer import IdTokenizer
 from tests import outside_columns
 from tests.outside_columns import DIFFICULTY, GRADE, HINTS, ROUTED_EXPERTS, TEACHER_LOGP
@@ -106,9 +106,9 @@ class Graded:
 
 
 def play(ticket_id: int = 0, environment: Graded | None = None, generate: Any = answer) -> Trajectory:
-    around = Surroundings(load_config(None, [*SETTINGS]), IdTokenizer(), generate)
+    context = EpisodeContext(load_config(None, [*SETTINGS]), IdTokenizer(), generate)
     ticket = Ticket(ticket_id, ticket_id, ticket_id // 2, 0, Version(0, 3))
-    return asyncio.run(run_episode(ticket, lambda: environment or Graded(), None, around))
+    return asyncio.run(run_episode(ticket, lambda: environment or Graded(), None, context))
 
 
 def shards_of(trajectories: list[Trajectory], ranks: int) -> list[Shard]:

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 
 from rl.core.config import ConfigError
 from rl.core.plugins import load
 
+T = TypeVar("T")
 Producer = Literal["generator", "environment", "conversation", "learner"]
 Scope = Literal["token", "turn", "sequence", "sample"]
 
@@ -146,6 +147,25 @@ def mismatch(columns: Mapping[str, np.ndarray], entries: Mapping[Scope, int], pr
         strange = sorted(columns.keys() - {column.name for column in expected})
         return f"column {strange[0]!r} is not registered for this place: {_HOW_TO_REGISTER}"
     return ""
+
+
+class Accessor(Generic[T]):
+    """`token_ids = Accessor[Array]()` in a class with a mapping `columns`: short for `self.columns["token_ids"]`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: Any, owner: type) -> T:
+        value: T = holder.columns[self._name]
+        return value
+
+
+class OptionalAccessor(Accessor[T | None]):
+    """Likewise, or None where there is no such column."""
+
+    def __get__(self, holder: Any, owner: type) -> T | None:
+        value: T | None = holder.columns.get(self._name)
+        return value
 
 
 def masked_columns(entries: Mapping[Scope, int], producer: Producer | None = None) -> dict[str, np.ndarray]:

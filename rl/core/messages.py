@@ -11,7 +11,7 @@ from msgspec import Struct
 from rl.core.codec import Codec
 from rl.core.codec import Frames as Frames
 from rl.core.codec import ProtocolError as ProtocolError
-from rl.core.columns import Scope
+from rl.core.columns import Accessor, Scope
 
 
 class Version(Struct, frozen=True, order=True, array_like=True):
@@ -26,21 +26,10 @@ class TokenColumns(Struct, frozen=True, kw_only=True):
 
     columns: dict[str, np.ndarray]
 
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self.columns["token_ids"]
-
-    @property
-    def loss_mask(self) -> np.ndarray:
-        return self.columns["loss_mask"]
-
-    @property
-    def logp_behavior(self) -> np.ndarray:
-        return self.columns["logp_behavior"]
-
-    @property
-    def policy_version(self) -> np.ndarray:
-        return self.columns["policy_version"]
+    token_ids = Accessor[np.ndarray]()
+    loss_mask = Accessor[np.ndarray]()
+    logp_behavior = Accessor[np.ndarray]()
+    policy_version = Accessor[np.ndarray]()
 
 
 # ---------------------------------------------------------------- tickets: broker <-> environment server

@@ -47,7 +47,7 @@ def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
     """The packs without loss tokens in samples that are not kept (N,)."""
 
     def masked(pack: Pack) -> Pack:
-        mask = pack.mask & kept[list(pack.members)][pack.sample]
+        mask = pack.mask & _at_tokens(kept, pack)
         return pack.with_columns(loss_mask=mask, staleness=pack.staleness * mask)
 
     return [masked(pack) if pack.members else pack for pack in packs]
@@ -62,20 +62,34 @@ def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[
     packs = [pack for part in parts for pack in part]
     rewards = shaped_rewards(shard, algorithm)  # (N,)
     episodes = gather_episodes(shard, packs, rewards, algorithm)
-    advantages = algorithm.estimator(episodes)  # (T,) of all packs
-    returns = None
+    credit = {"advantages": algorithm.estimator(episodes)}  # (T,) of all packs
     if algorithm.critic is not None and episodes.values is not None:
         discount = getattr(algorithm.estimator.options, "discount", 1.0)
-        returns = (gae_advantages(episodes, discount, algorithm.critic.lam) + episodes.values).float()
-    sizes = [pack.tokens for pack in packs]
-    found = {"advantages": advantages.split(sizes)} | ({} if returns is None else {"returns": returns.split(sizes)})
-    credited = iter(
-        [
-            _with_rewards(pack, rewards).with_columns(**{name: values[i] for name, values in found.items()})
-            for i, pack in enumerate(packs)
-        ]
-    )
-    return _weighted(shard, [[next(credited) for _ in part] for part in parts], algorithm)
+        advantages = gae_advantages(episodes, discount, algorithm.critic.lam)
+        credit["returns"] = (advantages + episodes.values).float()
+
+    counted = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, algorithm)  # (N,)
+    minibatch = torch.tensor(minibatch_of(shard, len(parts)))  # (N,)
+    end = 0
+    minibatches = []
+    for number, part in enumerate(parts):
+        tokens = counted * (minibatch == number)
+        weights = sample_weights(algorithm.aggregation, tokens, algorithm.constant).float()  # (N,)
+        credited = []
+        for pack in part:
+            begin, end = end, end + pack.tokens
+            pack = pack.with_columns(**{name: values[begin:end] for name, values in credit.items()})
+            if pack.members:
+                pack = pack.with_columns(weights=_at_tokens(weights, pack))
+                pack = replace(pack, rewards=rewards[list(pack.members)].float())
+            credited.append(pack)
+        minibatches.append(Minibatch(credited, int(tokens.sum())))
+    return minibatches
+
+
+def _at_tokens(values: Tensor, pack: Pack) -> Tensor:
+    """(T,) of one value (N,) per row of the batch."""
+    return values[list(pack.members)][pack.sample]
 
 
 def shaped_rewards(shard: Shard, algorithm: Algorithm) -> Tensor:
@@ -107,14 +121,17 @@ def gather_episodes(shard: Shard, packs: list[Pack], rewards: Tensor, algorithm:
 
     mask = torch.cat([pack.mask for pack in packs])  # (T,)
     token_turn = torch.cat([_turn_index(pack, first, turns) for pack in packs])  # (T,)
+
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     own = mask.nonzero()[:, 0]
     last = torch.full((len(turn_rewards),), -1).scatter_reduce(0, token_turn[own], own, "amax")  # (M,) -1: elsewhere
     token_rewards[last[last >= 0]] = turn_rewards[last >= 0]
+
     if algorithm.reward_kl is not None:
         penalty = torch.cat([_reward_penalty(pack, algorithm) for pack in packs])  # (T,)
         token_rewards -= penalty
         turn_rewards -= all_reduce(torch.zeros_like(turn_rewards).index_add(0, token_turn, penalty), "sum")
+
     return Episodes(
         group=torch.tensor([row.group_id for row in rows]),
         turn_rewards=turn_rewards,
@@ -123,7 +140,7 @@ def gather_episodes(shard: Shard, packs: list[Pack], rewards: Tensor, algorithm:
         token_rewards=token_rewards,
         token_turn=token_turn,
         mask=mask,
-        values=None if algorithm.critic is None else torch.cat([_values(pack) for pack in packs]),
+        values=None if algorithm.critic is None else torch.cat([pack.columns["values"] for pack in packs]),
         all_reduce=all_reduce,
     )
 
@@ -142,27 +159,3 @@ def _reward_penalty(pack: Pack, algorithm: Algorithm) -> Tensor:
     assert kl is not None and pack.logp_reference is not None
     estimate = kl_estimate(kl.estimator, pack.logp_behavior.double(), pack.logp_reference.double())
     return kl.coef * torch.where(pack.mask, estimate, 0)
-
-
-def _values(pack: Pack) -> Tensor:
-    assert pack.values is not None, "the critic has not seen this pack"
-    return pack.values
-
-
-def _with_rewards(pack: Pack, rewards: Tensor) -> Pack:
-    return replace(pack, rewards=rewards[list(pack.members)].float()) if pack.members else pack
-
-
-def _weighted(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
-    counted = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, algorithm)  # (N,)
-    where = torch.tensor(minibatch_of(shard, len(parts)))  # (N,)
-    done = []
-    for number, packs in enumerate(parts):
-        tokens = counted * (where == number)
-        weights = sample_weights(algorithm.aggregation, tokens, algorithm.constant).float()
-        weighted = [
-            pack.with_columns(weights=weights[list(pack.members)][pack.sample]) if pack.members else pack
-            for pack in packs
-        ]
-        done.append(Minibatch(weighted, int(tokens.sum())))
-    return done

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import get_args
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.core.columns import COLUMNS, Scope, declared, masked_columns
+from rl.core.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
 from rl.core.messages import Shard
 
 
@@ -34,45 +35,21 @@ class Pack:
     rewards: Tensor  # (n,) float32
     members: tuple[int, ...]  # row of each sample in shard.rows; empty for a dummy
 
-    @property
-    def token_ids(self) -> Tensor:  # (T,) int64
-        return self.columns["token_ids"]
+    token_ids = Accessor[Tensor]()  # (T,) int64
+    loss_mask = Accessor[Tensor]()  # (T,) bool, true on generated tokens
+    logp_behavior = Accessor[Tensor]()  # (T,) float32
+    staleness = Accessor[Tensor]()  # (T,) int64, 0 where masked
+    advantages = Accessor[Tensor]()  # (T,) float32
+    weights = Accessor[Tensor]()  # (T,) float32
+    logp_proximal = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.update.with_logp` adds this and the next
+    logp_reference = OptionalAccessor[Tensor]()  # (T,) float32
+    values = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.critic.with_values` adds it
+    returns = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.credit.assign` adds it for a critic
 
     @property
-    def mask(self) -> Tensor:  # (T,) bool, true on generated tokens
-        return self.columns["loss_mask"]
-
-    @property
-    def logp_behavior(self) -> Tensor:  # (T,) float32
-        return self.columns["logp_behavior"]
-
-    @property
-    def staleness(self) -> Tensor:  # (T,) int64, 0 where masked
-        return self.columns["staleness"]
-
-    @property
-    def advantages(self) -> Tensor:  # (T,) float32
-        return self.columns["advantages"]
-
-    @property
-    def weights(self) -> Tensor:  # (T,) float32
-        return self.columns["weights"]
-
-    @property
-    def logp_proximal(self) -> Tensor | None:  # (T,) float32; `rl.learner.update.with_logp` adds this and the next
-        return self.columns.get("logp_proximal")
-
-    @property
-    def logp_reference(self) -> Tensor | None:  # (T,) float32
-        return self.columns.get("logp_reference")
-
-    @property
-    def values(self) -> Tensor | None:  # (T,) float32; `rl.learner.critic.with_values` adds it
-        return self.columns.get("values")
-
-    @property
-    def returns(self) -> Tensor | None:  # (T,) float32; `rl.learner.credit.assign` adds it for a critic
-        return self.columns.get("returns")
+    def mask(self) -> Tensor:
+        """(T,) bool: `loss_mask` by the name that losses know."""
+        return self.loss_mask
 
     @property
     def tokens(self) -> int:
@@ -89,16 +66,14 @@ class Pack:
         return replace(self, columns=self.columns | columns)
 
     def to(self, device: torch.device | str) -> Pack:
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
+        place = methodcaller("to", device, non_blocking=True)
         return replace(
             self,
-            columns={name: moved(column) for name, column in self.columns.items()},
-            position_ids=moved(self.position_ids),
-            sample=moved(self.sample),
-            turn=moved(self.turn),
-            rewards=moved(self.rewards),
+            columns={name: place(column) for name, column in self.columns.items()},
+            position_ids=place(self.position_ids),
+            sample=place(self.sample),
+            turn=place(self.turn),
+            rewards=place(self.rewards),
         )
 
 
@@ -107,12 +82,10 @@ def make_packs(shard: Shard, max_tokens: int, version: int) -> list[Pack]:
 
     `version` is the version being trained. Deterministic. Advantages are 0 and weights 1 until `credit.assign`.
     """
-    columns = _token_columns(shard)
+    columns = _spread(shard)
     ends = np.cumsum(shard.lengths, dtype=np.int64)
-    return [
-        _pack(shard, columns, [slice(ends[i] - shard.lengths[i], ends[i]) for i in chosen], chosen, version)
-        for chosen in assign(shard.lengths, max_tokens)
-    ]
+    spans = [slice(end - length, end) for length, end in zip(shard.lengths, ends, strict=True)]
+    return [_pack(shard, columns, spans, chosen, version) for chosen in assign(shard.lengths, max_tokens)]
 
 
 def assign(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -124,6 +97,7 @@ def assign(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     alone = [[i] for i in order if lengths[i] > max_tokens]
     order = order[len(alone) :]
+
     fitted: list[list[int]] = []
     loads: list[int] = []
     for i in order:
@@ -133,6 +107,7 @@ def assign(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             loads.append(0)
         fitted[where].append(i)
         loads[where] += lengths[i]
+
     balanced: list[list[int]] = [[] for _ in fitted]
     loads = [0] * len(fitted)
     for i in order:
@@ -191,25 +166,27 @@ def _restrict(shard: Shard, rows: set[int]) -> Shard:
     )
 
 
-def _token_columns(shard: Shard) -> dict[str, np.ndarray]:
-    """(sum T, ...) each: the entry of a wider scope stands at each of its tokens."""
-    spread = {}
+def _spread(shard: Shard) -> dict[str, np.ndarray]:
+    """Every column with (sum T, ...) entries: that of a turn, sequence or sample stands at each of its tokens."""
+    columns = dict(shard.columns)
     for name, values in shard.columns.items():
         scope = COLUMNS[name].scope
-        if scope != "token":
-            counts = shard.entries()[scope]
-            entry = np.repeat(np.cumsum(counts) - counts, shard.lengths)  # (sum T,) the first one of each member
-            if scope == "turn":
-                entry += np.concatenate([_turns(*one) for one in zip(shard.lengths, shard.turn_starts, strict=True)])
-            values = values[entry]
-        spread[name] = values
-    return spread
+        if scope == "token":
+            continue
+        counts = shard.entries()[scope]
+        entry = np.repeat(np.cumsum(counts) - counts, shard.lengths)  # (sum T,) the first one of each member
+        if scope == "turn":
+            entry += np.concatenate([_turns(*one) for one in zip(shard.lengths, shard.turn_starts, strict=True)])
+        columns[name] = values[entry]
+    return columns
 
 
 def _pack(shard: Shard, columns: dict[str, np.ndarray], spans: list[slice], chosen: list[int], version: int) -> Pack:
+    """The samples `chosen`, of whose tokens `spans` says where they stand in `columns`."""
     members = [shard.members[i] for i in chosen]
     lengths = torch.tensor([shard.lengths[i] for i in chosen])
-    found = _tensors({name: np.concatenate([values[span] for span in spans]) for name, values in columns.items()})
+    found = _tensors({name: np.concatenate([values[spans[i]] for i in chosen]) for name, values in columns.items()})
+
     mask = found["loss_mask"]
     found["staleness"] = (version - found["policy_version"]) * mask
     found["advantages"] = torch.zeros(len(mask))
@@ -218,21 +195,21 @@ def _pack(shard: Shard, columns: dict[str, np.ndarray], spans: list[slice], chos
         columns=found,
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         sample=torch.arange(len(chosen)).repeat_interleave(lengths),
-        turn=torch.cat([torch.from_numpy(_turns(shard.lengths[i], shard.turn_starts[i])) for i in chosen]),
+        turn=torch.from_numpy(np.concatenate([_turns(shard.lengths[i], shard.turn_starts[i]) for i in chosen])),
         rewards=torch.tensor([shard.rows[i].reward for i in members], dtype=torch.float32),
         members=tuple(members),
     )
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """int32 becomes int64, the dtype of indices in torch."""
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    widened = {name: tensor.long() if tensor.dtype == torch.int32 else tensor for name, tensor in tensors.items()}
-    return widened | {"loss_mask": tensors["loss_mask"].bool()}
+    """int32 becomes int64, the dtype of indices in torch, and the mask bool."""
+    wide = {name: array.astype(np.int64) if array.dtype == np.int32 else array for name, array in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in (wide | {"loss_mask": wide["loss_mask"] != 0}).items()}
 
 
 def _turns(length: int, starts: list[int]) -> np.ndarray:
     """(length,) int64: turns that have started at each token, less one; 0 before the first."""
     begun = np.zeros(length, np.int64)
     begun[[start for start in starts if start < length]] = 1
-    return np.maximum(begun.cumsum() - 1, 0)
+    turns: np.ndarray = np.maximum(begun.cumsum() - 1, 0)
+    return turns

@@ -37,6 +37,7 @@ class GenerationClient:
         answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = answer
         self._send(replace(request, request_id=request_id))
+
         try:
             await asyncio.wait({answer})
             return answer.result()

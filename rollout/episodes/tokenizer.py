@@ -60,19 +60,22 @@ class ChatTokenizer:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+
         settings = _read_json(folder / "tokenizer_config.json")
         self._named = _named_tokens(_read_json(folder / "special_tokens_map.json") | settings)
         self._template = _compile(_chat_template(folder, settings))
         special = {id: token for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special_texts = [token.content for token in special.values() if len(token.content.strip()) > 2]
-        self.stop_ids = _eos_ids(folder, self._named, self._tokenizer)
-        closing = self._encode(self._after_turn([], opens_turn=False))
+
         # A template may close turns with a token that the model's configuration does not list as an end
         # (base models with a chat template): it must stop generation too.
+        self.stop_ids = _eos_ids(folder, self._named, self._tokenizer)
+        closing = self._encode(self._after_turn([], opens_turn=False))
         ends = [id for id in closing if id in self.stop_ids or id in special]
         self.turn_end: int | None = ends[0] if ends else None
         if self.turn_end is not None and self.turn_end not in self.stop_ids:
             self.stop_ids.append(self.turn_end)
+
         if not self.stop_ids:
             raise TokenizerError(f"{folder} names no end-of-sequence token, nor does its chat template close turns")
 
@@ -160,7 +163,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.exists():
         return path.read_text()
-    template = settings.get("chat_template")
+    template: str | list[dict[str, str]] | None = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not template:
@@ -177,7 +180,7 @@ def _eos_ids(folder: Path, named: dict[str, str], tokenizer: Tokenizer) -> list[
     return list(dict.fromkeys([*found, *([] if own is None else [own])]))
 
 
-class _Generation(Extension):
+class _GenerationBlock(Extension):
     """`{% generation %}` marks assistant text in templates made for training; here its body is plain output."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -193,16 +196,16 @@ def _compile(source: str) -> jinja2.Template:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **layout: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **layout)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:

@@ -28,7 +28,8 @@ class TurnBarrier(Generic[K]):
     """
 
     def __init__(self, post: Post, settle: Post | None = None) -> None:
-        self._post, self._settle = post, settle or post
+        self._post = post
+        self._settle = settle or post
         self._awaited: set[K] = set()
         self._waiting: tuple[dict[K, Callable[[], None]], ...] = ({}, {})  # by phase
         self._joins = 0

@@ -15,7 +15,7 @@ from rl.core.messages import Abort, Generate, Generated, Trajectory
 from rl.core.process import WaitExpired
 from rl.core.seeds import turn_seed
 from rollout.episodes.environment import ChatMessage, Step
-from rollout.episodes.episode import EpisodeFailed, Surroundings, run_episode
+from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.tokenizer import IdTokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
@@ -43,13 +43,13 @@ class Scripted:
         self.closes += 1
 
 
-def surroundings(generate: Callable[[Generate], Coroutine[Any, Any, Generated]], *overrides: str) -> Surroundings:
+def episode_context(generate: Callable[[Generate], Coroutine[Any, Any, Generated]], *overrides: str) -> EpisodeContext:
     small = ("sampling.max_tokens=4", "generator.max_model_len=20", "env.max_turns=9")
-    return Surroundings(load_config(None, [*small, *overrides]), IdTokenizer(), generate)
+    return EpisodeContext(load_config(None, [*small, *overrides]), IdTokenizer(), generate)
 
 
-def run(environment: Scripted, around: Surroundings, **fields: Any) -> Trajectory:
-    return asyncio.run(asyncio.wait_for(run_episode(ticket(5, **fields), lambda: environment, None, around), 10))
+def run(environment: Scripted, context: EpisodeContext, **fields: Any) -> Trajectory:
+    return asyncio.run(asyncio.wait_for(run_episode(ticket(5, **fields), lambda: environment, None, context), 10))
 
 
 async def two_ids(request: Generate) -> Generated:
@@ -62,7 +62,7 @@ async def as_many_as_allowed(request: Generate) -> Generated:
 
 def test_done() -> None:
     environment = Scripted(turns=2)
-    result = run(environment, surroundings(two_ids))
+    result = run(environment, episode_context(two_ids))
     assert result.stop_reason == "done" and result.reward == 1.0 and result.info == {"n": 2.0}
     assert result.sequence.token_ids.tolist() == [1, 2, 3, 8, 9, 7, 7, 8, 9]  # no observation after the end
     assert [turn.reward for turn in result.sequence.turns] == [0.5, 0.5]
@@ -83,7 +83,7 @@ def test_done() -> None:
 )
 def test_stop_reasons(turns: int, generate: Any, overrides: tuple[str, ...], stop_reason: str, tokens: int) -> None:
     environment = Scripted(turns)
-    result = run(environment, surroundings(generate, *overrides))
+    result = run(environment, episode_context(generate, *overrides))
     assert (result.stop_reason, len(result.sequence.token_ids)) == (stop_reason, tokens)
     assert result.sequence.loss_mask[-1] == 1  # never ends on environment text
     assert len(environment.actions) == len(result.sequence.turns) and environment.closes == 1
@@ -96,10 +96,10 @@ def test_seeds_are_a_function_of_ticket_and_turn() -> None:
         seen.append(request.seed)
         return generated(request, [8, 9])
 
-    run(Scripted(turns=3), surroundings(generate, "sampling.seeded=true"), seed=21)
+    run(Scripted(turns=3), episode_context(generate, "sampling.seeded=true"), seed=21)
     assert seen == [turn_seed(21, turn) for turn in range(3)] and len(set(seen)) == 3
     seen.clear()
-    run(Scripted(turns=1), surroundings(generate), seed=21)
+    run(Scripted(turns=1), episode_context(generate), seed=21)
     assert seen == [None]
 
 
@@ -108,7 +108,7 @@ def test_tokens_generated_are_the_generators_count() -> None:
         answer = generated(request, [8, 9])
         return structs.replace(answer, tokens_generated=5)
 
-    assert run(Scripted(turns=2), surroundings(generate)).tokens_generated == 10
+    assert run(Scripted(turns=2), episode_context(generate)).tokens_generated == 10
 
 
 async def _no_ids(request: Generate) -> Generated:
@@ -126,7 +126,7 @@ async def _mismatched(request: Generate) -> Generated:
 def test_bad_generations_fail_the_ticket(generate: Any, message: str) -> None:
     environment = Scripted()
     with pytest.raises(EpisodeFailed, match=message):
-        run(environment, surroundings(generate))
+        run(environment, episode_context(generate))
     assert environment.closes == 1
 
 
@@ -151,7 +151,7 @@ class Nonsense(Scripted):
 def test_nonsense_from_an_environment_fails_the_ticket(answer: Any, message: str) -> None:
     environment = Nonsense(answer)
     with pytest.raises(EpisodeFailed, match=message):
-        run(environment, surroundings(two_ids))
+        run(environment, episode_context(two_ids))
     assert environment.closes == 1
 
 
@@ -160,7 +160,9 @@ def test_cancel_aborts_waits_and_closes_once() -> None:
         sent: list[Generate | Abort] = []
         client = GenerationClient(sent.append, abort_deadline_s=5)
         environment = Scripted()
-        episode = asyncio.create_task(run_episode(ticket(5), lambda: environment, None, surroundings(client.generate)))
+        episode = asyncio.create_task(
+            run_episode(ticket(5), lambda: environment, None, episode_context(client.generate))
+        )
         while not sent:
             await asyncio.sleep(0.001)
         episode.cancel()
@@ -179,7 +181,7 @@ def test_an_abort_without_an_answer_has_a_name() -> None:
     async def scenario() -> None:
         sent: list[Generate | Abort] = []
         client = GenerationClient(sent.append, abort_deadline_s=0.05)
-        episode = asyncio.create_task(run_episode(ticket(5), Scripted, None, surroundings(client.generate)))
+        episode = asyncio.create_task(run_episode(ticket(5), Scripted, None, episode_context(client.generate)))
         while not sent:
             await asyncio.sleep(0.001)
         episode.cancel()
@@ -197,13 +199,13 @@ def test_cancel_during_a_step_closes_once() -> None:
 
     async def scenario() -> None:
         environment = Slow()
-        around = surroundings(two_ids)
-        episode = asyncio.create_task(run_episode(ticket(5), lambda: environment, None, around))
-        while not around.activity.environment or not around.activity.generate_s:
+        context = episode_context(two_ids)
+        episode = asyncio.create_task(run_episode(ticket(5), lambda: environment, None, context))
+        while not context.activity.running["environment"] or not context.activity.seconds["generate"]:
             await asyncio.sleep(0.001)
         episode.cancel()
         await asyncio.wait({episode}, timeout=5)
-        assert episode.cancelled() and environment.closes == 1 and around.activity.environment == 0
+        assert episode.cancelled() and environment.closes == 1 and context.activity.running["environment"] == 0
 
     asyncio.run(scenario())
 
@@ -223,10 +225,10 @@ def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
         async def settle() -> None:
             await asyncio.sleep(0.02)
 
-        around = replace(surroundings(generate), barrier=TurnBarrier[int](asyncio.get_running_loop().call_soon))
+        context = replace(episode_context(generate), barrier=TurnBarrier[int](asyncio.get_running_loop().call_soon))
         environments = {1: Scripted(turns=2), 2: Scripted(), 3: Scripted()}
         episodes = {
-            number: asyncio.create_task(run_episode(ticket(number), lambda made=made: made, None, around))  # type: ignore[misc]
+            number: asyncio.create_task(run_episode(ticket(number), lambda made=made: made, None, context))  # type: ignore[misc]
             for number, made in environments.items()
         }
         await settle()
@@ -235,7 +237,7 @@ def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
             answers.pop(number).set_result(generated(sent[number - 1], [8, 9]))
         await settle()
         assert environments[1].actions == [], "1 and 2 wait for the generation of 3"
-        assert not around.activity.environment
+        assert not context.activity.running["environment"]
         episodes[2].cancel()  # at the barrier
         await settle()
         assert episodes[2].cancelled() and environments[2].closes == 1

@@ -62,7 +62,7 @@ def test_a_column_that_is_missing_or_unknown_is_named() -> None:
     assert "'logp_behavior' is missing" in fault(replace(GOOD, sequences=[replace(sequence, columns=without)]))
 
     unknown = with_sequence(GOOD, teacher_logp=np.zeros(6, np.float32))
-    assert fault(unknown).startswith("column 'teacher_logp' is not registered") and "plugins" in fault(unknown)
+    assert fault(unknown).startswith("column 'teacher_logp' is not registered") and "algo.columns" in fault(unknown)
     learners = with_sequence(GOOD, logp_reference=np.zeros(6, np.float32))  # never crosses a socket
     assert "'logp_reference' is not registered for this place" in fault(learners)
 

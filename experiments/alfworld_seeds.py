@@ -34,12 +34,23 @@ GOAL = 0.15
 def run_seed(seed: int, episodes: int, overrides: Sequence[str], kept: Path | None) -> dict[str, Any]:
     """One complete run, in `kept` or in a folder that is removed. Raises RuntimeError when it does not finish."""
     with tempfile.TemporaryDirectory(prefix="alfworld-seed-") as dropped:
-        runs, name = kept or Path(dropped), f"seed-{seed}"
+        runs = kept or Path(dropped)
+        name = f"seed-{seed}"
         command = [
-            sys.executable, "-m", "launch.cli", "run", str(RECIPE), f"seed={seed}", f"model.warm_start.seed={seed}",
-            f"eval.tasks={episodes}", f"env.options.games.valid_unseen={episodes}", f"runs={runs}", f"name={name}",
+            sys.executable,
+            "-m",
+            "launch.cli",
+            "run",
+            str(RECIPE),
+            f"seed={seed}",
+            f"model.warm_start.seed={seed}",
+            f"eval.tasks={episodes}",
+            f"env.options.games.valid_unseen={episodes}",
+            f"runs={runs}",
+            f"name={name}",
             *overrides,
-        ]  # fmt: skip
+        ]
+
         if code := subprocess.run(command).returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {code}")
         return read_run(runs / name, seed)
@@ -52,6 +63,7 @@ def read_run(folder: Path, seed: int) -> dict[str, Any]:
     before, after = successes(folder / "evals.jsonl")
     tasks = sorted(before.keys() & after.keys())  # a game that failed in either has no pair
     family = make_family(run.config)
+
     return {
         "seed": seed,
         "steps": summary["steps"],
@@ -85,10 +97,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             chosen = [place for place, kind in enumerate(result["types"]) if label in ("all", kind)]
             before, after = ([result[when][place] for place in chosen] for when in ("before", "after"))
             mean, low, high = paired_bootstrap(before, after)
+
             lines.append(
                 f"| {result['seed']} | {label} | {len(chosen)} | {_share(before)} | {_share(after)} "
                 f"| {100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}) |"
             )
+
     return "\n".join(lines)
 
 
@@ -112,16 +126,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
     arguments.results.mkdir(parents=True, exist_ok=True)
+
     for seed in arguments.seeds:
         path = arguments.results / f"seed-{seed}.json"
         if not path.exists():
             result = run_seed(seed, arguments.episodes, arguments.overrides, arguments.runs)
             path.write_text(json.dumps(result) + "\n")
+
     results = [json.loads(path.read_text()) for path in sorted(arguments.results.glob("seed-*.json"))]
     text = table(results)
     heading = "# ALFWorld on 2 CPU cores: held-out games before and after RL, temperature 1"
     (arguments.results / "README.md").write_text(f"{heading}\n\n`python -m experiments.alfworld_seeds`\n\n{text}\n")
     print(text)
+
     return 0 if all(reached(result) for result in results) else 1
 
 

@@ -34,6 +34,7 @@ def train(recipe: str, seed: int, overrides: list[str]) -> dict[str, Any]:
 def digest(seed: int, rows: list[dict[str, float]]) -> dict[str, Any]:
     due = [row for row in rows if "eval/greedy" in row]
     explained = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row]
+
     return {
         "seed": seed,
         "greedy": {str(int(row["step"])): round(row["eval/greedy"], 4) for row in due},
@@ -74,6 +75,7 @@ def system(folders: list[Path]) -> dict[str, Any]:
         accuracy = {int(row["step"]): round(row["eval/accuracy"], 4) for row in rows if "eval/accuracy" in row}
         kept = ("steps", "alpha", "staleness", "freshness_violations", "eval")
         results[summary["name"]] = {"accuracy": accuracy} | {key: summary[key] for key in kept}
+
     return results
 
 
@@ -90,6 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     command = "python -m experiments.critic " + " ".join(sys.argv[1:])
+
     if arguments.kind == "plain":
         plain(arguments.seeds, arguments.overrides, arguments.out, command)
     else:

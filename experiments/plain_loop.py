@@ -72,12 +72,15 @@ class PlainLoop:
 
     def rollout(self, step: int) -> list[Attempt]:
         """The batch of `step`: the tasks and seeds that a run of the system gives the same sample ids."""
-        settings, count = self.config.rollout, self.family.task_count("train")
+        settings = self.config.rollout
+        count = self.family.task_count("train")
         first = step * settings.groups_per_batch
         tasks = []
+
         for group in range(first, first + settings.groups_per_batch):
             data_pass, place = divmod(group, count)
             tasks += [int(task_order(self.config.seed, data_pass, count)[place])] * settings.group_size
+
         ids = range(first * settings.group_size, first * settings.group_size + len(tasks))
         return self._attempts("train", tasks, ids, self.config.sampling.temperature)
 
@@ -96,6 +99,7 @@ class PlainLoop:
             stats.add(self.trainer.update(minibatch, step))
         rewards = [attempt.reward for attempt in batch]
         lengths = [len(attempt.completion.token_ids) for attempt in batch]
+
         return stats.metrics() | {
             "reward/mean": sum(rewards) / len(rewards),
             "length/mean": sum(lengths) / len(lengths),
@@ -111,6 +115,7 @@ class PlainLoop:
         rewards = asyncio.run(self._rewards(problems, texts))
         stop_ids = self.tokenizer.stop_ids
         truncated = [completion.token_ids[-1] not in stop_ids for completion in completions]
+
         return [Attempt(*fields) for fields in zip(prompts, completions, rewards, truncated, strict=True)]
 
     async def _prompts(self, problems: Sequence[Any]) -> list[list[int]]:
@@ -143,13 +148,20 @@ def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: in
     lengths = [len(attempt.prompt) + len(attempt.completion.token_ids) for attempt in batch]
     starts = [len(attempt.prompt) for attempt in batch]
     first = step * len(batch)
+
     rows = [
         SampleRow(
-            first + place, (first + place) // group_size, attempt.reward, lengths[place],
-            len(attempt.completion.token_ids), version, attempt.truncated,
+            first + place,
+            (first + place) // group_size,
+            attempt.reward,
+            lengths[place],
+            len(attempt.completion.token_ids),
+            version,
+            attempt.truncated,
         )
         for place, attempt in enumerate(batch)
-    ]  # fmt: skip
+    ]
+
     return Shard(
         step=step,
         rank=0,
@@ -175,18 +187,22 @@ def run(loop: PlainLoop, lag: int = 0) -> Iterator[dict[str, float]]:
     config = loop.config
     waiting: deque[list[Attempt]] = deque()
     sampled = 0
+
     for step in range(config.steps + 1):
         begin = time.process_time()
         row = {"step": float(step)}
         due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
         if due and config.eval.tasks:
             row |= {"eval/greedy": loop.evaluate(0.0), "eval/sampled": loop.evaluate(1.0)}
+
         if step == config.steps:
             yield row
             return
+
         while sampled <= min(step + lag, config.steps - 1):
             waiting.append(loop.rollout(sampled))
             sampled += 1
+
         rolled_out = time.process_time()
         row |= loop.train(step, waiting.popleft(), min(step, lag))
         yield row | {"cpu_s/rollout": rolled_out - begin, "cpu_s/train": time.process_time() - rolled_out}
@@ -209,10 +225,12 @@ def main(print_line: Callable[[str], None] = print) -> None:
     torch.set_num_threads(config.learner.threads)
     rows = []
     shown = ("eval/greedy", "eval/sampled", "reward/mean", "length/mean", "train/grad_norm", "batch/tokens")
+
     for row in run(PlainLoop(config, model_folder(config)), arguments.lag):
         rows.append(json.dumps(row))
         if "eval/greedy" in row or int(row["step"]) % 10 == 0:
             print_line(f"{int(row['step']):4d}  " + "  ".join(f"{k} {row[k]:.3f}" for k in shown if k in row))
+
     if arguments.rows:
         arguments.rows.write_text("\n".join(rows) + "\n")
 

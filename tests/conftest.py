@@ -37,6 +37,7 @@ def make_run() -> Iterator[MakeRun]:
     def make(*overrides: str, **fields: object) -> RunFile:
         folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))
         folders.append(folder)
+
         values: dict[str, object] = {
             "config": load_config(None, list(overrides)),
             "run_id": uuid.uuid4().hex[:8],
@@ -47,6 +48,7 @@ def make_run() -> Iterator[MakeRun]:
             "eval_tasks": 16,
             "started_at": time.time(),
         }
+
         run = RunFile.model_validate(values | fields)
         run.save()
         return run

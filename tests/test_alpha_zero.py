@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -36,15 +36,31 @@ from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine
 from tests.conftest import MakeRun
 
+Answer = TypeVar("Answer")
 ROOT = Path(__file__).parent.parent
 STEPS = 4
 RECIPE = (
-    "rollout.alpha=0", f"steps={STEPS}", "rollout.groups_per_batch=3", "rollout.group_size=4", "sampling.seeded=true",
-    "sampling.max_tokens=24", "sampling.temperature=0.9", "generator.dtype=float32", "model.dtype=float32",
-    "generator.max_model_len=256", "generator.max_num_seqs=16", "generator.kv_cache_bytes=16777216",
-    "env.name=synthetic", "env.max_turns=1", "env.options={prompt_tokens: 8, vocab_size: 64}", "learner.lr=3e-3",
-    "generator.simulated.vocab_size=64", "eval.tasks=0", "tracking.save_batches=true", "tracking.wandb=disabled",
-)  # fmt: skip
+    "rollout.alpha=0",
+    f"steps={STEPS}",
+    "rollout.groups_per_batch=3",
+    "rollout.group_size=4",
+    "sampling.seeded=true",
+    "sampling.max_tokens=24",
+    "sampling.temperature=0.9",
+    "generator.dtype=float32",
+    "model.dtype=float32",
+    "generator.max_model_len=256",
+    "generator.max_num_seqs=16",
+    "generator.kv_cache_bytes=16777216",
+    "env.name=synthetic",
+    "env.max_turns=1",
+    "env.options={prompt_tokens: 8, vocab_size: 64}",
+    "learner.lr=3e-3",
+    "generator.simulated.vocab_size=64",
+    "eval.tasks=0",
+    "tracking.save_batches=true",
+    "tracking.wandb=disabled",
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +71,22 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_system(folder: Path, model: Path, *overrides: str) -> tuple[list[Shard], list[dict[str, Any]]]:
     (folder / "recipe.yaml").write_text("name: system\n")
-    command = [sys.executable, "-m", "launch.cli", "run", str(folder / "recipe.yaml"), f"runs={folder}",
-               f"model.path={model}", *RECIPE, *overrides]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "launch.cli",
+        "run",
+        str(folder / "recipe.yaml"),
+        f"runs={folder}",
+        f"model.path={model}",
+        *RECIPE,
+        *overrides,
+    ]
+
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     rows = [json.loads(line) for line in (folder / "system" / "metrics.jsonl").read_text().splitlines()]
+
     return read_shard_files(folder / "system"), [row for row in rows if "train/loss" in row]
 
 
@@ -68,10 +95,12 @@ class EngineOfLoop:
 
     def __init__(self, run: RunFile, publish: Callable[[memoryview, Any], list[Any]] | None) -> None:
         self.engine: Engine = make_engine(ProcessContext(run, 0, 0))
-        self.run, self.stop_ids, self.version = run, [0], -1
+        self.run = run
+        self.stop_ids = [0]
+        self.version = -1
         self._loop = asyncio.new_event_loop()
 
-    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def wait(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         return self._loop.run_until_complete(asyncio.wait_for(work, 120))
 
     def __call__(
@@ -79,10 +108,21 @@ class EngineOfLoop:
     ) -> list[Sampled]:
         async def everything() -> list[Sampled]:
             requests = [
-                Generate(key, key, "train", Version(0, 0), np.array(prompt, np.int32), max_tokens, temperature, 1.0,
-                         self.stop_ids, seed)
+                Generate(
+                    key,
+                    key,
+                    "train",
+                    Version(0, 0),
+                    np.array(prompt, np.int32),
+                    max_tokens,
+                    temperature,
+                    1.0,
+                    self.stop_ids,
+                    seed,
+                )
                 for key, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-            ]  # fmt: skip
+            ]
+
             results = await asyncio.gather(*(self.engine.generate(one, lambda _: None) for one in requests))
             return [Sampled(list(one.token_ids), list(one.logp)) for one in results]
 
@@ -114,6 +154,7 @@ def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[Attempt], dict[
     finally:
         engine.wait(engine.engine.stop())
         writer.close()
+
     return steps
 
 
@@ -126,17 +167,21 @@ def check_equal(
         for shard in (shard for shard in shards if shard.step == step):
             starts = np.cumsum([0, *shard.lengths])
             for place, member in enumerate(shard.members):
-                row, attempt = shard.rows[member], batch[member]
+                row = shard.rows[member]
+                attempt = batch[member]
                 part = slice(starts[place], starts[place + 1])
+
                 assert row.sample_id == step * len(batch) + member
                 assert shard.token_ids[part].tolist() == [*attempt.prompt, *attempt.completion.token_ids]
                 generated = shard.loss_mask[part] == 1
                 np.testing.assert_allclose(shard.logp_behavior[part][generated], attempt.completion.logp, atol=logp)
                 assert row.reward == pytest.approx(attempt.reward, abs=1e-9)
                 seen += 1
+
         assert seen == len(batch)
         assert rows[step]["train/loss"] == pytest.approx(metrics["loss/objective"], rel=1e-4, abs=2e-6)
         assert rows[step]["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=1e-3)
+
     assert len({round(metrics["train/grad_norm"], 6) for _, metrics in plain}) == STEPS  # something was learned from
 
 
@@ -162,12 +207,18 @@ def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
     )
     reference = tmp_path / "reference"
     reference.mkdir()
+
     with tempfile.TemporaryDirectory(prefix="fresco-test-") as sockets:  # short: a socket's path has 107 characters
         environment = os.environ | engine_environment(config, "cpu") | {"TMPDIR": sockets}
         ended = subprocess.run(
             [sys.executable, "-c", program, str(reference), str(model_folder)],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+
     assert ended.returncode == 0, ended.stderr[-4000:]
     plain = [
         (
@@ -176,6 +227,7 @@ def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
         )
         for step in json.loads((reference / "steps.json").read_text())
     ]
+
     check_equal(shards, rows, plain, logp=1e-4)
 
 
@@ -185,20 +237,34 @@ def reference_in_process(folder: Path, model: Path) -> None:
     import uuid
 
     config = load_config(None, [*RECIPE, "generator.engine=vllm"])
+
     run = RunFile(
-        config=config, run_id=uuid.uuid4().hex[:8], folder=folder, socket_folder=folder, device="cpu",
-        model_folder=model, train_tasks=1000, eval_tasks=0, started_at=time.time(),
-    )  # fmt: skip
+        config=config,
+        run_id=uuid.uuid4().hex[:8],
+        folder=folder,
+        socket_folder=folder,
+        device="cpu",
+        model_folder=model,
+        train_tasks=1000,
+        eval_tasks=0,
+        started_at=time.time(),
+    )
+
     run.save()
     steps = [
         {
             "batch": [
-                {"prompt": list(map(int, a.prompt)), "ids": list(map(int, a.completion.token_ids)),
-                 "logp": list(map(float, a.completion.logp)), "reward": a.reward}
+                {
+                    "prompt": list(map(int, a.prompt)),
+                    "ids": list(map(int, a.completion.token_ids)),
+                    "logp": list(map(float, a.completion.logp)),
+                    "reward": a.reward,
+                }
                 for a in batch
             ],
             "metrics": metrics,
         }
         for batch, metrics in run_plain_loop(run, model)
-    ]  # fmt: skip
+    ]
+
     (folder / "steps.json").write_text(json.dumps(steps))

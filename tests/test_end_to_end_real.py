@@ -53,6 +53,7 @@ def system(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
     try:
         yield process
     finally:
@@ -65,12 +66,14 @@ def nothing_is_left(folder: Path) -> None:
     assert not list(Path("/dev/shm").glob(f"fresco-{run['run_id']}*"))
     assert not Path(run["socket_folder"]).exists()
     left = []
+
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.Error):  # an engine's core renames itself, but keeps its environment
             if str(folder) in " ".join(process.info["cmdline"] or []) or str(folder) in process.environ().get(
                 "TMPDIR", ""
             ):
                 left.append(process)
+
     assert not left, left
 
 
@@ -82,7 +85,9 @@ def behaviour_and_learner(shards: list[Shard], folder: Path, model: Path) -> tup
         policies[n] = load_policy(model)
         adamw = Optimizer(policies[n], config.learner, STEPS).adamw
         checkpoint.load(folder / "checkpoints" / f"step-{n}", {"policy": (policies[n], adamw)})
-    worst, spanning = 0.0, 0
+
+    worst = 0.0
+    spanning = 0
     for shard in shards:
         starts = np.cumsum([0, *shard.lengths])
         for begin, end in itertools.pairwise(starts):
@@ -90,12 +95,14 @@ def behaviour_and_learner(shards: list[Shard], folder: Path, model: Path) -> tup
             versions = shard.policy_version[begin:end]
             used = sorted(set(versions[versions >= 0].tolist()))
             spanning += len(used) > 1
+
             for version in used:
                 with torch.no_grad():
                     output = policies[version](ids, torch.arange(len(ids)), temperature=TEMPERATURE)
                 here = versions == version
                 gap = np.abs(output.logp.numpy()[here] - shard.logp_behavior[begin:end][here])
                 worst = max(worst, float(gap.max()))
+
     return worst, spanning
 
 
@@ -107,11 +114,14 @@ def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     nothing_is_left(tmp_path)
 
-    samples, tokens = summary["ledger"]["samples"], summary["ledger"]["tokens"]
+    samples = summary["ledger"]["samples"]
+    tokens = summary["ledger"]["tokens"]
     assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES) and samples["trained"] == STEPS * 6
     assert tokens["generated"] == sum(tokens[state] for state in TOKEN_STATES)
     assert summary["freshness_violations"] == 0 and summary["staleness"]["max"] <= 1
+
     sync = summary["weight_sync"]
+
     assert sync["count"] >= 2 and sync["mean_s"] > 0 and sync["pause_mean_s"] > 0 and sync["bytes"] > 0
 
     run = json.loads((folder / "run.json").read_text())
@@ -123,6 +133,7 @@ def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
 
     exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     last = load_policy(folder / "model").model.state_dict()
+
     assert all(torch.equal(tensor, last[name]) for name, tensor in exported.state_dict().items())
 
     goes_on_from_a_checkpoint(tmp_path)
@@ -139,10 +150,12 @@ def goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     samples = summary["ledger"]["samples"]
     assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES)
     assert samples["trained"] == (4 + 2) * 6 and summary["freshness_violations"] == 0
+
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "train/loss" in row] == [5, 6]
     (aside,) = [path for path in tmp_path.glob("simulated*") if path != folder]
     assert (aside / "checkpoints" / f"step-{STEPS}").is_dir()
+
     before = {row.sample_id for shard in read_shard_files(aside) if shard.step < 4 for row in shard.rows}
     after = {row.sample_id for shard in read_shard_files(folder) for row in shard.rows}
     assert len(before) == 4 * 6 and len(after) == 2 * 6 and not before & after
@@ -155,6 +168,7 @@ def test_ctrl_c_ends_vllm_s_children_too(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
         assert time.monotonic() - begin < 10
+
     assert process.returncode == 130, output[-3000:]
     nothing_is_left(tmp_path)
 

@@ -29,19 +29,22 @@ def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str], tmp_path: Path, code: int = 0) -> dict[str, Any]:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output[-4000:]
-    summary = json.loads((tmp_path / "simulated" / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((tmp_path / "simulated" / "summary.json").read_text())
     run = json.loads((tmp_path / "simulated" / "run.json").read_text())
     assert not list(Path("/dev/shm").glob(f"fresco-{run['run_id']}*")), "shared memory was left behind"
     assert not Path(run["socket_folder"]).exists(), "sockets were left behind"
+
     left = [
         p.info for p in psutil.process_iter(["pid", "cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])
     ]
     assert not left, "processes were left behind"
+
     return summary
 
 
 def check_books(summary: dict[str, Any], steps: int) -> None:
-    samples, tokens = summary["ledger"]["samples"], summary["ledger"]["tokens"]
+    samples = summary["ledger"]["samples"]
+    tokens = summary["ledger"]["tokens"]
     assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES)
     assert tokens["generated"] == sum(tokens[state] for state in TOKEN_STATES)
     assert tokens["trained"] > 0
@@ -56,18 +59,33 @@ def test_a_run_closes_its_books(tmp_path: Path, alpha: float) -> None:
     assert summary["alpha"] == alpha and summary["staleness"]["max"] <= -(-alpha // 1)
     if alpha == 0:
         assert summary["staleness"]["mean"] == 0
+
     assert summary["eval"].keys() == {"first", "last"}
     assert summary["weight_sync"]["count"] >= 2 and summary["weight_sync"]["bytes"] > 0
-    for key in ("seconds", "seconds_to_first_update", "reward", "useful_tokens_per_second", "kept_over_issued_length",
-                "learner_wait_fraction", "generator_idle_fraction"):  # fmt: skip
+    for key in (
+        "seconds",
+        "seconds_to_first_update",
+        "reward",
+        "useful_tokens_per_second",
+        "kept_over_issued_length",
+        "learner_wait_fraction",
+        "generator_idle_fraction",
+    ):
         assert summary[key] is not None, key
+
     rows = [json.loads(line) for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 21))
 
 
 def test_redundancy_and_tcp_with_curve(tmp_path: Path) -> None:
-    overrides = ("rollout.redundant_groups=2", "rollout.redundant_episodes=1", "network.transport=tcp",
-                 "weights.transport=zmq", f"network.base_port={BASE_PORT}")  # fmt: skip
+    overrides = (
+        "rollout.redundant_groups=2",
+        "rollout.redundant_episodes=1",
+        "network.transport=tcp",
+        "weights.transport=zmq",
+        f"network.base_port={BASE_PORT}",
+    )
+
     summary = finish(start(tmp_path, *overrides), tmp_path)
     check_books(summary, steps=20)
     assert summary["ledger"]["samples"]["redundant"] > 0
@@ -82,11 +100,13 @@ def pid_of(tmp_path: Path, role: str, index: int = 0) -> int:
             if str(tmp_path) in line and f"-m {role}" in line and f"--index {index}" in line:
                 return int(process.info["pid"])
         time.sleep(0.05)
+
     raise AssertionError(f"{role} did not appear")
 
 
 def wait_for_step(tmp_path: Path, step: int, deadline_s: float = 30) -> None:
-    path, deadline = tmp_path / "simulated" / "metrics.jsonl", time.monotonic() + deadline_s
+    path = tmp_path / "simulated" / "metrics.jsonl"
+    deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         if path.exists() and f'"step": {step},' in path.read_text():
             return
@@ -119,9 +139,11 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     os.kill(pid_of(tmp_path, "rollout.broker.process"), signal.SIGKILL)
     summary = finish(process, tmp_path)
     assert summary["start_step"] in (5, 10)
+
     summary["steps"] += summary["start_step"]
     check_books(summary, steps=40)
     steps = [json.loads(line)["step"] for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
+
     assert min(steps) >= summary["start_step"] and max(steps) == 40
     assert (tmp_path / "simulated.1" / "metrics.jsonl").exists()
 
@@ -133,6 +155,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     summary = finish(process, tmp_path, code=130)
     assert time.monotonic() - begin < 10
+
     samples = summary["ledger"]["samples"]  # also an interrupted run has its books
     assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES) and samples["trained"] >= 32
     assert summary["weight_sync"]["count"] > 0
@@ -163,6 +186,7 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> Non
         taken.listen()
         process = start(tmp_path, "network.transport=tcp", f"network.base_port={BASE_PORT}")
         output, _ = process.communicate(timeout=30)
+
     assert process.returncode == 2 and f"port {BASE_PORT + 1} " in output and "choose another base_port" in output
 
 

@@ -30,13 +30,15 @@ def test_books_close_with(name: str, tmp_path: Path) -> None:
 
 def check_selection(summary: dict[str, Any]) -> None:
     """Extra groups are cut while they run: how far they had come is in the summary, and agrees with the ledger."""
-    broker, ledger = summary["broker"], summary["ledger"]
+    broker = summary["broker"]
+    ledger = summary["ledger"]
     running = broker["cut"]["redundant"]["running"]
     assert ledger["samples"]["redundant"] > 0 and running["episodes"] > 0
     assert 0 < running["turns"] <= 2 and running["seconds"] > 0
     cut = broker["cut"]["redundant"]["finished"]
     tokens = running["tokens"] * running["episodes"] + cut["length"] * cut["episodes"]
     assert 0 < tokens == pytest.approx(ledger["tokens"]["redundant"])
+
     against = broker["kept_against_cut"]
     assert against["length"]["kept"] == pytest.approx(ledger["tokens"]["trained"] / ledger["samples"]["trained"])
     assert against["length"]["cut"] > 0 and 0 < against["turns"]["cut"] <= against["turns"]["kept"] == 2
@@ -44,17 +46,28 @@ def check_selection(summary: dict[str, Any]) -> None:
 
 def test_dynamic_filtering_replaces_groups_without_signal(tmp_path: Path) -> None:
     """Responses of one token are worth 0 or 1, so half of the groups of two are constant: they end `filtered`."""
-    overrides = ("rollout.filter_constant_groups=true", "rollout.max_filtered_per_step=1000", "rollout.group_size=2",
-                 "rollout.groups_per_batch=8", "env.options.turns=1", "sampling.max_tokens=1", "steps=10")  # fmt: skip
+    overrides = (
+        "rollout.filter_constant_groups=true",
+        "rollout.max_filtered_per_step=1000",
+        "rollout.group_size=2",
+        "rollout.groups_per_batch=8",
+        "env.options.turns=1",
+        "sampling.max_tokens=1",
+        "steps=10",
+    )
+
     summary = finish(start(tmp_path, *overrides), tmp_path)
     check_books(summary, steps=10)
-    samples, tokens = summary["ledger"]["samples"], summary["ledger"]["tokens"]
+    samples = summary["ledger"]["samples"]
+    tokens = summary["ledger"]["tokens"]
     assert samples["filtered"] > 0 and samples["filtered"] % 2 == 0, "whole groups"
+
     cut = summary["broker"]["cut"]["filtered"]
     assert (cut["finished"]["episodes"], cut["running"]["episodes"]) == (samples["filtered"], 0)
     assert tokens["filtered"] == samples["filtered"], "one token each"
     rows = [json.loads(line) for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["rollout/reward"] for row in rows if "rollout/reward" in row]
+
     assert rewards == [0.5] * 10, "every trained group of two has one reward of 1 and one of 0"
 
 
@@ -68,22 +81,40 @@ def test_slow_episodes_are_hedged_on_the_other_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize("barrier", [True, False])
 def test_the_per_turn_barrier_gives_lock_step_turns(barrier: bool, tmp_path: Path) -> None:
     """On each server all environments begin their step together; without the setting they do not."""
-    options = ("env.name=tests.envs.lockstep:LockstepFamily", f"env.options.folder={tmp_path}", "env.options.turns=4",
-               "env.max_turns=4", "env.options.mean_s=0.15", "env.options.sigma_s=0.02")  # fmt: skip
+    options = (
+        "env.name=tests.envs.lockstep:LockstepFamily",
+        f"env.options.folder={tmp_path}",
+        "env.options.turns=4",
+        "env.max_turns=4",
+        "env.options.mean_s=0.15",
+        "env.options.sigma_s=0.02",
+    )
+
     wanted = f"rollout.turn_barrier={str(barrier).lower()}"
     process = start(tmp_path, *options, wanted, "rollout.alpha=0", "steps=4", "eval.tasks=0")
     check_books(finish(process, tmp_path), steps=4)
     begun, out_of_turn = steps_out_of_turn(tmp_path)
+
     assert begun >= 4 * 16 * 4
     assert out_of_turn == 0 if barrier else out_of_turn > begun / 4
 
 
 def test_the_per_turn_barrier_with_cancels_failures_and_evaluations(tmp_path: Path) -> None:
     """Whatever ends an episode, the others go on: cancels, failures, hangs past a deadline."""
-    overrides = ("rollout.turn_barrier=true", "rollout.redundant_groups=2", "rollout.redundant_episodes=1",
-                 "rollout.surplus=cancel", "rollout.max_attempts=50", "rollout.episode_deadline_s=2",
-                 "env.step_deadline_s=0.5", "env.options.hang_probability=0.01", "env.options.fail_probability=0.02",
-                 "env.options.mean_s=0.02", "env.options.sigma_s=0.02")  # fmt: skip
+    overrides = (
+        "rollout.turn_barrier=true",
+        "rollout.redundant_groups=2",
+        "rollout.redundant_episodes=1",
+        "rollout.surplus=cancel",
+        "rollout.max_attempts=50",
+        "rollout.episode_deadline_s=2",
+        "env.step_deadline_s=0.5",
+        "env.options.hang_probability=0.01",
+        "env.options.fail_probability=0.02",
+        "env.options.mean_s=0.02",
+        "env.options.sigma_s=0.02",
+    )
+
     summary = finish(start(tmp_path, *overrides), tmp_path)
     check_books(summary, steps=20)
     assert summary["ledger"]["samples"]["redundant"] > 0 and summary["eval"]["last"] is not None

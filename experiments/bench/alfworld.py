@@ -12,10 +12,8 @@ the same worker behind a loop that writes a request, waits for the reply, and do
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -26,7 +24,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import psutil
 import textworld
@@ -38,6 +35,7 @@ from envs.alfworld.environment import AlfworldFamily, AlfworldOptions
 from envs.alfworld.games import GameEntry, GameRecipe
 from envs.alfworld.requests import GameReply, GameRequest
 from envs.workers.wire import CHUNK, CurrentRequest, FrameReader, WorkerReply, WorkerRequest, frame
+from experiments.bench._measuring import parser_of, write
 from rl.core.process import die_with_parent
 
 EPISODE_STEPS = 12
@@ -49,11 +47,10 @@ GAMES = GameRecipe(train=48, valid_unseen=0, max_receptacles=12, clutter=(6, 12)
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench alfworld", description=__doc__)
+    parser = parser_of("alfworld", __doc__)
     parser.add_argument("--live", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--starts", type=int, default=3, help="fresh servers of each size")
     parser.add_argument("--seconds", type=float, default=1.0, help="CPU seconds of each engine")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     measured: dict[str, float] = {}
 
@@ -68,8 +65,7 @@ def main(argv: list[str]) -> None:
     tell(fresh(hop, 1, options.starts))
     tell({"load_average": os.getloadavg()[0]})
     print(f"bounds: steps_over_stock >= {BOUND_STOCK:g}, server_over_bare_N <= {BOUND_SERVER:g}")
-    if options.out:
-        options.out.write_text(json.dumps(measured, indent=2) + "\n")
+    write(options.out, measured)
 
 
 def _family() -> AlfworldFamily:
@@ -86,19 +82,23 @@ def fresh(measure: Callable[[int], dict[str, float]], live: int, starts: int) ->
         1, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),), max_tasks_per_child=1
     ) as executor:
         each = [executor.submit(measure, live).result() for _ in range(starts)]
+
     measured: dict[str, float] = {}
     for name in each[0]:
         values = sorted(one[name] for one in each)
         measured[f"{name}_{live}"] = statistics.median(values)
         if name.endswith("_over_bare"):
             measured |= {f"{name}_{live}_lowest": values[0], f"{name}_{live}_highest": values[-1]}
+
     return measured
 
 
 def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
     """Ours and the stock engine, alone in a process: per CPU second, loads of known games and steps."""
-    ours, theirs = Engine(), AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
-    boards, rng = Boards(len(games)), random.Random(0)
+    ours = Engine()
+    theirs = AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
+    boards = Boards(len(games))
+    rng = random.Random(0)
     begin = time.process_time()
     for game in games:
         boards.get(game.path)
@@ -116,10 +116,12 @@ def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
         theirs.load(str(game.path))
         state = theirs.reset()
         timed("stock_reset", begin)
+
         for _ in range(EPISODE_STEPS):
             begin = time.process_time()
             state = theirs.step(rng.choice(list(state["admissible_commands"])))[0]
             timed("stock_step", begin)
+
         for _ in range(8):
             begin = time.process_time()
             seen = ours.load(boards.get(game.path))
@@ -128,6 +130,7 @@ def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
                 begin = time.process_time()
                 seen = ours.step(rng.choice(seen.commands))
                 timed("ours_step", begin)
+
     rate = {name: count[name] / cpu[name] for name in cpu}
     return {
         "first_load_ms": first * 1e3,
@@ -140,7 +143,11 @@ def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
 
 def scripts(games: Sequence[GameEntry]) -> list[list[str]]:
     """Random admissible commands of one episode of each game."""
-    engine, boards, rng, written = Engine(), Boards(len(games)), random.Random(0), []
+    engine = Engine()
+    boards = Boards(len(games))
+    rng = random.Random(0)
+    written = []
+
     for game in games:
         engine.load(boards.get(game.path))
         script: list[str] = []
@@ -148,6 +155,7 @@ def scripts(games: Sequence[GameEntry]) -> list[list[str]]:
             script.append(rng.choice(engine.observation.commands))
             engine.step(script[-1])
         written.append(script)
+
     return written
 
 
@@ -168,8 +176,10 @@ async def _server(family: AlfworldFamily, live: int) -> dict[str, float]:
     games = _games(family)
     written = scripts(games)
     await family.start()
+
     try:
         worker = family.pool.workers[0].pid
+        assert worker is not None
         resident = psutil.Process(worker).memory_info().rss
         players = [Player(family, games, plan(written, number)) for number in range(live)]
         known = [Player(family, games, plan(written, number)) for number in range(len(games) - live)]
@@ -187,6 +197,7 @@ async def _server(family: AlfworldFamily, live: int) -> dict[str, float]:
             await player.end()
     finally:
         await family.stop()
+
     return {
         "server_steps_per_s": live * each / seconds,
         "server_over_bare": ratio,
@@ -200,7 +211,9 @@ class Player:
     def __init__(
         self, family: AlfworldFamily, games: Sequence[GameEntry], asked: Iterator[tuple[int, str | None]]
     ) -> None:
-        self._family, self._games, self._asked = family, games, asked
+        self._family = family
+        self._games = games
+        self._asked = asked
         self._environment = family.make()
 
     async def advance(self, requests: int) -> None:
@@ -220,7 +233,8 @@ class Bare:
     """The engine alone with as many live games, in turn: the same requests about known games, without a server."""
 
     def __init__(self, games: Sequence[GameEntry], written: Sequence[list[str]], live: int) -> None:
-        self._boards, self._paths = Boards(len(games)), [game.path for game in games]
+        self._boards = Boards(len(games))
+        self._paths = [game.path for game in games]
         self._live = [(Engine(), plan(written, number)) for number in range(live)]
         for path in self._paths:
             self._live[0][0].load(self._boards.get(path))
@@ -236,6 +250,7 @@ class Bare:
                     engine.load(self._boards.get(self._paths[place]))
                 else:
                     engine.step(command)
+
         return time.process_time() - begin
 
 
@@ -243,14 +258,17 @@ async def against(
     bare: Bare, advance: Callable[[int], Awaitable[None]], requests: int, worker: int
 ) -> tuple[float, float]:
     """Median wall seconds of a slice with the worker, and the median ratio of CPU seconds to the bare engine's."""
-    seconds, ratios = [], []
+    seconds = []
+    ratios = []
     for number in range(SLICES):
         engine = bare.cpu_s(requests) if number % 2 else 0.0  # first one, then the other: drift meets both
-        busy, begin = _cpu(worker), time.perf_counter()
+        busy = _cpu(worker)
+        begin = time.perf_counter()
         await advance(requests)
         seconds.append(time.perf_counter() - begin)
         busy = _cpu(worker) - busy
         ratios.append(busy / (engine or bare.cpu_s(requests)))
+
     return statistics.median(seconds), statistics.median(ratios)
 
 
@@ -262,11 +280,13 @@ def hop(live: int) -> dict[str, float]:
     current = CurrentRequest()
     command = [sys.executable, "-m", "envs.alfworld.worker", str(current.descriptor), "2000"]
     environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONHASHSEED": "0"}
+
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(current.descriptor,), env=environment
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        requests, replies = process.stdin.fileno(), process.stdout.fileno()
+        requests = process.stdin.fileno()
+        replies = process.stdout.fileno()
 
         def receive() -> None:
             while not frames.feed(os.read(replies, CHUNK)):
@@ -274,7 +294,8 @@ def hop(live: int) -> dict[str, float]:
 
         def ask(place: int, command: str | None) -> None:
             load = GameRequest("load", str(games[place].path))
-            os.write(requests, frame(WorkerRequest(1, 0, load if command is None else GameRequest("step", command))))
+            request = load if command is None else GameRequest("step", command)
+            os.write(requests, frame(WorkerRequest(1, 0, request)))
             receive()
 
         async def advance(requests: int) -> None:
@@ -287,6 +308,7 @@ def hop(live: int) -> dict[str, float]:
         asked = plan(written, 0)
         ask(*next(asked))
         _, ratio = asyncio.run(against(Bare(games, written, live), advance, REQUESTS_PER_SLICE, process.pid))
+
     return {"hop_over_bare": ratio}
 
 
@@ -295,7 +317,3 @@ def _cpu(worker: int) -> float:
     return (
         time.clock_gettime(~worker << 3 | 2) + time.process_time()
     )  # the clock of another process, clock_getcpuclockid
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

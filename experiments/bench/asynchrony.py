@@ -10,12 +10,12 @@ simulator's prediction for the same draws. All environments are one server's, so
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from experiments.bench._measuring import parser_of, write
 from experiments.paper.reality import COMMON, RECIPE, measure, predict
 from rl.core.config import load_config
 
@@ -32,29 +32,37 @@ def main(argv: list[str]) -> None:
     print(f"barrier / per environment: measured {ratio['measured_s']:.2f}x, predicted {ratio['predicted_s']:.2f}x")
     parameters = {name: value for name, value in vars(options).items() if name != "out"}
     result = {"parameters": parameters, "seconds_per_step": sides, "ratio": ratio, "load": os.getloadavg()[0]}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench asynchrony", description=__doc__)
+    parser = parser_of("asynchrony", __doc__)
     parser.add_argument("--mean-s", type=float, default=0.5, help="of an environment step")
     parser.add_argument("--sigma-s", type=float, default=0.5)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--groups", type=int, default=16, help="of 4 episodes each, in one batch")
     parser.add_argument("--tokens", type=float, default=10.0, help="mean of a turn; a token takes 10 ms or more")
     parser.add_argument("--steps", type=int, default=6, help=f"training steps, of which {WARM_UP} is not measured")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.set_defaults(out=OUT)
+
     return parser.parse_args(argv)
 
 
 def _overrides(options: argparse.Namespace) -> tuple[str, ...]:
     """Engines with a seat for every episode, so that only latencies make one wait for another."""
     return (
-        "rollout.alpha=0", f"steps={options.steps}", f"rollout.groups_per_batch={options.groups}",
-        f"env.options.turns={options.turns}", f"env.max_turns={options.turns}", f"env.options.mean_s={options.mean_s}",
-        f"env.options.sigma_s={options.sigma_s}", f"generator.simulated.length_mean={options.tokens}",
-        "generator.max_model_len=4096", "generator.max_num_seqs=256", "sampling.max_tokens=100",
-    )  # fmt: skip
+        "rollout.alpha=0",
+        f"steps={options.steps}",
+        f"rollout.groups_per_batch={options.groups}",
+        f"env.options.turns={options.turns}",
+        f"env.max_turns={options.turns}",
+        f"env.options.mean_s={options.mean_s}",
+        f"env.options.sigma_s={options.sigma_s}",
+        f"generator.simulated.length_mean={options.tokens}",
+        "generator.max_model_len=4096",
+        "generator.max_num_seqs=256",
+        "sampling.max_tokens=100",
+    )
 
 
 def _side(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -18,10 +18,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ import numpy as np
 import psutil
 import zmq
 
+from experiments.bench._measuring import parser_of, temporary_run, write
 from rl.core.columns import token_columns
-from rl.core.config import load_config
 from rl.core.messages import (
     AckTickets,
     BatchRequest,
@@ -64,16 +63,33 @@ class Encoded:
 
     def __init__(self, version: Version, tokens: int) -> None:
         ticket_id, seq = self.MARKS
-        header, *self.arrays = encode(Trajectory(
-            server=0, incarnation=0, seq=seq, ticket_id=ticket_id, sample_id=0, group_id=0, task_index=0, kind="train",
-            epoch=version.epoch, sequences=[TokenSequence(
-                columns=token_columns(np.zeros(tokens), np.ones(tokens), policy_version=version.n),
-                turns=[Turn(0, tokens, 1.0, 0.0, 0.0, "stop", 0)],
-            )], reward=1.0, stop_reason="done", tokens_generated=tokens, seconds=0.0,
-        ))  # fmt: skip
+        header, *self.arrays = encode(
+            Trajectory(
+                server=0,
+                incarnation=0,
+                seq=seq,
+                ticket_id=ticket_id,
+                sample_id=0,
+                group_id=0,
+                task_index=0,
+                kind="train",
+                epoch=version.epoch,
+                sequences=[
+                    TokenSequence(
+                        columns=token_columns(np.zeros(tokens), np.ones(tokens), policy_version=version.n),
+                        turns=[Turn(0, tokens, 1.0, 0.0, 0.0, "stop", 0)],
+                    )
+                ],
+                reward=1.0,
+                stop_reason="done",
+                tokens_generated=tokens,
+                seconds=0.0,
+            )
+        )
+
         self.header = bytes(header)
 
-    def send(self, socket: zmq.Socket, ticket_id: int, seq: int) -> None:
+    def send(self, socket: zmq.Socket[bytes], ticket_id: int, seq: int) -> None:
         header = self.header
         for mark, value in zip(self.MARKS, (ticket_id, seq), strict=True):
             header = header.replace(mark.to_bytes(8, "big"), value.to_bytes(8, "big"))
@@ -91,9 +107,11 @@ def produce(run: RunFile, seconds: float, tokens: int, bare: bool) -> None:
     seq = acknowledged = 0
     encoded: dict[Version, Encoded] = {}
     begin = end = None
+
     while end is None or time.monotonic() < end:
         if not tickets.poll(10_000):
             raise SystemExit("the broker was silent for 10 s")
+
         for message in drain(tickets):
             match message:
                 case Ticket(ticket_id=ticket_id, version=version):
@@ -105,9 +123,12 @@ def produce(run: RunFile, seconds: float, tokens: int, bare: bool) -> None:
                     encoded[version].send(results, ticket_id, seq)
                 case AckTickets(ticket_ids):
                     acknowledged += len(ticket_ids)
+
         if begin is None and acknowledged >= 2 * OPEN:  # warm
-            begin, acknowledged = time.monotonic(), 0
+            begin = time.monotonic()
+            acknowledged = 0
             end = begin + seconds
+
     assert begin is not None
     rate = acknowledged / (time.monotonic() - begin)
     for socket in (tickets, results, usage):
@@ -116,7 +137,7 @@ def produce(run: RunFile, seconds: float, tokens: int, bare: bool) -> None:
     print(json.dumps({"per_s": rate, "sent": seq}))
 
 
-def drain(socket: zmq.Socket) -> Iterator[Message]:
+def drain(socket: zmq.Socket[bytes]) -> Iterator[Message]:
     with suppress(zmq.Again):
         while True:
             yield receive(socket)
@@ -129,6 +150,7 @@ def bare_loop(run: RunFile) -> None:
     peer = tickets.recv_multipart()[0]
     for ticket_id in range(OPEN):
         send_to(tickets, peer, Ticket(ticket_id, 0, 0, 0, Version(0, 0)))
+
     while True:
         results.poll()
         taken: list[int] = []
@@ -138,6 +160,7 @@ def bare_loop(run: RunFile) -> None:
             except zmq.Again:
                 break
             taken.append(0)
+
         try:
             send_to(tickets, peer, AckTickets(taken))
             for ticket_id in taken:
@@ -151,17 +174,20 @@ def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
     control = open_socket(zmq.ROUTER, run, "control", bind=True)
     shards = open_socket(zmq.PULL, run, "batches", 0, bind=True)
     broker = subprocess.Popen([sys.executable, "-m", "rollout.broker.process", "--run", str(run.folder)])
+
     try:
         while not isinstance(receive_from(_ready(control))[1], Register):
             pass
         learner = open_socket(zmq.DEALER, run, "steps", identity=identity("learner", 0))
         time.sleep(1.0)  # the broker has imported and opened everything
         watched = psutil.Process(broker.pid)
-        memory, cpu_begin = watched.memory_info().rss / 2**20, sum(watched.cpu_times()[:2])
+        memory = watched.memory_info().rss / 2**20
+        cpu_begin = sum(watched.cpu_times()[:2])
         send(learner, Published(Version(0, 0)))
         send(learner, BatchRequest(0))
         child = subprocess.Popen(producer, stdout=subprocess.PIPE, text=True)
         step = 0
+
         while child.poll() is None:
             if shards.poll(100):
                 shards.recv_multipart(copy=False)
@@ -170,6 +196,7 @@ def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
                 send(learner, BatchRequest(step))
             while control.poll(0):
                 receive_from(control)
+
         cpu_s = sum(watched.cpu_times()[:2]) - cpu_begin
         send_to(control, identity("broker", 0), Stop("done"))
         broker.wait(10)
@@ -183,7 +210,7 @@ def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
             socket.close(linger=0)
 
 
-def _ready(socket: zmq.Socket) -> zmq.Socket:
+def _ready(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     if not socket.poll(30_000):
         raise SystemExit("the broker did not start in 30 s")
     return socket
@@ -194,11 +221,13 @@ def measure_limit(run: RunFile, producer: list[str]) -> dict[str, float]:
     try:
         while not Path(run.endpoint("trajectories").removeprefix("ipc://")).exists():
             time.sleep(0.1)  # importing
+
         cpu_begin = cpu_s = sum(psutil.Process(loop.pid).cpu_times()[:2])
         child = subprocess.Popen([*producer, "--bare"], stdout=subprocess.PIPE, text=True)
         while child.poll() is None and loop.poll() is None:
             cpu_s = sum(psutil.Process(loop.pid).cpu_times()[:2])
             time.sleep(0.05)
+
         assert child.stdout is not None
         produced = json.loads(child.stdout.read())
         return {"per_s": produced["per_s"], "cpu_us_per_trajectory": 1e6 * (cpu_s - cpu_begin) / produced["sent"]}
@@ -217,6 +246,7 @@ def core_events_per_s(episodes: int = 100_000, live: int = 100_000) -> float:
     core.batch_requested(0, 0.0)
     events = step = place = 0
     begin = time.perf_counter()
+
     while place < episodes:
         ticket = issued[place]
         place += 1
@@ -224,35 +254,26 @@ def core_events_per_s(episodes: int = 100_000, live: int = 100_000) -> float:
         core.usage(ticket.ticket_id, 10, False, 0.0)
         actions = core.finished(ticket.ticket_id, Outcome(0, ticket.version.n, 1.0, 10), 0.0)
         events += 3
+
         if any(isinstance(action, EmitBatch) for action in actions):
             step += 1
             actions = [*actions, *core.published(Version(0, step), 0.0), *core.batch_requested(step, 0.0)]
             events += 2
+
         issued += [a.ticket for a in actions if isinstance(a, IssueTicket)]
+
     return events / (time.perf_counter() - begin)
 
 
-@contextmanager
-def temporary_run() -> Iterator[RunFile]:
-    with tempfile.TemporaryDirectory(prefix="fresco-bench-") as name:
-        folder = Path(name)
-        run = RunFile(
-            config=load_config(None, SETTINGS), run_id=os.urandom(4).hex(), folder=folder, socket_folder=folder,
-            device="cpu", train_tasks=1000, eval_tasks=0, started_at=time.time(),
-        )  # fmt: skip
-        run.save()
-        yield run
-
-
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench broker", description=__doc__)
+    parser = parser_of("broker", __doc__)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--produce", metavar="RUN", help=argparse.SUPPRESS)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--bare-loop", metavar="RUN", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+
     if options.produce:
         return produce(RunFile.load(options.produce), options.seconds, options.tokens, options.bare)
     if options.bare_loop:
@@ -262,10 +283,11 @@ def main(argv: list[str]) -> None:
         amount = ["--seconds", str(options.seconds), "--tokens", str(options.tokens)]
         return [sys.executable, "-m", "experiments.bench", "broker", "--produce", str(run.folder), *amount]
 
-    with temporary_run() as run:
+    with temporary_run(SETTINGS) as run:
         limit = measure_limit(run, producer(run))
-    with temporary_run() as run:
+    with temporary_run(SETTINGS) as run:
         broker = serve_broker(run, producer(run))
+
     result: dict[str, Any] = {
         "trajectory_bytes": 13 * options.tokens,
         "broker": {name: round(value, 1) for name, value in broker.items()},
@@ -274,6 +296,6 @@ def main(argv: list[str]) -> None:
         "core_events_per_s": round(core_events_per_s()),
         "cores": os.cpu_count(),
     }
+
     print(json.dumps(result, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(options.out, result)

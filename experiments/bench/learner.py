@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,9 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rl.core.columns import token_columns
-from rl.core.config import load_config
-from rl.core.messages import SampleRow, Shard, decode, encode
+from experiments.bench._measuring import Work, alternate, parser_of, random_shard, temporary_run, write
+from rl.core.messages import Shard, decode, encode
 from rl.core.process import Process
 from rl.core.run import ProcessContext, RunFile
 from rl.learner.link import LearnerLink
@@ -45,53 +41,35 @@ _VOCAB = 1024
 _GROUP_SIZE = 8
 
 
-def make_run(folder: Path, arguments: argparse.Namespace) -> RunFile:
-    """A run of one rank with a new random model of `arguments.hidden`."""
-    hidden = arguments.hidden
+def run_fields(folder: Path, arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Overrides and fields of a run of one rank with a new random model of `arguments.hidden`."""
     config = Qwen3Config(
-        vocab_size=_VOCAB, hidden_size=hidden, num_hidden_layers=arguments.layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, intermediate_size=3 * hidden, max_position_embeddings=4096,
+        vocab_size=_VOCAB,
+        hidden_size=arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=3 * arguments.hidden,
+        max_position_embeddings=4096,
         tie_word_embeddings=False,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder / "source")
-    overrides = [
-        "learner.kind=fsdp", f"model.dtype={arguments.dtype}", f"generator.dtype={arguments.dtype}", "steps=100000",
-        "learner.max_tokens_per_pack=1024", f"rollout.groups_per_batch={arguments.groups}",
-        f"rollout.group_size={_GROUP_SIZE}", "learner.lr=1e-6",
-    ]  # fmt: skip
-    run = RunFile(
-        config=load_config(None, overrides), run_id=f"{time.time_ns() & 0xFFFFFFFF:08x}", folder=folder,
-        socket_folder=folder, device=arguments.device, model_folder=folder / "source", train_tasks=1, eval_tasks=0,
-        started_at=time.time(),
-    )  # fmt: skip
-    run.save()
-    return run
-
-
-def make_shard(groups: int) -> Shard:
-    """Samples of a 64-token prompt and 32 to 128 generated tokens, step 0."""
-    random = np.random.default_rng(0)
-    count = groups * _GROUP_SIZE
-    answers = random.integers(32, 129, count)
-    lengths = [64 + int(answer) for answer in answers]
-    mask = np.concatenate([np.repeat(np.array([0, 1], np.uint8), [64, answer]) for answer in answers])
-    rows = [
-        SampleRow(i, i // _GROUP_SIZE, float(random.random()), lengths[i], int(answers[i]), 0) for i in range(count)
-    ]
-    return Shard(
-        step=0,
-        rank=0,
-        epoch=0,
-        rows=rows,
-        members=list(range(count)),
-        lengths=lengths,
-        turn_starts=[[64]] * count,
-        columns=token_columns(random.integers(0, _VOCAB, len(mask)), mask, logp_behavior=-7.0, policy_version=0),
-        loss_tokens=int(answers.sum()),
     )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+    overrides = [
+        "learner.kind=fsdp",
+        f"model.dtype={arguments.dtype}",
+        f"generator.dtype={arguments.dtype}",
+        "steps=100000",
+        "learner.max_tokens_per_pack=1024",
+        f"rollout.groups_per_batch={arguments.groups}",
+        f"rollout.group_size={_GROUP_SIZE}",
+        "learner.lr=1e-6",
+    ]
+    return overrides, {"device": arguments.device, "model_folder": folder}
 
 
-def bare_step(run: RunFile, packs: list[Pack], tokens: int) -> Callable[[], None]:
+def bare_step(run: RunFile, packs: list[Pack], tokens: int) -> Work:
     """One step of the bare loop over these packs."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.config.model.dtype]
     model: Any = AutoModelForCausalLM.from_pretrained(str(run.model_folder), dtype=torch.float32).train()
@@ -114,6 +92,7 @@ def bare_step(run: RunFile, packs: list[Pack], tokens: int) -> Callable[[], None
             advantages = pack.advantages[wanted]
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / tokens
             loss.backward()
+
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
@@ -132,13 +111,15 @@ def fresco_step(learner: Learner, link: LearnerLink, frames: list[bytes | memory
     link.report(shard, stats.metrics())
 
 
-def timed(work: Callable[[], None], device: str) -> tuple[float, float]:
-    """(wall, CPU) seconds of one call."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - wall, time.process_time() - cpu
+def synchronised(work: Callable[[], object], device: str) -> Work:
+    """`work`, whose end is awaited on a GPU, too."""
+
+    def run() -> None:
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
 
 
 def measure(run: RunFile, rounds: int) -> dict[str, Any]:
@@ -146,30 +127,23 @@ def measure(run: RunFile, rounds: int) -> dict[str, Any]:
     learner = Learner(process)
     link = LearnerLink(process, learner.manifest)
     publisher = Publisher(learner.policy, learner.manifest, link)
-    shard = make_shard(run.config.rollout.groups_per_batch)
+    versions = itertools.count()
+
+    shard = random_shard(run.config.rollout.groups_per_batch, _GROUP_SIZE, 64, (32, 128), _VOCAB)
     frames = encode(shard)
     packs = [pack for minibatch in learner.trainer.minibatches(shard) for pack in minibatch.packs]
-    bare = bare_step(run, packs, shard.loss_tokens)
-    versions = itertools.count()
-    samples: dict[str, list[tuple[float, float]]] = {"bare": [], "fresco": [], "publish": []}
-    work: dict[str, Callable[[], None]] = {
-        "bare": bare,
+    works = {
+        "bare": bare_step(run, packs, shard.loss_tokens),
         "fresco": lambda: fresco_step(learner, link, frames),
         "publish": lambda: publisher.publish(link.version(next(versions))),
     }
-    order = ["bare", "fresco", "publish"]
-    for name in order:  # warm up
-        work[name]()
-    for number in range(rounds):
-        for name in order if number % 2 else ["fresco", "bare", "publish"]:
-            samples[name].append(timed(work[name], run.device))
+    measured = alternate({name: synchronised(work, run.device) for name, work in works.items()}, rounds, warm_up=1)
     link.close()
     dist.destroy_process_group()
+
     tokens = sum(shard.lengths)
-    seconds = {name: statistics.median(pair[0] for pair in pairs) for name, pairs in samples.items()}
-    ratios = [
-        [a / b for a, b in zip(*pairs, strict=True)] for pairs in zip(samples["bare"], samples["fresco"], strict=True)
-    ]
+    seconds = {name: statistics.median(one.wall_s for one in timings) for name, timings in measured.items()}
+    pairs = list(zip(measured["bare"], measured["fresco"], strict=True))
     return {
         "device": run.device,
         "rounds": rounds,
@@ -178,8 +152,8 @@ def measure(run: RunFile, rounds: int) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in learner.policy.parameters()),
         "bare_tokens_per_s": tokens / seconds["bare"],
         "fresco_tokens_per_s": tokens / seconds["fresco"],
-        "ratio": statistics.median(wall for wall, _ in ratios),
-        "ratio_cpu": statistics.median(cpu for _, cpu in ratios),
+        "ratio": statistics.median(bare.wall_s / fresco.wall_s for bare, fresco in pairs),
+        "ratio_cpu": statistics.median(bare.cpu_s / fresco.cpu_s for bare, fresco in pairs),
         "publish_s": seconds["publish"],
         "publish_bytes": learner.manifest.total_bytes,
         "target": TARGET,
@@ -187,22 +161,24 @@ def measure(run: RunFile, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench learner")
+    parser = parser_of("learner", __doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
+
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
-        result = measure(make_run(Path(folder), arguments), arguments.rounds)
+        overrides, fields = run_fields(Path(folder), arguments)
+        with temporary_run(overrides, **fields) as run:
+            result = measure(run, arguments.rounds)
+
     print(f"{result['parameters'] / 1e6:.1f}M parameters, {result['batch_tokens']} tokens in {result['packs']} packs")
     print(f"bare FSDP loop  {result['bare_tokens_per_s']:8.0f} tokens/s")
     print(f"fresco learner  {result['fresco_tokens_per_s']:8.0f} tokens/s")
     verdict = "met" if result["ratio"] >= TARGET else "missed"
     print(f"ratio {result['ratio']:.3f} (CPU time {result['ratio_cpu']:.3f}); target {TARGET:.2f} {verdict}")
     print(f"publish {result['publish_s'] * 1e3:.1f} ms for {result['publish_bytes'] / 1e6:.1f} MB, probe included")
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(arguments.out, result)

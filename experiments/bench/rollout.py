@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -32,7 +31,7 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from rl.core.config import load_config
+from experiments.bench._measuring import parser_of, temporary_run, write
 from rl.core.messages import Abort, ClientHello, Generate, Generated, Version, WeightNotice, decode, encode
 from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import identity, open_socket, send
@@ -41,9 +40,15 @@ from rollout.episodes.generation import GenerationClient
 from rollout.generator.engines.environment import engine_environment
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "max_position_embeddings": 2048,
+}
 _PROMPT_TOKENS = 64
 _START_S = 180.0
 _VERSION = Version(0, 0)
@@ -76,38 +81,36 @@ def main(argv: list[str]) -> None:
     options = _options(argv)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[-1]})
-    with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
-        run = _make_run(Path(folder), options)
+    overrides = [
+        f"generator.dtype={options.dtype}",
+        "generator.max_model_len=512",
+        f"generator.max_num_seqs={options.concurrency}",
+    ]
+
+    with (
+        tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder,
+        temporary_run(overrides, model_folder=_save_model(Path(folder))) as run,
+    ):
         os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
         asyncio.run(_measure(run, options, cores[0]))
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench rollout", description=__doc__)
+    parser = parser_of("rollout", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=128, help="per round and side")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="of each response")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
+
     return parser.parse_args(argv)
 
 
-def _make_run(folder: Path, options: argparse.Namespace) -> RunFile:
-    config = load_config(None, [
-        f"generator.dtype={options.dtype}", "generator.max_model_len=512",
-        f"generator.max_num_seqs={options.concurrency}",
-    ])  # fmt: skip
+def _save_model(folder: Path) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
-    model.save_pretrained(folder / "model")
-    run = RunFile(
-        config=config, run_id=os.urandom(4).hex(), folder=folder, socket_folder=folder, device="cpu",
-        model_folder=folder / "model", train_tasks=1, eval_tasks=1, started_at=time.time(),
-    )  # fmt: skip
-    run.save()
-    return run
+    Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False)).save_pretrained(folder)
+    return folder
 
 
 async def _measure(run: RunFile, options: argparse.Namespace, engine_core: int) -> None:
@@ -118,19 +121,23 @@ async def _measure(run: RunFile, options: argparse.Namespace, engine_core: int) 
         for side in sides.values():
             side.engine.cpu_affinity([engine_core])
         measured = {name: Measured() for name in sides}
+
         for round_number in range(-1, options.rounds):  # the first warms up
             for name, side in sides.items():
                 rate, engine_us, other_us = await _round(side, round_number, options)
                 if round_number < 0:
                     continue
+
                 measured[name].tokens_per_s.append(rate)
                 measured[name].engine_cpu_us.append(engine_us)
                 measured[name].other_cpu_us.append(other_us)
+
                 print(
                     f"round {round_number} {name}: {rate:6.0f} tokens/s, CPU per token: engine {engine_us:4.0f} µs, "
                     f"others {other_us:4.0f} µs",
                     flush=True,
                 )
+
     _report(measured, options)
 
 
@@ -144,9 +151,9 @@ def _report(measured: dict[str, Measured], options: argparse.Namespace) -> None:
     print(
         "path / bare: " + ", ".join(f"{key} {value:.3f}" for key, value in ratio.items()) + " (tokens: target >= 0.90)"
     )
-    if options.out:
-        rounds = {name: vars(values) for name, values in measured.items()}
-        options.out.write_text(json.dumps({"rounds": rounds, "median": medians, "ratio": ratio}, indent=2) + "\n")
+
+    rounds = {name: vars(values) for name, values in measured.items()}
+    write(options.out, {"rounds": rounds, "median": medians, "ratio": ratio})
 
 
 async def _round(side: Side, round_number: int, options: argparse.Namespace) -> tuple[float, float, float]:
@@ -160,11 +167,14 @@ async def _round(side: Side, round_number: int, options: argparse.Namespace) -> 
         async with slots:
             return await side.generate(Generate(0, session, "train", _VERSION, prompt, options.tokens, 1.0, 1.0, []))
 
-    begin, cpu = time.perf_counter(), side.cpu_s()
+    begin = time.perf_counter()
+    cpu = side.cpu_s()
     tokens = sum(await asyncio.gather(*(one(index) for index in range(options.requests))))
     seconds = time.perf_counter() - begin
+
     assert tokens == options.requests * options.tokens
     engine_us, other_us = ((after - before) / tokens * 1e6 for after, before in zip(side.cpu_s(), cpu, strict=True))
+
     return tokens / seconds, engine_us, other_us
 
 
@@ -212,6 +222,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
     notices = open_socket(zmq.PUSH, run, "notices", 0)
     writer = make_writer(run, 0, _manifest(run))
     writer.open()
+
     children = [
         subprocess.Popen([sys.executable, "-m", module, "--run", str(run.folder)])
         for module in ("rollout.proxy.process", "rollout.generator.process")
@@ -222,6 +233,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
     )
     client = GenerationClient(lambda message: _forward(frontend, message), 30.0)
     tasks = [asyncio.create_task(_receive(frontend, client)), asyncio.create_task(_drain(sinks))]
+
     try:
         _forward(frontend, ClientHello(0, 0))
         _publish(run, writer)
@@ -243,6 +255,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
             child.wait(10)
         for task in tasks:
             task.cancel()
+
         writer.close()
         for socket in (*sinks, notices):
             socket.close(linger=0)
@@ -281,7 +294,7 @@ async def _receive(socket: zmq.asyncio.Socket, client: GenerationClient) -> None
         client.answered(message)
 
 
-async def _drain(sinks: list[zmq.Socket]) -> None:
+async def _drain(sinks: list[zmq.Socket[bytes]]) -> None:
     while True:
         for socket in sinks:
             with contextlib.suppress(zmq.Again):

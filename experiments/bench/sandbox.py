@@ -8,18 +8,13 @@ CPU time counts this process and everything it reaped; on an idle core the wall 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import subprocess
-import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from envs.sandbox import Backend, Command, Limits, Sandbox, Template, make_backend
-from experiments.bench._timing import interleaved
+from experiments.bench._measuring import Work, alternate, milliseconds, parser_of, report, timed
 
 BOUND_MS = 20.0
 BOUND_PER_S = 100.0
@@ -28,12 +23,12 @@ TRUE = Command(["true"])
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench sandbox", description=__doc__)
+    parser = parser_of("sandbox", __doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--alive", type=int, default=200)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
+
     with tempfile.TemporaryDirectory() as folder:
         template = Template(Path(folder))
         (template.folder or Path()).chmod(0o777)
@@ -42,12 +37,8 @@ def main(argv: list[str]) -> None:
             measured = measure(backend, template, options.rounds, options.alive, options.workers)
         finally:
             backend.close()
-    measured["load_average"] = os.getloadavg()[0]
-    for name, value in measured.items():
-        print(f"{name}: {value:.2f}")
-    print(f"bounds: life_cycle_ms < {BOUND_MS:g}, life_cycles_per_s >= {BOUND_PER_S:g}")
-    if options.out:
-        options.out.write_text(json.dumps(measured, indent=2) + "\n")
+
+    report(measured, f"life_cycle_ms < {BOUND_MS:g}, life_cycles_per_s >= {BOUND_PER_S:g}", options.out)
 
 
 def measure(backend: Backend, template: Template, rounds: int, alive: int, workers: int) -> dict[str, float]:
@@ -62,33 +53,36 @@ def measure(backend: Backend, template: Template, rounds: int, alive: int, worke
         subprocess.run(["true"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
 
     life_cycle()  # mounts the template, makes the first control group
-    measured: dict[str, float] = {}
     sandbox = backend.open(template, LIMITS)
-    timed = interleaved({"bare_ms": bare, "command_ms": lambda: _checked(sandbox), "life_cycle_ms": life_cycle}, rounds)
+    works: dict[str, Work] = {"bare": bare, "command": lambda: _checked(sandbox), "life_cycle": life_cycle}
+    measured = milliseconds(alternate(works, rounds))
     sandbox.close()
-    for name, (wall_ms, cpu_ms) in timed.items():
-        measured[name] = wall_ms
-        measured[name.replace("_ms", "_cpu_ms")] = cpu_ms
+
     measured["command_over_bare_ms"] = measured["command_ms"] - measured["bare_ms"]
+    return measured | many_at_once(backend, template, life_cycle, rounds, alive, workers)
+
+
+def many_at_once(
+    backend: Backend, template: Template, life_cycle: Work, rounds: int, alive: int, workers: int
+) -> dict[str, float]:
+    """Rates with `workers` threads, and what a command costs beside `alive` open sandboxes."""
     with ThreadPoolExecutor(workers) as pool:
-        begin = time.perf_counter()
-        list(pool.map(lambda _: life_cycle(), range(rounds)))
-        measured["life_cycles_per_s"] = rounds / (time.perf_counter() - begin)
-        begin = time.perf_counter()
-        sandboxes = list(pool.map(lambda _: backend.open(template, LIMITS), range(alive)))
-        measured["alive"] = len(sandboxes)
-        measured["open_all_s"] = time.perf_counter() - begin
-        measured["command_ms_with_all_alive"] = interleaved({"": lambda: _checked(sandboxes[0])}, 30)[""][0]
-        begin = time.perf_counter()
-        list(pool.map(_checked, sandboxes))
-        measured["commands_per_s_with_all_alive"] = alive / (time.perf_counter() - begin)
+        cycles = timed(lambda: list(pool.map(lambda _: life_cycle(), range(rounds))))
+
+        sandboxes: list[Sandbox] = []
+        opening = timed(lambda: sandboxes.extend(pool.map(lambda _: backend.open(template, LIMITS), range(alive))))
+        one = milliseconds(alternate({"command": lambda: _checked(sandboxes[0])}, 30))
+        commands = timed(lambda: list(pool.map(_checked, sandboxes)))
         list(pool.map(lambda each: each.close(), sandboxes))
-    return measured
+
+    return {
+        "life_cycles_per_s": rounds / cycles.wall_s,
+        "alive": len(sandboxes),
+        "open_all_s": opening.wall_s,
+        "command_ms_with_all_alive": one["command_ms"],
+        "commands_per_s_with_all_alive": alive / commands.wall_s,
+    }
 
 
 def _checked(sandbox: Sandbox) -> None:
     assert sandbox.run(TRUE).ok
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -8,13 +8,10 @@ the sandbox and the verdict cost.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import subprocess
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from envs.code.generate import generated_problem
 from envs.code.verifier import CodeVerifier, job_of
 from envs.sandbox import Limits, Template, make_backend
 from envs.sandbox.runtime import default_runtime
-from experiments.bench._timing import interleaved
+from experiments.bench._measuring import alternate, milliseconds, parser_of, report, timed
 
 BOUND_MS = 60.0
 LIMITS = Limits(timeout_s=10, memory_bytes=512 << 20, processes=32, disk_bytes=64 << 20)
@@ -32,11 +29,11 @@ HARNESS = Path(envs.code.__path__[0]) / "harness" / "run_code.py"
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench verifier", description=__doc__)
+    parser = parser_of("verifier", __doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
+
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         backend = make_backend(slots=options.workers, threads=options.workers)
@@ -45,37 +42,30 @@ def main(argv: list[str]) -> None:
             measured = measure(verifier, options.rounds, options.workers)
         finally:
             backend.close()
-    measured["load_average"] = os.getloadavg()[0]
-    for name, value in measured.items():
-        print(f"{name}: {value:.2f}")
-    print(f"bound: overhead_ms < {BOUND_MS:g}")
-    if options.out:
-        options.out.write_text(json.dumps(measured, indent=2) + "\n")
+
+    report(measured, f"overhead_ms < {BOUND_MS:g}", options.out)
 
 
 def measure(verifier: CodeVerifier, rounds: int, workers: int) -> dict[str, float]:
     """Milliseconds (medians; CPU: means), and verdicts a second with `workers` at once."""
     problems = [generated_problem("train", index, seed=0) for index in range(PROBLEMS)]
-    turn = {name: itertools.cycle(problems) for name in ("bare", "judged", "together")}
+    turn = {name: itertools.cycle(problems) for name in ("bare", "judged")}
 
     def bare() -> None:
         problem = next(turn["bare"])
         job = json.dumps(job_of(problem, problem.solution, "key", verifier.case_s)).encode()
         subprocess.run([verifier.python, "-I", "-S", str(HARNESS)], input=job, stdout=subprocess.PIPE, check=True)
 
-    def judged(name: str = "judged") -> None:
-        problem = next(turn[name])
+    def judged() -> None:
+        problem = next(turn["judged"])
         assert verifier.verify(problem, problem.solution).solved
 
     judged()
-    timed = interleaved({"bare_ms": bare, "judged_ms": judged}, rounds)
-    measured: dict[str, float] = {}
-    for name, (wall_ms, cpu_ms) in timed.items():
-        measured[name] = wall_ms
-        measured[name.replace("_ms", "_cpu_ms")] = cpu_ms
+    measured = milliseconds(alternate({"bare": bare, "judged": judged}, rounds))
     measured["overhead_ms"] = measured["judged_ms"] - measured["bare_ms"]
+
     with ThreadPoolExecutor(workers) as pool:
-        begin = time.perf_counter()
-        list(pool.map(lambda _: verifier.verify(problems[0], problems[0].solution), range(rounds)))
-        measured["verdicts_per_s"] = rounds / (time.perf_counter() - begin)
-    return measured
+        everything = timed(
+            lambda: list(pool.map(lambda _: verifier.verify(problems[0], problems[0].solution), range(rounds)))
+        )
+    return measured | {"verdicts_per_s": rounds / everything.wall_s}

@@ -12,29 +12,21 @@ medians are compared. CPU seconds tell what the hashing costs where no second co
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
+import itertools
 import math
-import shutil
 import statistics
-import tempfile
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from rl.core.config import load_config
+from experiments.bench._measuring import Work, alternate, parser_of, temporary_run, write
 from rl.core.messages import Version
-from rl.core.run import RunFile
 from rl.learner.export import write_shard
-from rl.weights import Manifest, make_reader, make_writer
+from rl.weights import Manifest, WeightReader, WeightWriter, make_reader, make_writer
 from rl.weights.shm_file import check_space
-
-Round = Callable[[], None]
 
 
 def entries(total_bytes: int, count: int) -> list[tuple[str, tuple[int, ...], str]]:
@@ -48,10 +40,11 @@ def entries(total_bytes: int, count: int) -> list[tuple[str, tuple[int, ...], st
     return tensors
 
 
-def bare_copies(masters: dict[str, torch.Tensor]) -> Round:
+def bare_copies(masters: dict[str, torch.Tensor]) -> Work:
     """The limit: cast every tensor into touched memory, then copy all of it into touched memory."""
     count = sum(master.numel() for master in masters.values())
-    between, private = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
+    between = torch.zeros(count, dtype=torch.bfloat16)
+    private = torch.zeros(count, dtype=torch.bfloat16)
 
     def run() -> None:
         at = 0
@@ -64,75 +57,72 @@ def bare_copies(masters: dict[str, torch.Tensor]) -> Round:
 
 
 @contextlib.contextmanager
-def transport(kind: str, manifest: Manifest, masters: dict[str, torch.Tensor]) -> Iterator[Round]:
+def transport(kind: str, manifest: Manifest, masters: dict[str, torch.Tensor]) -> Iterator[Work]:
     """One round: write, publish, read, verify."""
-    folder = Path(tempfile.mkdtemp(prefix="fresco-bench-"))
-    run = RunFile(
-        config=load_config(None, [f"weights.transport={kind}"]), run_id=uuid.uuid4().hex[:8], folder=folder,
-        socket_folder=folder, device="cpu", train_tasks=1, eval_tasks=1, started_at=time.time(),
-    )  # fmt: skip
-    writer, reader = make_writer(run, 0, manifest), make_reader(run, "generator-0-0", 0)
-    versions = iter(range(1 << 30))
-    private = torch.ones(manifest.total_bytes, dtype=torch.uint8)  # touched: fresh pages are ten times slower
+    # Touched: fresh pages are ten times slower.
+    private = torch.ones(manifest.total_bytes, dtype=torch.uint8) if kind == "shm" else None
 
-    def once() -> None:
-        version = Version(0, next(versions))
-        view = writer.begin(version, 30)
-        writer.commit(write_shard(view, manifest, ((name, master, 0) for name, master in masters.items())))
-        _, received = reader.lease(version, 30)
-        checking = threading.Thread(target=reader.checksum)
-        checking.start()
-        if kind == "shm":
-            private.copy_(torch.frombuffer(received, dtype=torch.uint8))
-        checking.join()
-        if not reader.release():
-            raise RuntimeError("torn in a benchmark with one reader")
-
-    try:
+    with temporary_run([f"weights.transport={kind}"]) as run:
+        writer = make_writer(run, 0, manifest)
+        reader = make_reader(run, "generator-0-0", 0)
         writer.open()
         reader.open(30)
-        yield once
-    finally:
-        reader.close()
-        writer.close()
-        shutil.rmtree(folder)
+        try:
+            yield partial(_transfer, writer, reader, manifest, masters, itertools.count(), private)
+        finally:
+            reader.close()
+            writer.close()
 
 
-def measure(rounds: dict[str, Round], count: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, CPU seconds) of each, alternating, after one warm-up per slot."""
-    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in rounds}
-    for index in range(-3, count):
-        for name, run in rounds.items():
-            begin, begin_cpu = time.perf_counter(), time.process_time()
-            run()
-            if index >= 0:
-                measured[name].append((time.perf_counter() - begin, time.process_time() - begin_cpu))
-    return measured
+def _transfer(
+    writer: WeightWriter,
+    reader: WeightReader,
+    manifest: Manifest,
+    masters: dict[str, torch.Tensor],
+    versions: Iterator[int],
+    private: torch.Tensor | None,
+) -> None:
+    """The engine's copy into `private` goes on while a second thread hashes; the zmq transport's reception is one."""
+    version = Version(0, next(versions))
+    view = writer.begin(version, 30)
+    writer.commit(write_shard(view, manifest, ((name, master, 0) for name, master in masters.items())))
+
+    _, received = reader.lease(version, 30)
+    checking = threading.Thread(target=reader.checksum)
+    checking.start()
+    if private is not None:
+        private.copy_(torch.frombuffer(received, dtype=torch.uint8))
+    checking.join()
+
+    if not reader.release():
+        raise RuntimeError("torn in a benchmark with one reader")
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="experiments.bench weights", description=__doc__.splitlines()[0])
+    parser = parser_of("weights", __doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="bf16 bytes of one version")
     parser.add_argument("--tensors", type=int, default=253)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+
     manifest = Manifest.layout(entries(int(options.gigabytes * 1e9), options.tensors))
     check_space(manifest.total_bytes, 3)
     masters = {spec.name: torch.full((math.prod(spec.shape),), 0.5).view(spec.shape) for spec in manifest.tensors}
     with transport("shm", manifest, masters) as shm, transport("zmq", manifest, masters) as zmq:
-        measured = measure({"bare": bare_copies(masters), "shm": shm, "zmq": zmq}, options.rounds)
-    wall = {name: statistics.median(seconds for seconds, _ in values) for name, values in measured.items()}
-    cpu = {name: statistics.median(seconds for _, seconds in values) for name, values in measured.items()}
+        works: dict[str, Work] = {"bare": bare_copies(masters), "shm": shm, "zmq": zmq}
+        measured = alternate(works, options.rounds, warm_up=3)  # one for each slot
+
+    wall = {name: statistics.median(one.wall_s for one in timings) for name, timings in measured.items()}
+    cpu = {name: statistics.median(one.cpu_s for one in timings) for name, timings in measured.items()}
     gigabytes = manifest.total_bytes / 1e9
     print(f"{gigabytes:.2f} GB bf16 in {options.tensors} tensors, {options.rounds} rounds; medians")
     for name, what in (("bare", "two bare copies"), ("shm", "shared memory, verified"), ("zmq", "zmq ipc, verified")):
         print(f"  {what:24} {wall[name]:6.3f} s  {gigabytes / wall[name]:5.2f} GB/s  CPU {cpu[name]:6.3f} s")
+
     of_limit = {"wall": wall["bare"] / wall["shm"], "cpu": cpu["bare"] / cpu["shm"]}
     print(
         f"  shared memory reaches {of_limit['wall']:.2f} of the limit, {of_limit['cpu']:.2f} by CPU seconds (aim 0.80)"
     )
-    if options.out is not None:
-        result = {"gigabytes": gigabytes, "tensors": options.tensors, "rounds": measured, "wall_s": wall, "cpu_s": cpu}
-        options.out.write_text(json.dumps(result | {"shm_of_limit": of_limit}, indent=2) + "\n")
+    result = {"gigabytes": gigabytes, "tensors": options.tensors, "rounds": measured, "wall_s": wall, "cpu_s": cpu}
+    write(options.out, result | {"shm_of_limit": of_limit})

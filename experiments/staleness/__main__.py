@@ -17,7 +17,8 @@ from experiments.staleness.records import RESULTS, append, read
 from experiments.staleness.report import write
 from experiments.staleness.system import run_system
 
-RUNS, SYSTEM_RUNS = RESULTS / "runs.jsonl", RESULTS / "system.jsonl"
+RUNS = RESULTS / "runs.jsonl"
+SYSTEM_RUNS = RESULTS / "system.jsonl"
 
 
 def run(jobs: Iterable[Job], minutes: float, model: Path | None) -> None:
@@ -31,6 +32,7 @@ def run(jobs: Iterable[Job], minutes: float, model: Path | None) -> None:
         if time.monotonic() > deadline:
             print("time is up")
             return
+
         on_policy = records.get((ON_POLICY, 0, job.seed, False)) if job.lag == 0 else None
         record = run_job(job, model or model_folder(job_config(job)), on_policy=on_policy)
         append(RUNS, record)
@@ -75,14 +77,17 @@ def main() -> None:
     runner.add_argument("--losses", type=_names, help="comma-separated; default: all of the study")
     runner.add_argument("--lags", type=_numbers)
     runner.add_argument("--seeds", type=_numbers)
+
     system = commands.add_parser("system", help="the same setting in the complete asynchronous system")
     system.add_argument("--losses", type=_names, default=[ON_POLICY])
     system.add_argument("--alphas", type=_numbers, default=[2, 4])
     system.add_argument("--seeds", type=_numbers, default=[1])
+
     for command in (runner, system):
         command.add_argument("--model", type=Path, help="start from this folder, not from the recipe's tiny model")
     commands.add_parser("report", help="table and figure from the finished runs")
     arguments = parser.parse_args()
+
     if arguments.command == "run":
         run([job for job in study() if _wanted(job, arguments)], arguments.minutes, arguments.model)
     elif arguments.command == "system":

@@ -23,9 +23,11 @@ def draw(records: Sequence[Record], path: Path) -> None:
         _learning_curves(axis, records, loss)
     axes[0, 0].legend(fontsize=8, title="updates of lag")
     bottom = axes[rows]
+
     for index, loss in enumerate(FINALISTS):
         _against_lag(bottom[0], records, loss, "final", f"C{index}")
         _against_lag(bottom[1], records, loss, "ess", f"C{index}")
+
     bottom[0].set(title="final accuracy", xlabel="measured lag (updates)", ylim=(0, 1))
     bottom[1].set(title="effective sample size / tokens", xlabel="measured lag (updates)")
     bottom[1].legend(fontsize=8)
@@ -45,6 +47,7 @@ def _learning_curves(axis: Any, records: Sequence[Record], loss: str) -> None:
         color = pyplot.get_cmap("viridis")(index / len(LAGS))
         axis.plot(places, [sum(one) / len(one) for one in values], color=color, label=str(lag))
         axis.fill_between(places, [min(one) for one in values], [max(one) for one in values], color=color, alpha=0.15)
+
     axis.set(title=loss, xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
 
 
@@ -53,9 +56,15 @@ def _against_lag(axis: Any, records: Sequence[Record], loss: str, field: str, co
     forced = [row for lag in LAGS if (row := summarise(records, loss, lag))]
     errors = [(row["half_width"] or 0.0) if field == "final" else 0.0 for row in forced]
     axis.errorbar(
-        [row["measured_lag"] for row in forced], [row[field] for row in forced], errors,
-        color=color, marker=".", capsize=2, label=loss,
-    )  # fmt: skip
+        [row["measured_lag"] for row in forced],
+        [row[field] for row in forced],
+        errors,
+        color=color,
+        marker=".",
+        capsize=2,
+        label=loss,
+    )
+
     alphas = sorted({record.lag for record in records if record.system and record.loss == loss})
     rows = [row for alpha in alphas if (row := summarise(records, loss, alpha, system=True))]
     axis.plot([row["measured_lag"] for row in rows], [row[field] for row in rows], "*", color=color, markersize=12)

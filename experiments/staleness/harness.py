@@ -78,31 +78,41 @@ def run_job(
     on_policy: the run of `grid.ON_POLICY` at lag 0. One that repeats its first steps exactly has the same gradient, so
     it is recorded as equal, with the other's numbers, instead of being computed again.
     """
-    begin, ended = time.process_time(), "finished"
+    begin = time.process_time()
+    ended = "finished"
     loop = LaggedLoop(job_config(job, overrides), folder)
     evals: dict[str, float] = {}
     curves: dict[str, list[float]] = {name: [] for name in CURVES}
     waiting: deque[list[Attempt]] = deque()
-    sampled, steps, every = 0, loop.config.steps, loop.config.eval.every
+    sampled = 0
+    steps = loop.config.steps
+    every = loop.config.eval.every
+
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
             evals[str(step)] = round(loop.evaluate(0.0), 4)
             report(f"{job.loss} lag {job.lag} seed {job.seed} step {step}: {evals[str(step)]:.3f}")
+
         if step == steps:
             break
         while sampled <= min(step + job.lag, steps - 1):
             waiting.append(loop.rollout(sampled))
             sampled += 1
+
         try:
             row = loop.train(step, waiting.popleft(), min(step, job.lag))
         except FloatingPointError as error:
             ended = f"step {step}: {error}"
             evals[str(step)] = round(loop.evaluate(0.0), 4)
             break
+
         for name, metric in CURVES.items():
             curves[name].append(float(f"{row[metric]:.4g}"))
         if on_policy is not None and step + 1 == REPEATED_STEPS and _repeats(curves, on_policy.curves):
-            ended, evals, curves = f"equal to {on_policy.loss}", on_policy.evals, on_policy.curves
+            ended = f"equal to {on_policy.loss}"
+            evals = on_policy.evals
+            curves = on_policy.curves
             break
+
     cpu_s = round(time.process_time() - begin, 2)
     return Record(job.loss, job.lag, job.seed, False, setting(), ended, cpu_s, evals, curves)

@@ -29,6 +29,7 @@ def summarise(records: Sequence[Record], loss: str, lag: float, system: bool = F
     if not runs:
         return None
     final = estimate([run.final for run in runs])
+
     return {
         "loss": loss,
         "alpha" if system else "lag": lag,
@@ -47,11 +48,23 @@ def summarise(records: Sequence[Record], loss: str, lag: float, system: bool = F
 def forced_at(records: Sequence[Record], loss: str, lag: float, field: str) -> float | None:
     """The forced-lag value of `field` at a measured lag, on the line between its neighbours; None outside them."""
     rows = [row for row in (summarise(records, loss, forced) for forced in LAGS) if row]
-    points = sorted((row["measured_lag"], row[field]) for row in rows)
+    points: list[tuple[float, float]] = sorted((row["measured_lag"], row[field]) for row in rows)
+
     for (left, low), (right, high) in pairwise(points):
         if left <= lag <= right:
             return low + (high - low) * (lag - left) / (right - left)
     return None
+
+
+def comparison(one: str, other: str, difference: Estimate) -> dict[str, Any]:
+    return {
+        "loss": one,
+        "other": other,
+        "difference": round(difference.mean, 4),
+        "half_width": round(difference.half_width, 4),
+        "pairs": difference.runs,
+        "separates": separates(difference),
+    }
 
 
 def build(records: Sequence[Record]) -> dict[str, Any]:
@@ -62,24 +75,24 @@ def build(records: Sequence[Record]) -> dict[str, Any]:
             raise ValueError(
                 f"the runs of seed {seed} start from different models: held-out accuracies {sorted(starts)} at step 0"
             )
+
     names = sorted({record.loss for record in records if not record.system})
     lags = sorted({record.lag for record in records if not record.system})
     system = sorted({(record.loss, record.lag) for record in records if record.system})
+
     compared = []
     for one, other in combinations(FINALISTS, 2):
         difference = paired(records, one, other, STALE_LAGS)
         if difference is not None and difference.runs >= MIN_PAIRS:
-            compared.append(
-                {"loss": one, "other": other, "difference": round(difference.mean, 4),
-                 "half_width": round(difference.half_width, 4), "pairs": difference.runs,
-                 "separates": separates(difference)}
-            )  # fmt: skip
+            compared.append(comparison(one, other, difference))
+
     rows = []
     for loss, alpha in system:
         row = summarise(records, loss, alpha, system=True)
         assert row is not None
         expected = {field: forced_at(records, loss, row["measured_lag"], field) for field in ("final", "ess")}
         rows.append(row | {f"forced_{field}": value and round(value, 4) for field, value in expected.items()})
+
     return {
         "setting": setting(),
         "forced": [row for name in names for lag in lags if (row := summarise(records, name, lag))],
@@ -95,21 +108,25 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"Held-out greedy accuracy (256 tasks), mean of the last {FINAL_EVALS} evaluations; ± is the 95 % interval "
         "over seeds (Student), (1) a single run.",
-        f"Recipe {report['setting']}. " + "; ".join(f"`{one}` is `{other}` here" for one, other in ALIASES.items())
+        f"Recipe {report['setting']}. "
+        + "; ".join(f"`{one}` is `{other}` here" for one, other in ALIASES.items())
         + f"; early is after a third of the run; = is the run of `{ON_POLICY}`: same gradient.",
         "",
         "| loss | " + "".join(f"lag {lag} | " for lag in LAGS) + "early, lag 4 | lag 8 | ESS, lag 4 | lag 8 |",
         "|---|" + "---|" * (len(LAGS) + 4),
-    ]  # fmt: skip
+    ]
+
     for loss in losses:
         row = [_cell(cells.get((loss, lag))) for lag in LAGS]
         stale = [(field, cells.get((loss, lag))) for field in ("early", "ess") for lag in STALE_LAGS]
         row += [f"{cell[field]:.3f}" if cell else "" for field, cell in stale]
         lines.append(f"| {loss} | " + " | ".join(row) + " |")
+
     if not report["paired"]:
         lines += ["", f"No two losses have the {MIN_PAIRS} pairs of runs that a comparison needs."]
     else:
         lines += _comparisons(report)
+
     if report["system"]:
         lines += _system(report)
     return "\n".join(lines) + "\n"

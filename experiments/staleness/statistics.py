@@ -29,10 +29,12 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Student's interval. Raises ValueError for no values."""
     if not values:
         raise ValueError("no runs to average")
-    mean, runs = statistics.fmean(values), len(values)
+    mean = statistics.fmean(values)
+    runs = len(values)
     if runs == 1:
         return Estimate(mean, math.inf, 1)
     quantile = _T95[min(runs - 1, len(_T95) - 1)]
+
     return Estimate(mean, quantile * statistics.stdev(values) / math.sqrt(runs), runs)
 
 

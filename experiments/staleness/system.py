@@ -31,14 +31,17 @@ def run_system(loss: str, alpha: float, seed: int, model: Path | None = None) ->
             "name=system",
             *PATIENCE,
         ]
+
         overrides += [f"model.path={model}"] if model else []
         command = [sys.executable, "-m", "launch.cli", "run", str(RECIPE), *overrides]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
         lines = (Path(runs) / "system" / "metrics.jsonl").read_text().splitlines()
+
     evals, curves = read_metrics(json.loads(line) for line in lines)
     cpu_s = round(_children_cpu_s() - before, 1)
+
     return Record(loss, alpha, seed, True, setting(), "finished", cpu_s, evals, curves)
 
 
@@ -52,6 +55,7 @@ def read_metrics(rows: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict
         if "loss/ess" in row:
             for name, metric in SYSTEM_CURVES.items():
                 curves[name].append(float(f"{row[metric]:.4g}"))
+
     return evals, curves
 
 

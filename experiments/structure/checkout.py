@@ -70,6 +70,7 @@ class Module:
             if token.type not in _LAYOUT
             for line in range(token.start[0], token.end[0] + 1)
         }
+
         notes = {
             line
             for node in self.nodes

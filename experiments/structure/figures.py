@@ -35,7 +35,8 @@ def figures(root: Path) -> Figures:
 
     long_functions = sum(is_long(function) for module in source for function in module.functions)
     airless = sum(len(airless_functions(module)) for module in source)
-    top, nested = folder_graph(source, 1), folder_graph(source, 4)
+    top = folder_graph(source, 1)
+    nested = folder_graph(source, 4)
 
     return {
         "the same code: code lines": sum(module.code_lines for module in compared(root)),
@@ -120,6 +121,7 @@ def long_runs(module: Module) -> list[str]:
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
         if (node.end_lineno or node.lineno) - node.lineno >= LONGEST_RUN
     }
+
     found: dict[int, str] = {}
 
     for function in module.functions:

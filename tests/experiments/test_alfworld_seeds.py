@@ -14,8 +14,16 @@ def result(seed: int, gained: int) -> dict[str, object]:
     before = [1.0] * 60 + [0.0] * (COUNT - 60)
     after = [1.0] * (60 + gained) + [0.0] * (COUNT - 60 - gained)
     types = ["clean" if place % 2 else "heat" for place in range(COUNT)]
-    return {"seed": seed, "steps": 5, "seconds": 1.0, "freshness_violations": 0, "types": types,
-            "before": before, "after": after}  # fmt: skip
+
+    return {
+        "seed": seed,
+        "steps": 5,
+        "seconds": 1.0,
+        "freshness_violations": 0,
+        "types": types,
+        "before": before,
+        "after": after,
+    }
 
 
 def test_first_and_last_version_are_paired_by_game(tmp_path: Path) -> None:
@@ -37,6 +45,7 @@ def test_the_table_has_every_type_and_existing_seeds_are_not_run_again(tmp_path:
     (line,) = [line for line in lines if line.startswith("| 0 | all")]
     assert line.startswith("| 0 | all | 200 | 30.0 % (24.1 to 36.7) | 50.0 %") and "+20.0 (" in line
     assert sum("| clean | 100 |" in line for line in lines) == 2
+
     (tmp_path / "seed-2.json").write_text(json.dumps(result(2, 3)))
     assert main(["--seeds", "0", "1", "2", "--results", str(tmp_path)]) == 1
 

@@ -28,9 +28,14 @@ from rl.learner.update import with_logp
 SMALL = TinyRecipe(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=48, sft_steps=5, sft_batch=16)
 # The untrained model earns no reward; the entropy bonus moves it all the same.
 FEW = (
-    "steps=4", "rollout.groups_per_batch=2", "rollout.group_size=2", "sampling.max_tokens=6", "eval.tasks=2",
-    "learner.lr=1e-2", "algo.entropy_coef=0.1",
-)  # fmt: skip
+    "steps=4",
+    "rollout.groups_per_batch=2",
+    "rollout.group_size=2",
+    "sampling.max_tokens=6",
+    "eval.tasks=2",
+    "learner.lr=1e-2",
+    "algo.entropy_coef=0.1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,7 @@ def test_sampler_equals_the_reference_one(folder: Path, temperature: float) -> N
     with torch.no_grad():  # sharper than at the start, so that attention and the head matter
         for parameter in policy.parameters():
             parameter.mul_(1.7)
+
     prompts = [[5, 6, 7], [5, 6, 7], [9, 4, 8, 11, 3, 2, 17], [12], *([20 + i, 30] for i in range(12))]
     settings: dict[str, Any] = {
         "seeds": range(len(prompts)),
@@ -51,6 +57,7 @@ def test_sampler_equals_the_reference_one(folder: Path, temperature: float) -> N
         "max_tokens": 12,
         "temperature": temperature,
     }
+
     ours = sampler.sample(policy.model, prompts, **settings)
     reference = launch.warm_start.sampling.sample(policy.model, prompts, **settings)
     assert [one.token_ids for one in ours] == [one.token_ids for one in reference]
@@ -90,7 +97,7 @@ def test_batches_are_of_the_policy_lag_updates_ago(folder: Path, lag: int, monke
         packs = with_logp(
             policy, make_packs(make_shard(step, batches[step], 2, 0), 64, 0), "logp_proximal", temperature=1
         )
-        gaps = [(pack.logp_proximal - pack.logp_behavior)[pack.mask].abs().max() for pack in packs]
+        gaps = [(pack.columns["logp_proximal"] - pack.logp_behavior)[pack.mask].abs().max() for pack in packs]
         return float(max(gaps))
 
     for step in range(4):
@@ -123,16 +130,19 @@ def test_the_study_has_every_loss_and_no_run_twice() -> None:
     for name in loss_names():
         known = grid.ALIASES.get(name, name)
         assert {0, 4} <= {job.lag for job in jobs if job.loss == known and job.seed == grid.SEEDS[0]}
+
     for loss in grid.FINALISTS:
         assert {(job.lag, job.seed) for job in jobs if job.loss == loss} == {
             (lag, seed) for lag in grid.LAGS for seed in grid.SEEDS
         }
+
     assert {job.seed for job in jobs[: len(jobs) // 3]} == {grid.SEEDS[0]}
 
 
 def test_aliases_are_the_same_loss() -> None:
     torch.manual_seed(0)
     current, behavior, advantages = torch.randn(3, 12)
+
     inputs = LossInputs(
         logp_current=current,
         logp_behavior=behavior,
@@ -145,8 +155,10 @@ def test_aliases_are_the_same_loss() -> None:
         staleness=torch.zeros(12, dtype=torch.int64),
         rewards=torch.tensor([1.0, 0.0, 1.0]),
     )
+
     for alias, name in grid.ALIASES.items():
-        one, other = get_loss(alias), get_loss(name)
+        one = get_loss(alias)
+        other = get_loss(name)
         assert (one.advantage, one.aggregation) == (other.advantage, other.aggregation)
         assert torch.equal(make_loss(alias, {})(inputs).per_token, make_loss(name, {})(inputs).per_token)
 
@@ -177,7 +189,9 @@ def test_final_accuracy_is_the_mean_of_the_last_evaluations() -> None:
 
 
 def test_intervals_are_students() -> None:
-    assert estimate([1.0, 2.0, 3.0]) == Estimate(2.0, pytest.approx(2.4843, abs=1e-3), 3)
+    of_three = estimate([1.0, 2.0, 3.0])
+    assert of_three == Estimate(2.0, of_three.half_width, 3)
+    assert of_three.half_width == pytest.approx(2.4843, abs=1e-3)
     assert estimate([0.5]).half_width == math.inf
     assert not separates(estimate([0.5])) and not separates(estimate([1.0, -1.0])) and separates(estimate([1.0, 1.1]))
     with pytest.raises(ValueError, match="no runs"):
@@ -200,13 +214,15 @@ def test_the_report_places_the_system_on_the_forced_curve() -> None:
     (row,) = numbers["system"]
     assert row["measured_lag"] == 1.5 and row["forced_final"] == pytest.approx(0.825)
     assert report.forced_at(runs, "grpo", 5.0, "final") is None
+
     text = report.markdown(numbers)
     assert "| grpo | 0.900 (1) |  | 0.800 (1) | 0.700 (1) |  |" in text
     assert "| grpo | 2 | 1 | 1.500 | 0.800 | 0.825 |" in text
 
 
 def test_runs_from_different_models_are_not_compared() -> None:
-    one, other = fake("grpo", 0, 1, 0.8), fake("dapo", 0, 1, 0.8)
+    one = fake("grpo", 0, 1, 0.8)
+    other = fake("dapo", 0, 1, 0.8)
     with pytest.raises(ValueError, match="different models"):
         report.build([one, replace(other, evals=other.evals | {"0": 0.2})])
 

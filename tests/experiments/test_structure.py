@@ -52,6 +52,7 @@ def test_code_lines_and_statements_leave_out_notes() -> None:
             """Of a field."""
         '''
     )
+
     assert example.code_lines == 6
     assert example.statements == 3
 
@@ -63,6 +64,7 @@ def test_air() -> None:
 
     items = "\n".join(f"        {n}," for n in range(30))
     one_statement = module(f"def table():\n    return [\n{items}\n    ]\n")
+
     assert not airless_functions(one_statement)
     assert not long_runs(one_statement)
 
@@ -105,6 +107,7 @@ def test_imports_are_found_between_modules_and_folders(modules: list[Module]) ->
         "rl.helper": {"rl.core.config"},
         "envs.server": {"rl.core.config"},
     }
+
     assert folder_graph(modules, 1) == {"rl": set(), "envs": {"rl"}}
     assert folder_graph(modules, 2) == {"rl": {"rl/core"}, "rl/core": {"rl"}, "envs": {"rl/core"}}
 
@@ -123,6 +126,7 @@ def test_the_picture_leaves_out_what_a_longer_way_implies() -> None:
             module("import algos.kl, rl.core.config", "envs/server.py"),
         ]
     )
+
     assert '"rl/core" -> "algos" [color' in drawn
     assert '"envs" -> "rl/core" [color' in drawn
     assert '"envs" -> "algos" [color' not in drawn

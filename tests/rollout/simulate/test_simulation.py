@@ -140,10 +140,10 @@ def test_the_death_of_a_server_takes_its_episodes_with_it_and_nothing_else() -> 
     result = simulation.run()
     simulation.broker.ledger.check()
     tokens = result.report["ledger"]["tokens"]
-
     assert simulation.record.server_deaths > 0 and simulation.record.failures == 0
     assert tokens["lost"] == 0 and tokens["failed"] > 0
     assert result.report["steps"] == storm.broker.steps and result.report["freshness_violations"] == 0
+
     undisturbed = Simulation(calm).run()
 
     assert undisturbed.report["ledger"]["tokens"]["failed"] == 0
@@ -210,8 +210,8 @@ def test_the_per_turn_barrier_waits_for_the_slowest_at_every_turn() -> None:
     scenario = replace(CALM.with_broker(alpha=0.0), work=work, training=TrainingCost())
     free = Simulation(scenario).run()
     locked = Simulation(scenario.with_broker(turn_barrier=True)).run()
-
     assert locked.step_s > free.step_s + 5
+
     even = replace(scenario, work=replace(work, step_s=Constant(10)))
     assert Simulation(even.with_broker(turn_barrier=True)).run().step_s == pytest.approx(
         Simulation(even).run().step_s, rel=0.02

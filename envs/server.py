@@ -14,7 +14,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -36,8 +35,9 @@ from rl.core.messages import (
     Trajectory,
 )
 from rl.core.process import Process, WaitExpired
+from rl.core.receiving import Port, fatal
 from rl.core.run import ProcessContext, context_from_command_line
-from rl.core.sockets import identity, open_socket, receive, send
+from rl.core.sockets import identity, open_socket, send
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.generation import GenerationClient
@@ -49,52 +49,6 @@ TICK_S = 0.1
 STOP_S = 4.0  # for episodes and workers to end; within timeouts.stop_s of the supervisor
 JOIN_S = 0.05  # `rollout.turn_barrier`: for the tickets of one round, sent together, to arrive
 REASON_CHARS = 500  # of a failure, on the wire
-_DRAIN = 64  # messages taken from a socket before other callbacks run
-
-
-class Port:
-    """A ZeroMQ socket on the asyncio loop: `handle` is called with each message that arrives, `failed` with its errors.
-
-    The file descriptor of a ZeroMQ socket is edge-triggered and any operation may consume the edge, so after each one
-    the socket is asked again whether it is readable.
-    """
-
-    def __init__(
-        self, socket: zmq.Socket, handle: Callable[[Message], None], failed: Callable[[Exception], None]
-    ) -> None:
-        self._socket, self._handle, self._failed = socket, handle, failed
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = socket.fileno()
-        self._scheduled = False
-        self._loop.add_reader(self._descriptor, self._drain)
-        self._schedule()
-
-    def send(self, message: Message) -> None:
-        send(self._socket, message)
-        self._schedule()
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        self._socket.close()
-
-    def _schedule(self) -> None:
-        if not self._scheduled and self._readable():
-            self._scheduled = True
-            self._loop.call_soon(self._drain)
-
-    def _readable(self) -> bool:
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def _drain(self) -> None:
-        self._scheduled = False
-        try:
-            for _ in range(_DRAIN):
-                if not self._readable():
-                    return
-                self._handle(receive(self._socket))
-        except Exception as error:
-            self._failed(error)
-        self._schedule()
 
 
 @dataclass
@@ -126,8 +80,9 @@ class EnvServer:
         self._stopped = False
         run = process.run
         me = identity("env_server", process.index, process.incarnation)
-        self._tickets = Port(open_socket(zmq.DEALER, run, "tickets", identity=me), self._from_broker, self._fail)
-        self._frontend = Port(open_socket(zmq.DEALER, run, "frontend", identity=me), self._from_proxy, self._fail)
+        tickets, frontend = (open_socket(zmq.DEALER, run, name, identity=me) for name in ("tickets", "frontend"))
+        self._tickets = Port(tickets, self._from_broker, fatal, self._fail)
+        self._frontend = Port(frontend, self._from_proxy, fatal, self._fail)
         self._trajectories = open_socket(zmq.PUSH, run, "trajectories")
         # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
         abort_deadline_s = self.config.timeouts.hang_s + 30
@@ -187,7 +142,7 @@ class EnvServer:
                 self._counts["trajectories_resent"] += 1
                 self._send_trajectory(ticket_id, trajectory)
 
-    def _from_broker(self, message: Message) -> None:
+    def _from_broker(self, message: Message, _peer: bytes) -> None:
         match message:
             case Ticket():
                 self._begin(message)
@@ -200,7 +155,7 @@ class EnvServer:
             case _:
                 raise ProtocolError(f"the broker sent {type(message).__name__} to an environment server")
 
-    def _from_proxy(self, message: Message) -> None:
+    def _from_proxy(self, message: Message, _peer: bytes) -> None:
         if not isinstance(message, Generated):
             raise ProtocolError(f"the proxy sent {type(message).__name__} to an environment server")
         self._client.answered(message)

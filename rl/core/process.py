@@ -26,24 +26,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
-from rl.core.messages import (
-    Done,
-    Fatal,
-    Heartbeat,
-    Message,
-    Metrics,
-    PeerDied,
-    Register,
-    Stop,
-)
+from rl.core.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, Register, Stop
+from rl.core.receiving import Receiver, fatal
 from rl.core.run import ProcessContext
-from rl.core.sockets import identity, open_socket, receive, send
+from rl.core.sockets import identity, open_socket, send
 
 _PR_SET_PDEATHSIG = 1
+
+M = TypeVar("M")
 
 
 def die_with_parent(parent: int | str | None = None) -> None:
@@ -77,16 +71,25 @@ class WaitExpired(TimeoutError):
 
 
 class Process:
+    """This process, as the supervisor sees it; see the head of this file.
+
+    closing_report: gives this role's part of the summary, however the run ends.
+    """
+
     def __init__(self, role: str, context: ProcessContext) -> None:
         self.role = role
-        self.run, self.config = context.run, context.run.config
-        self.index, self.incarnation = context.index, context.incarnation
+        self.index = context.index
+        self.incarnation = context.incarnation
+        self.run = context.run
+        self.config = context.run.config
+
         self.progress = 0  # advanced by the main loop
         self.busy = False  # true while there is work: a frozen `progress` is then a hang
         self.stats: dict[str, float] = {}
         self.waits = Waits()
         self.stopping = False
-        self.closing_report: Callable[[], dict[str, Any]] | None = None  # for the summary, however the run ends
+        self.closing_report: Callable[[], dict[str, Any]] | None = None
+
         self.inbox: queue.SimpleQueue[PeerDied | Stop] = queue.SimpleQueue()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -108,9 +111,11 @@ class Process:
             detail = "".join(traceback.format_exception(kind, error, trace))
             self.send(Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail))
         self.send_closing_report()
+
         self._finished = True
         os.eventfd_write(self._outbox_fd, 1)
         self._thread.join(timeout=2)
+
         if error is not None:
             traceback.print_exception(kind, error, trace)
             sys.stderr.flush()
@@ -124,18 +129,14 @@ class Process:
     def send_closing_report(self) -> None:
         """Tell the supervisor that this role is done, with its part of the summary; only once."""
         if self.closing_report is not None:
-            report, self.closing_report = self.closing_report(), None
+            report = self.closing_report()
+            self.closing_report = None
             self.send(Done(self.role, json.dumps(report).encode()))
 
     def received(self) -> Iterator[PeerDied | Stop]:
         """Drain the inbox; call when `wake_fd` is readable, or at every turn of a loop."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.wake_fd)
-        while True:
-            try:
-                yield self.inbox.get_nowait()
-            except queue.Empty:
-                return
+        clear_event(self.wake_fd)
+        yield from _drained(self.inbox)
 
     def _stop(self) -> None:
         self.stopping = True
@@ -146,47 +147,44 @@ class Process:
         name = identity(self.role, self.index, self.incarnation)
         socket = open_socket(zmq.DEALER, self.run, "control", identity=name, context=context)
         send(socket, Register(self.role, self.index, self.incarnation, os.getpid()))
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._outbox_fd, zmq.POLLIN)
-        period = self.config.timeouts.heartbeat_s
+        receiver = Receiver({socket: self._from_supervisor}, fatal, self._outbox_fd)
         next_beat = time.monotonic()
-        while True:
+
+        while not self._finished:
             now = time.monotonic()
             if now >= next_beat:
-                self._beat(socket)
-                next_beat = now + period
-            ready = dict(poller.poll(max(0, int((next_beat - now) * 1000))))
-            if self._outbox_fd in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._outbox_fd)
-                self._flush(socket)
-            if socket in ready:
-                message = receive(socket)
-                assert isinstance(message, PeerDied | Stop)
-                self.inbox.put(message)
-                if isinstance(message, Stop):
-                    self.stopping = True
-                os.eventfd_write(self.wake_fd, 1)
-            if self._finished:
-                self._flush(socket)
-                self._beat(socket)
-                socket.close(linger=1000)
-                context.term()
-                return
+                send(socket, self._heartbeat())
+                next_beat = now + self.config.timeouts.heartbeat_s
+            receiver.wait(max(0.0, next_beat - now))
+            receiver.drain()
+            clear_event(self._outbox_fd)
+            for message in _drained(self._outbox):
+                send(socket, message)
 
-    def _flush(self, socket: zmq.Socket) -> None:
-        while True:
-            try:
-                send(socket, self._outbox.get_nowait())
-            except queue.Empty:
-                return
+        for message in _drained(self._outbox):  # what was put there before `_finished` was set
+            send(socket, message)
+        send(socket, self._heartbeat())
+        socket.close(linger=1000)
+        context.term()
 
-    def _beat(self, socket: zmq.Socket) -> None:
-        send(
-            socket,
-            Heartbeat(
-                self.role, self.index, self.incarnation, self.progress, self.busy,
-                dict(self.stats), dict(self.waits.seconds),
-            ),
-        )  # fmt: skip
+    def _from_supervisor(self, message: Message, _peer: bytes) -> None:
+        assert isinstance(message, PeerDied | Stop)
+        self.inbox.put(message)
+        if isinstance(message, Stop):
+            self.stopping = True
+        os.eventfd_write(self.wake_fd, 1)
+
+    def _heartbeat(self) -> Heartbeat:
+        stats, waits = dict(self.stats), dict(self.waits.seconds)
+        return Heartbeat(self.role, self.index, self.incarnation, self.progress, self.busy, stats, waits)
+
+
+def clear_event(event_fd: int) -> None:
+    """An eventfd that may have been set is set no more."""
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(event_fd)
+
+
+def _drained(messages: queue.SimpleQueue[M]) -> Iterator[M]:
+    while not messages.empty():  # there is no other reader
+        yield messages.get_nowait()

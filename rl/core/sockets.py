@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from rl.core.messages import Frames, Message, decode, encode
 from rl.core.run import RunFile
@@ -36,7 +35,7 @@ def make_curve_keys(folder: Path) -> None:
             file.write(public + b"\n" + secret)
 
 
-def _secure(socket: zmq.Socket, run: RunFile, *, server: bool) -> None:
+def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
     if run.config.network.transport != "tcp" or not run.config.network.curve:
         return
     server_public, server_secret = (run.folder / _SHARED_SERVER_KEY).read_bytes().split(b"\n")
@@ -57,12 +56,9 @@ def open_socket(
     *,
     bind: bool = False,
     identity: bytes | None = None,
-    context: zmq.Context | None = None,
-) -> zmq.Socket:
-    """A socket bound or connected to `run.endpoint(name, index)`.
-
-    With a `zmq.asyncio.Context` the socket is awaitable. ROUTERs are mandatory: unknown peers raise.
-    """
+    context: zmq.SyncContext | None = None,
+) -> zmq.SyncSocket:
+    """A socket bound or connected to `run.endpoint(name, index)`. ROUTERs are mandatory: unknown peers raise."""
     socket = (context or zmq.Context.instance()).socket(kind)
     socket.linger = 500
     socket.set_hwm(HIGH_WATER_MARK)
@@ -83,12 +79,12 @@ def open_socket(
     return socket
 
 
-def send(socket: zmq.Socket, message: Message) -> None:
+def send(socket: zmq.SyncSocket, message: Message) -> None:
     """Send to the one peer. Never blocks: flow control is by credit, so a full queue is an error (zmq.Again)."""
     _send_frames(socket, encode(message))
 
 
-def send_to(socket: zmq.Socket, peer: bytes, message: Message) -> None:
+def send_to(socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
     """Send over a ROUTER. Raises PeerGone if the peer is not connected."""
     frames = [peer, *encode(message)]
     try:
@@ -99,24 +95,24 @@ def send_to(socket: zmq.Socket, peer: bytes, message: Message) -> None:
         raise
 
 
-def receive(socket: zmq.Socket) -> Message:
+def receive(socket: zmq.SyncSocket) -> Message:
     """The next message. Never blocks: raises zmq.Again if there is none."""
-    return decode(_receive_frames(socket))
+    return decode(receive_frames(socket))
 
 
-def receive_from(socket: zmq.Socket) -> tuple[bytes, Message]:
+def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:
     """The next message of a ROUTER and its sender's identity."""
-    peer, *frames = _receive_frames(socket)
+    peer, *frames = receive_frames(socket)
     return bytes(peer), decode(frames)
 
 
-def _send_frames(socket: zmq.Socket, frames: Frames) -> None:
+def _send_frames(socket: zmq.SyncSocket, frames: Frames) -> None:
     last = len(frames) - 1
     for index, frame in enumerate(frames):
         socket.send(frame, _MORE if index < last else _DONTWAIT, copy=len(frame) < _COPIED_BYTES)
 
 
-def _receive_frames(socket: zmq.Socket) -> list[bytes | memoryview]:
+def receive_frames(socket: zmq.SyncSocket) -> list[bytes | memoryview]:
     """As `recv_multipart`, which asks the socket after every frame whether more follow: three times the cost."""
     frames: list[bytes | memoryview] = []
     while True:

@@ -26,10 +26,11 @@ from collections.abc import Callable
 
 import zmq
 
-from rl.core.messages import Fatal, PeerDied, ProtocolError, Version, WeightStatus
+from rl.core.messages import Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
 from rl.core.process import Process
+from rl.core.receiving import Malformed, Receiver
 from rl.core.run import RunFile
-from rl.core.sockets import open_socket, receive_from, send
+from rl.core.sockets import open_socket, send
 from rl.weights.layout import WeightsError
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, Suspect, UpdaterCore
@@ -117,33 +118,23 @@ class UpdaterService:
                 notices.close(linger=0)
 
     def _loop(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._status, zmq.POLLIN)
-        poller.register(self._wake_fd, zmq.POLLIN)
+        receiver = Receiver({self._status: self._from_generator}, Malformed("updater"), self._wake_fd)
         while not self._stopping:
-            poller.poll(int(_TICK_S * 1000))
+            receiver.wait(_TICK_S)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
 
             now = time.monotonic()
             while not self._events.empty():
                 self._act(self._events.get()(now))
-            while self._status.poll(0):
-                self._receive(now)
+            receiver.drain()
             self._act(self._core.tick(now))
 
-    def _receive(self, now: float) -> None:
-        try:
-            peer, message = receive_from(self._status)
-        except ProtocolError as error:
-            print(f"updater: ignored a message on weight_status: {error}", file=sys.stderr)
-            return
-
-        if isinstance(message, WeightStatus) and 0 <= message.generator < self._run.config.generator.count:
-            self._connect(message.generator, message.incarnation)
-            self._act(self._core.status(now, message))
-        else:
-            print(f"updater: ignored {type(message).__name__} from {peer!r}", file=sys.stderr)
+    def _from_generator(self, message: Message, peer: bytes) -> None:
+        if not isinstance(message, WeightStatus) or not 0 <= message.generator < self._run.config.generator.count:
+            raise ProtocolError(f"{type(message).__name__} from {peer!r} on weight_status")
+        self._connect(message.generator, message.incarnation)
+        self._act(self._core.status(time.monotonic(), message))
 
     def _connect(self, generator: int, incarnation: int) -> None:
         known, socket = self._notices.get(generator, (-1, None))

@@ -11,9 +11,7 @@ itself fails its ticket. A peer that is gone is the supervisor's to announce; un
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -39,8 +37,9 @@ from rl.core.messages import (
     Usage,
 )
 from rl.core.process import Process, WaitExpired
+from rl.core.receiving import Malformed, Receiver
 from rl.core.run import context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
+from rl.core.sockets import PeerGone, identity, open_socket, send, send_to
 from rollout.broker.actions import (
     Action,
     EmitBatch,
@@ -57,8 +56,6 @@ from rollout.broker.reorder import Reorder
 from rollout.broker.rules import Rules
 
 POLL_S = 0.1
-_DRAIN = 500  # messages of one socket per turn, so that none starves the others
-_LOGGED_FAULTS = 20  # later ones are only counted
 
 ServerMessage = Trajectory | TicketFailed | TicketCancelled | ServerHello
 
@@ -88,24 +85,26 @@ class Broker:
         self._acks: dict[tuple[int, int], list[int]] = {}
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._waiting_since = time.monotonic()  # the learner's earliest possible wait for batch n
-        self.counts = {"trajectories": 0, "malformed": 0, "invalid": 0, "tickets": 0, "cancels": 0}
+        self.counts = {"trajectories": 0, "invalid": 0, "tickets": 0, "cancels": 0}
+        self._malformed = Malformed("broker")
 
     # ------------------------------------------------------------ the loop
 
     def run(self) -> None:
         process = self.process
-        poller = zmq.Poller()
-        for source in (self.tickets, self.trajectories, self.usage, self.steps, process.wake_fd):
-            poller.register(source, zmq.POLLIN)
+        # First tokens before results, results before deaths: as much as possible counts before it is tried again.
+        handlers = {
+            self.usage: self._from_proxy,
+            self.trajectories: self._from_server,
+            self.tickets: self._from_server,
+            self.steps: self._from_learner,
+        }
+        receiver = Receiver(handlers, self._malformed, process.wake_fd)
         process.busy = True  # the loop turns even without messages: a frozen progress is a hang
         while not process.stopping:
             with process.waits.on("env_server" if self.core.batches.requested else "learner"):
-                poller.poll(self._poll_ms())
-            # First tokens before results, results before deaths: as much as possible counts before it is tried again.
-            self._drain(self.usage, self._from_proxy)
-            self._drain(self.trajectories, self._from_server)
-            self._drain(self.tickets, self._from_server, addressed=True)
-            self._drain(self.steps, self._from_learner, addressed=True)
+                receiver.wait(self._wait_s())
+            receiver.drain()
             for message in process.received():
                 if isinstance(message, PeerDied) and message.role == "env_server":
                     self._orders.pop((message.index, message.incarnation), None)
@@ -120,32 +119,13 @@ class Broker:
         for socket in (self.tickets, self.trajectories, self.usage, self.steps, *self.batches):
             socket.close()
 
-    def _poll_ms(self) -> int:
+    def _wait_s(self) -> float:
         deadline = self.core.next_deadline()
-        wait_s = POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
-        return int(wait_s * 1000)
-
-    def _drain(self, socket: zmq.Socket, handle: Callable[..., None], *, addressed: bool = False) -> None:
-        for _ in range(_DRAIN):
-            try:
-                if addressed:
-                    peer, message = receive_from(socket)
-                    handle(message, peer)
-                else:
-                    handle(receive(socket))
-            except zmq.Again:
-                return
-            except ProtocolError as error:
-                self._malformed(str(error))
-
-    def _malformed(self, what: str) -> None:
-        self.counts["malformed"] += 1
-        if self.counts["malformed"] <= _LOGGED_FAULTS:
-            print(f"broker: dropped a message: {what:.300}", file=sys.stderr, flush=True)
+        return POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------ messages to events
 
-    def _from_proxy(self, message: Message) -> None:
+    def _from_proxy(self, message: Message, _peer: bytes) -> None:
         now = time.monotonic()
         match message:
             case Usage(session, tokens, lost):
@@ -155,7 +135,7 @@ class Broker:
             case _:
                 raise ProtocolError(f"{type(message).__name__} on the usage socket")
 
-    def _from_server(self, message: Message, peer: bytes = b"") -> None:
+    def _from_server(self, message: Message, _peer: bytes) -> None:
         """Messages of one server, from either socket, in the order of their sequence numbers."""
         if not isinstance(message, ServerMessage):
             raise ProtocolError(f"{type(message).__name__} from an environment server")
@@ -297,7 +277,8 @@ class Broker:
     def _stats(self) -> dict[str, float]:
         samples = self.core.ledger.report()["samples"]
         queue = {f"queue_{state}": float(samples[state]) for state in ("queued", "running", "waiting", "batched")}
-        return {"outstanding": float(self.core.servers.outstanding)} | queue | self.counts
+        others = {"outstanding": self.core.servers.outstanding, "malformed": self._malformed.count}
+        return queue | self.counts | others
 
 
 def _eval_metrics(report: EvalReport) -> dict[str, float]:

@@ -12,14 +12,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import zmq
-import zmq.asyncio
 from msgspec.structs import replace
 
 from rl.core.messages import (
@@ -34,12 +33,11 @@ from rl.core.messages import (
     Version,
     WeightNotice,
     WeightStatus,
-    decode,
-    encode,
 )
 from rl.core.process import Process
+from rl.core.receiving import Malformed, Port
 from rl.core.run import ProcessContext, context_from_command_line
-from rl.core.sockets import identity, open_socket
+from rl.core.sockets import identity, open_socket, send
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine, Sampled
 from rollout.generator.gate import Gate
@@ -47,38 +45,49 @@ from rollout.generator.gate import Gate
 NOTHING_LOADED = Version(-1, -1)  # older than any gate
 
 
+@dataclass(slots=True)
 class _Job:
     """A request that has not been answered."""
 
-    def __init__(self, request: Generate) -> None:
-        self.request = request
-        self.arrived = time.monotonic()
-        self.started: float | None = None  # None: held
-        self.tokens = 0  # sampled so far, discarded ones included
-        self.first_version: int | None = None
-        self.aborted = False
+    request: Generate
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None  # None: held
+    tokens: int = 0  # sampled so far, discarded ones included
+    first_version: int | None = None
+    aborted: bool = False
 
 
-class Generator:
+class GeneratorServer:
     """Sockets and tasks around an engine; `serve` runs until the supervisor says stop or something fails."""
 
-    def __init__(self, process: Process, engine: Engine, context: zmq.asyncio.Context) -> None:
-        run, me = process.run, identity("generator", process.index, process.incarnation)
-        self._process, self._engine = process, engine
-        awaitable = partial(cast(Callable[..., zmq.asyncio.Socket], open_socket), context=context)
-        self._backend = awaitable(zmq.DEALER, run, "backend", identity=me)
-        self._notices = awaitable(zmq.PULL, run, "notices", process.index, bind=True)
-        self._learner = awaitable(zmq.DEALER, run, "weight_status", identity=me)
-        self._status = WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
+    def __init__(self, process: Process, engine: Engine, context: zmq.SyncContext) -> None:
+        self._process = process
+        self._engine = engine
         self._jobs: dict[int, _Job] = {}  # by request id
         self._gate: Gate[int] = Gate()  # request ids; answered ones are dropped lazily
+        self._status = WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
+        self._notice: WeightNotice | None = None  # the newest
+        self._noticed = asyncio.Event()
+
         self._running = 0
         self._loading = False
-        self._loads = self._malformed = self._tokens = 0
-        self._busy_s = self._idle_s = 0.0
+        self._loads = 0
+        self._tokens = 0
+        self._busy_s = 0.0
+        self._idle_s = 0.0
         self._counted = time.monotonic()  # until when busy_s and idle_s are counted
+
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        me = identity("generator", process.index, process.incarnation)
+        connect = partial(open_socket, run=process.run, context=context)
+        backend = connect(zmq.DEALER, name="backend", identity=me)
+        notices = connect(zmq.PULL, name="notices", index=process.index, bind=True)
+        self._malformed = Malformed("generator")
+        self._backend = Port(backend, self._from_proxy, self._malformed, self._fail)
+        self._notices = Port(notices, self._from_learner, self._malformed, self._fail)
+        self._learner = connect(zmq.DEALER, name="weight_status", identity=me)
 
     @property
     def version(self) -> Version:
@@ -98,16 +107,16 @@ class Generator:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             await self._engine.stop()
+            for socket in (self._backend, self._notices, self._learner):
+                socket.close()
 
     async def _start(self) -> None:
         info = await self._engine.start()
-        hello = GeneratorHello(
-            self._process.index, self._process.incarnation, info.kv_tokens, info.max_num_seqs, info.max_model_len,
-            self.version,
-        )  # fmt: skip
-        self._send(self._backend, hello)
-        for work in (self._serve_requests(), self._serve_notices(), self._report()):
-            self._spawn(work)
+        index, incarnation = self._process.index, self._process.incarnation
+        limits = info.kv_tokens, info.max_num_seqs, info.max_model_len
+        self._backend.send(GeneratorHello(index, incarnation, *limits, self.version))
+        self._spawn(self._follow_notices())
+        self._spawn(self._report())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -116,7 +125,11 @@ class Generator:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._ended.done():
             self._ended.set_exception(error)
 
     def _read_inbox(self) -> None:
@@ -125,37 +138,22 @@ class Generator:
         if self._process.stopping and not self._ended.done():
             self._ended.set_result(None)
 
-    def _send(self, socket: zmq.asyncio.Socket, message: Message) -> None:
-        """At once: flow control is by credit, so a full queue is an error (zmq.Again)."""
-        sent = socket.send_multipart(encode(message), zmq.DONTWAIT, copy=False)
-        assert isinstance(sent, asyncio.Future)
-        sent.result()
-
-    async def _receive(self, socket: zmq.asyncio.Socket) -> Message | None:
-        """None for what is no message: it costs its sender an answer, not everyone the generator."""
-        try:
-            return decode(await socket.recv_multipart())
-        except ProtocolError as error:
-            self._malformed += 1
-            print(f"generator: message {self._malformed} ignored: {error}", file=sys.stderr, flush=True)
-            return None
-
     # ------------------------------------------------------------ requests
 
-    async def _serve_requests(self) -> None:
-        while True:
-            match await self._receive(self._backend):
-                case Generate() as request:
-                    job = self._jobs[request.request_id] = _Job(request)
-                    if self._gate.admit(request.version, request.request_id, self.version):
-                        self._run(job)
-                case Abort(request_id):
-                    self._abort(request_id)
+    def _from_proxy(self, message: Message, _peer: bytes) -> None:
+        match message:
+            case Generate():
+                job = self._jobs[message.request_id] = _Job(message)
+                if self._gate.admit(message.version, message.request_id, self.version):
+                    self._run(job)
+            case Abort(request_id):
+                self._abort(request_id)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from the proxy")
 
     def _release_held(self) -> None:
         for request_id in self._gate.release(self.version):
-            job = self._jobs.get(request_id)
-            if job is not None:
+            if job := self._jobs.get(request_id):
                 self._run(job)
 
     def _run(self, job: _Job) -> None:
@@ -164,6 +162,7 @@ class Generator:
         if epoch != self.version.epoch:
             self._answer(job, Sampled(finish_reason="error"), f"epoch {epoch} is over; this is {self.version.epoch}")
             return
+
         job.started = time.monotonic()
         self._count(running=+1)
         self._spawn(self._generate(job))
@@ -176,9 +175,11 @@ class Generator:
             else:
                 sampled = await self._engine.generate(job.request, partial(self._progress, job))
         except ValueError as refused:  # the engine cannot run this request, but others
-            sampled, error = Sampled(finish_reason="error", tokens_generated=job.tokens), str(refused)
+            sampled = Sampled(finish_reason="error", tokens_generated=job.tokens)
+            error = str(refused)
         finally:
             self._count(running=-1)
+
         self._progress(job, sampled)
         self._answer(job, sampled, error)
 
@@ -187,10 +188,11 @@ class Generator:
         job.tokens = sampled.tokens_generated
         self._tokens += new
         self._process.progress += new
+
         if sampled.policy_version and sampled.policy_version[0] != job.first_version:  # again after an `abort` update
             job.first_version = sampled.policy_version[0]
             first = Version(self.version.epoch, job.first_version)
-            self._send(self._backend, FirstToken(job.request.request_id, job.request.session, first))
+            self._backend.send(FirstToken(job.request.request_id, job.request.session, first))
 
     def _abort(self, request_id: int) -> None:
         job = self._jobs.get(request_id)
@@ -204,8 +206,9 @@ class Generator:
 
     def _answer(self, job: _Job, sampled: Sampled, error: str = "") -> None:
         request, now = job.request, time.monotonic()
-        del self._jobs[request.request_id]
         started = job.started if job.started is not None else now
+        del self._jobs[request.request_id]
+
         answer = Generated(
             request_id=request.request_id,
             session=request.session,
@@ -218,46 +221,45 @@ class Generator:
             generate_s=now - started,
             error=error,
         )
-        self._send(self._backend, answer)
+        self._backend.send(answer)
 
     # ------------------------------------------------------------ weights
 
-    async def _serve_notices(self) -> None:
+    def _from_learner(self, message: Message, _peer: bytes) -> None:
+        if not isinstance(message, WeightNotice):
+            raise ProtocolError(f"{type(message).__name__} from the learner")
+        self._notice = message
+        self._noticed.set()
+
+    async def _follow_notices(self) -> None:
         while True:
-            notice = await self._receive(self._notices)
-            while await self._notices.poll(0):
-                notice = await self._receive(self._notices) or notice
-            if isinstance(notice, WeightNotice) and notice.version > self.version:
-                await self._load(notice)
+            await self._noticed.wait()
+            self._noticed.clear()
+            assert self._notice is not None
+            if self._notice.version > self.version:
+                await self._load(self._notice)
 
     async def _load(self, notice: WeightNotice) -> None:
-        process = self._process
-        deadline_s = process.config.weights.deadline_s
-        if process.config.generator.on_update == "drain":
-            deadline_s += process.config.generator.drain_deadline_s
-        self._loading = process.busy = True
+        process, config = self._process, self._process.config
+        deadline_s = config.weights.deadline_s
+        if config.generator.on_update == "drain":
+            deadline_s += config.generator.drain_deadline_s
+
+        self._loading = True
+        process.busy = True
         try:
             async with asyncio.timeout(deadline_s):
                 report = await self._engine.load(notice.version, notice.probe_ids)
         except Exception as error:
             what = str(error) or f"not loaded within {deadline_s:.0f} s"
             failed = f"generator {process.index}: weights of version {notice.version.n}: {type(error).__name__}: {what}"
-            self._send(self._learner, replace(self._status, error=failed))
+            send(self._learner, replace(self._status, error=failed))
             raise RuntimeError(failed) from error
         finally:
             self._loading = False
+
         self._loads += 1
-        self._status = WeightStatus(
-            process.index,
-            process.incarnation,
-            report.version,
-            checksum=report.checksum,
-            probe_logp=report.probe_logp,
-            wait_s=report.wait_s,
-            pause_s=report.pause_s,
-            copy_s=report.copy_s,
-            load_s=report.load_s,
-        )
+        self._status = WeightStatus(process.index, process.incarnation, **vars(report))
         self._send_status()  # before requests of the new version run, so that the proxy knows of the new cache
         self._release_held()
         self._count()
@@ -275,8 +277,8 @@ class Generator:
     def _send_status(self) -> None:
         process = self._process
         running = {key: job.tokens for key, job in self._jobs.items() if job.started is not None}
-        self._send(self._backend, GeneratorStatus(process.index, process.incarnation, self.version, running))
-        self._send(self._learner, self._status)
+        self._backend.send(GeneratorStatus(process.index, process.incarnation, self.version, running))
+        send(self._learner, self._status)
 
     def _count(self, running: int = 0) -> None:
         """Close the books on the time until now, then change the number of running requests."""
@@ -287,6 +289,7 @@ class Generator:
             self._idle_s += now - self._counted
         self._counted = now
         self._running += running
+
         process.busy = self._running > 0 or self._loading
         process.stats = {
             "idle_s": self._idle_s,
@@ -296,14 +299,14 @@ class Generator:
             "held": len(self._jobs) - self._running,
             "version": self.version.n,
             "loads": self._loads,
-            "malformed": self._malformed,
+            "malformed": self._malformed.count,
         }
 
 
 async def serve(process: Process, engine: Engine) -> None:
-    context = zmq.asyncio.Context()
+    context = zmq.Context()  # its own: an engine may hold sockets of the shared one
     try:
-        await Generator(process, engine, context).serve()
+        await GeneratorServer(process, engine, context).serve()
     finally:
         context.destroy(linger=500)
 

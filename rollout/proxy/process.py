@@ -9,10 +9,8 @@ Array frames are passed on as they came. No torch; one plain poll loop that drai
 
 from __future__ import annotations
 
-import sys
 import time
 import zlib
-from collections.abc import Callable
 
 import numpy as np
 import zmq
@@ -34,14 +32,13 @@ from rl.core.messages import (
     Version,
 )
 from rl.core.process import Process
+from rl.core.receiving import Malformed, Receiver
 from rl.core.run import ProcessContext, context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, receive_from, send, send_to
+from rl.core.sockets import PeerGone, identity, open_socket, send, send_to
 from rollout.proxy.core import ProxyCore
 from rollout.proxy.state import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 
-_Handler = Callable[[bytes, Message], None]
-_MESSAGES_PER_TURN = 512  # of one socket, so that neither side starves the other
-_POLL_MS = 100  # also the resolution of the progress counter and of waits
+_POLL_S = 0.1  # also the resolution of the progress counter and of waits
 
 
 class Proxy:
@@ -59,24 +56,27 @@ class Proxy:
         self._requests: dict[int, Generate] = {}  # by key
         self._incarnations: dict[bytes, tuple[int, int]] = {}  # generator peers: index, incarnation
         self._peers: dict[int, bytes] = {}  # generator index -> its peer
-        self._malformed = self._undelivered = 0
-        self._answered = self._sent_again = 0
+        self._malformed = Malformed("proxy")
+        self._undelivered = 0
+        self._answered = 0
+        self._sent_again = 0
         self._next_stats = 0.0
 
     def serve(self) -> None:
         """Until the supervisor says stop."""
         process = self._process
-        poller = zmq.Poller()
-        for source in (self._frontend, self._backend, process.wake_fd):
-            poller.register(source, zmq.POLLIN)
+        # Generators first: their answers free room for requests.
+        handlers = {self._backend: self._from_generator, self._frontend: self._from_client}
+        receiver = Receiver(handlers, self._malformed, process.wake_fd)
         last = time.monotonic()
+
         while not process.stopping:
-            poller.poll(_POLL_MS)
+            receiver.wait(_POLL_S)
             for peer_event in process.received():
                 if isinstance(peer_event, PeerDied):
                     self._peer_died(peer_event)
-            self._drain(self._backend, self._from_generator)  # first: it frees room for requests
-            self._drain(self._frontend, self._from_client)
+            receiver.drain()
+
             now = time.monotonic()
             self._account(now, now - last)
             last = now
@@ -87,24 +87,7 @@ class Proxy:
 
     # ------------------------------------------------------------ events in
 
-    def _drain(self, socket: zmq.Socket, handle: _Handler) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
-            try:
-                peer, message = receive_from(socket)
-            except zmq.Again:
-                return
-            except ProtocolError as error:
-                self._reject(str(error))
-                continue
-            handle(peer, message)
-
-    def _reject(self, what: str) -> None:
-        """A bad message costs its sender an answer, not everyone the proxy."""
-        self._malformed += 1
-        if self._malformed <= 10 or self._malformed % 1000 == 0:
-            print(f"proxy: message {self._malformed} ignored: {what}", file=sys.stderr, flush=True)
-
-    def _from_client(self, peer: bytes, message: Message) -> None:
+    def _from_client(self, message: Message, peer: bytes) -> None:
         now = time.monotonic()
         match message:
             case Generate():
@@ -128,9 +111,9 @@ class Proxy:
             case ClientHello():
                 pass  # the identity says who it is
             case _:
-                self._reject(f"{type(message).__name__} from client {peer!r}")
+                raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
 
-    def _from_generator(self, peer: bytes, message: Message) -> None:
+    def _from_generator(self, message: Message, peer: bytes) -> None:
         now = time.monotonic()
         if isinstance(message, GeneratorHello):
             index, incarnation = message.generator, message.incarnation
@@ -145,8 +128,7 @@ class Proxy:
             )
             return
         if peer not in self._incarnations:
-            self._reject(f"{type(message).__name__} from {peer!r} before its hello")
-            return
+            raise ProtocolError(f"{type(message).__name__} from {peer!r} before its hello")
         index, incarnation = self._incarnations[peer]
         match message:
             case Generated():
@@ -159,7 +141,7 @@ class Proxy:
             case GeneratorStatus():
                 self._perform(self._core.status(now, index, incarnation, message.running, message.version))
             case _:
-                self._reject(f"{type(message).__name__} from generator {index}")
+                raise ProtocolError(f"{type(message).__name__} from generator {index}")
 
     def _peer_died(self, died: PeerDied) -> None:
         now = time.monotonic()
@@ -202,7 +184,7 @@ class Proxy:
         assert isinstance(reply.client, bytes)
         self._send_to(self._frontend, reply.client, message)
 
-    def _send_to(self, socket: zmq.Socket, peer: bytes, message: Message) -> None:
+    def _send_to(self, socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
         """A peer that is gone is reported by the supervisor; until then nothing is done on the suspicion."""
         try:
             send_to(socket, peer, message)
@@ -230,7 +212,7 @@ class Proxy:
             "outstanding_tokens": sum(load for load, _, _ in loads.values()),
             "answered": self._answered,
             "ignored": core.ignored,
-            "malformed": self._malformed,
+            "malformed": self._malformed.count,
             "undelivered": self._undelivered,
             "sent_again": self._sent_again,
         }

@@ -1,0 +1,140 @@
+"""The one receive loop: order, bounded turns, and what becomes of what is no message."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from rl.core.messages import BatchRequest, Message, ProtocolError, Stop, encode
+from rl.core.receiving import MESSAGES_PER_TURN, Malformed, Port, Receiver, fatal
+from rl.core.sockets import send
+
+
+class Pair:
+    """Both ends of an in-process DEALER-ROUTER (or PUSH-PULL) connection."""
+
+    def __init__(self, context: zmq.SyncContext, name: str, kinds: tuple[int, int] = (zmq.DEALER, zmq.ROUTER)) -> None:
+        self.there = context.socket(kinds[0])
+        self.here = context.socket(kinds[1])
+        if kinds[0] == zmq.DEALER:
+            self.there.setsockopt(zmq.IDENTITY, b"peer")
+        self.here.bind(f"inproc://{name}")
+        self.there.connect(f"inproc://{name}")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.SyncContext]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_sockets_are_drained_in_their_order_and_in_bounded_turns(context: zmq.SyncContext) -> None:
+    first, second = Pair(context, "first"), Pair(context, "second", (zmq.PUSH, zmq.PULL))
+    taken: list[tuple[str, int, bytes]] = []
+
+    def handle(name: str, message: Message, peer: bytes) -> None:
+        assert isinstance(message, BatchRequest)
+        taken.append((name, message.step, peer))
+
+    handlers = {
+        first.here: lambda message, peer: handle("first", message, peer),
+        second.here: lambda message, peer: handle("second", message, peer),
+    }
+    receiver = Receiver(handlers, fatal, limit=2)
+    for step in range(3):
+        send(second.there, BatchRequest(step))
+        send(first.there, BatchRequest(step))
+
+    assert receiver.wait(10)
+    receiver.drain()
+    assert taken == [("first", 0, b"peer"), ("first", 1, b"peer"), ("second", 0, b""), ("second", 1, b"")]
+    receiver.drain()
+    assert taken[4:] == [("first", 2, b"peer"), ("second", 2, b"")]
+    assert not receiver.wait(0)
+
+
+def test_the_wait_ends_when_the_descriptor_is_readable(context: zmq.SyncContext) -> None:
+    wake_fd = os.eventfd(1, os.EFD_NONBLOCK)
+    receiver = Receiver({Pair(context, "quiet").here: lambda message, peer: None}, fatal, wake_fd)
+    assert receiver.wait(60)
+    os.eventfd_read(wake_fd)
+    assert not receiver.wait(0.01)
+    os.close(wake_fd)
+
+
+def refuse(message: Message, peer: bytes) -> None:
+    raise ProtocolError(f"{type(message).__name__} makes no sense from {peer!r}")
+
+
+def test_what_is_no_message_is_counted_and_logged_at_a_limited_rate(
+    context: zmq.SyncContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair, malformed = Pair(context, "bad"), Malformed("broker")
+    receiver = Receiver({pair.here: refuse}, malformed, limit=MESSAGES_PER_TURN)
+    send(pair.there, Stop("x"))
+    pair.there.send(b"\xc1garbage")
+    receiver.drain()
+    assert malformed.count == 2
+    refused, garbage = capsys.readouterr().err.splitlines()
+    assert refused == "broker: dropped message 1: Stop makes no sense from b'peer'"
+    assert garbage.startswith("broker: dropped message 2: not a message")
+
+    for _ in range(1998):
+        malformed(ProtocolError("again " * 100))
+    lines = capsys.readouterr().err.splitlines()
+    assert malformed.count == 2000 and len(lines) == 18 + 2 and max(map(len, lines)) < 350
+
+
+def test_a_trusted_peers_malformed_message_is_an_error(context: zmq.SyncContext) -> None:
+    pair = Pair(context, "trusted")
+    send(pair.there, Stop("x"))
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        Receiver({pair.here: refuse}, fatal).drain()
+
+
+def test_an_error_of_a_handler_is_not_taken_for_an_empty_socket(context: zmq.SyncContext) -> None:
+    pair = Pair(context, "full")
+
+    def full(message: Message, peer: bytes) -> None:
+        raise zmq.Again
+
+    send(pair.there, Stop("x"))
+    with pytest.raises(zmq.Again):
+        Receiver({pair.here: full}, Malformed("broker")).drain()
+
+
+def test_a_port_takes_all_that_arrives_and_reports_what_its_handler_raises(context: zmq.SyncContext) -> None:
+    async def main() -> None:
+        pair, malformed = Pair(context, "port", (zmq.DEALER, zmq.DEALER)), Malformed("generator")
+        steps: list[int] = []
+        failures: list[Exception] = []
+        done = asyncio.Event()
+
+        def handle(message: Message, peer: bytes) -> None:
+            if isinstance(message, Stop):
+                done.set()
+            elif isinstance(message, BatchRequest) and message.step < 0:
+                raise RuntimeError("negative")
+            else:
+                assert isinstance(message, BatchRequest)
+                steps.append(message.step)
+
+        for step in range(300):  # before the port is made, and while it is there
+            send(pair.there, BatchRequest(step))
+        port = Port(pair.here, handle, malformed, failures.append)
+        for step in (300, -1, 301):
+            send(pair.there, BatchRequest(step))
+        pair.there.send(b"\xc1garbage")
+        pair.there.send_multipart(encode(Stop("all is said")))
+
+        await asyncio.wait_for(done.wait(), 10)
+        assert steps == list(range(302)) and malformed.count == 1
+        assert [str(failure) for failure in failures] == ["negative"]
+        port.close()
+
+    asyncio.run(main())

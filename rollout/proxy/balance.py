@@ -31,22 +31,27 @@ class LoadTree:
             self._grow()
         loads, rooms = self._load, self._room
         node = leaf + self._size
-        loads[node], rooms[node] = (load, room) if room >= 0 else (INFINITE_LOAD, -1)
+        loads[node] = load if room >= 0 else INFINITE_LOAD
+        rooms[node] = room if room >= 0 else -1
+
         while node > 1:
-            twin, parent = node ^ 1, node >> 1
-            low = loads[node] if loads[node] <= loads[twin] else loads[twin]
-            most = rooms[node] if rooms[node] >= rooms[twin] else rooms[twin]
-            if loads[parent] == low and rooms[parent] == most:
+            sibling = node ^ 1
+            low = loads[node] if loads[node] <= loads[sibling] else loads[sibling]
+            most = rooms[node] if rooms[node] >= rooms[sibling] else rooms[sibling]
+            node >>= 1
+            if loads[node] == low and rooms[node] == most:
                 return
-            loads[parent], rooms[parent] = low, most
-            node = parent
+            loads[node] = low
+            rooms[node] = most
 
     def best(self, need: int) -> int | None:
         """The least loaded leaf with at least `need` tokens of room (ties: the lowest), None if there is none."""
         loads, rooms = self._load, self._room
         if rooms[1] < need:
             return None
-        found, found_load = None, INFINITE_LOAD
+
+        found = None
+        found_load = INFINITE_LOAD
         stack = [1]
         for _ in range(32 * self._size.bit_length()):
             if not stack:
@@ -55,8 +60,10 @@ class LoadTree:
             if rooms[node] < need or loads[node] >= found_load:
                 continue
             if node >= self._size:
-                found, found_load = node - self._size, loads[node]
+                found = node - self._size
+                found_load = loads[node]
                 continue
+
             left = 2 * node
             stack += (left + 1, left) if loads[left] <= loads[left + 1] else (left, left + 1)
         return found if found is not None else self._roomiest()
@@ -85,7 +92,7 @@ class Waiting(Protocol):
 T = TypeVar("T", bound=Waiting)
 
 
-class Line(Generic[T]):
+class PriorityQueue(Generic[T]):
     """Waiting requests by (priority, arrival). What left the queue is dropped lazily, at constant amortised cost."""
 
     def __init__(self) -> None:

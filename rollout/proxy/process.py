@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import zlib
 
-import numpy as np
 import zmq
 from msgspec.structs import replace
 
@@ -29,7 +28,6 @@ from rl.core.messages import (
     PeerDied,
     ProtocolError,
     Usage,
-    Version,
 )
 from rl.core.process import Process
 from rl.core.receiving import Malformed, Receiver
@@ -53,9 +51,11 @@ class Proxy:
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
         self._usage = open_socket(zmq.PUSH, run, "usage")
+
         self._requests: dict[int, Generate] = {}  # by key
         self._incarnations: dict[bytes, tuple[int, int]] = {}  # generator peers: index, incarnation
         self._peers: dict[int, bytes] = {}  # generator index -> its peer
+
         self._malformed = Malformed("proxy")
         self._undelivered = 0
         self._answered = 0
@@ -72,9 +72,9 @@ class Proxy:
 
         while not process.stopping:
             receiver.wait(_POLL_S)
-            for peer_event in process.received():
-                if isinstance(peer_event, PeerDied):
-                    self._peer_died(peer_event)
+            for message in process.received():
+                if isinstance(message, PeerDied):
+                    self._peer_died(message)
             receiver.drain()
 
             now = time.monotonic()
@@ -88,60 +88,60 @@ class Proxy:
     # ------------------------------------------------------------ events in
 
     def _from_client(self, message: Message, peer: bytes) -> None:
-        now = time.monotonic()
         match message:
             case Generate():
-                key = self._core.next_key
-                actions = self._core.add(
-                    now,
-                    peer,
-                    message.request_id,
-                    session=message.session,
-                    kind=message.kind,
-                    prompt_len=message.prompt_ids.size,
-                    max_tokens=message.max_tokens,
-                    priority=message.priority,
-                    prompt_hash=None if self._core.knows_session(message.session) else _hash(message.prompt_ids),
-                )
-                if self._core.next_key > key:  # else it was ignored
-                    self._requests[key] = replace(message, request_id=key)
-                self._perform(actions)
+                self._add(message, peer)
             case Abort():
-                self._perform(self._core.abort(now, peer, message.request_id))
+                self._perform(self._core.abort(time.monotonic(), peer, message.request_id))
             case ClientHello():
                 pass  # the identity says who it is
             case _:
                 raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
 
+    def _add(self, message: Generate, peer: bytes) -> None:
+        key, session, prompt = self._core.next_key, message.session, message.prompt_ids
+        actions = self._core.add(
+            time.monotonic(),
+            peer,
+            message.request_id,
+            session=session,
+            kind=message.kind,
+            prompt_len=prompt.size,
+            max_tokens=message.max_tokens,
+            priority=message.priority,
+            prompt_hash=None if self._core.knows_session(session) else zlib.crc32(prompt.data) << 32 | prompt.size,
+        )
+        if self._core.next_key > key:  # else it was ignored
+            self._requests[key] = replace(message, request_id=key)
+        self._perform(actions)
+
     def _from_generator(self, message: Message, peer: bytes) -> None:
-        now = time.monotonic()
         if isinstance(message, GeneratorHello):
-            index, incarnation = message.generator, message.incarnation
-            self._incarnations[peer] = (index, incarnation)
-            known = self._peers.get(index)
-            if known is None or self._incarnations[known][1] <= incarnation:
-                self._peers[index] = peer
-            self._perform(
-                self._core.generator_up(
-                    now, index, incarnation, message.kv_tokens, message.max_num_seqs, message.max_model_len
-                )
-            )
+            self._generator_up(message, peer)
             return
         if peer not in self._incarnations:
             raise ProtocolError(f"{type(message).__name__} from {peer!r} before its hello")
-        index, incarnation = self._incarnations[peer]
+
+        sender = time.monotonic(), *self._incarnations[peer]
         match message:
-            case Generated():
-                actions = self._core.finished(
-                    now, index, incarnation, message.request_id, message.tokens_generated, message.finish_reason
-                )
-                self._perform(actions, answer=message)
+            case Generated(request_id=key, tokens_generated=tokens, finish_reason=reason):
+                self._perform(self._core.finished(*sender, key, tokens, reason), answer=message)
             case FirstToken():
-                self._perform(self._core.first_token(now, index, incarnation, message.request_id), first=message)
+                self._perform(self._core.first_token(*sender, message.request_id), first=message)
             case GeneratorStatus():
-                self._perform(self._core.status(now, index, incarnation, message.running, message.version))
+                self._perform(self._core.status(*sender, message.running, message.version))
             case _:
-                raise ProtocolError(f"{type(message).__name__} from generator {index}")
+                raise ProtocolError(f"{type(message).__name__} from generator {peer!r}")
+
+    def _generator_up(self, hello: GeneratorHello, peer: bytes) -> None:
+        index, incarnation = hello.generator, hello.incarnation
+        self._incarnations[peer] = (index, incarnation)
+        known = self._peers.get(index)
+        if known is None or self._incarnations[known][1] <= incarnation:
+            self._peers[index] = peer
+
+        limits = hello.kv_tokens, hello.max_num_seqs, hello.max_model_len
+        self._perform(self._core.generator_up(time.monotonic(), index, incarnation, *limits))
 
     def _peer_died(self, died: PeerDied) -> None:
         now = time.monotonic()
@@ -180,7 +180,7 @@ class Proxy:
             assert answer is not None
             message = replace(answer, request_id=reply.request_id, queued_s=answer.queued_s + reply.queued_s)
         else:
-            message = _empty(reply, request.version)
+            message = _empty_answer(reply, request)
         assert isinstance(reply.client, bytes)
         self._send_to(self._frontend, reply.client, message)
 
@@ -201,11 +201,14 @@ class Proxy:
             process.waits.add("generators", elapsed)
         elif not core.in_flight:
             process.waits.add("environments", elapsed)
-        if now < self._next_stats:
-            return
-        self._next_stats = now + process.config.timeouts.heartbeat_s
-        loads = core.loads()
-        stats = {
+
+        if now >= self._next_stats:
+            self._next_stats = now + process.config.timeouts.heartbeat_s
+            process.stats = self._stats()
+
+    def _stats(self) -> dict[str, float]:
+        core, loads = self._core, self._core.loads()
+        stats: dict[str, float] = {
             "queue_depth": core.queue_depth,
             "in_flight": core.in_flight,
             "generators": len(loads),
@@ -218,19 +221,16 @@ class Proxy:
         }
         for index, (load, reserved, live) in loads.items():
             stats |= {f"outstanding.{index}": load, f"kv_reserved.{index}": reserved, f"live.{index}": live}
-        process.stats = {name: float(value) for name, value in stats.items()}
+        return stats
 
 
-def _hash(prompt_ids: np.ndarray) -> int:
-    return zlib.crc32(prompt_ids.data) << 32 | prompt_ids.size
-
-
-def _empty(reply: Reply, version: Version) -> Generated:
+def _empty_answer(reply: Reply, request: Generate) -> Generated:
+    """Of a request that no generator answers."""
     return Generated(
         request_id=reply.request_id,
-        session=reply.session,
+        session=request.session,
         columns=masked_columns({"token": 0, **ONE_TURN}, "generator"),
-        epoch=version.epoch,
+        epoch=request.version.epoch,
         finish_reason=reply.finish_reason,
         tokens_generated=0,
         generator=-1,

@@ -1,4 +1,4 @@
-"""What the proxy knows (requests, generators, cached prefixes) and what it asks its shell to do (actions)."""
+"""What the proxy knows of requests and generators, and what it asks its shell to do (actions)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from rl.core.recent import Recent
-from rollout.proxy.balance import Line
+from rollout.proxy.balance import PriorityQueue
 
 Client = Hashable
 REMEMBERED_PROMPTS = 4096  # per generator
@@ -32,7 +32,6 @@ class Reply(Struct, frozen=True):
     client: Client
     request_id: int
     key: int
-    session: int
     forward: bool
     finish_reason: str
     error: str = ""
@@ -64,7 +63,9 @@ Action = SendTo | AbortAt | Reply | Forget | ReportFirstToken | ReportUsage
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class RoutedRequest:
+    """A request that has not been answered: in the queue, or on a generator."""
+
     key: int
     client: Client
     request_id: int
@@ -77,7 +78,7 @@ class Request:
     since: float  # start of the current wait
     need: int  # KV tokens reserved
     queued: bool = False
-    generator: Generator | None = None
+    generator: GeneratorState | None = None
     work: int = 0  # its share of the generator's load
     expected: int = 0  # response tokens expected when it was sent
     tokens: int = 0  # sampled by the current generator, as last reported
@@ -87,9 +88,19 @@ class Request:
     overtaken: int = 0
     queued_s: float = 0.0
 
+    def has_sampled(self, tokens: int) -> None:
+        """Prefill is done; a response longer than expected counts as nearly finished."""
+        assert self.generator is not None
+        self.tokens = tokens
+        work = max(1, self.expected - tokens)
+        self.generator.load += work - self.work
+        self.work = work
+
 
 @dataclass(slots=True, eq=False)
-class Generator:
+class GeneratorState:
+    """One incarnation of a generator."""
+
     index: int
     incarnation: int
     kv_tokens: int
@@ -97,19 +108,15 @@ class Generator:
     alive: bool = True
     load: int = 0
     reserved: int = 0
-    live: dict[int, Request] = field(default_factory=dict)
-    loyal: Line[Request] = field(default_factory=Line)  # queued requests whose prefix is cached here
+    live: dict[int, RoutedRequest] = field(default_factory=dict)
+    cached_here: PriorityQueue[RoutedRequest] = field(default_factory=PriorityQueue)
+    """Queued requests of sessions whose context is cached here."""
     version: Hashable = None
     cache_epoch: int = 0  # counts what emptied the prefix cache
     prompts: Recent[None] = field(default_factory=lambda: Recent(REMEMBERED_PROMPTS))  # hashes of those cached here
 
-    def has_room(self, need: int) -> bool:
-        return self.alive and len(self.live) < self.max_num_seqs and self.reserved + need <= self.kv_tokens
-
-
-class Home(Struct, frozen=True):
-    """Where the last turn of a session ran, and how many tokens of its context are cached there."""
-
-    generator: Generator
-    cache_epoch: int
-    tokens: int
+    @property
+    def room(self) -> int:
+        """Free KV tokens; negative if it takes no request at all."""
+        full = not self.alive or len(self.live) >= self.max_num_seqs
+        return -1 if full else self.kv_tokens - self.reserved

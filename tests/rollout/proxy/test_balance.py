@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.proxy.balance import Line, LoadTree
+from rollout.proxy.balance import LoadTree, PriorityQueue
 
 leaves = st.tuples(st.integers(0, 40), st.integers(0, 9), st.integers(-1, 9))
 
@@ -41,25 +41,25 @@ def test_many_light_generators_without_room_do_not_hide_the_one_with_room() -> N
 
 
 @dataclass(eq=False)
-class Ticket:
+class Waiter:
     key: int
     priority: int
     queued: bool = True
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.just(None), st.just("leave")), max_size=400))
-def test_a_line_serves_by_priority_and_arrival(operations: list[int | str | None]) -> None:
+def test_the_queue_serves_by_priority_and_arrival(operations: list[int | str | None]) -> None:
     """Integers arrive with this priority, None serves the head, "leave" takes out the one that arrived last."""
-    line: Line[Ticket] = Line()
-    waiting: list[Ticket] = []
+    queue: PriorityQueue[Waiter] = PriorityQueue()
+    waiting: list[Waiter] = []
     for key, operation in enumerate(operations):
         if isinstance(operation, int):
-            waiting.append(Ticket(key, operation))
-            line.push(waiting[-1])
+            waiting.append(Waiter(key, operation))
+            queue.push(waiting[-1])
         elif operation == "leave" and waiting:
             waiting.pop().queued = False
-        expected = min(waiting, key=lambda ticket: (ticket.priority, ticket.key), default=None)
-        assert line.head() is expected
+        expected = min(waiting, key=lambda waiter: (waiter.priority, waiter.key), default=None)
+        assert queue.head() is expected
         if operation is None and expected is not None:
             expected.queued = False
             waiting.remove(expected)

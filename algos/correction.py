@@ -8,6 +8,7 @@ weight the loss itself sees the proximal policy as the one that sampled, so noth
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,13 +24,16 @@ Mask = Literal["none", "token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Correction:
-    """Bounds are of ratios; a `sequence` ratio is the product of its tokens', `geometric` their geometric mean."""
+    """Bounds are of ratios; a `sequence` ratio is the product of its tokens', `geometric` their geometric mean.
+
+    Without arguments nothing is corrected, and nothing is bounded: the section `algo.correction` has the defaults.
+    """
 
     weight: Weight = "none"
-    cap: float = 2.0
+    cap: float = math.inf
     mask: Mask = "none"
-    low: float = 0.5
-    high: float = 2.0
+    low: float = 0.0
+    high: float = math.inf
 
     @property
     def active(self) -> bool:

@@ -63,7 +63,7 @@ class SupervisedOptions:
     steps: int
     lr: float
     """Highest learning rate: linear warm-up, then half a cosine down to a tenth."""
-    warmup_steps: int = 20
+    warmup_steps: int
     width: int | None = 256
     """Tokens of a row, whose square is what attention costs; None: one row, for a model that attends in packs."""
     read_weight: float = 0.0

@@ -110,7 +110,8 @@ class GeneratorConfig(Section):
     enforce_eager: bool = True
     """No CUDA graphs; always true on CPU."""
     on_update: Literal["recompute", "keep", "abort", "drain"] = "recompute"
-    """What happens to running requests at a weight update (docs/design.md, weight update)."""
+    """What a weight update does to running requests: compute their context again, keep what is cached of it, discard
+    what they have sampled and begin again, or wait for their end (at most `drain_deadline_s`)."""
     drain_deadline_s: float = Field(30.0, gt=0)
     """Longest wait of `drain` before it falls back to `recompute`."""
     max_restarts: int = Field(3, ge=0)

@@ -61,5 +61,5 @@ class RolloutConfig(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """S = ceil(alpha) (DESIGN section 3)."""
+        """S = ceil(alpha); docs/freshness.md derives it."""
         return math.ceil(self.alpha)

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import is_flash_attn_2_available
 
+from rl.core.config import LearnerConfig
 from rl.learner import packed_attention
 from rl.learner.logprob import token_logprobs
 from rl.learner.packed_attention import can_pack, pack_bounds, takes_bounds
@@ -31,6 +32,7 @@ from rl.learner.packed_attention import can_pack, pack_bounds, takes_bounds
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
+DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
 
 
@@ -72,7 +74,7 @@ class PackedModel(nn.Module):
 class Policy(PackedModel):
     """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, no more."""
 
-    def __init__(self, model: nn.Module, *, logprob_chunk: int = 256) -> None:
+    def __init__(self, model: nn.Module, *, logprob_chunk: int = DEFAULTS.logprob_chunk) -> None:
         super().__init__(model)
         self.logprob_chunk = logprob_chunk
         head = self.model.get_output_embeddings()
@@ -116,7 +118,11 @@ class Policy(PackedModel):
 
 
 def load_policy(
-    folder: str | Path, *, logprob_chunk: int = 256, attention: str | None = None, device: str = "cpu"
+    folder: str | Path,
+    *,
+    logprob_chunk: int = DEFAULTS.logprob_chunk,
+    attention: str | None = None,
+    device: str = "cpu",
 ) -> Policy:
     """The model in `folder`, in float32 on the CPU (`shard_policy` moves it), ready to train.
 

@@ -8,24 +8,26 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rl.core.config import SimulatedEngineConfig
+from rl.core.config import GeneratorConfig, SimulatedEngineConfig
 from rl.core.seeds import sample_seed
 from rollout.broker import Rules
 from rollout.broker.actions import EmitBatch
 from rollout.simulate.distributions import Constant, Distribution, normal, uniform
+
+_DEFAULTS = GeneratorConfig()
 
 
 class Generators(Struct, frozen=True):
     """`count` equal ones. A decode step of n sequences takes decode_base_s + decode_per_seq_s * (n - 1)."""
 
     count: int
-    max_num_seqs: int = 64
+    max_num_seqs: int = _DEFAULTS.max_num_seqs
     max_model_len: int = 40_960
     kv_tokens: int = 0
     """KV memory; 0: every sequence has room for a whole context, so that KV memory never binds."""
     decode_base_s: float = 0.02
     decode_per_seq_s: float = 0.0
-    prefill_tokens_per_s: float = 1e6
+    prefill_tokens_per_s: float = _DEFAULTS.simulated.prefill_tokens_per_s
     copy_s: float = 0.0
     """Of a weight update, while decoding goes on."""
     load_s: float = 0.0

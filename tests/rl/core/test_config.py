@@ -1,14 +1,19 @@
-"""Configuration: bad input gets one line that names the field, the value and the fix."""
+"""Configuration: bad input gets one line that names the field, the value and the fix; one place for each default."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rl.core.config import Config, ConfigError, Section, load_config
+from rl.core.config import Config, ConfigError, load_config
+from rl.core.config_section import Section
 
-RECIPES = sorted((Path(__file__).parents[3] / "experiments").glob("*.yaml"))
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "experiments").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,8 @@ def test_resolved_configuration_round_trips() -> None:
 
 
 def test_every_field_has_help() -> None:
-    for section in (Config, *Section.__subclasses__()):
+    sections: list[type[Section]] = [Config, *Section.__subclasses__()]
+    for section in sections:
         for name, field in section.model_fields.items():
             is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
             assert field.description or is_section, f"{section.__name__}.{name} has no help text"
@@ -80,3 +86,57 @@ def test_every_field_has_help() -> None:
 def test_keys_within_lists_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'algo\.shaping\.0\.option'; did you mean 'options'\?"):
         load_config(None, ["algo.shaping=[{name: overlong, option: {}}]"])
+
+
+def configured(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Name, path and default of every field."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from configured(field.annotation, f"{prefix}{name}.")
+        else:
+            yield name, prefix + name, field.get_default(call_default_factory=True)
+
+
+def literal_defaults(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Owner, name and default of every parameter and of every field of a class, where the default is a literal."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        owner = ""
+        given: list[tuple[str, ast.expr | None]] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            owner = node.name
+            positional = node.args.posonlyargs + node.args.args
+            defaults = node.args.defaults
+            given += [(each.arg, value) for each, value in zip(positional[-len(defaults) :], defaults, strict=False)]
+            keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            given += [(each.arg, value) for each, value in keywords]
+        elif isinstance(node, ast.ClassDef):
+            owner = node.name
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            given += [(each.target.id, each.value) for each in fields if isinstance(each.target, ast.Name)]
+        for name, value in given:
+            if isinstance(value, ast.Constant):
+                yield owner, name, value.value
+
+
+NEUTRAL = {"0", "0.0", "1", "1.0", "None", "False", "True", "''", "'none'"}
+"""What says "nothing of the kind" is no choice that could drift."""
+OTHER_FIELDS = {("Generators", "on_update")}  # the simulator knows two of its values only
+
+
+def test_a_default_of_the_configuration_stands_nowhere_else() -> None:
+    known: dict[str, list[tuple[str, Any]]] = {}
+    for name, path, default in configured(Config):
+        known.setdefault(name, []).append((path, default))
+
+    again = []
+    for package in ("algos", "rl", "rollout", "launch"):
+        for file in (ROOT / package).rglob("*.py"):
+            if file.name.startswith("config"):
+                continue
+            for owner, name, default in literal_defaults(file):
+                own = owner.endswith("Options") or (owner, name) in OTHER_FIELDS  # a plug-in's options are its own
+                if not own and repr(default) not in NEUTRAL:
+                    for path, configured_default in known.get(name, []):
+                        if default == configured_default:
+                            again.append(f"{file.relative_to(ROOT)}: {owner}.{name} repeats {path}={default!r}")
+    assert not again, "\n".join(again)

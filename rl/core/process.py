@@ -175,7 +175,8 @@ class Process:
         os.eventfd_write(self.wake_fd, 1)
 
     def _heartbeat(self) -> Heartbeat:
-        stats, waits = dict(self.stats), dict(self.waits.seconds)
+        stats = dict(self.stats)
+        waits = dict(self.waits.seconds)
         return Heartbeat(self.role, self.index, self.incarnation, self.progress, self.busy, stats, waits)
 
 

@@ -102,19 +102,22 @@ class GeneratorServer:
             await self._ended
         finally:
             loop.remove_reader(self._process.wake_fd)
+
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks)
+
             await self._engine.stop()
             for socket in (self._backend, self._notices, self._learner):
                 socket.close()
 
     async def _start(self) -> None:
         info = await self._engine.start()
-        index, incarnation = self._process.index, self._process.incarnation
+        me = self._process.index, self._process.incarnation
         limits = info.kv_tokens, info.max_num_seqs, info.max_model_len
-        self._backend.send(GeneratorHello(index, incarnation, *limits, self.version))
+        self._backend.send(GeneratorHello(*me, *limits, self.version))
+
         self._spawn(self._follow_notices())
         self._spawn(self._report())
 
@@ -205,7 +208,8 @@ class GeneratorServer:
             self._spawn(self._engine.abort(request_id))
 
     def _answer(self, job: _Job, sampled: Sampled, error: str = "") -> None:
-        request, now = job.request, time.monotonic()
+        request = job.request
+        now = time.monotonic()
         started = job.started if job.started is not None else now
         del self._jobs[request.request_id]
 
@@ -240,7 +244,8 @@ class GeneratorServer:
                 await self._load(self._notice)
 
     async def _load(self, notice: WeightNotice) -> None:
-        process, config = self._process, self._process.config
+        process = self._process
+        config = process.config
         deadline_s = config.weights.deadline_s
         if config.generator.on_update == "drain":
             deadline_s += config.generator.drain_deadline_s
@@ -282,7 +287,8 @@ class GeneratorServer:
 
     def _count(self, running: int = 0) -> None:
         """Close the books on the time until now, then change the number of running requests."""
-        process, now = self._process, time.monotonic()
+        process = self._process
+        now = time.monotonic()
         if self._running:
             self._busy_s += now - self._counted
         else:

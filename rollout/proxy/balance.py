@@ -29,7 +29,8 @@ class LoadTree:
         """`room` < 0 takes the generator out of the choice."""
         while leaf >= self._size:
             self._grow()
-        loads, rooms = self._load, self._room
+        loads = self._load
+        rooms = self._room
         node = leaf + self._size
         loads[node] = load if room >= 0 else INFINITE_LOAD
         rooms[node] = room if room >= 0 else -1
@@ -46,7 +47,8 @@ class LoadTree:
 
     def best(self, need: int) -> int | None:
         """The least loaded leaf with at least `need` tokens of room (ties: the lowest), None if there is none."""
-        loads, rooms = self._load, self._room
+        loads = self._load
+        rooms = self._room
         if rooms[1] < need:
             return None
 
@@ -56,6 +58,7 @@ class LoadTree:
         for _ in range(32 * self._size.bit_length()):
             if not stack:
                 break
+
             node = stack.pop()
             if rooms[node] < need or loads[node] >= found_load:
                 continue

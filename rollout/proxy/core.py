@@ -187,11 +187,21 @@ class ProxyCore:
         if client in self._dead_clients or request_id in self._clients.setdefault(client, {}):
             return self._ignore()
 
-        key, train, need = self.next_key, kind == "train", prompt_len + max_tokens
-        request = RoutedRequest(
-            key, client, request_id, session, train, prompt_len, max_tokens, priority, prompt_hash, now, need
-        )
+        key = self.next_key
         self.next_key += 1
+        request = RoutedRequest(
+            key=key,
+            client=client,
+            request_id=request_id,
+            session=session,
+            train=kind == "train",
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            priority=priority,
+            prompt_hash=prompt_hash,
+            since=now,
+            need=prompt_len + max_tokens,
+        )
         self._requests[key] = request
         self._clients[client][request_id] = request
 
@@ -264,12 +274,14 @@ class ProxyCore:
         del self._generators[index]
         generator.alive = False
         self._update(generator)
+
         for request in generator.live.values():
             if request.train and request.tokens:
                 self._actions.append(ReportUsage(request.session, request.tokens, lost=True))
             request.generator = None
             request.tokens = 0
             request.deaths += 1
+
             if request.aborted:
                 self._answer(request, "abort")
             elif request.deaths >= self._max_deaths:
@@ -315,13 +327,14 @@ class ProxyCore:
             self._answer(request, "abort")
 
     def _answer(self, request: RoutedRequest, reason: str, error: str = "", *, forward: bool = False) -> None:
-        key, client, request_id = request.key, request.client, request.request_id
-        del self._requests[key]
+        del self._requests[request.key]
         if request.orphan:
-            self._actions.append(Forget(key))
-        else:
-            del self._clients[client][request_id]
-            self._actions.append(Reply(client, request_id, key, forward, reason, error, request.queued_s))
+            self._actions.append(Forget(request.key))
+            return
+        client = request.client
+        del self._clients[client][request.request_id]
+        reply = Reply(client, request.request_id, request.key, forward, reason, error, request.queued_s)
+        self._actions.append(reply)
 
     def _drain(self, now: float, freed: GeneratorState | None = None) -> list[Action]:
         """The end of an event: send what can be sent, and return all its actions."""

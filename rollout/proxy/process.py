@@ -99,17 +99,20 @@ class Proxy:
                 raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
 
     def _add(self, message: Generate, peer: bytes) -> None:
-        key, session, prompt = self._core.next_key, message.session, message.prompt_ids
+        key = self._core.next_key
+        prompt = message.prompt_ids
+        # A session that is known has a cached prefix, which says more than the hash of its prompt.
+        known = self._core.knows_session(message.session)
         actions = self._core.add(
             time.monotonic(),
             peer,
             message.request_id,
-            session=session,
+            session=message.session,
             kind=message.kind,
             prompt_len=prompt.size,
             max_tokens=message.max_tokens,
             priority=message.priority,
-            prompt_hash=None if self._core.knows_session(session) else zlib.crc32(prompt.data) << 32 | prompt.size,
+            prompt_hash=None if known else zlib.crc32(prompt.data) << 32 | prompt.size,
         )
         if self._core.next_key > key:  # else it was ignored
             self._requests[key] = replace(message, request_id=key)
@@ -134,14 +137,14 @@ class Proxy:
                 raise ProtocolError(f"{type(message).__name__} from generator {peer!r}")
 
     def _generator_up(self, hello: GeneratorHello, peer: bytes) -> None:
-        index, incarnation = hello.generator, hello.incarnation
-        self._incarnations[peer] = (index, incarnation)
-        known = self._peers.get(index)
-        if known is None or self._incarnations[known][1] <= incarnation:
-            self._peers[index] = peer
+        sender = hello.generator, hello.incarnation
+        self._incarnations[peer] = sender
+        known = self._peers.get(hello.generator)
+        if known is None or self._incarnations[known][1] <= hello.incarnation:
+            self._peers[hello.generator] = peer
 
         limits = hello.kv_tokens, hello.max_num_seqs, hello.max_model_len
-        self._perform(self._core.generator_up(time.monotonic(), index, incarnation, *limits))
+        self._perform(self._core.generator_up(time.monotonic(), *sender, *limits))
 
     def _peer_died(self, died: PeerDied) -> None:
         now = time.monotonic()
@@ -194,7 +197,8 @@ class Proxy:
     # ------------------------------------------------------------ accounting
 
     def _account(self, now: float, elapsed: float) -> None:
-        process, core = self._process, self._core
+        process = self._process
+        core = self._core
         process.progress += 1
         process.busy = core.live_requests > 0
         if core.queue_depth:
@@ -207,7 +211,8 @@ class Proxy:
             process.stats = self._stats()
 
     def _stats(self) -> dict[str, float]:
-        core, loads = self._core, self._core.loads()
+        core = self._core
+        loads = core.loads()
         stats: dict[str, float] = {
             "queue_depth": core.queue_depth,
             "in_flight": core.in_flight,

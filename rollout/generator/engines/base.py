@@ -38,12 +38,14 @@ class Sampled:
         """`Generated.columns`. Raises ValueError for a column that is not registered."""
         if not self.token_ids:
             return masked_columns({"token": 0, **ONE_TURN}, "generator")
+
         given = {
             "token_ids": self.token_ids,
             "logp_behavior": self.logp,
             "policy_version": self.policy_version,
             **self.columns,
         }
+
         arrays = {}
         for name, values in given.items():
             column = declared(name)

@@ -49,17 +49,20 @@ class _Job:
 class SimulatedEngine:
     def __init__(self, context: ProcessContext, reader: WeightReader | None = None) -> None:
         config = context.run.config
-        self._context, self._config = context, config.generator
+        self._context = context
+        self._config = config.generator
         self._deadline_s = config.weights.deadline_s
         self._reader = reader
         self._timing = Timing(config.generator.simulated)
         self._logp = -math.log(config.generator.simulated.vocab_size)
         self._model = BatchModel(self._timing, config.generator.max_num_seqs, time.monotonic())
+
         self._jobs: dict[int, _Job] = {}
         self._parked: list[_Job] | None = None  # arrivals during a drain
         self._cached: Recent[int] = Recent(_SESSIONS_CACHED)  # session -> context tokens in the prefix cache
         self._vocabularies: dict[tuple[int, ...], np.ndarray] = {}  # by stop ids: what may be sampled before the end
         self._version = Version(-1, -1)
+
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -71,8 +74,9 @@ class SimulatedEngine:
         await asyncio.to_thread(self._reader.open, self._deadline_s)
         self._loop_task = asyncio.create_task(self._decode_loop(), name="simulated decoding")
         self._loop_task.add_done_callback(self._loop_ended)
-        seats, context = self._config.max_num_seqs, self._config.max_model_len
-        return EngineInfo(seats * context, seats, context)  # every seat holds a whole context: KV never binds
+        # Every sequence has room for a whole context: KV memory never binds.
+        sequences = self._config.max_num_seqs
+        return EngineInfo(sequences * self._config.max_model_len, sequences, self._config.max_model_len)
 
     async def stop(self) -> None:
         if self._loop_task is not None:
@@ -88,10 +92,12 @@ class SimulatedEngine:
             request.request_id, request.session, request.prompt_ids.size, token_ids, finish_reason, progress, done
         )
         self._jobs[job.key] = job
+
         if self._parked is not None:
             self._parked.append(job)
         else:
             self._submit(job)
+
         try:
             await done
         except asyncio.CancelledError:
@@ -111,10 +117,12 @@ class SimulatedEngine:
         begin = time.monotonic()
         loaded, checksum, leased = await asyncio.to_thread(self._receive, version)
         copied = time.monotonic()
+
         on_update = self._config.on_update
         if on_update == "drain":
             await self._drain()
         self._advance()
+
         paused = time.monotonic()
         load_s = self._config.simulated.load_s
         self._model.stall(load_s, recompute=on_update in ("recompute", "drain"))
@@ -125,6 +133,7 @@ class SimulatedEngine:
             self._restart_all()
         self._release_parked()
         self._wake.set()
+
         await asyncio.sleep(load_s)
         return LoadReport(
             version=loaded,
@@ -162,7 +171,8 @@ class SimulatedEngine:
                 pass  # what still runs is recomputed
 
     def _release_parked(self) -> None:
-        parked, self._parked = self._parked or [], None
+        parked = self._parked or []
+        self._parked = None
         for job in parked:
             if not job.done.done():
                 self._submit(job)
@@ -184,6 +194,7 @@ class SimulatedEngine:
         seed &= (1 << 63) - 1
         length = self._timing.response_length(seed)
         reason = "length" if length >= request.max_tokens else "stop"
+
         stop_ids = tuple(request.stop_token_ids)
         vocabulary = self._vocabularies.get(stop_ids)
         if vocabulary is None:

@@ -131,8 +131,10 @@ class BatchModel:
             if self._stall_s > left + _EPSILON_S:
                 self._stall_s -= left
                 break
+
             if self._stall_s > 0:
-                self.now, self._stall_s = self.now + self._stall_s, 0.0
+                self.now += self._stall_s
+                self._stall_s = 0.0
             elif self._prefilling is not None:
                 if self._prefill_s > left + _EPSILON_S:
                     self._prefill_s -= left
@@ -141,6 +143,7 @@ class BatchModel:
                 self._finish_prefill(self._prefilling, events)
             elif not self._decode(left, events):
                 break
+
         self.now = max(self.now, now)
         return events
 
@@ -153,7 +156,8 @@ class BatchModel:
         if needed > left + _EPSILON_S:
             self._steps += left / self._step_s()
             return False
-        self.now, self._steps = self.now + needed, max(end, self._steps)
+        self.now += needed
+        self._steps = max(end, self._steps)
         self._end(heapq.heappop(self._ends)[2], events)
         self._start_prefill()
         return True

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl.core.messages import Generate, Version
+from rl.core.recent import Recent
 from rl.core.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, LoadReport, Sampled
 from rollout.generator.engines.vllm_worker import OWNER_VARIABLE
@@ -65,9 +65,10 @@ class _Flight:
 
 class VllmEngine:
     def __init__(self, context: ProcessContext) -> None:
-        self._context, self._run, self._config = context, context.run, context.run.config
+        self._context = context
+        self._config = context.run.config
         self._flights: dict[int, _Flight] = {}
-        self._salts: OrderedDict[int, str] = OrderedDict()  # session -> version under which it began (`keep`)
+        self._salts: Recent[str] = Recent(_SESSIONS_REMEMBERED)  # session -> version under which it began (`keep`)
         self._version = Version(-1, -1)
         self.on_update = self._config.generator.on_update  # may be changed between two loads
         self._loading = asyncio.Lock()
@@ -79,7 +80,8 @@ class VllmEngine:
         arguments, untied = engine_arguments(self._context)
         self._llm = AsyncLLM.from_engine_args(arguments)
         await self._llm.get_supported_tasks()  # cached: add_request then reaches the core without a switch
-        await self._rpc("weights_open", str(self._run.folder), self._context.index, self._context.incarnation, untied)
+        context = self._context
+        await self._rpc("weights_open", str(context.run.folder), context.index, context.incarnation, untied)
         return _info(self._llm.vllm_config)
 
     async def stop(self) -> None:
@@ -95,14 +97,14 @@ class VllmEngine:
 
     async def generate(self, request: Generate, progress: Callable[[Sampled], None]) -> Sampled:
         """Run one request to its end; ValueError if it does not fit the model (the engine goes on)."""
-        flight = _Flight(request)
-        self._flights[request.request_id] = flight
+        flight = self._flights[request.request_id] = _Flight(request)
         try:
             while not flight.aborted:
                 if not self._open:
                     flight.gate = asyncio.get_running_loop().create_future()
                     await flight.gate
                     continue
+
                 await self._attempt(flight, progress)
                 if not flight.restart:
                     break
@@ -111,6 +113,7 @@ class VllmEngine:
                 flight.sampled = Sampled()
         finally:
             del self._flights[request.request_id]
+
         sampled = flight.sampled
         sampled.finish_reason = sampled.finish_reason or "abort"
         sampled.tokens_generated = len(sampled.token_ids) + flight.discarded
@@ -135,8 +138,8 @@ class VllmEngine:
         except VLLMClientError as error:
             raise ValueError(f"request {request.request_id} refused by vLLM: {error}") from None
         flight.engine_id = queue.request_id
-        state = self._llm.output_processor.request_states.get(queue.request_id)
-        flight.spans = state.weight_version_starts if state is not None else []
+        flight.spans = self._version_spans(queue.request_id)
+
         try:
             if flight.aborted:  # while it was being added
                 await self._llm.abort(queue.request_id, internal=True)
@@ -148,12 +151,14 @@ class VllmEngine:
                 if output.finished:
                     break
                 progress(flight.sampled)
+
         except asyncio.CancelledError:
             await self._llm.abort(queue.request_id, internal=True)
             raise
         finally:
-            queue.close()
+            queue.close()  # type: ignore[no-untyped-call]
             flight.engine_id = ""
+
         if completion.finish_reason == "abort" and not flight.aborted:
             flight.restart = True
         else:
@@ -161,18 +166,21 @@ class VllmEngine:
             if flight.sampled.token_ids:
                 progress(flight.sampled)
 
+    def _version_spans(self, engine_id: str) -> list[tuple[str, int]]:
+        """(weight version, its first token) of one attempt: vLLM's own list, which grows while the request runs."""
+        state = self._llm.output_processor.request_states.get(engine_id)
+        return state.weight_version_starts if state is not None else []
+
     def _salt(self, flight: _Flight) -> str | None:
         """`keep` only: the version under which the episode began, so that its later turns find its own KV."""
         if self.on_update != "keep":
             return None  # each update empties the cache
-        session = flight.request.session
-        if session not in self._salts or flight.began_session:  # a restarted first request begins again
+        salt = self._salts.get(flight.request.session)
+        if salt is None or flight.began_session:  # a restarted first request begins again
             flight.began_session = True
-            self._salts[session] = _label(self._version)
-            if len(self._salts) > _SESSIONS_REMEMBERED:
-                self._salts.popitem(last=False)
-        self._salts.move_to_end(session)
-        return self._salts[session]
+            salt = _label(self._version)
+        self._salts.use(flight.request.session, salt)
+        return salt
 
     # ------------------------------------------------------------ weights
 
@@ -183,6 +191,7 @@ class VllmEngine:
             self._open = False
             begin = time.monotonic()
             await self._pause()
+
             load_s = 0.0
             while True:
                 parts = await self._rpc("weights_load")
@@ -191,17 +200,25 @@ class VllmEngine:
                     checked = self._checked(version, parts)
                     break
                 fetched = await self._fetch(version)  # torn: the writer took the slot back
+
             self._version = Version(fetched["epoch"], fetched["n"])
             await self._llm.update_weight_version(_label(self._version))
             probe = asyncio.create_task(self._probe(probe_ids))
             await asyncio.sleep(0)  # the probe is queued before anything else resumes
             await self._llm.resume_generation()
+
             self._open = True
             for flight in self._flights.values():
                 _open_gate(flight)
             pause_s = time.monotonic() - begin
             return LoadReport(
-                self._version, checked["checksum"], await probe, fetched["wait_s"], pause_s, checked["copy_s"], load_s
+                version=self._version,
+                checksum=checked["checksum"],
+                probe_logp=await probe,
+                wait_s=fetched["wait_s"],
+                pause_s=pause_s,
+                copy_s=checked["copy_s"],
+                load_s=load_s,
             )
 
     def _checked(self, version: Version, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -226,11 +243,12 @@ class VllmEngine:
                 await asyncio.sleep(_FETCH_POLL_S)
             if errors := [part["error"] for part in parts if "error" in part]:
                 raise self._unreadable(version, errors[0])
-            newest = max(Version(part["epoch"], part["n"]) for part in parts)
-            if len({(part["epoch"], part["n"]) for part in parts}) == 1:
+
+            leased = {Version(part["epoch"], part["n"]) for part in parts}
+            if len(leased) == 1:
                 return max(parts, key=lambda part: part["wait_s"])
             await self._rpc("weights_drop")
-            version = newest
+            version = max(leased)
 
     async def _pause(self) -> None:
         """Stop stepping, as `on_update` says; vLLM has processed every earlier output when this returns."""
@@ -260,9 +278,14 @@ class VllmEngine:
         if len(probe_ids) < 2:
             return []
         parameters = SamplingParams(
-            max_tokens=1, temperature=1.0, prompt_logprobs=0, flat_logprobs=True, ignore_eos=True,
-            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
+            max_tokens=1,
+            temperature=1.0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         prompt = tokens_input(probe_ids, cache_salt=f"probe {_label(self._version)}")
         async for output in self._llm.generate(prompt, parameters, "probe", priority=_PROBE_PRIORITY):
             scores = output.prompt_logprobs
@@ -301,7 +324,8 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     """
     from transformers import AutoConfig
 
-    config, on_cpu = context.run.config.generator, context.run.device == "cpu"
+    config = context.run.config.generator
+    on_cpu = context.run.device == "cpu"
     model = str(context.run.model_folder or context.run.config.model.path)
     tied = bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
     arguments = AsyncEngineArgs(
@@ -345,17 +369,21 @@ def _info(config: VllmConfig) -> EngineInfo:
 
 def _take(flight: _Flight, completion: CompletionOutput) -> None:
     """Append a delta with its versions; the lists of a Sampled always have one length."""
-    sampled, new = flight.sampled, completion.token_ids
+    sampled = flight.sampled
+    new = completion.token_ids
     if not new:
         return
     assert isinstance(completion.logprobs, FlatLogprobs)
-    known, total = len(sampled.token_ids), len(sampled.token_ids) + len(new)
+    known = len(sampled.token_ids)
+    total = known + len(new)
     sampled.token_ids.extend(new)
     sampled.logp.extend(completion.logprobs.logprobs)
+
     spans = flight.spans or [(span.version, span.start) for span in completion.weight_versions or ()]
     for position, (label, start) in enumerate(spans):
         end = spans[position + 1][1] if position + 1 < len(spans) else total
-        first, last = max(start, known), min(end, total)
+        first = max(start, known)
+        last = min(end, total)
         if last > first:
             sampled.policy_version.extend([int(label.partition(".")[2])] * (last - first))
     sampled.tokens_generated = total + flight.discarded

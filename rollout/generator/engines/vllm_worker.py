@@ -88,7 +88,8 @@ class LoadsWeights:
         return tensors(self._weights_reader.manifest, self._weights_view)
 
     def _weights_lease(self, at_least: Version) -> None:
-        begin, deadline_s = time.monotonic(), self._weights_run.config.weights.deadline_s
+        begin = time.monotonic()
+        deadline_s = self._weights_run.config.weights.deadline_s
         try:
             if not self._weights_opened:
                 self._weights_reader.open(deadline_s)
@@ -97,6 +98,7 @@ class LoadsWeights:
         except Exception as error:  # travels to the engine, which raises it in the generator
             self._weights_outcome = {"error": f"{type(error).__name__}: {error}"}
             return
+
         leased = time.monotonic()
         self._weights_outcome = {"epoch": version.epoch, "n": version.n, "wait_s": leased - begin}
         try:

@@ -7,25 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_COMPARE: dict[type[ast.cmpop], tuple[str, str]] = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-}
-_ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "+"),
-    ast.FloorDiv: ("//", "*"),
-    ast.Mod: ("%", "//"),
-    ast.Div: ("/", "*"),
+_COMPARE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+_MEMBER = {"in": "not in", "not in": "in", "is": "is not", "is not": "is"}
+_OPERATORS = {
+    "compare": _COMPARE | _MEMBER,
+    "arithmetic": {"+": "-", "-": "+", "*": "+", "//": "*", "%": "//", "/": "*"},
+    "boolean": {"and": "or", "or": "and"},
 }
 Edit = tuple[str, int, int, str]
 """(kind, start, end, text) of a `Mutation`."""
@@ -72,13 +59,12 @@ class _Finder:
 
     def _of(self, node: ast.AST) -> Iterator[Edit]:
         match node:
-            case ast.Compare(left, [operator], [right]) if type(operator) in _COMPARE:
-                yield from self._operator("compare", left, right, *_COMPARE[type(operator)])
-            case ast.BinOp(left, operator, right) if type(operator) in _ARITHMETIC and not _formats(node):
-                yield from self._operator("arithmetic", left, right, *_ARITHMETIC[type(operator)])
-            case ast.BoolOp(operator, [left, right]):
-                words = ("and", "or") if isinstance(operator, ast.And) else ("or", "and")
-                yield from self._operator("boolean", left, right, *words)
+            case ast.Compare(left, [_], [right]):
+                yield from self._operator("compare", left, right)
+            case ast.BinOp(left, _, right) if not _formats(node):
+                yield from self._operator("arithmetic", left, right)
+            case ast.BoolOp(_, [left, right]):
+                yield from self._operator("boolean", left, right)
 
             case ast.If(test) | ast.IfExp(test):
                 start, end = self._span(test)
@@ -96,13 +82,14 @@ class _Finder:
                 if not isinstance(second, ast.Starred):
                     yield self._swapped("argument-order", first, second)
 
-    def _operator(self, kind: str, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Edit]:
+    def _operator(self, kind: str, left: ast.expr, right: ast.expr) -> Iterator[Edit]:
         """The operator stands between its operands, with parentheses and blanks around it."""
         _, start = self._span(left)
         end, _ = self._span(right)
-        found = re.fullmatch(rf"([\s)]*){re.escape(old).replace(' ', ' +')}([\s(]*)", self._text(start, end))
-        if found:
-            yield kind, start, end, f"{found[1]}{new}{found[2]}"
+        found = re.fullmatch(r"([\s)]*)(.+?)([\s(]*)", self._text(start, end))
+        swapped = found and _OPERATORS[kind].get(re.sub(" +", " ", found[2]))
+        if found and swapped:
+            yield kind, start, end, f"{found[1]}{swapped}{found[3]}"
 
     def _swapped(self, kind: str, first: ast.expr, second: ast.expr) -> Edit:
         start, middle = self._span(first)

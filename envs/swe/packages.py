@@ -40,52 +40,19 @@ class Package:
         return f"{self.name}-{self.version}"
 
 
-_PINNED = (
-    Package(
-        name="toolz",
-        version="1.0.0",
-        sha256="2c86e3d9a04798ac556793bced838816296a2f085017664e4995cb40a1047a02",
-        sources=("toolz",),
-        tests=("toolz/tests",),
-    ),
-    Package(
-        name="cachetools",
-        version="8.0.0",
-        sha256="5ed01bd676800d51f0025605e4fd8ad0891550513e7b0a4c3da478463764e5c3",
-        sources=("src/cachetools",),
-        tests=("tests",),
-        python_path=("src",),
-    ),
-    Package(
-        name="inflection",
-        version="0.5.1",
-        sha256="1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417",
-        sources=("inflection",),
-        tests=("test_inflection.py",),
-    ),
-    Package(
-        name="boltons",
-        version="26.2.0",
-        sha256="d39cfd15c1a1c3bd4d705c82252fa9edb8e4f5e8cc039f8e39afac7b1b47e92c",
-        sources=("boltons",),
-        tests=("tests",),
-    ),
-    Package(
-        name="tabulate",
-        version="0.8.10",
-        sha256="6c57f3f3dd7ac2782770155f3adb2db0b1a269637e42f27599925e64b114f519",
-        sources=("tabulate.py",),
-        tests=("test",),
-    ),
-    Package(
-        name="more-itertools",
-        version="11.2.1",
-        sha256="cbf08fd0af284dc69718b9b76a8e6203df624d70209ea511e4219d350c856f63",
-        sources=("more_itertools",),
-        tests=("tests",),
-    ),
-)
-PACKAGES = {package.name: package for package in _PINNED}
+# Name, version, sha256 of the source distribution, what may be mutated, its tests, what to import from.
+_PINNED = """
+toolz          1.0.0  2c86e3d9a04798ac556793bced838816296a2f085017664e4995cb40a1047a02 toolz toolz/tests .
+cachetools     8.0.0  5ed01bd676800d51f0025605e4fd8ad0891550513e7b0a4c3da478463764e5c3 src/cachetools tests src
+inflection     0.5.1  1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417 inflection test_inflection.py .
+boltons        26.2.0 d39cfd15c1a1c3bd4d705c82252fa9edb8e4f5e8cc039f8e39afac7b1b47e92c boltons tests .
+tabulate       0.8.10 6c57f3f3dd7ac2782770155f3adb2db0b1a269637e42f27599925e64b114f519 tabulate.py test .
+more-itertools 11.2.1 cbf08fd0af284dc69718b9b76a8e6203df624d70209ea511e4219d350c856f63 more_itertools tests .
+"""
+PACKAGES = {
+    name: Package(name, version, sha256, (sources,), (tests,), (python_path,))
+    for name, version, sha256, sources, tests, python_path in map(str.split, _PINNED.strip().splitlines())
+}
 
 
 def default_cache() -> Path:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from rl.learner.packing import pad_packs
 from rl.learner.policy import load_policy, local_rows, shard_policy
 from tests.rl.learner.policy_rig import backward, largest_difference, make_shards, packs_of, save_tiny
+from tests.rl.learner.ranks import process_group, results_of_ranks
 
 RANKS = 2
 VARIANTS = {  # name -> (max tokens per pack of each rank, activation checkpointing)
@@ -27,22 +26,21 @@ VARIANTS = {  # name -> (max tokens per pack of each rank, activation checkpoint
 
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
     shard = make_shards(RANKS)[rank]
     results: dict[str, Any] = {}
-    for name, (bounds, checkpointing) in VARIANTS.items():
-        policy = shard_policy(load_policy(folder), mesh=mesh, activation_checkpointing=checkpointing)
-        packs = packs_of(shard, bounds[rank])
-        counts = torch.tensor([len(packs)])
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
-        grads, stats = backward(policy, pad_packs(packs, int(counts)), shard.loss_tokens, world_size=RANKS)
-        stats.all_reduce()
-        results[name] = {"packs": len(packs), "grads": grads, "metrics": stats.metrics()}
-    results["rows"] = [(name, rows.clone(), first) for name, rows, first in local_rows(policy)]
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    with process_group(folder, rank, RANKS) as mesh:
+        for name, (bounds, checkpointing) in VARIANTS.items():
+            policy = shard_policy(load_policy(folder), mesh=mesh, activation_checkpointing=checkpointing)
+            packs = packs_of(shard, bounds[rank])
+            counts = torch.tensor([len(packs)])
+            dist.all_reduce(counts, dist.ReduceOp.MAX)
+
+            grads, stats = backward(policy, pad_packs(packs, int(counts)), shard.loss_tokens, world_size=RANKS)
+            stats.all_reduce()
+            results[name] = {"packs": len(packs), "grads": grads, "metrics": stats.metrics()}
+
+        results["rows"] = [(name, rows.clone(), first) for name, rows, first in local_rows(policy)]
+        torch.save(results, f"{folder}/rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    multiprocessing.spawn(rank_main, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+    return results_of_ranks(rank_main, folder, RANKS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from rl.core.checkpoint_folder import CheckpointError, Meta
 from rl.core.config import load_config
@@ -25,6 +21,7 @@ from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from tests.rl.learner.learner_rig import make_batch
 from tests.rl.learner.policy_rig import VOCAB, largest_difference, save_tiny
+from tests.rl.learner.ranks import process_group, results_of_ranks
 
 RANKS, STEPS = 2, 3
 SETTINGS = (
@@ -66,10 +63,14 @@ def shard_of(step: int, rank: int, ranks: int) -> Shard:
     ]
     members = list(range(rank, len(rows), ranks))
     own = np.repeat([i in members for i in range(len(rows))], whole.lengths)
-    arrays = {name: getattr(whole, name)[own] for name in ("token_ids", "loss_mask", "logp_behavior", "policy_version")}
-    lengths, starts = [whole.lengths[i] for i in members], [whole.turn_starts[i] for i in members]
     return msgspec.structs.replace(
-        whole, rank=rank, rows=rows, members=members, lengths=lengths, turn_starts=starts, **arrays
+        whole,
+        rank=rank,
+        rows=rows,
+        members=members,
+        lengths=[whole.lengths[i] for i in members],
+        turn_starts=[whole.turn_starts[i] for i in members],
+        columns={name: values[own] for name, values in whole.columns.items()},
     )
 
 
@@ -97,20 +98,19 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
     results = {}
-    for variant in VARIANTS:
-        trainer = make_trainer(folder, variant, mesh, max_tokens=(24, 200)[rank])  # packs differ, too
-        metrics = []
-        for step in range(STEPS):
-            metrics.append(train(trainer, step, rank, RANKS))
-            if step == STEPS - 2:
-                checkpoint.save(Path(folder) / variant, trainer.trained(), Meta(step + 1, 0, RANKS), b"", keep=1)
-        results[variant] = (metrics, weights(trainer))
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    with process_group(folder, rank, RANKS) as mesh:
+        for variant in VARIANTS:
+            # The packs of the ranks differ, too.
+            trainer = make_trainer(folder, variant, mesh, max_tokens=(24, 200)[rank])
+            metrics = []
+            for step in range(STEPS):
+                metrics.append(train(trainer, step, rank, RANKS))
+                if step == STEPS - 2:
+                    checkpoint.save(Path(folder) / variant, trainer.trained(), Meta(step + 1, 0, RANKS), b"", keep=1)
+            results[variant] = (metrics, weights(trainer))
+
+        torch.save(results, f"{folder}/rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    multiprocessing.spawn(rank_main, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+    return results_of_ranks(rank_main, folder, RANKS)
 
 
 def smooth(metrics: dict[str, float]) -> dict[str, float]:
@@ -144,10 +143,8 @@ def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant:
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[Any]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    with process_group(tmp_path) as mesh:
+        yield mesh
 
 
 def test_one_rank_continues_what_two_saved_critic_included(

@@ -21,6 +21,8 @@ from rollout.episodes.environment import ChatMessage, Step
 
 
 class CodeOptions(SourceOptions):
+    """`env.options` of `env.name=code`."""
+
     tasks: int | None = Field(None, ge=1)
     """Training problems used, from the first; None: all (10 000 of `generated`)."""
     eval_count: int = Field(64, ge=0)
@@ -44,6 +46,8 @@ class CodeOptions(SourceOptions):
 
 
 class CodeFamily:
+    """The problems and the sandboxes of one environment server."""
+
     Options = CodeOptions
 
     def __init__(self, options: CodeOptions, seed: int) -> None:
@@ -108,6 +112,8 @@ class CodeFamily:
 
 
 class CodeEnvironment:
+    """One question, one response."""
+
     def __init__(self, family: CodeFamily) -> None:
         self._family = family
 

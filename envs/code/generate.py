@@ -45,6 +45,8 @@ _COMBINE = (
 
 @dataclass(frozen=True)
 class Pipeline:
+    """Which steps a program takes, by their places in the tables above, and their constants."""
+
     keep: int
     change: int
     combine: int

@@ -25,6 +25,8 @@ Test = tuple[str, str, object]
 
 @dataclass(frozen=True)
 class Verdict:
+    """How many of a problem's tests a response passed, and why it may have passed none."""
+
     passed: int
     total: int
     timed_out: bool = False

@@ -73,6 +73,8 @@ class Template:
 
 @dataclass(frozen=True)
 class Command:
+    """What to run in a sandbox, and within which limits of its own."""
+
     argv: Sequence[str]
     stdin: bytes = b""
     timeout_s: float | None = None
@@ -85,6 +87,8 @@ class Command:
 
 
 class Sandbox(Protocol):
+    """One private copy of a template."""
+
     def run(self, command: Command) -> Result:
         """Run a command to its end or its limit. Blocks. Raises SandboxError only for faults of the host."""
         ...
@@ -95,6 +99,8 @@ class Sandbox(Protocol):
 
 
 class Backend(Protocol):
+    """Makes sandboxes, from any thread."""
+
     name: str
 
     def open(self, template: Template, limits: Limits) -> Sandbox:

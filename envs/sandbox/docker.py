@@ -59,6 +59,8 @@ def exec_command(engine: str, name: str, template: Template, command: Command, t
 
 
 class DockerBackend:
+    """`slots`: containers alive at once. Raises SandboxError where no engine runs."""
+
     def __init__(self, engine: str | None = None, slots: int = 64) -> None:
         found = engine or running_engine()
         if found is None:
@@ -98,6 +100,8 @@ class DockerBackend:
 
 
 class DockerSandbox:
+    """One container."""
+
     def __init__(self, backend: DockerBackend, template: Template, limits: Limits) -> None:
         self.limits = limits
         self._backend = backend

@@ -23,6 +23,8 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class ProcessTree(Protocol):
+    """All processes of one slot, and the limit of their memory."""
+
     watched: bool
     """Whether `exceeded` must be asked while a command runs; the kernel enforces the limit otherwise."""
 

@@ -29,6 +29,8 @@ SYSTEM_PROMPT = (
 
 
 class SweOptions(SourceOptions):
+    """`env.options` of `env.name=swe`."""
+
     eval_count: int = Field(8, ge=0)
     """Tasks held out of the source."""
     generated_count: int = Field(48, ge=1)
@@ -60,6 +62,8 @@ class SweOptions(SourceOptions):
 
 
 class SweFamily:
+    """The tasks and the sandboxes of one environment server."""
+
     Options = SweOptions
 
     def __init__(self, options: SweOptions, seed: int) -> None:

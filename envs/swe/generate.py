@@ -40,6 +40,8 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Candidate:
+    """A mutation of a file of a package, which may become a task."""
+
     path: str
     mutation: Mutation
     mutant: bytes
@@ -181,6 +183,7 @@ def failure_excerpt(output: str, test: str) -> str:
 
 
 def write_tasks(tasks: Sequence[SweTask], path: Path) -> None:
+    """A file that `load_tasks` reads; it appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text("".join(f"{json.dumps(to_row(task))}\n" for task in tasks))

@@ -23,6 +23,8 @@ class PackageError(ValueError):
 
 @dataclass(frozen=True)
 class Package:
+    """A source distribution, and where its sources and tests are in it."""
+
     name: str
     version: str
     sha256: str

@@ -71,6 +71,7 @@ def files_of(tests: Sequence[str]) -> tuple[str, ...]:
 
 
 def has_file(test: str) -> bool:
+    """Whether a test's name begins with its file, as pytest's ids do."""
     return ".py" in test.partition("::")[0]
 
 

@@ -23,12 +23,16 @@ _EXAMPLE = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</too
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A call of a tool that exists, with arguments of the right types."""
+
     name: str
     arguments: dict[str, object]
 
 
 @dataclass(frozen=True)
 class Malformed:
+    """A call that cannot be made, and what the model is told."""
+
     why: str
 
 

@@ -15,6 +15,8 @@ _VIEW_LINES = 200
 
 @dataclass(frozen=True)
 class ToolResult:
+    """What the model is shown, and whether the call did what was asked."""
+
     text: str
     ok: bool = True
 

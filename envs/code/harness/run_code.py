@@ -58,7 +58,8 @@ def encoded(value: object) -> object:
             return [kind.__name__, [encoded(item) for item in value]]
     if isinstance(value, dict):
         return ["dict", [encoded(part) for item in value.items() for part in item]]
-    if isinstance(value, (bool, int, float, str)):  # a subclass, an enumeration: as it compares
+    # A subclass, or an enumeration, counts as what it compares to.
+    if isinstance(value, (bool, int, float, str)):
         return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
     raise TypeError(type(value).__name__)
 

@@ -84,7 +84,8 @@ class Record:
                 self._tests[key_of(test)] = None
 
     def note(self, test: "unittest.TestCase", outcome: str) -> None:
-        key = key_of(getattr(test, "test_case", test))  # a sub-test's: its test
+        # A sub-test counts as its test.
+        key = key_of(getattr(test, "test_case", test))
         self._tests[key] = worst(outcome, self._tests.get(key) or outcome)
 
     def outcomes(self, name: str) -> "tuple[list[str], dict[str, str]]":
@@ -92,7 +93,8 @@ class Record:
         canaries = []
         others = {}  # type: dict[str, str]
         for (module, owner, method, description), outcome in self._tests.items():
-            outcome = outcome or "failed"  # it was not run
+            # A test that was not run has failed.
+            outcome = outcome or "failed"
             if module == name:
                 canaries.append(outcome)
                 continue
@@ -107,6 +109,8 @@ RECORD = Record()
 
 
 class Result(unittest.TextTestResult):
+    """Notes every outcome in `RECORD`."""
+
     def addSuccess(self, test: "unittest.TestCase") -> None:
         RECORD.note(test, "passed")
         super().addSuccess(test)
@@ -138,6 +142,8 @@ class Result(unittest.TextTestResult):
 
 
 class Runner(unittest.TextTestRunner):
+    """Records the outermost run; the others are as unittest makes them."""
+
     def run(self, test: "Any") -> "unittest.TextTestResult":
         if RECORD.begun:
             return super().run(test)

@@ -52,6 +52,7 @@ def file_outcomes(path: str) -> "dict[str, str]":
 
 
 def outcome_of(function: "Any") -> str:
+    """Of calling a test function, or each test that a generator function yields."""
     random.seed(0)
     try:
         with strict():

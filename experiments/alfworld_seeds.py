@@ -94,8 +94,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     ]
     for result in results:
         for label in ["all", *sorted(set(result["types"]))]:
-            chosen = [place for place, kind in enumerate(result["types"]) if label in ("all", kind)]
-            before, after = ([result[when][place] for place in chosen] for when in ("before", "after"))
+            chosen = [index for index, kind in enumerate(result["types"]) if label in ("all", kind)]
+            before, after = ([result[when][index] for index in chosen] for when in ("before", "after"))
             mean, low, high = paired_bootstrap(before, after)
 
             lines.append(

@@ -61,9 +61,10 @@ class PlainLoop:
     def __init__(self, config: Config, folder: Path, generate: Generate | None = None) -> None:
         if config.rollout.filter_constant_groups:
             raise ValueError("the plain loop knows no filtering")
-        self.config = config
         if config.env.max_turns != 1:
             raise ValueError(f"env.max_turns={config.env.max_turns}: the plain loop runs one turn only")
+
+        self.config = config
         self.family: EnvironmentFamily = make_family(config)
         self.tokenizer: ChatTokenizer = ChatTokenizer(folder)
         self.trainer: Trainer = Trainer(config, folder, last_step=config.steps)
@@ -78,8 +79,8 @@ class PlainLoop:
         tasks = []
 
         for group in range(first, first + settings.groups_per_batch):
-            data_pass, place = divmod(group, count)
-            tasks += [int(task_order(self.config.seed, data_pass, count)[place])] * settings.group_size
+            data_pass, index = divmod(group, count)
+            tasks += [int(task_order(self.config.seed, data_pass, count)[index])] * settings.group_size
 
         ids = range(first * settings.group_size, first * settings.group_size + len(tasks))
         return self._attempts("train", tasks, ids, self.config.sampling.temperature)
@@ -151,15 +152,15 @@ def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: in
 
     rows = [
         SampleRow(
-            first + place,
-            (first + place) // group_size,
-            attempt.reward,
-            lengths[place],
-            len(attempt.completion.token_ids),
-            version,
-            attempt.truncated,
+            sample_id=first + index,
+            group_id=(first + index) // group_size,
+            reward=attempt.reward,
+            tokens=lengths[index],
+            loss_tokens=len(attempt.completion.token_ids),
+            version=version,
+            truncated=attempt.truncated,
         )
-        for place, attempt in enumerate(batch)
+        for index, attempt in enumerate(batch)
     ]
 
     return Shard(

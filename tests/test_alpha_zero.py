@@ -166,10 +166,10 @@ def check_equal(
         seen = 0
         for shard in (shard for shard in shards if shard.step == step):
             starts = np.cumsum([0, *shard.lengths])
-            for place, member in enumerate(shard.members):
+            for index, member in enumerate(shard.members):
                 row = shard.rows[member]
                 attempt = batch[member]
-                part = slice(starts[place], starts[place + 1])
+                part = slice(starts[index], starts[index + 1])
 
                 assert row.sample_id == step * len(batch) + member
                 assert shard.token_ids[part].tolist() == [*attempt.prompt, *attempt.completion.token_ids]

@@ -162,9 +162,9 @@ def scripts(games: Sequence[GameEntry]) -> list[list[str]]:
 def plan(written: Sequence[list[str]], number: int) -> Iterator[tuple[int, str | None]]:
     """What live environment `number` is asked, for ever: a game and a command; None begins the game."""
     for again in itertools.count(number):
-        place = again % len(written)
-        yield place, None
-        yield from ((place, command) for command in written[place])
+        index = again % len(written)
+        yield index, None
+        yield from ((index, command) for command in written[index])
 
 
 def server(live: int) -> dict[str, float]:
@@ -217,11 +217,11 @@ class Player:
         self._environment = family.make()
 
     async def advance(self, requests: int) -> None:
-        for place, command in itertools.islice(self._asked, requests):
+        for index, command in itertools.islice(self._asked, requests):
             if command is None:
                 await self._environment.close()
                 self._environment = self._family.make()
-                await self._environment.reset(self._games[place])
+                await self._environment.reset(self._games[index])
             else:
                 await self._environment.step(command)
 
@@ -245,9 +245,9 @@ class Bare:
         begin = time.process_time()
         for _ in range(requests):
             for engine, asked in self._live:
-                place, command = next(asked)
+                index, command = next(asked)
                 if command is None:
-                    engine.load(self._boards.get(self._paths[place]))
+                    engine.load(self._boards.get(self._paths[index]))
                 else:
                     engine.step(command)
 
@@ -292,19 +292,19 @@ def hop(live: int) -> dict[str, float]:
             while not frames.feed(os.read(replies, CHUNK)):
                 pass
 
-        def ask(place: int, command: str | None) -> None:
-            load = GameRequest("load", str(games[place].path))
+        def ask(index: int, command: str | None) -> None:
+            load = GameRequest("load", str(games[index].path))
             request = load if command is None else GameRequest("step", command)
             os.write(requests, frame(WorkerRequest(1, 0, request)))
             receive()
 
         async def advance(requests: int) -> None:
-            for place, command in itertools.islice(asked, requests):
-                ask(place, command)
+            for index, command in itertools.islice(asked, requests):
+                ask(index, command)
 
         receive()  # ready
-        for place in range(len(games)):
-            ask(place, None)
+        for index in range(len(games)):
+            ask(index, None)
         asked = plan(written, 0)
         ask(*next(asked))
         _, ratio = asyncio.run(against(Bare(games, written, live), advance, REQUESTS_PER_SLICE, process.pid))

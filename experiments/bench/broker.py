@@ -244,12 +244,12 @@ def core_events_per_s(episodes: int = 100_000, live: int = 100_000) -> float:
     core.server_joined(0, 0, live, 0.0)
     issued = [a.ticket for a in core.published(Version(0, 0), 0.0) if isinstance(a, IssueTicket)]
     core.batch_requested(0, 0.0)
-    events = step = place = 0
+    events = step = taken = 0
     begin = time.perf_counter()
 
-    while place < episodes:
-        ticket = issued[place]
-        place += 1
+    while taken < episodes:
+        ticket = issued[taken]
+        taken += 1
         core.first_token(ticket.ticket_id, ticket.version, 0.0)
         core.usage(ticket.ticket_id, 10, False, 0.0)
         actions = core.finished(ticket.ticket_id, Outcome(0, ticket.version.n, 1.0, 10), 0.0)

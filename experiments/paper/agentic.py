@@ -97,8 +97,8 @@ def main(row: Agentic, sweep: dict[str, Agentic]) -> None:
 
     figure, (axis,) = panels(1, width=7)
     axis.barh([line["setting"] for line in rows], [line["speed-up"] for line in rows], label="simulated step")
-    for place, line in enumerate(rows):
-        axis.text(0.05, place, f"reported {line['reported']}", va="center", color="white")
+    for index, line in enumerate(rows):
+        axis.text(0.05, index, f"reported {line['reported']}", va="center", color="white")
     axis.set(xlabel="speed-up", title=row.name)
     axis.invert_yaxis()
     save_plot(row.name, figure)

@@ -112,8 +112,8 @@ def _plot(rows: list[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
         (line,) = axis.plot([row["GPUs"] for row in chosen], [row["speed-up"] for row in chosen], "o-", label=name)
         axis.axhline(float(reported), color=line.get_color(), linewidth=0.8, linestyle="--", label=f"{name} reported")
         for span in (span for span in spans if span["setting"] == name):
-            place = span["GPUs"] * (1.05 if prompts > responses else 0.95)  # beside each other
-            axis.vlines(place, span["least"], span["most"], color=line.get_color(), linewidth=4, alpha=0.4)
+            x = span["GPUs"] * (1.05 if prompts > responses else 0.95)  # beside each other
+            axis.vlines(x, span["least"], span["most"], color=line.get_color(), linewidth=4, alpha=0.4)
 
     axis.set(xlabel="GPUs (bars: range of the sweep)", ylabel="speed-up of a step", xscale="log")
     axis.set_xticks(GPUS, [str(gpus) for gpus in GPUS])

@@ -139,8 +139,8 @@ def sample(
     cache = Cache(weights, starts, longest + max_tokens)
     logits = forward(weights, cache, padded, 0)
 
-    place = {prompt: row for row, prompt in enumerate(distinct)}
-    rows = torch.tensor([place[tuple(prompt)] for prompt in prompts])
+    row_of = {prompt: row for row, prompt in enumerate(distinct)}
+    rows = torch.tensor([row_of[tuple(prompt)] for prompt in prompts])
     cache.select(rows)
     logits = logits[rows]
 

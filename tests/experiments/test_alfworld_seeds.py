@@ -13,7 +13,7 @@ COUNT = 200
 def result(seed: int, gained: int) -> dict[str, object]:
     before = [1.0] * 60 + [0.0] * (COUNT - 60)
     after = [1.0] * (60 + gained) + [0.0] * (COUNT - 60 - gained)
-    types = ["clean" if place % 2 else "heat" for place in range(COUNT)]
+    types = ["clean" if index % 2 else "heat" for index in range(COUNT)]
 
     return {
         "seed": seed,

@@ -63,12 +63,15 @@ def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
 
     `dry`: nothing is made; a family whose tasks take long to make says how many there will be, in `planned(options)`.
     """
-    kind, options = load_family(config.env.name), validate_options(config)
+    kind = load_family(config.env.name)
+    options = validate_options(config)
     planned = kind.planned(options) if dry and hasattr(kind, "planned") else None
     if planned is None:
         family = make_family(config)
         planned = {split: family.task_count(split) for split in ("train", "eval")}
-    train, held_out = planned["train"], planned["eval"]
+
+    train = planned["train"]
+    held_out = planned["eval"]
     if train < 1:
         raise ConfigError(f"env {config.env.name!r} has no training task")
     if config.eval.tasks > held_out:

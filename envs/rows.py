@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -49,6 +49,9 @@ class Row:
     def fail(self, name: str, why: str) -> NoReturn:
         raise RowError(f"{self.where}, field {name!r}: {why}")
 
+    def miss(self, *names: str) -> NoReturn:
+        raise RowError(f"{self.where} has no field {' or '.join(map(repr, names))}; it has {_listed(self.values)}")
+
     def _parsed(self, name: str, text: str) -> Any:
         try:
             return json.loads(text)
@@ -60,8 +63,7 @@ class Row:
             if self.values.get(name) is not None:
                 return self.values[name]
         if default is None:
-            wanted = " or ".join(map(repr, names))
-            raise RowError(f"{self.where} has no field {wanted}; it has {', '.join(map(repr, self.values))}")
+            self.miss(*names)
         return default
 
     def _typed(self, names: tuple[str, ...], kind: type[T], what: str, default: T | None) -> T:
@@ -71,13 +73,18 @@ class Row:
         return value
 
 
-def read_rows(source: str, subset: str | None = None, split: str = "train") -> Iterator[Row]:
-    """Rows of a `.jsonl` or `.parquet` file, or of a hub data set. Raises RowError."""
+def read_rows(
+    source: str, subset: str | None = None, split: str = "train", columns: Sequence[str] | None = None
+) -> Iterator[Row]:
+    """Rows of a `.jsonl` or `.parquet` file, or of a hub data set. Raises RowError.
+
+    `columns`: those needed, so that no more of a wide parquet file is read; None: all.
+    """
     path = Path(source)
     if path.suffix == ".jsonl":
         rows = _jsonl(path)
     elif path.suffix == ".parquet":
-        rows = _parquet(path)
+        rows = _parquet(path, columns)
     elif path.exists():
         raise RowError(f"{source} is neither .jsonl nor .parquet")
     else:
@@ -91,6 +98,7 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RowError(f"{path} cannot be read: {error}") from None
+
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -103,12 +111,16 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
         yield row
 
 
-def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        yield from pyarrow.parquet.read_table(path).to_pylist()
+        there = pyarrow.parquet.read_schema(path).names
+        for name in columns or ():
+            if name not in there:
+                raise RowError(f"{path} has no column {name!r}; it has {_listed(there)}")
+        yield from pyarrow.parquet.read_table(path, columns=columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise RowError(f"{path} cannot be read: {error}") from None
 
@@ -121,7 +133,13 @@ def _hub(name: str, subset: str | None, split: str) -> Iterator[Mapping[str, Any
     try:
         yield from datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # of the hub's client: network, names, subsets, scripts
-        raise RowError(f"{name!r} ({split}) is no file and did not load from the hub: {error}") from error
+        what = f"{name}:{subset}" if subset else name
+        why = f"{type(error).__name__}: {error}"
+        raise RowError(f"{what!r} ({split}) is no file and did not load from the hub: {why}") from error
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _short(value: object) -> str:

@@ -55,7 +55,8 @@ class SyntheticFamily:
     Options = SyntheticOptions
 
     def __init__(self, options: SyntheticOptions, seed: int) -> None:
-        self.options, self.seed = options, seed
+        self.options = options
+        self.seed = seed
         self._visits: Counter[SyntheticTask] = Counter()
 
     def task_count(self, split: str) -> int:
@@ -91,11 +92,13 @@ class SyntheticFamily:
 
 class SyntheticEnvironment:
     def __init__(self, family: SyntheticFamily) -> None:
-        self._family, self._options = family, family.options
+        self._family = family
+        self._options = family.options
         self._turn = 0
 
     async def reset(self, task: SyntheticTask) -> list[ChatMessage]:
-        self._task, self._visit = task, self._family.visit(task)
+        self._task = task
+        self._visit = self._family.visit(task)
         return [self._message(self._options.prompt_tokens)]
 
     async def step(self, action: str) -> Step:
@@ -106,6 +109,7 @@ class SyntheticEnvironment:
             await asyncio.sleep(latency_s)
         if chance.random() < options.hang_probability:
             await asyncio.Event().wait()
+
         if chance.random() < options.fail_probability:
             raise SyntheticFault(f"task {self._task.index}, turn {self._turn}")
         self._turn += 1

@@ -27,7 +27,8 @@ async def demonstrate(
     `mistakes`: share of turns that are blunders. Episodes longer than `max_turns` are left out, so fewer may come.
     """
     limit = asyncio.Semaphore(CONCURRENT)
-    tasks, form = family.task_count("train"), getattr(getattr(family, "options", None), "action", "line")
+    tasks = family.task_count("train")
+    form = getattr(getattr(family, "options", None), "action", "line")
 
     async def one(index: int) -> Demonstration | None:
         async with limit:
@@ -53,6 +54,7 @@ async def play(
     opening = await environment.reset(task)
     explorer = Explorer(_text(opening))
     turns: list[DemonstratedTurn] = []
+
     for _ in range(max_turns):
         wrong = bool(turns) and rng.random() < mistakes
         command = blunder(explorer, rng) if wrong else explorer.next_command()

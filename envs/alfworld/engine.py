@@ -85,11 +85,14 @@ class Board:
         initial: dict[object, set[Proposition]] = {}
         for fact in facts:
             initial.setdefault(fact.signature, set()).add(fact)
+
         self.initial = {signature: frozenset(group) for signature, group in initial.items()}
         self.entities = {var.name: EntityInfo(var.name, var.type) for fact in facts for var in fact.arguments}
         demangler = Demangler(game_infos=self.entities)
         for info in self.entities.values():
-            info.name, info.definite, info.indefinite = demangler.demangle_alfred_name(info.id), "the", "a"
+            info.name = demangler.demangle_alfred_name(info.id)
+            info.definite = "the"
+            info.indefinite = "a"
 
     def atom(self, raw: bytes) -> tuple[Proposition, Proposition, bool]:
         """(the fact, its negation, whether it is a negative one) of an atom as the planner prints it."""
@@ -114,6 +117,7 @@ class Board:
             command = None
             if self.grammar.is_static(rules.template, self.translation.fluents):
                 command = self.grammar.derive(rules.template, Context(state, self.entities, mapping, variables))
+
             known = self._moves[name] = Move(mapping, variables, rules.feedback_rule, rules.template, command)
         return known
 
@@ -155,7 +159,8 @@ class Engine:
 
     def load(self, board: Board) -> Observation:
         """Begin the game; the first observation."""
-        self._board, library = board, self._library
+        self._board = board
+        library = self._library
         library.load_sas(zlib.decompress(board.translation.sas))
         if board.initial is None:
             atoms = (Atom * library.get_state_size())()
@@ -168,11 +173,13 @@ class Engine:
 
     def step(self, command: str) -> Observation:
         """One command; what is not admissible now changes nothing and answers NOTHING."""
-        board, library = self._board, self._library
+        board = self._board
+        library = self._library
         assert board is not None, "load() comes before step()"
         chosen = self._chosen.get(normal(command))
         if chosen is None:
             return Observation(NOTHING, self.observation.commands, self.observation.won, admissible=False)
+
         operator_id, effect_count, move = chosen
         effects = (Atom * effect_count)()
         library.apply_operator(operator_id, effects)
@@ -183,12 +190,14 @@ class Engine:
         return self._observe(text)
 
     def _observe(self, text: str) -> Observation:
-        board, library = self._board, self._library
+        board = self._board
+        library = self._library
         assert board is not None
         operators = (fast_downward.Operator * library.get_applicable_operators_count())()
         library.get_applicable_operators(operators)
         self._chosen: dict[str, tuple[int, int, Move]] = {}  # by normal command: the first operator that has it
         commands = set()
+
         for operator in operators:
             move = board.move(operator.name, self.facts)
             command = board.command(move, self.facts)

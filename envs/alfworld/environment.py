@@ -67,6 +67,7 @@ class AlfworldFamily:
         self._games: dict[str, list[GameEntry]] = {}
         for name, split in (("train", options.train_split), ("eval", options.eval_split)):
             self._games[name] = list_games(self.folder, split, wanted) if wanted else list_games(self.folder, split)
+
         kind = WorkerKind(
             name="a game worker",
             module="envs.alfworld.worker",
@@ -103,14 +104,15 @@ class AlfworldFamily:
 
 class AlfworldEnvironment:
     def __init__(self, family: AlfworldFamily) -> None:
-        self._pool, self._options = family.pool, family.options
+        self._pool = family.pool
+        self._options = family.options
         self._game: Session[GameRequest, GameReply] | None = None
         self._past: list[str] = []
         self._steps = self._invalid = 0
         self._progressed = False
 
     async def reset(self, task: GameEntry) -> list[ChatMessage]:
-        self._task, self._success = task, f"success_{task.task_type}"
+        self._task = task
         self._game = self._pool.open()
         reply = await self._game.ask(GameRequest("load", str(task.path)))
         system = self._options.system_prompt
@@ -128,16 +130,20 @@ class AlfworldEnvironment:
             reply = await self._game.ask(GameRequest("step", command), remember=_is_admissible)
         else:  # nothing the game could answer to
             reply = GameReply(NOTHING, self._shown.commands, self._shown.won, admissible=False)
+
         self._shown = reply
         self._invalid += not reply.admissible
         done = reply.won or self._steps >= self._options.max_steps
         info = {
-            "success": float(reply.won), self._success: float(reply.won),
-            "invalid_actions": float(self._invalid), "invalid_share": self._invalid / self._steps,
+            "success": float(reply.won),
+            f"success_{self._task.task_type}": float(reply.won),
+            "invalid_actions": float(self._invalid),
+            "invalid_share": self._invalid / self._steps,
             "unparsed": float(not command),
-        }  # fmt: skip
+        }
         reward = float(reply.won) + self._shaping(reply)
         messages = [ChatMessage("user", self._observation(reply.text))]
+
         if self._options.history:
             self._past.append(f"> {command}\n{reply.text}")
         return Step(messages, reward, done, info)

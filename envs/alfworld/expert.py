@@ -94,12 +94,11 @@ class Explorer:
         seen = _SEEN.search(self.opening)
         self.receptacles = _ENTITY.findall(seen[1]) if seen else []
 
-    # ------------------------------------------------------------ reading
-
     def observe(self, command: str, text: str) -> None:
         """Take in what the game answered to any command, its own or not."""
         verb, _, rest = command.partition(" ")
         names = _ENTITY.findall(rest)
+
         if text.startswith("You arrive at ") and names:
             self.at = names[0]
             self._read_content(text)
@@ -128,8 +127,6 @@ class Explorer:
         seen = _SEEN.search(text)
         for name in _ENTITY.findall(seen[1]) if seen else ():
             self.where[name] = self.at
-
-    # ------------------------------------------------------------ deciding
 
     def next_command(self) -> str:
         """The next command; never inadmissible as long as what was read still holds."""

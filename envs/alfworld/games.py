@@ -37,7 +37,9 @@ from rl.core.made_once import cache_folder, digest, made_once, to_stderr
 from rl.core.process import die_with_parent
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
-GAME_FILE, TRAJECTORY_FILE, RECIPE_FILE = "game.tw-pddl", "traj_data.json", "recipe.json"
+GAME_FILE = "game.tw-pddl"
+TRAJECTORY_FILE = "traj_data.json"
+RECIPE_FILE = "recipe.json"
 _SOURCES = (engine.__file__, grammar.__file__, oracle.__file__, scenes.__file__, translation.__file__, __file__)
 _DRAWS = 200  # of one game before the recipe is called impossible
 _CHUNK = 8  # games per job
@@ -159,12 +161,15 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
     counts = {"train": recipe.train, "valid_seen": recipe.valid_seen, "valid_unseen": recipe.valid_unseen}
     for split in counts:
         (folder / split).mkdir(parents=True)
-    total, made, keys = sum(counts.values()), 0, set[str]()
+    total = sum(counts.values())
+    made = 0
+    keys = set[str]()
     attempts: Counter[tuple[str, int]] = Counter()
     wanted = [(split, index) for split, count in counts.items() for index in range(count)]
     pool = ProcessPoolExecutor(
         min(workers, max(1, total // _CHUNK)), multiprocessing.get_context("spawn"), _begin_worker, (os.getpid(),)
     )
+
     with pool:
         while wanted:
             jobs = []
@@ -172,6 +177,7 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
                 places = wanted[begin : begin + _CHUNK]
                 drawn = [(split, _draw(recipe, split, index, attempts, keys)) for split, index in places]
                 jobs.append((places, pool.submit(_prove_and_write, folder, drawn)))
+
             wanted = []
             for places, job in jobs:
                 proven = job.result()
@@ -196,6 +202,7 @@ def _draw(recipe: GameRecipe, split: str, index: int, attempts: Counter[tuple[st
         if problem.key not in keys:
             keys.add(problem.key)
             return problem
+
     raise GamesError(
         f"no new {task_type} for {split} in {_DRAWS} draws: ask for fewer games, more clutter or more receptacles"
     )
@@ -233,29 +240,25 @@ def _write_proven(folder: Path, problem: Problem) -> bool:
     plan = prove(_player(), board, problem.task_type, problem.target, problem.parent)
     if plan is None:
         return False
-    place = problem.parent or problem.toggle
+
     trial = f"trial_{problem.key[:16]}"
-    home = folder / f"{problem.task_type}-{problem.target}-None-{place}-{problem.scene}" / trial
-    home.mkdir(parents=True)
-    (home / GAME_FILE).write_text(
-        json.dumps(
-            {
-                "pddl_domain": domain, "grammar": rules, "pddl_problem": problem.pddl,
-                "solvable": True, "walkthrough": plan,
-            }
-        )
-    )  # fmt: skip
-    (home / "initial_state.pddl").write_text(problem.pddl)
+    where = problem.parent or problem.toggle
+    game_folder = folder / f"{problem.task_type}-{problem.target}-None-{where}-{problem.scene}" / trial
+    game_folder.mkdir(parents=True)
+
+    rules_of_game = {"pddl_domain": domain, "grammar": rules, "pddl_problem": problem.pddl}
+    (game_folder / GAME_FILE).write_text(json.dumps({**rules_of_game, "solvable": True, "walkthrough": plan}))
+    (game_folder / "initial_state.pddl").write_text(problem.pddl)
+
+    sought = {"object_target": problem.target, "parent_target": problem.parent, "mrecep_target": ""}
     trajectory = {
-        "task_id": trial, "task_type": problem.task_type,
-        "pddl_params": {
-            "object_target": problem.target, "parent_target": problem.parent, "mrecep_target": "",
-            "toggle_target": problem.toggle, "object_sliced": False,
-        },
+        "task_id": trial,
+        "task_type": problem.task_type,
+        "pddl_params": {**sought, "toggle_target": problem.toggle, "object_sliced": False},
         "scene": {"floor_plan": f"FloorPlan{problem.scene}", "scene_num": problem.scene},
         "turk_annotations": {"anns": [{"task_desc": problem.goal_text, "high_descs": []}]},
-    }  # fmt: skip
-    (home / TRAJECTORY_FILE).write_text(json.dumps(trajectory))
+    }
+    (game_folder / TRAJECTORY_FILE).write_text(json.dumps(trajectory))
     return True
 
 
@@ -267,24 +270,22 @@ def _fingerprint_of(folder: Path) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    defaults = GameRecipe()
     parser = argparse.ArgumentParser(prog="python -m envs.alfworld.games", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder; default: a cache by recipe")
-    parser.add_argument("--train", type=int, default=defaults.train)
-    parser.add_argument("--seen", type=int, default=defaults.valid_seen, help="held-out games in training scenes")
-    parser.add_argument("--unseen", type=int, default=defaults.valid_unseen)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--types", nargs="+", default=list(TASK_TYPES), choices=TASK_TYPES, metavar="TASK_TYPE")
-    parser.add_argument("--max-receptacles", type=int, default=None)
-    parser.add_argument("--clutter", type=int, nargs=2, default=defaults.clutter, metavar=("MIN", "MAX"))
-    parser.add_argument("--workers", type=int, default=None, help="processes; default: one per core")
-    given = parser.parse_args(argv)
+    parser.add_argument("--workers", type=int, help="processes; default: one per core")
+    parser.add_argument("--train", type=int)
+    parser.add_argument("--seen", type=int, dest="valid_seen", help="held-out games in training scenes")
+    parser.add_argument("--unseen", type=int, dest="valid_unseen")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--types", nargs="+", dest="task_types", choices=TASK_TYPES, metavar="TASK_TYPE")
+    parser.add_argument("--max-receptacles", type=int)
+    parser.add_argument("--clutter", type=int, nargs=2, metavar=("MIN", "MAX"))
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+
     try:
-        recipe = GameRecipe(
-            train=given.train, valid_seen=given.seen, valid_unseen=given.unseen, seed=given.seed,
-            task_types=tuple(given.types), max_receptacles=given.max_receptacles, clutter=tuple(given.clutter),
-        )  # fmt: skip
-        print(ensure_games(recipe, given.out, given.workers))
+        folder = given.pop("out", None)
+        workers = given.pop("workers", None)
+        print(ensure_games(GameRecipe(**given), folder, workers))
     except ValueError as error:
         raise SystemExit(f"games: {error}") from None
 

@@ -22,6 +22,7 @@ class Oracle:
         self._receptacles: dict[str, list[str]] = {}  # by lower-case type
         self._objects: dict[str, list[str]] = {}
         self._closed: set[str] = set()
+
         for fact in sorted(facts):
             arguments = [variable.name for variable in fact.arguments]
             match fact.name:
@@ -45,6 +46,7 @@ class Oracle:
             self._reach(self._inside[lamp])
             self._plan.append(f"use {self._names[lamp]}")
             return self._plan
+
         goal = self._receptacles[parent.lower()][0]
         for name in found[: 2 if task_type == "pick_two_obj_and_place" else 1]:
             self._take(name)

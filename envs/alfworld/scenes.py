@@ -42,13 +42,13 @@ _OPENABLE = set(constants.OPENABLE_CLASS_LIST) - _MOVABLE
 _PORTABLE = {name for kind in _STATIC for name in _CONTENTS[kind] if not name.endswith("Sliced")}
 _PROPERTIES = ("Cleanable", "Heatable", "Coolable", "Toggleable", "Sliceable")
 _ALWAYS_NAMED = ({"SinkBasin", "Microwave", "Fridge"}, {"Knife", "ButterKnife"})  # constants of the domain
-_UNPLACED = {  # receptacles that a plan may name without a place: how many stand in the room
-    "StoveBurner": 4, "CoffeeMachine": 1, "GarbageCan": 1, "Toaster": 1, "Cart": 1, "Ottoman": 1, "Safe": 1,
-    "LaundryHamper": 1, "TowelHolder": 1, "HandTowelHolder": 2, "ToiletPaperHanger": 1, "Bed": 1, "Desk": 1,
-    "DiningTable": 1, "SideTable": 1, "CoffeeTable": 1, "Sofa": 1, "ArmChair": 1, "Toilet": 1, "Dresser": 1,
-    "CounterTop": 1, "Fridge": 1, "Microwave": 1, "SinkBasin": 1, "BathtubBasin": 1, "Shelf": 2, "Cabinet": 4,
-    "Drawer": 3,
-}  # fmt: skip
+# Receptacles that a plan may name without a place, and how many stand in the room.
+_SEVERAL_UNPLACED = {"StoveBurner": 4, "HandTowelHolder": 2, "Shelf": 2, "Cabinet": 4, "Drawer": 3}
+_ONE_UNPLACED = """
+    CoffeeMachine GarbageCan Toaster Cart Ottoman Safe LaundryHamper TowelHolder ToiletPaperHanger Bed Desk DiningTable
+    SideTable CoffeeTable Sofa ArmChair Toilet Dresser CounterTop Fridge Microwave SinkBasin BathtubBasin
+"""
+_UNPLACED = dict.fromkeys(_ONE_UNPLACED.split(), 1) | _SEVERAL_UNPLACED
 # A letter that the engine's names cannot hold, as ALFWorld writes it; # marks a type.
 _MANGLED = str.maketrans({"-": "_minus_", "#": "-", "|": "_bar_", "+": "_plus_", ".": "_dot_", ",": "_comma_"})
 
@@ -88,24 +88,27 @@ def draw_problem(
     toggle = LAMP if task_type == "look_at_obj_in_light" else ""
     if toggle and (LAMP not in room.nameable or not room.types & LAMP_STANDS):
         raise Infeasible(f"no {LAMP} in scene {scene}")
+
     wanted = [name for name in room.portable if not needs or name in constants.VAL_ACTION_OBJECTS[needs]]
     pairs = []
     for name in wanted:
-        homes = sorted(kind for kind in room.types if name in _CONTENTS[kind])
+        fitting = sorted(room.types & _holders(name))
         if toggle:
-            pairs += [(name, "")] if homes else []
+            pairs += [(name, "")] if fitting else []
         else:
-            pairs += [(name, home) for home in homes if len(homes) > 1 and home != appliance]
+            pairs += [(name, kind) for kind in fitting if len(fitting) > 1 and kind != appliance]
+
     if not pairs:
         raise Infeasible(f"nothing for {task_type} in scene {scene}")
     target, parent = rng.choice(pairs)
     # Targets start neither where they belong nor where they are treated: no game is won, or half done, at its start.
     elsewhere = {parent, appliance}
     for _ in range((2 if task_type == "pick_two_obj_and_place" else 1) + rng.randint(0, 1)):
-        room.place(target, _homes(target) - elsewhere)
+        room.place(target, _holders(target) - elsewhere)
     for _ in range(rng.randint(*clutter)):
-        if (name := rng.choice(room.portable)) != target and room.types & _homes(name):
-            room.place(name, _homes(name))
+        if (name := rng.choice(room.portable)) != target and room.types & _holders(name):
+            room.place(name, _holders(name))
+
     if toggle:
         room.place(LAMP, LAMP_STANDS)
     goal = goal_library.gdict[task_type]
@@ -116,7 +119,7 @@ def draw_problem(
     return Problem(task_type, scene, target, parent, toggle, pddl, text, key)
 
 
-def _homes(name: str) -> set[str]:
+def _holders(name: str) -> set[str]:
     return {kind for kind in _STATIC if name in _CONTENTS[kind]}
 
 
@@ -138,16 +141,20 @@ class _Room:
         for name, (x, z, angle, horizon) in places:
             kind = name.split("|")[0]
             if kind in ("Sink", "Bathtub"):
-                kind, name = f"{kind}Basin", f"{name}|{kind}Basin"
+                kind = f"{kind}Basin"
+                name = f"{name}|{kind}"
             if kind in _STATIC:
                 self._add(name, kind, int(x / 0.25), int(z / 0.25), int(angle / 90), int(horizon))
+
         placed = {kind for kind, _ in self._receptacles.values()}
         for kind in self.nameable:
             for _ in range(_UNPLACED.get(kind, 0) if kind not in placed else 0):
                 basin = kind.removesuffix("Basin")
                 name = f"{basin}|{self._point()}" + (f"|{kind}" if basin != kind else "")
-                turn, horizon = rng.randint(0, 3), rng.choice((0, 15, 30, 45, 60))
+                turn = rng.randint(0, 3)
+                horizon = rng.choice((0, 15, 30, 45, 60))
                 self._add(name, kind, rng.randint(-12, 12), rng.randint(-12, 12), turn, horizon)
+
         if max_receptacles is not None and len(self._receptacles) > max_receptacles:
             kept = rng.sample(sorted(self._receptacles), max_receptacles)
             self._receptacles = {name: self._receptacles[name] for name in sorted(kept)}
@@ -177,21 +184,26 @@ class _Room:
 
     def pddl(self, target: str, toggle: str) -> str:
         """Objects and initial state; the goal follows."""
-        rng, receptacles, objects = self._rng, sorted(self._receptacles.items()), sorted(self._objects.items())
+        rng = self._rng
+        receptacles = sorted(self._receptacles.items())
+        objects = sorted(self._objects.items())
         start = f"loc|{rng.randint(92, 108)}|{rng.randint(92, 108)}|{rng.randint(0, 3)}|30"  # away from everything
         object_types = sorted({kind for _, (kind, _) in objects})
         named_receptacles = sorted(self.types | _ALWAYS_NAMED[0])
         named_objects = sorted({*object_types, *_ALWAYS_NAMED[1], target} | ({toggle} if toggle else set()))
+
         declared = ["agent1 # agent"]
         declared += [f"{kind}Type # otype" for kind in named_objects]
         declared += [f"{kind}Type # rtype" for kind in named_receptacles]
         declared += [f"{name} # object" for name, _ in objects]
         declared += [f"{name} # receptacle" for name, _ in receptacles]
         declared += [f"{place} # location" for place in sorted({place for _, (_, place) in receptacles} | {start})]
+
         facts = [f"(atLocation agent1 {start})", "(= (total-cost) 0)"]
         for name, (kind, place) in receptacles:
             facts += [f"(receptacleType {name} {kind}Type)", f"(receptacleAtLocation {name} {place})"]
             facts += [f"(openable {name})"] if kind in _OPENABLE else []
+
         for name, (kind, where) in objects:
             facts += [f"(objectType {name} {kind}Type)", f"(inReceptacle {name} {where})"]
             facts.append(f"(objectAtLocation {name} {self._receptacles[where][1]})")
@@ -209,7 +221,8 @@ class _Room:
         """At this place or, if something stands there, one beside it: `go to` names one receptacle per location."""
         taken = {place for _, place in self._receptacles.values()}
         while (place := f"loc|{x}|{z}|{turn}|{horizon}") in taken:
-            x, z = x + self._rng.choice((-1, 1)), z + self._rng.choice((-1, 0, 1))
+            x += self._rng.choice((-1, 1))
+            z += self._rng.choice((-1, 0, 1))
         self._receptacles[name] = (kind, place)
 
     def _point(self) -> str:

@@ -115,8 +115,10 @@ def translate(game: GameFile) -> Translation:
         raise GameError(f"{game.path} cannot be translated: {type(error).__name__} {error}") from None
     finally:
         sys.argv = arguments
+
     type_of = {each.name: each.type_name for each in task.objects}
     facts = [_fact(each, type_of) for each in task.init]
+
     return Translation(
         sas=zlib.compress(sas.encode(), 1),
         facts=tuple(fact for fact in facts if fact is not None),

@@ -52,9 +52,12 @@ def last_box(text: str) -> str | None:
     found = None
     for found in _BOX.finditer(text):  # noqa: B007
         pass
+
     if found is None:
         return None
-    depth, position = 1, found.end()
+
+    depth = 1
+    position = found.end()
     while position < len(text):
         character = text[position]
         if character == "\\":  # \{ and \} are printed braces, not groups
@@ -84,17 +87,20 @@ def judge(gold: str, answer: str) -> bool | Symbolic:
     """Whether the boxed `answer` equals the bare `gold`; Symbolic where only symbolic mathematics can tell."""
     if len(answer) > MAX_ANSWER_CHARS:
         return False
-    gold, answer = normalise(gold), normalise(answer)
+    gold = normalise(gold)
+    answer = normalise(answer)
     if not gold or not answer:
         return False
     if gold == answer:
         return True
     if ("%" in gold) != ("%" in answer):
         return False
-    gold, answer = gold.replace("\\%", "").replace("%", ""), answer.replace("\\%", "").replace("%", "")
-    (variable, gold), (other, answer) = _without_variable(gold), _without_variable(answer)
+
+    variable, gold = _without_variable(gold.replace("\\%", "").replace("%", ""))
+    other, answer = _without_variable(answer.replace("\\%", "").replace("%", ""))
     if variable and other and variable != other:
         return False
+
     gold = _without_unit(gold)
     if gold == answer:
         return True

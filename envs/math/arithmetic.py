@@ -65,110 +65,67 @@ class Student:
 
 
 # Few enough equations that a minute of demonstrations covers them; it is their combinations that are held out.
-_SMALL, _NUMBER, _LARGE = range(2, 10), range(2, 17), range(10, 28)
-_TIMES = range(2, 7)
+_RANGES = {"small": range(2, 10), "number": range(2, 17), "large": range(10, 28), "times": range(2, 7)}
+_TABLE = """
+add: number + number
+{A} has {a} {t}. {B} has {b} {t}. How many {t} do they have together?
+{A} finds {a} {t} and then {b} more. How many {t} does {A} have?
 
-KINDS = (
-    Kind(
-        "add",
-        (_NUMBER, _NUMBER),
-        (("+", 0, 1),),
-        (
-            "{A} has {a} {t}. {B} has {b} {t}. How many {t} do they have together?",
-            "{A} finds {a} {t} and then {b} more. How many {t} does {A} have?",
-        ),
-    ),
-    Kind(
-        "subtract",
-        (_LARGE, _SMALL),
-        (("-", 0, 1),),
-        (
-            "{A} has {a} {t} and gives {b} to {B}. How many {t} are left?",
-            "There are {a} {t}. {A} takes {b} of them. How many {t} are left?",
-        ),
-    ),
-    Kind(
-        "multiply",
-        (_SMALL, _TIMES),
-        (("*", 0, 1),),
-        (
-            "{A} has {a} {p} with {b} {t} in each. How many {t} are there?",
-            "There are {a} {p} of {b} {t}. How many {t} are there?",
-        ),
-    ),
-    Kind(
-        "add, subtract",
-        (_NUMBER, _NUMBER, _SMALL),
-        (("+", 0, 1), ("-", 3, 2)),
-        (
-            "{A} has {a} {t} and buys {b} more. {A} gives {c} to {B}. How many {t} are left?",
-            "{A} has {a} {t}. {B} has {b} {t}. They lose {c}. How many {t} are left?",
-        ),
-    ),
-    Kind(
-        "subtract, add",
-        (_LARGE, _SMALL, _SMALL),
-        (("-", 0, 1), ("+", 3, 2)),
-        (
-            "{A} has {a} {t} and loses {b}. Then {A} buys {c}. How many {t} does {A} have?",
-            "There are {a} {t}. {A} takes {b} and {B} brings {c}. How many {t} are there?",
-        ),
-    ),
-    Kind(
-        "subtract, subtract",
-        (_LARGE, _SMALL, _SMALL),
-        (("-", 0, 1), ("-", 3, 2)),
-        (
-            "{A} has {a} {t}. {A} gives {b} to {B} and loses {c}. How many {t} are left?",
-            "There are {a} {t}. {A} takes {b} and {B} takes {c}. How many {t} are left?",
-        ),
-    ),
-    Kind(
-        "add, add",
-        (_NUMBER, _NUMBER, _SMALL),
-        (("+", 0, 1), ("+", 3, 2)),
-        (
-            "{A} has {a} {t}. {B} has {b} and {C} has {c}. How many {t} do they have together?",
-            "{A} finds {a} {t}, then {b} more and then {c} more. How many {t} does {A} have?",
-        ),
-    ),
-    Kind(
-        "multiply, add",
-        (_SMALL, _TIMES, _SMALL),
-        (("*", 0, 1), ("+", 3, 2)),
-        (
-            "{A} has {a} {p} with {b} {t} in each and buys {c} more. How many {t} does {A} have?",
-            "There are {a} {p} of {b} {t}. {B} brings {c} {t}. How many {t} are there?",
-        ),
-    ),
-    Kind(
-        "multiply, subtract",
-        (_SMALL, _TIMES, _SMALL),
-        (("*", 0, 1), ("-", 3, 2)),
-        (
-            "{A} has {a} {p} with {b} {t} in each and gives {c} to {B}. How many {t} are left?",
-            "There are {a} {p} of {b} {t}. {A} takes {c}. How many {t} are left?",
-        ),
-    ),
-    Kind(
-        "more, add",
-        (_NUMBER, _SMALL, _SMALL),
-        (("+", 0, 1), ("+", 3, 2)),
-        (
-            "{A} has {a} {t}. {B} has {b} more than {A} and buys {c}. How many {t} does {B} have?",
-            "{A} finds {a} {t}. {B} finds {b} more than {A} and then {c} more. How many {t} does {B} find?",
-        ),
-    ),
-    Kind(
-        "fewer, subtract",
-        (_LARGE, _SMALL, _SMALL),
-        (("-", 0, 1), ("-", 3, 2)),
-        (
-            "{A} has {a} {t}. {B} has {b} fewer than {A} and loses {c}. How many {t} does {B} have?",
-            "{A} finds {a} {t}. {B} finds {b} fewer than {A} and gives {c} to {C}. How many {t} does {B} have?",
-        ),
-    ),
-)
+subtract: large - small
+{A} has {a} {t} and gives {b} to {B}. How many {t} are left?
+There are {a} {t}. {A} takes {b} of them. How many {t} are left?
+
+multiply: small * times
+{A} has {a} {p} with {b} {t} in each. How many {t} are there?
+There are {a} {p} of {b} {t}. How many {t} are there?
+
+add, subtract: number + number - small
+{A} has {a} {t} and buys {b} more. {A} gives {c} to {B}. How many {t} are left?
+{A} has {a} {t}. {B} has {b} {t}. They lose {c}. How many {t} are left?
+
+subtract, add: large - small + small
+{A} has {a} {t} and loses {b}. Then {A} buys {c}. How many {t} does {A} have?
+There are {a} {t}. {A} takes {b} and {B} brings {c}. How many {t} are there?
+
+subtract, subtract: large - small - small
+{A} has {a} {t}. {A} gives {b} to {B} and loses {c}. How many {t} are left?
+There are {a} {t}. {A} takes {b} and {B} takes {c}. How many {t} are left?
+
+add, add: number + number + small
+{A} has {a} {t}. {B} has {b} and {C} has {c}. How many {t} do they have together?
+{A} finds {a} {t}, then {b} more and then {c} more. How many {t} does {A} have?
+
+multiply, add: small * times + small
+{A} has {a} {p} with {b} {t} in each and buys {c} more. How many {t} does {A} have?
+There are {a} {p} of {b} {t}. {B} brings {c} {t}. How many {t} are there?
+
+multiply, subtract: small * times - small
+{A} has {a} {p} with {b} {t} in each and gives {c} to {B}. How many {t} are left?
+There are {a} {p} of {b} {t}. {A} takes {c}. How many {t} are left?
+
+more, add: number + small + small
+{A} has {a} {t}. {B} has {b} more than {A} and buys {c}. How many {t} does {B} have?
+{A} finds {a} {t}. {B} finds {b} more than {A} and then {c} more. How many {t} does {B} find?
+
+fewer, subtract: large - small - small
+{A} has {a} {t}. {B} has {b} fewer than {A} and loses {c}. How many {t} does {B} have?
+{A} finds {a} {t}. {B} finds {b} fewer than {A} and gives {c} to {C}. How many {t} does {B} have?
+"""
+
+
+def _read_kinds(table: str) -> Iterator[Kind]:
+    """Kinds as the table has them: the name and what is worked out from left to right, then the wordings."""
+    for block in table.strip().split("\n\n"):
+        head, *wordings = block.splitlines()
+        name, _, chain = head.partition(": ")
+        drawn = [_RANGES[word] for word in chain.split()[::2]]
+        # The first step takes the first two numbers, each later one the result before it and the next number.
+        lefts = [0, *range(len(drawn), 2 * len(drawn))]
+        steps = zip(chain.split()[1::2], lefts, range(1, len(drawn)), strict=False)
+        yield Kind(name, tuple(drawn), tuple(steps), tuple(wordings))
+
+
+KINDS = tuple(_read_kinds(_TABLE))
 
 
 def problem(split: str, index: int, seed: int = 0) -> ArithmeticProblem:
@@ -176,14 +133,16 @@ def problem(split: str, index: int, seed: int = 0) -> ArithmeticProblem:
 
     Kinds take turns; within a kind the numbers are walked in an order shuffled by the seed.
     """
-    kind_index, turn = index % len(KINDS), index // len(KINDS)
+    turn, kind_index = divmod(index, len(KINDS))
     kind = KINDS[kind_index]
     combinations = _order(split, kind_index, seed)
     numbers = combinations[turn % len(combinations)]
+
     rng = random.Random((seed * 2 + (split == "eval")) << 40 | index)
     a, b, c = rng.sample(NAMES, 3)
     values = dict(zip("abc", numbers, strict=False))
     question = rng.choice(kind.wordings).format(A=a, B=b, C=c, t=rng.choice(THINGS), p=rng.choice(PLACES), **values)
+
     working = _work(kind.steps, numbers)
     answer = evaluate(*working[-1])
     return ArithmeticProblem(question, str(answer), working, numbers, kind.name)
@@ -235,11 +194,13 @@ def _with_slip(problem: ArithmeticProblem, rng: random.Random) -> tuple[tuple[in
     operation, left, right = steps[slipped]
     others = [other for other in "+-*" if other != operation]
     rng.shuffle(others)
+
     for other in others:
         steps[slipped] = (other, left, right)
         working = _work(tuple(steps), problem.numbers)
         if all(0 <= evaluate(*equation) <= LARGEST for equation in working):
             return working
+
     return problem.working[:1]  # no other operation stays in range: stops too early instead
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.math import arithmetic
-from envs.math.datasets import DatasetError, Source, load_problems
+from envs.math.datasets import Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
+from envs.rows import RowError
 from rollout.episodes.environment import ChatMessage, Step
 
 INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
@@ -49,19 +51,21 @@ class MathFamily:
     Options = MathOptions
 
     def __init__(self, options: MathOptions, seed: int) -> None:
-        self.options, self.seed = options, seed
+        self.options = options
+        self.seed = seed
+        self._count: dict[str, int]
         self._problem: dict[str, Callable[[int], Problem]]
+        asks = options.instruction
+
         if options.source == "arithmetic":
             self._count = {"train": options.tasks or 10_000, "eval": options.eval_count}
-            self._problem = {
-                "train": lambda index: arithmetic.problem("train", index, seed),
-                "eval": lambda index: arithmetic.problem("eval", index, seed),
-            }
+            self._problem = {split: partial(arithmetic.problem, split, seed=seed) for split in self._count}
         else:
-            train, held_out = _load(options)
-            self._count = {"train": len(train), "eval": len(held_out)}
-            self._problem = {"train": train.__getitem__, "eval": held_out.__getitem__}
-        asks = INSTRUCTION if options.instruction is None and options.source != "arithmetic" else options.instruction
+            problems = dict(zip(("train", "eval"), _load(options), strict=True))
+            self._count = {split: len(loaded) for split, loaded in problems.items()}
+            self._problem = {split: loaded.__getitem__ for split, loaded in problems.items()}
+            asks = INSTRUCTION if asks is None else asks
+
         self.suffix = f"\n{asks}" if asks else ""
         self.verifier = Verifier(options.verifier_workers, options.verify_deadline_s)
 
@@ -95,10 +99,7 @@ class MathEnvironment:
 
     async def step(self, action: str) -> Step:
         verdict = await self._family.verifier.verify(self._gold, action)
-        info = {
-            "correct": float(verdict.correct), "boxed": float(verdict.boxed),
-            "unverifiable": float(verdict.unverifiable),
-        }  # fmt: skip
+        info = {name: float(value) for name, value in asdict(verdict).items()}
         return Step([], info["correct"], done=True, info=info)
 
     async def close(self) -> None:
@@ -106,20 +107,24 @@ class MathEnvironment:
 
 
 def _load(options: MathOptions) -> tuple[Sequence[Problem], Sequence[Problem]]:
-    """(train, held-out) problems of a file or a hub. Raises DatasetError."""
+    """(train, held-out) problems of a file or a hub. Raises RowError."""
     source = Source(options.source, options.question_field, options.answer_field, options.subset, options.split)
     train = load_problems(source)
     is_file = options.source.endswith((".jsonl", ".parquet"))
+
     if options.eval_source is not None:
         held_out = load_problems(replace(source, name=options.eval_source, split=options.eval_split or "train"))
     elif options.eval_split and not is_file:
         held_out = load_problems(replace(source, split=options.eval_split))
     else:
         if len(train) <= options.eval_count:
-            raise DatasetError(
+            raise RowError(
                 f"{options.source} has {len(train)} rows: env.options.eval_count={options.eval_count} leaves none to "
                 "train on; lower it or set env.options.eval_source"
             )
+
         kept = len(train) - options.eval_count
-        train, held_out = train[:kept], train[kept:]
+        held_out = train[kept:]
+        train = train[:kept]
+
     return train[: options.tasks], held_out

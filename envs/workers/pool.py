@@ -110,6 +110,7 @@ class Worker(Generic[Body, Result]):
         self._sessions: dict[int, Session[Body, Result]] = {}
         self._pending: dict[int, _Pending[Body, Result]] = {}  # by number of the request, oldest first
         self._number = 0
+
         self._needed = asyncio.Event()
         self._settled = asyncio.Event()  # set once the first process serves or has failed to
         self._failure: WorkerNotStarted | None = None
@@ -219,6 +220,7 @@ class Worker(Generic[Body, Result]):
             process: _Process[Body, Result] = _Process(self._kind, self._take)
             self._failure = None
             self._hung = False
+
             try:
                 await process.start()
                 self._process = process
@@ -302,6 +304,7 @@ class _Process(Generic[Body, Result]):
         page = self.current.descriptor
         variables = {"FRESCO_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         self._replies, theirs = os.pipe()
+
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self._kind.module, str(page), *self._kind.arguments),

@@ -1,5 +1,8 @@
-"""What a server and its workers say to each other: length-prefixed MessagePack on two pipes, and the number of the
-request that the worker works on in a page of memory that both share."""
+"""What a server and its workers say to each other.
+
+Frames of the codec, each after its length, on two pipes; and, in a page of memory that both share, the number of the
+request that the worker works on.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import struct
 from typing import Any, Generic, TypeVar
 
 import msgspec
+
+from rl.core.codec import Codec
 
 CHUNK = 1 << 18  # bytes read at once
 _LENGTH = struct.Struct("<I")
@@ -35,8 +40,12 @@ class WorkerReply(msgspec.Struct, Generic[Result], array_like=True):
     error: str = ""
 
 
+_CODEC: Codec[Any] = Codec(Any)
+
+
 def frame(message: WorkerRequest[Any] | WorkerReply[Any]) -> bytes:
-    body = msgspec.msgpack.encode(message)
+    """Without arrays: one frame of the codec, after its length."""
+    (body,) = _CODEC.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -44,11 +53,11 @@ class FrameReader(Generic[Read]):
     """Messages of one type out of what a pipe gives, however it cuts them."""
 
     def __init__(self, kind: type[Read]) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Read] = msgspec.msgpack.Decoder(kind)
+        self._codec: Codec[Read] = Codec(kind)
         self._unread = b""
 
     def feed(self, chunk: bytes) -> list[Read]:
-        """The messages that are whole now. Raises msgspec.ValidationError."""
+        """The messages that are whole now. Raises ProtocolError."""
         unread = self._unread + chunk if self._unread else chunk
         messages = []
         begin = 0
@@ -58,7 +67,7 @@ class FrameReader(Generic[Read]):
             end = body + _LENGTH.unpack_from(unread, begin)[0]
             if end > len(unread):
                 break
-            messages.append(self._decoder.decode(unread[body:end]))
+            messages.append(self._codec.decode([unread[body:end]]))
             begin = end
 
         self._unread = unread[begin:]

@@ -20,6 +20,7 @@ def main(descriptor: int, fails: bool) -> None:
         if word is None:
             said.pop(session, None)
             return None
+
         match word:
             case "hang":
                 time.sleep(600)

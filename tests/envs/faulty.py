@@ -54,6 +54,7 @@ class FaultyEnvironment:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 pass
+
         if self.kind == "raise":
             raise ValueError("on purpose")
         if self.kind == "exit":

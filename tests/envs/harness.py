@@ -40,9 +40,15 @@ Answer = Callable[[Generate], Generated | None]
 
 def generated(request: Generate, ids: list[int], finish_reason: str = "stop", **fields: Any) -> Generated:
     return Generated(
-        request_id=request.request_id, session=request.session, columns=reply_columns(ids, -0.5, request.version.n),
-        epoch=request.version.epoch, finish_reason=finish_reason, tokens_generated=len(ids), generator=0, **fields,
-    )  # fmt: skip
+        request_id=request.request_id,
+        session=request.session,
+        columns=reply_columns(ids, -0.5, request.version.n),
+        epoch=request.version.epoch,
+        finish_reason=finish_reason,
+        tokens_generated=len(ids),
+        generator=0,
+        **fields,
+    )
 
 
 def ticket(ticket_id: int, **fields: Any) -> Ticket:
@@ -54,13 +60,15 @@ class World:
     """Binds the sockets, starts the server and plays its peers. `answer(request)` of None leaves it unanswered."""
 
     def __init__(self, run: RunFile, answer: Answer, *, acknowledge: bool = True) -> None:
-        self.answer, self.acknowledge = answer, acknowledge
+        self.answer = answer
+        self.acknowledge = acknowledge
         self.results: list[Result] = []  # as they arrived, repeats included
         self.requests: list[Generate] = []
         self.aborts: list[int] = []
         self.heartbeat: Heartbeat | None = None
         self.fatal: Fatal | None = None
         self.hello: ServerHello | None = None
+
         self._context = zmq.Context()
         kinds = {"control": zmq.ROUTER, "tickets": zmq.ROUTER, "trajectories": zmq.PULL, "frontend": zmq.ROUTER}
         self.sockets = {
@@ -123,6 +131,7 @@ class World:
             case Generate():
                 self.requests.append(message)
                 answer = self.answer(message)
+
                 if answer is not None:
                     self.reply(answer)
             case Abort(request_id):

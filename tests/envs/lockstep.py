@@ -45,7 +45,9 @@ def steps_out_of_turn(folder: Path) -> tuple[int, int]:
     """
     begun = out_of_turn = 0
     for path in folder.glob("*.steps"):
-        running, ending = 0, False
+        running = 0
+        ending = False
+
         for event in path.read_text():
             if event == "B":
                 ending = ending and running > 0

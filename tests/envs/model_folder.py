@@ -52,6 +52,7 @@ def make_model_folder(folder: Path, *, template: str = TEMPLATE, eos: str = "<|i
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -61,6 +62,7 @@ def make_model_folder(folder: Path, *, template: str = TEMPLATE, eos: str = "<|i
             }
         )
     )
+
     (folder / "chat_template.jinja").write_text(template)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (folder / "generation_config.json").write_text(

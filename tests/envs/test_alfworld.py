@@ -54,7 +54,8 @@ def walkthrough(path: Path) -> list[str]:
 
 
 def test_all_six_task_types_in_scenes_kept_apart(folder: Path) -> None:
-    train, unseen = list_games(folder, "train"), list_games(folder, "valid_unseen")
+    train = list_games(folder, "train")
+    unseen = list_games(folder, "valid_unseen")
     assert {game.task_type for game in train} == {game.task_type for game in unseen} == set(TASK_TYPES)
     assert {game.scene for game in train} <= set(constants.TRAIN_SCENE_NUMBERS)
     assert {game.scene for game in unseen} <= set(constants.TEST_SCENE_NUMBERS)
@@ -66,10 +67,12 @@ def test_the_packages_environment_lists_the_same_games(folder: Path) -> None:
     config = {
         "env": {"goal_desc_human_anns_prob": 0, "task_types": [1, 2, 3, 4, 5, 6]},
         "dataset": {
-            "data_path": str(folder / "train"), "eval_ood_data_path": str(folder / "valid_unseen"),
-            "num_train_games": -1, "num_eval_games": -1,
+            "data_path": str(folder / "train"),
+            "eval_ood_data_path": str(folder / "valid_unseen"),
+            "num_train_games": -1,
+            "num_eval_games": -1,
         },
-    }  # fmt: skip
+    }
     for split, theirs in (("train", "train"), ("valid_unseen", "eval_out_of_distribution")):
         listed = AlfredTWEnv(config, train_eval=theirs).game_files
         assert sorted(listed) == [str(game.path) for game in list_games(folder, split)]
@@ -77,16 +80,21 @@ def test_the_packages_environment_lists_the_same_games(folder: Path) -> None:
 
 def test_transcripts_are_those_of_the_stock_engine_and_walkthroughs_win_there(folder: Path, engine: Engine) -> None:
     """Admissible, inadmissible and repeated commands; every game is won in the end, and none at its start."""
-    player, boards = stock(), Boards(8)
+    player = stock()
+    boards = Boards(8)
+
     for game in list_games(folder, "train"):
         rng = random.Random(game.path.name)
         player.load(str(game.path))
-        theirs, ours = player.reset(), engine.load(boards.get(game.path))
+        theirs = player.reset()
+        ours = engine.load(boards.get(game.path))
         assert not theirs["won"]
+
         for command in [None, "jump", "look", "inventory", *(None,) * 2, *walkthrough(game.path)]:
             assert (theirs.feedback, tuple(theirs["admissible_commands"])) == (ours.text, ours.commands)
             chosen = command or rng.choice([each for each in ours.commands if each.startswith(("exa", "hel", "loo"))])
-            theirs, ours = player.step(chosen)[0], engine.step(chosen)
+            theirs = player.step(chosen)[0]
+            ours = engine.step(chosen)
             assert (theirs.feedback, theirs["won"]) == (ours.text, ours.won)
         assert ours.won
 
@@ -118,13 +126,15 @@ def test_what_the_task_types_need(folder: Path, engine: Engine) -> None:
     """Two things are moved, not "put"; no appliance is opened; the desk lamp alone can be used."""
     boards = Boards(8)
     for game in list_games(folder, "train"):
-        plan, kind = walkthrough(game.path), game.task_type
+        plan = walkthrough(game.path)
+        kind = game.task_type
         verbs = [command.split()[0] for command in plan]
         engine.load(boards.get(game.path))
         admitted = set[str]()
         for command in plan:
             admitted |= {each for each in engine.observation.commands if each.startswith(("use", "put"))}
             assert engine.step(command).admissible
+
         assert engine.observation.won
         assert all(each.startswith("use desklamp ") for each in admitted)
         if kind == "look_at_obj_in_light":
@@ -138,12 +148,14 @@ def test_what_the_task_types_need(folder: Path, engine: Engine) -> None:
 
 def test_every_listed_command_is_taken_as_a_player_types_it(folder: Path, tmp_path: Path, engine: Engine) -> None:
     """In every state on the way to the goal, also without the blank that names without a number end in."""
-    boards, unnumbered = Boards(8), tmp_path / "game.tw-pddl"
+    boards = Boards(8)
+    unnumbered = tmp_path / "game.tw-pddl"
     games = [game.path for game in list_games(folder, "train")]
     content = games[0].read_text()
     receptacle = re.search(r"\w+_bar_\w+(?= - receptacle)", content)
     assert receptacle
     unnumbered.write_text(content.replace(receptacle[0], "strongbox"))
+
     for path, plan in [(unnumbered, [])] + [(path, walkthrough(path)) for path in games]:
         board = boards.get(path)
         for done in range(max(1, len(plan))):
@@ -232,6 +244,7 @@ def test_episode_reward_invalid_actions_and_step_limit(folder: Path) -> None:
         assert (await environment.step("fly to the moon")).info["invalid_actions"] == 2
         for command in walkthrough(family.task("train", 0).path):
             step = await environment.step(command)
+
         assert step.done and step.reward == 1 and step.info["success"] == 1 and step.info["invalid_actions"] == 2
         await environment.close()
         loser = family.make()
@@ -246,9 +259,12 @@ def test_episode_reward_invalid_actions_and_step_limit(folder: Path) -> None:
 def test_the_first_taking_of_what_the_task_asks_for_is_paid_once(folder: Path) -> None:
     async def scenario(family: AlfworldFamily) -> None:
         for index in range(4):
-            game, environment = family.task("train", index), family.make()
+            game = family.task("train", index)
+            environment = family.make()
             await environment.reset(game)
-            rewards, texts = [], []
+            rewards = []
+            texts = []
+
             for command in walkthrough(game.path):
                 step = await environment.step(command)
                 rewards.append(step.reward)
@@ -273,6 +289,7 @@ def test_makers_of_games_die_with_their_parent_and_the_next_one_clears_up(tmp_pa
         f"ensure_games(GameRecipe(**{recipe.model_dump()}), Path({str(tmp_path / 'games')!r}), 2)"
     )
     maker = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+
     try:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob(".games.draft-*/games/train/*")):
@@ -283,6 +300,7 @@ def test_makers_of_games_die_with_their_parent_and_the_next_one_clears_up(tmp_pa
     finally:
         maker.kill()
         maker.wait()
+
     assert not psutil.wait_procs(children, timeout=30)[1]
     ensure_games(RECIPE, tmp_path / "games", workers=1)
     assert not list(tmp_path.glob(".games.draft-*"))
@@ -310,6 +328,7 @@ def test_a_killed_worker_loses_no_idle_game_and_a_hung_one_only_what_it_played(f
         os.kill(worker.pid, signal.SIGKILL)
         after = await asyncio.gather(*(game.step("look") for game in games))
         assert [step.messages for step in after] == [step.messages for step in before]
+
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)
         hung = await asyncio.gather(*(game.step("look") for game in games), return_exceptions=True)
@@ -337,6 +356,7 @@ def test_a_hang_is_laid_to_the_game_that_hangs_not_to_one_whose_reply_was_held(f
         worker = family.pool.workers[0]
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)  # so that it finds both requests at once
+
         looking = asyncio.ensure_future(environment.step("look"))
         loading = asyncio.ensure_future(family.pool.open().ask(GameRequest("load", str(endless))))
         await asyncio.sleep(0)
@@ -367,7 +387,9 @@ def test_many_environments_at_once_play_as_one_alone(folder: Path, engine: Engin
     boards = Boards(8)
 
     def alone(path: Path, seed: int) -> list[tuple[str, str]]:
-        rng, seen, transcript = random.Random(seed), engine.load(boards.get(path)), []
+        rng = random.Random(seed)
+        seen = engine.load(boards.get(path))
+        transcript = []
         for _ in range(10):
             command = rng.choice(seen.commands).strip()
             seen = engine.step(command)
@@ -396,7 +418,8 @@ def resident_bytes() -> int:
 
 def test_a_translation_is_kept_on_disk_and_made_again_if_it_is_damaged(folder: Path, tmp_path: Path) -> None:
     game = read_game(list_games(folder, "train")[0].path)
-    made, kept = kept_translation(game, tmp_path), kept_translation(game, tmp_path)
+    made = kept_translation(game, tmp_path)
+    kept = kept_translation(game, tmp_path)
     (path,) = (each for each in tmp_path.rglob("*") if each.is_file())
     path.write_bytes(b"cut")
     again = kept_translation(game, tmp_path)

@@ -21,7 +21,8 @@ def problems(split: str, seed: int = 0, count: int = COUNT) -> list[ArithmeticPr
 
 @pytest.mark.parametrize("seeds", [(0, 0), (1, 7)])
 def test_no_numbers_of_a_held_out_problem_occur_in_training(seeds: tuple[int, int]) -> None:
-    train, held_out = problems("train", seeds[0], 20_000), problems("eval", seeds[1])
+    train = problems("train", seeds[0], 20_000)
+    held_out = problems("eval", seeds[1])
     assert not {(p.kind, p.numbers) for p in train} & {(p.kind, p.numbers) for p in held_out}
     assert not {p.question for p in train} & {p.question for p in held_out}
 
@@ -63,6 +64,7 @@ def test_solutions_are_right_and_boxed(split: str) -> None:
                 operation
             ] == int(result)
             values.append(result)
+
         assert values[-1] == problem.answer
         assert 0 <= int(problem.answer) <= arithmetic.LARGEST
         assert all(str(number) in problem.question for number in problem.numbers)

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.math.answers import MAX_ANSWER_CHARS, Symbolic, judge, last_box
-from envs.math.datasets import DatasetError, Source, gold_answer, load_problems
+from envs.math.datasets import Source, gold_answer, load_problems
 from envs.math.environment import INSTRUCTION, MathFamily, MathOptions
 from envs.math.problems import Problem
 from envs.math.verifier import Verdict, Verifier
+from envs.rows import RowError
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,32 @@ def test_last_box(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("gold", "answer"),
     [
-        ("42", "42"), ("42", " 42. "), ("42", "042"), ("42", "42.0"), ("1234", "1,234"), ("1234", "1\\,234"),
-        ("1,234", "1234"), ("18", "\\$18"), ("5", "x=5"), ("x=5", "5"), ("5\\text{ cm}", "5"), ("45", "45^\\circ"),
-        ("0.5", "\\frac12"), ("\\frac{1}{2}", "0.5"), ("-\\frac12", "\\dfrac{-1}{2}"), ("50\\%", "50 \\%"),
-        ("10000000000", "1e10"), ("\\text{(A)}", "A"), ("\\text{Evelyn}", "Evelyn"), ("11_2", "11_{2}"),
-        ("\\left(1,2\\right)", "(1, 2)"), ("(1,3]", "x\\in(1,3]"), ("2\\pi r", "2 \\pi r"), ("-7", "−7"),
+        ("42", "42"),
+        ("42", " 42. "),
+        ("42", "042"),
+        ("42", "42.0"),
+        ("1234", "1,234"),
+        ("1234", "1\\,234"),
+        ("1,234", "1234"),
+        ("18", "\\$18"),
+        ("5", "x=5"),
+        ("x=5", "5"),
+        ("5\\text{ cm}", "5"),
+        ("45", "45^\\circ"),
+        ("0.5", "\\frac12"),
+        ("\\frac{1}{2}", "0.5"),
+        ("-\\frac12", "\\dfrac{-1}{2}"),
+        ("50\\%", "50 \\%"),
+        ("10000000000", "1e10"),
+        ("\\text{(A)}", "A"),
+        ("\\text{Evelyn}", "Evelyn"),
+        ("11_2", "11_{2}"),
+        ("\\left(1,2\\right)", "(1, 2)"),
+        ("(1,3]", "x\\in(1,3]"),
+        ("2\\pi r", "2 \\pi r"),
+        ("-7", "−7"),
     ],
-)  # fmt: skip
+)
 def test_right(gold: str, answer: str) -> None:
     assert judge(gold, answer) is True
 
@@ -56,17 +76,42 @@ def test_right(gold: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("gold", "answer"),
     [
-        ("42", "43"), ("42", ""), ("12", "1 2"), ("42", "4,2"), ("3.14", "3.14159"), ("0", "0.0000001"),
-        ("42", "12+30"), ("42", "\\frac{84}{2}"), ("\\frac{1}{2}", "\\frac{2}{4}"), ("120", "5!"),  # restatements
-        ("50\\%", "50"), ("50", "50\\%"), ("0.5", "50\\%"), ("50\\%", "0.5"),
-        ("5", "5\\text{ million}"), ("5\\text{ million}", "5"), ("5", "5\\text{ or }6"), ("5", "\\text{not }5"),
-        ("5", "5,6"), ("5", "4=5"), ("x=5", "y=5"), ("\\sqrt{2}", "1=\\sqrt{3}=\\sqrt{2}"),
-        ("\\sqrt{2}", "\\sqrt{2}\\text{ is wrong}"), ("(1,2)", "[1,2]"), ("(1,2)", "\\{1,2\\}"), ("(1,2)", "2,1"),
-        ("(1,2]", "[1,2)"), ("11_2", "11"), ("1001_2", "1001_{3}"), ("3:4", "\\frac34"), ("Evelyn", "nylevE"),
-        ("\\text{(A)}", "B"), ("1<x\\le3", "(1,3]"),  # the last is right and lost: forms must agree
+        ("42", "43"),
+        ("42", ""),
+        ("12", "1 2"),
+        ("42", "4,2"),
+        ("3.14", "3.14159"),
+        ("0", "0.0000001"),
+        ("42", "12+30"),
+        ("42", "\\frac{84}{2}"),
+        ("\\frac{1}{2}", "\\frac{2}{4}"),
+        ("120", "5!"),  # restatements
+        ("50\\%", "50"),
+        ("50", "50\\%"),
+        ("0.5", "50\\%"),
+        ("50\\%", "0.5"),
+        ("5", "5\\text{ million}"),
+        ("5\\text{ million}", "5"),
+        ("5", "5\\text{ or }6"),
+        ("5", "\\text{not }5"),
+        ("5", "5,6"),
+        ("5", "4=5"),
+        ("x=5", "y=5"),
+        ("\\sqrt{2}", "1=\\sqrt{3}=\\sqrt{2}"),
+        ("\\sqrt{2}", "\\sqrt{2}\\text{ is wrong}"),
+        ("(1,2)", "[1,2]"),
+        ("(1,2)", "\\{1,2\\}"),
+        ("(1,2)", "2,1"),
+        ("(1,2]", "[1,2)"),
+        ("11_2", "11"),
+        ("1001_2", "1001_{3}"),
+        ("3:4", "\\frac34"),
+        ("Evelyn", "nylevE"),
+        ("\\text{(A)}", "B"),
+        ("1<x\\le3", "(1,3]"),  # the last is right and lost: forms must agree
         ("x", "x" * (MAX_ANSWER_CHARS + 1)),
     ],
-)  # fmt: skip
+)
 def test_wrong(gold: str, answer: str) -> None:
     assert judge(gold, answer) is False
 
@@ -108,6 +153,7 @@ def test_workers_judge_survive_and_are_replaced() -> None:
                 assert isinstance(judge(gold, answer), Symbolic)
                 verdict = await verifier.verify(gold, f"\\boxed{{{answer}}}")
                 assert verdict.correct is right, (gold, answer, verdict)
+
             asked = verifier.symbolic
             await verifier.verify(*("2\\sqrt{3}", "\\boxed{\\sqrt{12}}"))
             assert verifier.symbolic == asked == len(SYMBOLIC)  # known from before
@@ -148,7 +194,7 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
     table = pyarrow.table({"q": ["one?", "two?"], "a": ["1", "#### 2"], "other": [0, 0]})
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
     assert load_problems(Source(str(tmp_path / "p.parquet"), **fields)) == expected
-    with pytest.raises(DatasetError, match=r"no column 'question'; it has 'q', 'a', 'other'"):
+    with pytest.raises(RowError, match=r"no column 'question'; it has 'q', 'a', 'other'"):
         load_problems(Source(str(tmp_path / "p.parquet")))
 
 
@@ -165,7 +211,7 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
 )
 def test_bad_rows_are_named(tmp_path: Path, row: object, message: str) -> None:
     source = write(tmp_path / "p.jsonl", {"question": "?", "answer": "1"}, row)
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(RowError, match=message):
         load_problems(Source(source))
 
 
@@ -176,7 +222,7 @@ def test_held_out_rows(tmp_path: Path) -> None:
     assert [family.task("eval", index).answer for index in range(3)] == ["7", "8", "9"]
     with pytest.raises(IndexError):
         family.task("train", 5)
-    with pytest.raises(DatasetError, match="leaves none to train on"):
+    with pytest.raises(RowError, match="leaves none to train on"):
         MathFamily(MathOptions(source=source), seed=0)
 
 

@@ -50,8 +50,8 @@ def test_a_name_that_does_not_load_is_named(hub: list[tuple[Any, ...]]) -> None:
     with pytest.raises(RowError) as error:
         list(read_rows("no/such", None, "dev"))
     assert str(error.value) == (
-        "'no/such' (dev) is no file and did not load from the hub: no/such is not on the hub"
-    )  # fmt: skip
+        "'no/such' (dev) is no file and did not load from the hub: FileNotFoundError: no/such is not on the hub"
+    )
 
 
 def test_files_are_not_sought_on_the_hub(hub: list[tuple[Any, ...]], tmp_path: Path) -> None:

@@ -43,8 +43,10 @@ def test_multi_turn_synthetic(make_run: MakeRun) -> None:
         assert world.hello is not None and world.hello.capacity == 7 and world.hello.seq == 0
         for ticket_id in (1, 2):
             world.send(ticket(ticket_id, task_index=4, seed=11, temperature=0.7, group_id=9))
+
         world.until(lambda: len(world.ended()) == 2, "two trajectories")
-        first, second = world.ended()[1], world.ended()[2]
+        first = world.ended()[1]
+        second = world.ended()[2]
         assert isinstance(first, Trajectory) and isinstance(second, Trajectory)
         assert [first.seq, second.seq] in ([1, 2], [2, 1])
         assert first.stop_reason == "done" and first.tokens_generated == 12 and len(first.sequence.turns) == 3
@@ -52,6 +54,7 @@ def test_multi_turn_synthetic(make_run: MakeRun) -> None:
         assert [(turn.start, turn.end) for turn in first.sequence.turns] == [(5, 9), (13, 17), (21, 25)]
         np.testing.assert_array_equal(first.sequence.loss_mask, [0] * 5 + ([1] * 4 + [0] * 4) * 2 + [1] * 4)
         np.testing.assert_array_equal(first.sequence.token_ids[first.sequence.loss_mask == 1], [2, 4, 7, 8] * 3)
+
         np.testing.assert_array_equal(first.sequence.policy_version, np.where(first.sequence.loss_mask == 1, 3, -1))
         np.testing.assert_allclose(first.sequence.logp_behavior, np.where(first.sequence.loss_mask == 1, -0.5, 0))
         assert first.reward == pytest.approx(0.75)
@@ -60,6 +63,7 @@ def test_multi_turn_synthetic(make_run: MakeRun) -> None:
         )  # same task, same generations
         own = [request for request in world.requests if request.session == 1]
         assert [len(request.prompt_ids) for request in own] == [5, 13, 21]
+
         np.testing.assert_array_equal(own[2].prompt_ids, first.sequence.token_ids[:21])
         assert len({request.seed for request in own}) == 3
         assert [request.seed for request in own] == [r.seed for r in world.requests if r.session == 2]
@@ -97,6 +101,7 @@ def test_math_end_to_end_without_torch(math_run: RunFile) -> None:
         assert rewards == {1: 1.0, 2: 0.0, 3: 0.0, 4: 1.0}
         first = ended[1]
         assert isinstance(first, Trajectory) and first.stop_reason == "done" and first.info["boxed"] == 1
+
         text = tokenizer.decode(first.sequence.token_ids.tolist(), skip_special_tokens=False)
         question = arithmetic.problem("train", 1, 0).question
         assert text.startswith(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n\\boxed")
@@ -116,6 +121,7 @@ def test_cancel_waits_for_the_abort(make_run: MakeRun) -> None:
         world.until(lambda: world.aborts == [world.requests[0].request_id], "the abort")
         world.run_for(0.3)
         assert world.results == []
+
         world.reply(generated(world.requests[0], [5, 6], "abort"))
         world.until(lambda: bool(world.results), "the cancel's answer")
         assert world.results == [TicketCancelled(0, 0, 1, 1, turns=1)]
@@ -124,6 +130,7 @@ def test_cancel_waits_for_the_abort(make_run: MakeRun) -> None:
         world.send(ticket(2))
         world.send(CancelTickets([2]))
         world.send(ticket(3))
+
         world.until(lambda: {2, 3} <= world.ended().keys(), "both ends")
         world.send(CancelTickets([2, 3]))
         world.run_for(0.3)
@@ -132,6 +139,7 @@ def test_cancel_waits_for_the_abort(make_run: MakeRun) -> None:
         assert isinstance(world.ended()[2], TicketCancelled) and isinstance(world.ended()[3], Trajectory)
         # Cancelled in its second turn: the broker learns how far it had come.
         world.answer = lambda request: None if len(request.prompt_ids) > 16 else even(request)
+
         world.send(ticket(4))
         world.until(lambda: sum(request.session == 4 for request in world.requests) == 2, "the second turn")
         world.send(CancelTickets([4]))
@@ -162,6 +170,7 @@ def test_failures_stay_with_their_ticket(make_run: MakeRun) -> None:
         overrun = "environment: step of turn 1 ran past env.step_deadline_s=0.4"
         assert reasons[1] == reasons[7] == overrun
         assert reasons[2] == "environment: step of turn 1 raised ValueError: on purpose"
+
         assert "SystemExit" in reasons[3] and "reward nan" in reasons[4]
         assert reasons[5] == "generation failed: engine is out of luck"
         assert "prompt of 100 tokens" in reasons[6]
@@ -180,12 +189,14 @@ def test_cancels_and_deadlines_at_the_turn_barrier(make_run: MakeRun) -> None:
     with World(run, lambda request: None if request.session == 3 else even(request)) as world:
         for ticket_id in (1, 2):
             world.send(ticket(ticket_id))
+
         world.send(ticket(3, deadline_s=1.0))
         world.until(lambda: len(world.requests) >= 3, "the requests")
         world.send(CancelTickets([2]))
         world.until(lambda: 2 in world.ended(), "the cancel's answer, from inside the barrier")
         assert isinstance(world.ended()[2], TicketCancelled) and 1 not in world.ended()
         assert len(world.requests) == 3, "nobody takes a second turn while 3 is generating"
+
         world.until(lambda: bool(world.aborts), "the deadline of the third")
         (third,) = (request for request in world.requests if request.session == 3)
         world.reply(generated(third, [], "abort"))
@@ -257,6 +268,7 @@ def test_killed_verifier_worker_is_replaced_and_none_is_orphaned(make_run: MakeR
         world.send(ticket(1))
         world.until(lambda: 1 in world.ended(), "the second verdict", 40)
         results = [world.ended()[number] for number in range(2)]
+
         assert [result.reward for result in results if isinstance(result, Trajectory)] == [1.0, 1.0]
         (successor,) = server.children()
         assert successor.pid != worker.pid

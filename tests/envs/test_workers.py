@@ -85,7 +85,8 @@ def test_a_killed_worker_costs_nothing_but_a_session_that_kills_twice_is_lost() 
     async def scenario(pool: Words) -> None:
         await pool.start()
         (worker,) = pool.workers
-        first, second = pool.open(), pool.open()
+        first = pool.open()
+        second = pool.open()
         await first.ask("a")
         os.kill(await pid_of(worker), signal.SIGKILL)
         assert await first.ask("b") == ["a", "b"] and worker.restarts == 1

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 
 import zmq
@@ -49,11 +50,12 @@ TICK_S = 0.1
 STOP_S = 4.0  # for episodes and workers to end; within timeouts.stop_s of the supervisor
 JOIN_S = 0.05  # `rollout.turn_barrier`: for the tickets of one round, sent together, to arrive
 REASON_CHARS = 500  # of a failure, on the wire
+CANCELLED = "cancelled"
 
 
 @dataclass
-class Running:
-    """An episode. `ending` says why it was told to end: cancelled by the broker, or what deadline it passed."""
+class RunningEpisode:
+    """`ending` says why it was told to end: cancelled by the broker, or what deadline it passed."""
 
     ticket: Ticket
     task: asyncio.Task[Trajectory]
@@ -62,31 +64,31 @@ class Running:
     ending: str = ""
 
 
-CANCELLED = "cancelled"
-
-
 class EnvServer:
     """Call `run()` once, on the loop that created it."""
 
     def __init__(self, process: Process, family: EnvironmentFamily) -> None:
-        self.process, self.config, self.family = process, process.config, family
+        self.process = process
+        self.config = process.config
+        self.family = family
         self._me = {"server": process.index, "incarnation": process.incarnation}
         self._seq = 0
-        self._episodes: dict[int, Running] = {}
+        self._episodes: dict[int, RunningEpisode] = {}
         self._unacknowledged: dict[int, tuple[Trajectory, float]] = {}  # by ticket: result, time to send it again
-        self._counts = {"episodes_done": 0, "episodes_failed": 0, "episodes_cancelled": 0, "trajectories_resent": 0}
+        self._counts = Counter(episodes_done=0, episodes_failed=0, episodes_cancelled=0, trajectories_resent=0)
         self._wake = asyncio.Event()
         self._fatal: Exception | None = None
         self._stopped = False
+
         run = process.run
         me = identity("env_server", process.index, process.incarnation)
         tickets, frontend = (open_socket(zmq.DEALER, run, name, identity=me) for name in ("tickets", "frontend"))
         self._tickets = Port(tickets, self._from_broker, fatal, self._fail)
         self._frontend = Port(frontend, self._from_proxy, fatal, self._fail)
         self._trajectories = open_socket(zmq.PUSH, run, "trajectories")
+
         # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
-        abort_deadline_s = self.config.timeouts.hang_s + 30
-        self._client = GenerationClient(self._frontend.send, abort_deadline_s)
+        self._client = GenerationClient(self._frontend.send, abort_deadline_s=self.config.timeouts.hang_s + 30)
         barrier = _turn_barrier() if self.config.rollout.turn_barrier else None
         self._context = EpisodeContext(
             self.config, load_tokenizer(run.model_folder), self._client.generate, barrier=barrier
@@ -95,13 +97,13 @@ class EnvServer:
     async def run(self) -> None:
         """Serve until the supervisor says stop. Raises what the server cannot go on after."""
         asyncio.get_running_loop().add_reader(self.process.wake_fd, self._wake.set)
+        start_s = self.config.timeouts.start_s
         try:
-            async with asyncio.timeout(self.config.timeouts.start_s):
+            async with asyncio.timeout(start_s):
                 await self.family.start()
         except TimeoutError:
-            raise WaitExpired(
-                f"environment {self.config.env.name!r} did not start in {self.config.timeouts.start_s:.0f} s"
-            ) from None
+            raise WaitExpired(f"environment {self.config.env.name!r} did not start in {start_s:.0f} s") from None
+
         try:
             self._frontend.send(ClientHello(**self._me))
             self._tickets.send(ServerHello(capacity=self.config.env.episodes_per_server, **self._me))
@@ -115,28 +117,35 @@ class EnvServer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), TICK_S)
             self._wake.clear()
-            for message in self.process.received():
-                if isinstance(message, Stop):
-                    return
+
+            if any(isinstance(message, Stop) for message in self.process.received()):
+                return
             if self._fatal is not None:
                 raise self._fatal
+
             now = time.monotonic()
             self._tick(now, now - previous)
             previous = now
 
     def _tick(self, now: float, elapsed_s: float) -> None:
-        process, activity = self.process, self._context.activity
+        process = self.process
+        activity = self._context.activity
         process.progress += 1
         process.busy = bool(self._episodes)
         if not self._episodes:
             process.waits.add("broker", elapsed_s)
         elif not activity.running["environment"] and activity.running["generate"]:
             process.waits.add("proxy", elapsed_s)
+
         process.stats = {
-            "episodes_running": len(self._episodes), "env_s": activity.seconds["environment"],
-            "generate_wait_s": activity.seconds["generate"], "close_failures": activity.close_failures,
-            "unacknowledged": len(self._unacknowledged), **self._counts,
-        }  # fmt: skip
+            "episodes_running": len(self._episodes),
+            "env_s": activity.seconds["environment"],
+            "generate_wait_s": activity.seconds["generate"],
+            "close_failures": activity.close_failures,
+            "unacknowledged": len(self._unacknowledged),
+            **self._counts,
+        }
+
         for ticket_id, (trajectory, due) in list(self._unacknowledged.items()):
             if now >= due:
                 self._counts["trajectories_resent"] += 1
@@ -164,12 +173,14 @@ class EnvServer:
         ticket_id = ticket.ticket_id
         if ticket_id in self._episodes or ticket_id in self._unacknowledged:
             raise ProtocolError(f"ticket {ticket_id} was issued twice")
-        loop, progress = asyncio.get_running_loop(), Progress()
-        task = loop.create_task(self._episode(ticket, progress), name=f"ticket {ticket_id}")
-        timer = loop.call_later(
-            ticket.deadline_s, self._end, ticket_id, f"the episode ran past its deadline of {ticket.deadline_s:g} s"
-        )
-        self._episodes[ticket_id] = Running(ticket, task, timer, progress)
+
+        loop = asyncio.get_running_loop()
+        progress = Progress()
+        episode = self._episode(ticket, progress)
+        task = loop.create_task(episode, name=f"ticket {ticket_id}")
+        overran = f"the episode ran past its deadline of {ticket.deadline_s:g} s"
+        timer = loop.call_later(ticket.deadline_s, self._end, ticket_id, overran)
+        self._episodes[ticket_id] = RunningEpisode(ticket, task, timer, progress)
         task.add_done_callback(lambda _: self._ended(ticket_id))
 
     async def _episode(self, ticket: Ticket, progress: Progress) -> Trajectory:
@@ -187,35 +198,34 @@ class EnvServer:
         """The one place where a ticket ends."""
         running = self._episodes.pop(ticket_id)
         running.timer.cancel()
-        error = None if running.task.cancelled() else running.task.exception()
         if self._stopped:
             return
         try:
-            self._report(running, error)
-        except Exception as failure:  # a result that cannot be sent: nothing that comes later may overtake it
-            self._fail(failure)
+            self._report(running)
+        except Exception as error:  # a result that cannot be sent: nothing that comes later may overtake it
+            self._fail(error)
 
-    def _report(self, running: Running, error: BaseException | None) -> None:
-        ticket_id, turns = running.ticket.ticket_id, running.progress.turns
+    def _report(self, running: RunningEpisode) -> None:
+        task = running.task
+        error = None if task.cancelled() else task.exception()
         if isinstance(error, WaitExpired):
             self._fail(error)
-        elif running.task.cancelled() and running.ending == CANCELLED:
+            return
+
+        self._seq += 1
+        ticket_id = running.ticket.ticket_id
+        end = {"seq": self._seq, "ticket_id": ticket_id, "turns": running.progress.turns, **self._me}
+
+        if task.cancelled() and running.ending == CANCELLED:
             self._counts["episodes_cancelled"] += 1
-            self._tickets.send(TicketCancelled(seq=self._next_seq(), ticket_id=ticket_id, turns=turns, **self._me))
-        elif running.task.cancelled() or error is not None:
+            self._tickets.send(TicketCancelled(**end))
+        elif task.cancelled() or error is not None:
             self._counts["episodes_failed"] += 1
             reason = running.ending if error is None else _described(error)
-            reason = reason[:REASON_CHARS]
-            self._tickets.send(
-                TicketFailed(seq=self._next_seq(), ticket_id=ticket_id, reason=reason, turns=turns, **self._me)
-            )
+            self._tickets.send(TicketFailed(reason=reason[:REASON_CHARS], **end))
         else:
             self._counts["episodes_done"] += 1
-            self._send_trajectory(ticket_id, replace(running.task.result(), seq=self._next_seq(), **self._me))
-
-    def _next_seq(self) -> int:
-        self._seq += 1
-        return self._seq
+            self._send_trajectory(ticket_id, replace(task.result(), seq=self._seq, **self._me))
 
     def _send_trajectory(self, ticket_id: int, trajectory: Trajectory) -> None:
         self._unacknowledged[ticket_id] = (trajectory, time.monotonic() + RESEND_S)
@@ -231,6 +241,7 @@ class EnvServer:
         """End every episode and the family's workers, within STOP_S each."""
         self._stopped = True
         self._client.close()
+
         tasks = [running.task for running in self._episodes.values()]
         for task in tasks:
             task.cancel()
@@ -238,14 +249,15 @@ class EnvServer:
             _, pending = await asyncio.wait(tasks, timeout=STOP_S)
             for task in pending:
                 print(f"{task.get_name()} did not end in {STOP_S:g} s", file=sys.stderr)
+
         try:
             async with asyncio.timeout(STOP_S):
                 await self.family.stop()
         except TimeoutError:
             print(f"environment {self.config.env.name!r} did not stop in {STOP_S:g} s", file=sys.stderr)
-        self._tickets.close()
-        self._frontend.close()
-        self._trajectories.close()
+
+        for socket in (self._tickets, self._frontend, self._trajectories):
+            socket.close()
 
 
 def _turn_barrier() -> TurnBarrier[int]:

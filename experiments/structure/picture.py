@@ -13,7 +13,7 @@ from pathlib import Path
 
 import networkx
 
-from experiments.structure.checkout import FLOORS, Graph, Module, folder_graph, modules_of
+from experiments.structure.checkout import FLOORS, Module, folder_graph, modules_of
 
 FILL = ("#dbe9f6", "#d9f0e3", "#fdf1cf", "#fde2d5", "#eadff3", "#ececec")
 INK = ("#2f6ea5", "#2b8a57", "#a87c00", "#c0552b", "#7b4ea3", "#5f5f5f")
@@ -23,6 +23,7 @@ STYLE = """
     node [shape=box, style="filled,rounded", fillcolor=white, fontname="Helvetica", fontsize=11, margin="0.14,0.08"]
     edge [arrowsize=0.65, penwidth=1.3]
 """
+STRAIGHT = "style=invis, weight=1000"
 LABEL_WIDTH = 44
 """Characters in one line of a box."""
 
@@ -45,39 +46,39 @@ def dot_text(modules: list[Module]) -> str:
     lines = [STYLE]
 
     for floor, fill, ink in zip(FLOORS, FILL, INK, strict=True):
+        folders = sorted(folder for folder in graph if folder.split("/")[0] == floor)
         lines.append(f'subgraph "cluster {floor}" {{')
         lines.append(f'label="{floor}"; labeljust=l; style="filled,rounded"; color="{fill}"; fontcolor="{ink}"')
-        lines += [box(folder, modules, ink) for folder in folders_of(floor, graph)]
+        lines += [box(folder, modules, ink) for folder in folders]
+        lines += spine(floor, folders)
         lines.append("}")
 
     for folder, target in networkx.transitive_reduction(networkx.DiGraph(graph)).edges:
         ink = INK[FLOORS.index(folder.split("/")[0])]
         lines.append(f'"{folder}" -> "{target}" [color="{ink}"]')
 
-    lines += [f'"{upper}" -> "{lower}" [style=invis]' for upper, lower in below(graph)]
+    lines += [f'"{upper} end" -> "{lower} begin" [{STRAIGHT}]' for lower, upper in pairwise(FLOORS)]
 
     return "digraph imports {\n" + "\n".join(lines) + "\n}\n"
 
 
-def folders_of(floor: str, graph: Graph) -> list[str]:
-    return sorted(folder for folder in graph if folder.split("/")[0] == floor)
-
-
-def below(graph: Graph) -> list[tuple[str, str]]:
-    """Every folder of a floor above every folder of the next one down, so that floors lie in bands."""
-    return [
-        (upper, lower)
-        for lower_floor, upper_floor in pairwise(FLOORS)
-        for upper in folders_of(upper_floor, graph)
-        for lower in folders_of(lower_floor, graph)
+def spine(floor: str, folders: list[str]) -> list[str]:
+    """Two invisible points, with all folders of the floor between them: they stack the floors on one line."""
+    points = [f'"{floor} {end}" [style=invis, shape=point, width=0]' for end in ("begin", "end")]
+    between = [
+        f'"{above}" -> "{below}" [style=invis, weight=0, minlen=0]'
+        for folder in folders
+        for above, below in ((f"{floor} begin", folder), (folder, f"{floor} end"))
     ]
+
+    return [*points, f'"{floor} begin" -> "{floor} end" [{STRAIGHT}, minlen=0]', *between]
 
 
 def box(folder: str, modules: list[Module], ink: str) -> str:
     """A folder's name and the modules below it."""
     inside = [module for module in modules if module.folder(2) == folder]
-    parts = {module.path.relative_to(folder).parts[0].removesuffix(".py") for module in inside}
-    names = textwrap.wrap(", ".join(sorted(parts - {"__init__", "__main__"})), LABEL_WIDTH)
+    parts = {module.path.relative_to(folder).parts[0].removesuffix(".py").strip("_") for module in inside}
+    names = textwrap.wrap(", ".join(sorted(parts - {"init", "main"})), LABEL_WIDTH)
     label = "<br/>".join([f'<b><font point-size="13">{folder}</font></b>', *names])
 
     return f'"{folder}" [label=<{label}>, color="{ink}"]'

@@ -13,7 +13,6 @@ NOT_YET = (
     "envs",
     "envs/alfworld",
     "envs/math",
-    "envs/swe",
     "envs/workers",
     "launch/warm_start",
     "rl/core",

@@ -65,7 +65,8 @@ def cut_middle(data: bytes, limit: int, left_out: int = 0) -> str:
     if total <= limit:
         return data.decode(errors="replace")
     half = limit // 2
-    head, tail = data[:half], data[-half:]
+    head = data[:half]
+    tail = data[-half:]
     return (head + _marker(total - len(head) - len(tail)) + tail).decode(errors="replace")
 
 

@@ -1,7 +1,7 @@
 """Where a task's repository is, and how a sandbox on it opens: an image's repository is made ready then.
 
 A published image holds the repository as its data set left it: of SWE-smith without the bug, and with a history in
-which the fix may stand. The agent's sandbox and the judge's begin alike: the bug applied, and one commit.
+which the fix may stand. The agent's sandbox and that of the tests begin alike: the bug applied, and one commit.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ def make_task(backend: Backend, package: Package, tree: Path, base: Baseline, ca
     original = (tree / path).read_bytes().decode()
     mutant = candidate.mutant.decode()
     mutation = candidate.mutation
+
     return SweTask(
         instance_id=f"{package.repo}.{mutation.kind}.{Path(path).stem}.{mutation.start}",
         repo=package.repo,

@@ -146,6 +146,7 @@ def _r2e_gym(row: Row) -> SweTask:
 
     repo = row.text("repo_name", "repo")
     commit = row.text("commit_hash", "base_commit")
+
     return SweTask(
         instance_id=row.text("instance_id", default=f"{repo}-{commit[:12]}"),
         repo=repo,

@@ -98,6 +98,7 @@ class Record:
             if module == name:
                 canaries.append(outcome)
                 continue
+
             where = module + "." + owner
             plain, newer = (method + " (" + place + ")" for place in (where, where + "." + method))
             for known in {plain, newer, description} - {""}:

@@ -154,8 +154,8 @@ def test_from_a_reply_to_a_loss(tmp_path: Path) -> None:
 
     assert found.keys() == {0, 1, 2, 3}
     for member, member_losses in found.items():
-        first, second = [10 + member, 23], [10 + member, 26]
-        gaps = [-(identity / 8) + 1 + 0.125 for identity in (*first, *second)]
+        generated = [10 + member, 23, 10 + member, 26]
+        gaps = [-(token / 8) + 1 + 0.125 for token in generated]
         by_hand = [gap * (1 + place // 2) + 6 * (place % 2) * 20 + 0.5 for place, gap in enumerate(gaps)]
         assert member_losses == pytest.approx([0, 0, 0, *by_hand[:2], 0, *by_hand[2:]])
     assert losses_of(dummy_pack()).tolist() == [0.0]

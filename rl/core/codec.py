@@ -45,14 +45,18 @@ _buffers = _Buffers()
 def _array_to_header(value: object) -> object:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"{type(value).__name__} cannot cross a socket")
-    dtype, size = value.dtype.str, value.nbytes
+    dtype = value.dtype.str
     if dtype not in WIRE_DTYPES:
         raise ProtocolError(f"dtype {value.dtype} is not allowed on the wire")
+
+    size = value.nbytes
     data = np.ascontiguousarray(value).data.cast("B") if size else b""
     if size >= _JOINED_BYTES:
         _buffers.large.append(data)
         return 1 + len(_buffers.large), 0, dtype, value.shape
-    offset, padding = _buffers.size, -size % _ALIGNMENT
+
+    offset = _buffers.size
+    padding = -size % _ALIGNMENT
     _buffers.joined += (data, bytes(padding)) if padding else (data,)
     _buffers.size = offset + size + padding
     return 1, offset, dtype, value.shape

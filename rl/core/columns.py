@@ -19,7 +19,7 @@ A column that is not in the table is refused wherever it turns up, and so is a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -58,6 +58,7 @@ class Column:
             raise ValueError(f"column {self.name!r}: the name must be an identifier")
         if self.producer not in get_args(Producer) or self.scope not in get_args(Scope):
             raise ValueError(f"column {self.name!r}: unknown producer {self.producer!r} or scope {self.scope!r}")
+
         if self.producer == "environment" and self.scope == "token":
             raise ValueError(
                 f"column {self.name!r}: an environment answers with text and knows no tokens; "
@@ -65,6 +66,7 @@ class Column:
             )
         if self.producer == "learner" and self.scope != "token":
             raise ValueError(f"column {self.name!r}: what the learner adds to a pack has an entry per token")
+
         if np.dtype(self.dtype) not in WIRE_DTYPES.values():
             allowed = ", ".join(str(dtype) for dtype in WIRE_DTYPES.values())
             raise ValueError(f"column {self.name!r}: dtype {self.dtype} is none of {allowed}")
@@ -74,11 +76,7 @@ class Column:
         return np.full((entries, *self.shape), self.masked, self.dtype)
 
 
-def _built_in(*columns: Column) -> dict[str, Column]:
-    return {column.name: column for column in columns}
-
-
-COLUMNS: dict[str, Column] = _built_in(
+_WELL_KNOWN = [
     Column("token_ids", "int32"),
     Column("loss_mask", "uint8", producer="conversation"),  # 1 on generated ids only
     Column("logp_behavior", "float32"),  # of the distribution sampled from (temperature applied)
@@ -90,7 +88,9 @@ COLUMNS: dict[str, Column] = _built_in(
     Column("logp_reference", "float32", producer="learner"),  # of the frozen reference
     Column("values", "float32", producer="learner"),  # of the critic before the batch
     Column("returns", "float32", producer="learner"),  # what the critic regresses to
-)
+]
+COLUMNS = {column.name: column for column in _WELL_KNOWN}
+"""The table: every declared column by its name."""
 BUILT_IN = frozenset(COLUMNS)
 
 
@@ -120,13 +120,12 @@ def declared(name: str) -> Column:
     return COLUMNS[name]
 
 
-def carried(scopes: Iterable[Scope] = get_args(Scope), producer: Producer | None = None) -> list[Column]:
+def carried(scopes: Container[Scope] = get_args(Scope), producer: Producer | None = None) -> list[Column]:
     """The columns of trajectories and shards, which are all but the learner's; of one producer, if one is named."""
-    wanted = tuple(scopes)
     return [
         column
         for column in COLUMNS.values()
-        if column.scope in wanted and column.producer != "learner" and producer in (None, column.producer)
+        if column.producer != "learner" and column.scope in scopes and producer in (None, column.producer)
     ]
 
 

@@ -21,12 +21,10 @@ def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bou
             f"learner.{rank} expected its shard of step {step} in epoch {epoch}, received the one of "
             f"rank {shard.rank}, step {shard.step}, epoch {shard.epoch}"
         )
-    members = len(shard.members)
-    if not len(shard.lengths) == len(shard.turn_starts) == members:
-        raise ValueError(
-            f"the shard of step {step} contradicts itself: {members} members, {len(shard.lengths)} lengths, "
-            f"turns of {len(shard.turn_starts)}"
-        )
+
+    counts = [len(shard.members), len(shard.lengths), len(shard.turn_starts)]
+    if len(set(counts)) > 1:
+        raise ValueError(f"the shard of step {step} contradicts itself: {counts} members, lengths and turns")
     if wrong := mismatch(shard.columns, {scope: sum(counts) for scope, counts in shard.entries().items()}):
         raise ValueError(f"the shard of step {step} contradicts itself: {wrong}")
 
@@ -39,6 +37,7 @@ def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bou
             f"the batch of step {step} holds {len(stale)} of {len(shard.rows)} samples that are too old "
             f"(versions {versions}): staleness may be at most {staleness_bound}"
         )
+
     samples = [row.sample_id for row in shard.rows]
     if samples != sorted(set(samples)):
         raise ValueError(f"the batch of step {step} is not ordered by sample id, or has a sample twice")

@@ -70,19 +70,22 @@ def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[
 
     counted = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, algorithm)  # (N,)
     minibatch = torch.tensor(minibatch_of(shard, len(parts)))  # (N,)
-    end = 0
     minibatches = []
+    end = 0
     for number, part in enumerate(parts):
         tokens = counted * (minibatch == number)
         weights = sample_weights(algorithm.aggregation, tokens, algorithm.constant).float()  # (N,)
+
         credited = []
         for pack in part:
-            begin, end = end, end + pack.tokens
+            begin = end
+            end += pack.tokens
             pack = pack.with_columns(**{name: values[begin:end] for name, values in credit.items()})
             if pack.members:
                 pack = pack.with_columns(weights=_at_tokens(weights, pack))
                 pack = replace(pack, rewards=rewards[list(pack.members)].float())
             credited.append(pack)
+
         minibatches.append(Minibatch(credited, int(tokens.sum())))
     return minibatches
 

@@ -88,6 +88,7 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
     rows = [_row(sample) for sample in samples]
     metrics = batch.metrics | _means(trajectories)
     loss_tokens = sum(row.loss_tokens for row in rows)
+
     shards = []
     for rank, members in enumerate(balance([row.tokens for row in rows], ranks)):
         chosen = [trajectories[member] for member in members]

@@ -161,9 +161,10 @@ class _Episode:
         env_s = time.monotonic() - begin
         self.info.update(step.info)
 
-        reason, generator = generated.finish_reason, generated.generator
+        reason = generated.finish_reason
+        turn = Turn(start, end, step.reward, generate_s, env_s, reason, generated.generator)
         try:
-            conversation.end_turn(Turn(start, end, step.reward, generate_s, env_s, reason, generator), step.columns)
+            conversation.end_turn(turn, step.columns)
         except ValueError as error:
             raise EpisodeFailed(f"environment: {what} answered {error}") from None
 
@@ -214,7 +215,8 @@ class _Episode:
                 return replace(generated, finish_reason="length"), wanted > 0
 
     async def _generate(self, conversation: Conversation, max_tokens: int) -> Generated:
-        ticket, sampling = self.ticket, self.context.config.sampling
+        ticket = self.ticket
+        sampling = self.context.config.sampling
         request = Generate(
             request_id=0,
             session=ticket.ticket_id,

@@ -11,7 +11,9 @@ from typing import Generic, TypeVar
 
 Post = Callable[[Callable[[], None]], object]
 K = TypeVar("K", bound=Hashable)
-STEP, GENERATE = 0, 1  # what an episode waits to do; environments step before anybody generates again
+# What an episode waits to do. Environments step before anybody generates again.
+STEP = 0
+GENERATE = 1
 
 
 class TurnBarrier(Generic[K]):

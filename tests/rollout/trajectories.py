@@ -21,6 +21,7 @@ def make_trajectory(ticket: Ticket, seq: int, reward: float, tokens: int = 4, in
         logp_behavior=-1.0,
         policy_version=ticket.version.n,
     )
+
     return Trajectory(
         server=0,
         incarnation=incarnation,

@@ -19,6 +19,7 @@ def trajectory(length: int) -> Trajectory:
         logp_behavior=np.linspace(-1, 0, length),
         policy_version=7,
     )
+
     return Trajectory(
         server=0,
         incarnation=0,

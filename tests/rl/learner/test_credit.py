@@ -58,7 +58,7 @@ def tokens_of(packs: list[Pack], member: int, field: str, *, turn: int | None = 
             chosen = pack.mask & (pack.sample == pack.members.index(member))
             if turn is not None:
                 chosen &= pack.turn == turn
-            return getattr(pack, field)[chosen]
+            return pack.columns[field][chosen]
     raise AssertionError(f"sample {member} is in no pack")
 
 
@@ -91,10 +91,12 @@ def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
     expected = torch.tensor([sum(earned) for earned in TURNS]) - ((lengths - 4) / 4).clamp(0, 1)
     rewards = shaped_rewards(shard, algo)
     torch.testing.assert_close(rewards.float(), expected)
+
     episodes = gather_episodes(shard, make_packs(shard, 40, 0), rewards, algo)
     torch.testing.assert_close(episodes.rewards, rewards)
     first = episodes.turn_rewards[::2].tolist()
     assert first == [earned[0] for earned in TURNS]  # only the last turn pays
+
     packs = credited(algo, shard)
     for pack in packs:
         if pack.members:
@@ -104,7 +106,8 @@ def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
 @pytest.mark.parametrize("advantage", ["group", "turn", "batch"])
 def test_kl_in_the_reward(advantage: str) -> None:
     """Each generated token costs beta (log pi_behavior - log pi_reference); a sample, a turn, the rest their sums."""
-    shard, beta = one_shard(), 0.1
+    shard = one_shard()
+    beta = 0.1
     algo = algorithm("algo.kl={coef: 0.1, place: reward, estimator: k1}", f"algo.advantage={advantage}")
     assert algo.regularisation.kl_coef == 0
 
@@ -118,16 +121,19 @@ def test_kl_in_the_reward(advantage: str) -> None:
     }
     turns = torch.tensor([[TURNS[i][t] - cost[i, t] for t in (0, 1)] for i in range(8)], dtype=torch.float64)
     group = torch.arange(4).repeat_interleave(2)
+
     if advantage == "group":
         expected = get_advantage("group").function(turns.sum(1), group)
         for i in range(8):
             torch.testing.assert_close(tokens_of(found, i, "advantages")[0], expected[i])
+
     elif advantage == "turn":
         returns = torch.stack((turns.sum(1), turns[:, 1]), 1).flatten()
         expected = get_advantage("group").function(returns, group.repeat_interleave(2)).reshape(8, 2)
         for i in range(8):
             for t in (0, 1):
                 torch.testing.assert_close(tokens_of(found, i, "advantages", turn=t)[0], expected[i, t])
+
     else:  # rewards to go of each token, normalised over all of them
         to_go = []
         for i in range(8):
@@ -150,10 +156,12 @@ def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool)
     algo = algorithm(f"algo.aggregation={aggregation}", f"algo.mask_truncated={str(masked).lower()}", *extra)
     parts = [mask_rows(make_packs(part, 30, 0), kept_rows(shard, algo)) for part in split_minibatches(shard, 2)]
     minibatches = assign(shard, parts, algo)
+
     for number, minibatch in enumerate(minibatches):
         members = [i for i in range(4 * number, 4 * number + 4) if not (masked and i in TRUNCATED)]
         lengths = {i: shard.rows[i].loss_tokens for i in members}
         assert minibatch.loss_tokens == sum(lengths.values()) == sum(pack.loss_tokens for pack in minibatch.packs)
+
         for i in members:
             coefficient = {
                 "token": 1 / sum(lengths.values()),
@@ -166,7 +174,8 @@ def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool)
 
 def test_truncated_samples_count_in_their_group_but_not_in_the_loss() -> None:
     shard = one_shard()
-    whole, masked = credited(algorithm(), shard), credited(algorithm("algo.mask_truncated=true"), shard)
+    whole = credited(algorithm(), shard)
+    masked = credited(algorithm("algo.mask_truncated=true"), shard)
     for i in range(8):
         assert len(tokens_of(masked, i, "advantages")) == (0 if i in TRUNCATED else shard.rows[i].loss_tokens)
         if i not in TRUNCATED:

@@ -33,6 +33,7 @@ def test_packs_hold_what_the_shard_holds() -> None:
     offsets = np.concatenate(([0], np.cumsum(shard.lengths)))
     packs = make_packs(shard, 64, version=5)
     assert len(packs) > 1
+
     seen = []
     for pack in packs:
         for i, member in enumerate(pack.members):
@@ -40,6 +41,7 @@ def test_packs_hold_what_the_shard_holds() -> None:
             where = pack.sample == i
             span = slice(offsets[shard.members.index(member)], offsets[shard.members.index(member) + 1])
             mask = shard.loss_mask[span].astype(bool)
+
             np.testing.assert_array_equal(pack.token_ids[where], shard.token_ids[span])
             np.testing.assert_array_equal(pack.mask[where], mask)
             np.testing.assert_array_equal(pack.logp_behavior[where], shard.logp_behavior[span])
@@ -47,6 +49,7 @@ def test_packs_hold_what_the_shard_holds() -> None:
             np.testing.assert_array_equal(pack.position_ids[where], np.arange(shard.rows[member].tokens))
             assert not pack.advantages[where].any() and (pack.weights[where] == 1).all()
             assert pack.rewards[i] == pytest.approx(shard.rows[member].reward)
+
     assert sorted(seen) == sorted(shard.members)
 
 
@@ -71,12 +74,14 @@ def test_minibatches_are_whole_groups_and_the_same_on_every_rank() -> None:
     shards = make_shards(2, groups=4)
     rows = shards[0].rows
     parts = [split_minibatches(shard, 2) for shard in shards]
+
     for part, groups in ((0, {0, 1}), (1, {2, 3})):
         members = [member for rank in parts for member in rank[part].members]
         assert sorted(members) == [i for i, row in enumerate(rows) if row.group_id in groups]
         expected = sum(row.loss_tokens for row in rows if row.group_id in groups)
         assert [rank[part].loss_tokens for rank in parts] == [expected, expected]
         assert sum(int(rank[part].loss_mask.sum()) for rank in parts) == expected
+
     assert sum(len(part.token_ids) for part in parts[0]) == len(shards[0].token_ids)
     (whole,) = split_minibatches(shards[0], 1)
     np.testing.assert_array_equal(whole.token_ids, shards[0].token_ids)

@@ -112,4 +112,4 @@ def test_messages_come_out_in_order_and_once(count: int, seed: int) -> None:
 
 def test_an_absurd_number_is_refused() -> None:
     with pytest.raises(ValueError, match="message 101 while 0 is awaited"):
-        Reorder(limit=100).push(101, None)
+        Reorder[None](limit=100).push(101, None)

@@ -107,10 +107,12 @@ def test_refused_messages_and_missing_files(tmp_path: Path, chat: ChatTokenizer)
         chat.prompt([ChatMessage("judge", "")])
     with pytest.raises(TokenizerError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
+
     folder = make_model_folder(tmp_path)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(TokenizerError, match="no chat template"):
         load_tokenizer(folder)
+
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     source = "{% for m in messages %}{{ m.content | tojson }}{{ strftime_now('%Y')[:0] }}<|im_end|>{% endfor %}"
     settings["chat_template"] = [{"name": "default", "template": source}]
@@ -126,10 +128,8 @@ def test_id_tokenizer() -> None:
         ids.prompt([ChatMessage("user", "one")])
 
 
-TURNS = st.lists(
-    st.tuples(st.lists(st.integers(0, 402), min_size=1, max_size=6), st.booleans(), st.text(max_size=12)),
-    min_size=1, max_size=4,
-)  # fmt: skip
+IDS = st.lists(st.integers(0, 402), min_size=1, max_size=6)
+TURNS = st.lists(st.tuples(IDS, st.booleans(), st.text(max_size=12)), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,6 +140,7 @@ def test_sequence_is_prompt_generated_glue(chat: ChatTokenizer, turns: list[tupl
     expected = list(chat.prompt(OPENING))
     mask = [0] * len(expected)
     spans = []
+
     for number, (ids, ends, text) in enumerate(turns):
         sampled = [*ids, token(chat, "<|im_end|>")] if ends else ids
         size = len(sampled)
@@ -147,21 +148,26 @@ def test_sequence_is_prompt_generated_glue(chat: ChatTokenizer, turns: list[tupl
         expected += sampled
         mask += [1] * size
         conversation.text(*spans[-1])  # never raises
+
         glue = chat.glue([ChatMessage("user", text)], last_id=sampled[-1])
         assert conversation.append_messages([ChatMessage("user", text)], limit=10_000)
         expected += glue
         mask += [0] * len(glue)
+
     sequence = conversation.sequence()
-    token_ids, loss_mask = sequence.token_ids, sequence.loss_mask
-    logp, version = sequence.logp_behavior, sequence.policy_version
-    assert token_ids.tolist() == expected == conversation.context().tolist() and len(conversation) == len(expected)
+    loss_mask = sequence.loss_mask
+    logp = sequence.logp_behavior
+    version = sequence.policy_version
+    assert sequence.token_ids.tolist() == expected == conversation.context().tolist()
+    assert len(conversation) == len(expected)
     assert loss_mask.tolist() == mask
+
     covered = [position for start, end in spans for position in range(start, end)]
     assert np.flatnonzero(loss_mask).tolist() == covered
     assert (logp[loss_mask == 0] == 0).all() and (version[loss_mask == 0] == -1).all()
     for number, (start, end) in enumerate(spans):
         assert (logp[start:end] == -number - 1).all() and (version[start:end] == number).all()
-    assert [array.dtype.str for array in (token_ids, loss_mask, logp, version)] == ["<i4", "|u1", "<f4", "<i4"]
+    assert [array.dtype.str for array in (sequence.token_ids, loss_mask, logp, version)] == ["<i4", "|u1", "<f4", "<i4"]
 
 
 def test_a_context_in_flight_is_never_written_again() -> None:

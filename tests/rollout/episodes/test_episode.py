@@ -26,7 +26,8 @@ class Scripted:
     """Two ids of observation a turn; done after `turns`. Counts its closes."""
 
     def __init__(self, turns: int = 99, observation: str = "7 7") -> None:
-        self.turns, self.observation = turns, observation
+        self.turns = turns
+        self.observation = observation
         self.actions: list[str] = []
         self.closes = 0
 
@@ -135,7 +136,7 @@ class Nonsense(Scripted):
         super().__init__()
         self.answer = answer
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str) -> Any:
         return self.answer
 
 
@@ -165,11 +166,13 @@ def test_cancel_aborts_waits_and_closes_once() -> None:
         )
         while not sent:
             await asyncio.sleep(0.001)
+
         episode.cancel()
         await asyncio.sleep(0.05)
         request, abort = sent
         assert isinstance(request, Generate) and abort == Abort(request.request_id)
         assert not episode.done() and environment.closes == 0 and len(client) == 1
+
         client.answered(generated(request, [8], "abort"))
         await asyncio.wait({episode}, timeout=5)
         assert episode.cancelled() and environment.closes == 1 and len(client) == 0
@@ -231,6 +234,7 @@ def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
             number: asyncio.create_task(run_episode(ticket(number), lambda made=made: made, None, context))  # type: ignore[misc]
             for number, made in environments.items()
         }
+
         await settle()
         assert [request.session for request in sent] == [1, 2, 3]
         for number in (1, 2):
@@ -238,14 +242,17 @@ def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
         await settle()
         assert environments[1].actions == [], "1 and 2 wait for the generation of 3"
         assert not context.activity.running["environment"]
+
         episodes[2].cancel()  # at the barrier
         await settle()
         assert episodes[2].cancelled() and environments[2].closes == 1
         assert environments[1].actions == []
+
         answers.pop(3).set_result(generated(sent[2], [8, 9]))
         await settle()
         assert environments[1].actions == environments[3].actions == ["8 9"]
         assert [request.session for request in sent[3:]] == [1, 3]
+
         answers.pop(1).set_result(generated(sent[3], [8, 9]))
         await settle()
         episodes[3].cancel()  # inside its generation: nobody is left to be waited for

@@ -27,7 +27,8 @@ class Play:
         self.next = 0
 
     def join(self) -> None:
-        self.doing[self.next], self.rounds[self.next] = None, []
+        self.doing[self.next] = None
+        self.rounds[self.next] = []
         self.barrier.join(self.next)
         self.next += 1
 
@@ -66,9 +67,11 @@ class Play:
             self.deliver()
 
 
+MOVES = ["join", "arrive", "arrive", "arrive", "leave", "deliver"]
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["join", "arrive", "arrive", "arrive", "leave", "deliver"]), st.integers(0)),
-                max_size=120))  # fmt: skip
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0)), max_size=120))
 def test_lock_step_without_a_deadlock(moves: list[tuple[str, int]]) -> None:
     play = Play()
     for what, pick in moves:
@@ -81,16 +84,20 @@ def test_lock_step_without_a_deadlock(moves: list[tuple[str, int]]) -> None:
             play.leave(live[pick % len(live)])
         elif what == "deliver" and not play.quiet:
             play.deliver()
+
         if play.quiet:
             assert play.doing or not play.waiting, "everybody waits for nobody"
+
     play.settle()
     for _ in range(4):  # whoever is left goes on for ever
         for member in sorted(play.doing):
             play.arrive(member)
         play.settle()
         assert play.doing or not play.waiting
+
     for rounds in play.rounds.values():
-        numbers, phases = [number for number, _ in rounds], [phase for _, phase in rounds]
+        numbers = [number for number, _ in rounds]
+        phases = [phase for _, phase in rounds]
         assert all(later == earlier + 1 for earlier, later in pairwise(numbers))
         assert phases == ([GENERATE, STEP] * len(phases))[: len(phases)]
 
@@ -115,13 +122,16 @@ def test_one_that_leaves_is_waited_for_no_longer_and_one_that_joins_is() -> None
     play.arrive(0)
     play.settle()
     assert play.waiting == {0: GENERATE}
+
     play.leave(1)
     play.settle()
     assert play.doing == {0: GENERATE}
+
     play.join()  # 2, in its reset: the step of 0 waits for it, and goes before its generation
     play.arrive(0)
     play.settle()
     assert play.waiting == {0: STEP}
+
     play.arrive(2)
     play.settle()
     assert play.doing == {0: STEP} and play.waiting == {2: GENERATE}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rollout.broker.actions import BatchSample, EmitBatch
+from rollout.broker.actions import BatchSample, EmitBatch, GroupRecord
 from rollout.broker.groups import Groups
 from rollout.broker.records import Group, Phase, Sample, State
 from rollout.broker.rules import Rules
@@ -40,8 +40,9 @@ class Batches:
 
     def is_complete(self) -> bool:
         """The learner asked for it, and B groups are ready."""
-        groups, rules = self.groups, self.rules
-        return groups.ready >= rules.groups_per_batch and groups.e in self.requested and groups.e < rules.steps
+        groups = self.groups
+        enough = groups.ready >= self.rules.groups_per_batch
+        return enough and groups.e in self.requested and groups.e < self.rules.steps
 
     def is_held(self, now: float) -> bool:
         """F5: it waits, as long as its deadline allows, for groups that would expire with it."""
@@ -71,8 +72,17 @@ class Batches:
         self.held_since = None
         return EmitBatch(step, samples, batch_metrics(step, samples) | metrics)
 
+    def trained(self, now: float) -> list[GroupRecord]:
+        """The learner has published the version that batch n made."""
+        groups = self.groups
+        batch = self.untrained.pop(groups.n)
+        groups.stats.trained(groups.n, batch)
+        groups.stand_at(groups.n + 1, groups.e)
+        return [record for group in batch for record in groups.end(group, State.TRAINED, now)]
+
     def _batch(self, sample: Sample) -> BatchSample:
-        group, outcome = sample.group, sample.outcome
+        group = sample.group
+        outcome = sample.outcome
         assert outcome is not None and group.version is not None
         self.groups.tickets.ledger.move(sample, State.BATCHED)
         sample.outcome = replace(outcome, payload=None)  # the payload leaves with the batch

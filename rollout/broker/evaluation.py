@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from rl.core.messages import Ticket, Version
 from rl.core.seeds import sample_seed
 from rollout.broker.actions import EvalEpisode, EvalReport, IssueTicket, Outcome
-from rollout.broker.rules import Rules
-from rollout.broker.tickets import Tickets
+from rollout.broker.groups import Groups
 
 
 @dataclass(slots=True)
@@ -23,25 +20,22 @@ class Evaluation:
     version: Version
     tasks: int
     began: float
-    outcomes: list[tuple[int, Outcome]] = field(default_factory=list)  # with the task's index, in order of arrival
+    episodes: list[EvalEpisode] = field(default_factory=list)  # in order of arrival
     failed: int = 0
 
     def report(self, now: float) -> EvalReport:
-        outcomes = [outcome for _, outcome in self.outcomes]
-        answered = max(1, len(outcomes))
+        episodes = self.episodes
+        answered = max(1, len(episodes))
         return EvalReport(
             version=self.version,
             tasks=self.tasks,
             failed=self.failed,
-            reward=sum(o.reward for o in outcomes) / answered,
-            accuracy=sum(o.success for o in outcomes) / answered,
-            length=sum(o.length for o in outcomes) / answered,
-            versions=dict(sorted(Counter(o.first_version for o in outcomes).items())),
+            reward=sum(each.reward for each in episodes) / answered,
+            accuracy=sum(each.success for each in episodes) / answered,
+            length=sum(each.length for each in episodes) / answered,
+            versions=dict(sorted(Counter(each.first_version for each in episodes).items())),
             seconds=now - self.began,
-            episodes=[
-                EvalEpisode(task, o.success, o.reward, o.turns, o.length, o.seconds, o.first_version)
-                for task, o in sorted(self.outcomes, key=lambda each: each[0])
-            ],
+            episodes=sorted(episodes, key=lambda each: each.task_index),
         )
 
 
@@ -54,9 +48,10 @@ class EvalAttempt:
 
 
 class Evaluations:
-    def __init__(self, rules: Rules, tickets: Tickets) -> None:
-        self.rules = rules
-        self.tickets = tickets
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.rules = groups.rules
+        self.tickets = groups.tickets
         self.queue: deque[EvalAttempt] = deque()
         self.running: dict[int, EvalAttempt] = {}  # by ticket
         self.issued: set[int] = set()  # every ticket that went out, so that late usage of one is known
@@ -77,6 +72,7 @@ class Evaluations:
         while self.queue and (server := self.tickets.servers.next()) is not None:
             attempt = self.queue.popleft()
             attempt.server = server.index
+
             ticket = Ticket(
                 ticket_id=self.tickets.new_id(),
                 sample_id=-1,
@@ -89,26 +85,30 @@ class Evaluations:
                 seed=sample_seed(self.rules.seed, -1 - attempt.task_index),
                 temperature=self.rules.eval_temperature,
             )
+
             self.running[ticket.ticket_id] = attempt
             self.issued.add(ticket.ticket_id)
             self.tickets.servers.take(server, ticket.ticket_id)
             issued.append(IssueTicket(server.index, ticket))
         return issued
 
-    def end(self, ticket_id: int, outcome: Outcome | None, now: float) -> EvalReport | None:
+    def end(self, ticket_id: int, outcome: Outcome | None, now: float) -> list[EvalReport]:
         """A ticket has ended, without a result if `outcome` is None; the report when it was the last."""
         attempt = self.running.pop(ticket_id)
         evaluation = attempt.evaluation
         self.tickets.servers.give_back(attempt.server, ticket_id)
 
         if outcome is not None and outcome.epoch == self.tickets.epoch:  # else weights of another epoch answered
-            evaluation.outcomes.append((attempt.task_index, replace(outcome, payload=None)))
+            shown = {name: getattr(outcome, name) for name in EvalEpisode.__struct_fields__ if name != "task_index"}
+            evaluation.episodes.append(EvalEpisode(attempt.task_index, **shown))
         elif attempt.failures + 1 < self.rules.max_attempts:
             self.queue.appendleft(EvalAttempt(evaluation, attempt.task_index, attempt.failures + 1))
         else:
             evaluation.failed += 1
 
-        if len(evaluation.outcomes) + evaluation.failed < evaluation.tasks:
-            return None
+        if len(evaluation.episodes) + evaluation.failed < evaluation.tasks:
+            return []
         self.pending -= 1
-        return evaluation.report(now)
+        report = evaluation.report(now)
+        self.groups.stats.evaluated(report)
+        return [report]

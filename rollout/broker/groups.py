@@ -20,13 +20,7 @@ from rollout.broker.tickets import Tickets
 class Groups:
     """`rank` orders the issue of groups, lower first; ties go by issue number."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        tickets: Tickets,
-        tasks: TaskQueue,
-        rank: Callable[[Assignment], float],
-    ) -> None:
+    def __init__(self, rules: Rules, tickets: Tickets, tasks: TaskQueue, rank: Callable[[Assignment], float]) -> None:
         self.rules = rules
         self.tickets = tickets
         self.tasks = tasks
@@ -63,9 +57,19 @@ class Groups:
 
     # ------------------------------------------------------------ results
 
+    def begun(self, attempt: Attempt, version: int, now: float) -> list[GroupRecord]:
+        """The first token of a running attempt was sampled by `version`."""
+        group = attempt.sample.group
+        if attempt.version is not None and attempt.version <= version:
+            return []
+        attempt.version = version
+        is_older = group.version is None or version < group.version
+        return self.set_version(group, version, now) if is_older and attempt is attempt.sample.attempt else []
+
     def accept(self, attempt: Attempt, outcome: Outcome, now: float) -> list[GroupRecord]:
         """The first result of a sample: waits for its group's others."""
-        sample, group = attempt.sample, attempt.sample.group
+        sample = attempt.sample
+        group = sample.group
         if outcome.first_version >= 0:
             attempt.version = outcome.first_version
         elif attempt.version is None:
@@ -82,17 +86,16 @@ class Groups:
 
     def retry(self, attempt: Attempt, now: float) -> list[GroupRecord]:
         """An attempt has failed. The group is given up when fewer than G members can still deliver."""
-        sample, group = attempt.sample, attempt.sample.group
-        if sample.state is not State.RUNNING:
+        sample = attempt.sample
+        if not attempt.is_running:
             return []
         if attempt is sample.spare:
             self.tickets.drop_spare(sample)
             return []
-        if attempt is not sample.attempt:
-            return []
 
         if not self.tickets.retry(attempt):
-            group.alive -= 1
+            sample.group.alive -= 1
+        group = sample.group
         if group.alive >= self.rules.group_size:
             return self.set_version(group, group.live_version(), now)
         self.given_up += 1

@@ -78,7 +78,8 @@ class Ledger:
 
     def promote(self, sample: Sample) -> None:
         """The second copy becomes the current attempt, and the first (if it has not failed) the spare one."""
-        first, second = sample.attempt, sample.spare
+        first = sample.attempt
+        second = sample.spare
         assert second is not None and sample.state is State.RUNNING
         if first is not None:
             first.spare = True
@@ -120,7 +121,9 @@ class Ledger:
             self.unreconciled += 1
             self._reconcile(attempt)
         while len(self._ended) > RETAINED_TICKETS:
-            self._retire(self._ended.popleft())
+            retired = self.attempts.get(self._ended.popleft())
+            if retired is not None:
+                self._reconcile(retired, is_last=True)
 
     def usage(self, ticket_id: int, tokens: int, lost: bool) -> None:
         attempt = self.attempts.get(ticket_id)
@@ -143,7 +146,7 @@ class Ledger:
         """At the end of the run: usage that has not arrived by now is missing."""
         for attempt in list(self.attempts.values()):
             if attempt.claimed >= 0:
-                self._retire(attempt.ticket_id)
+                self._reconcile(attempt, is_last=True)
 
     def check(self) -> None:
         """Raise LedgerError unless the books close."""
@@ -179,25 +182,16 @@ class Ledger:
         for name in _COUNTERS:
             setattr(self, name, counters[name])
 
-    def _reconcile(self, attempt: Attempt) -> None:
-        if attempt.tokens < attempt.claimed:
-            return  # more usage is on its way
-        if attempt.tokens > attempt.claimed:
-            self._mismatch(
-                f"ticket {attempt.ticket_id}: generators report {attempt.tokens} tokens, "
-                f"its trajectory {attempt.claimed}"
-            )
-        self.unreconciled -= 1
+    def _reconcile(self, attempt: Attempt, *, is_last: bool = False) -> None:
+        """Compare the two entries of an ended ticket, and forget it unless more usage may be on its way."""
+        if attempt.tokens < attempt.claimed and not is_last:
+            return
         del self.attempts[attempt.ticket_id]
-
-    def _retire(self, ticket_id: int) -> None:
-        attempt = self.attempts.pop(ticket_id, None)
-        if attempt is not None and attempt.claimed >= 0:
+        if attempt.claimed >= 0:
             self.unreconciled -= 1
-            self._mismatch(
-                f"ticket {ticket_id}: its trajectory claims {attempt.claimed} tokens, "
-                f"generators reported {attempt.tokens}"
-            )
+            if attempt.tokens != attempt.claimed:
+                claim = f"its trajectory claims {attempt.claimed} tokens, generators reported {attempt.tokens}"
+                self._mismatch(f"ticket {attempt.ticket_id}: {claim}")
 
     def _mismatch(self, what: str) -> None:
         self.mismatches += 1

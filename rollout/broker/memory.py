@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
+_M_TRIM_THRESHOLD = -1  # malloc.h
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _COLLECT_AFTER = 100_000  # net allocations
 
 

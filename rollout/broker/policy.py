@@ -56,28 +56,31 @@ class Policy:
 
     # ------------------------------------------------------------ what happens
 
-    def issued(self, attempt: Attempt) -> None:
+    def issued(self, now: float, attempt: Attempt) -> Proposals:
         """A ticket for a new attempt at a sample has gone out."""
+        return ()
 
-    def finished(self, attempt: Attempt, now: float) -> None:
+    def finished(self, now: float, attempt: Attempt) -> Proposals:
         """An episode has brought its result."""
+        return ()
 
-    def failed(self, server: int, now: float) -> Proposals:
+    def failed(self, now: float, server: int) -> Proposals:
         """An episode has failed by this server's fault, as far as can be known."""
         return ()
 
-    def server_joined(self, server: int, now: float) -> Proposals:
+    def server_joined(self, now: float, server: int) -> Proposals:
         """A new incarnation, which has no tickets yet."""
         return ()
 
-    def server_left(self, server: int, held: bool) -> None:
+    def server_left(self, now: float, server: int, held: bool) -> Proposals:
         """It is dead; `held`: with episodes."""
+        return ()
 
-    def completed(self, group: Group) -> Proposals:
+    def completed(self, now: float, group: Group) -> Proposals:
         """All results of a group are in; it has not been counted as ready yet."""
         return ()
 
-    def assembled(self) -> Proposals:
+    def assembled(self, now: float) -> Proposals:
         """A batch has gone out, and what fits no later one has ended."""
         return ()
 

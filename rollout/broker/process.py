@@ -12,43 +12,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 
 import msgspec
 import zmq
 
+from rl.core import messages
 from rl.core.checkpoint_folder import read_journal
-from rl.core.messages import (
-    AckTickets,
-    BatchRequest,
-    CancelTickets,
-    EvalRequest,
-    FirstToken,
-    Journal,
-    Message,
-    Metrics,
-    PeerDied,
-    ProtocolError,
-    Published,
-    SaveRequest,
-    ServerHello,
-    TicketCancelled,
-    TicketFailed,
-    Trajectory,
-    Usage,
-)
+from rl.core.messages import Message, ProtocolError
 from rl.core.process import Process, WaitExpired
 from rl.core.receiving import Malformed, Receiver
 from rl.core.run import context_from_command_line
 from rl.core.sockets import PeerGone, identity, open_socket, send, send_to
-from rollout.broker.actions import (
-    Action,
-    EmitBatch,
-    EvalReport,
-    Finished,
-    IssueTicket,
-    RevokeTickets,
-    StopRun,
-)
+from rollout.broker import actions
 from rollout.broker.assembly import fault, make_shards, outcome_of
 from rollout.broker.core import BrokerCore
 from rollout.broker.memory import tune_memory
@@ -57,7 +33,7 @@ from rollout.broker.rules import Rules
 
 POLL_S = 0.1
 
-ServerMessage = Trajectory | TicketFailed | TicketCancelled | ServerHello
+ServerMessage = messages.Trajectory | messages.TicketFailed | messages.TicketCancelled | messages.ServerHello
 
 
 class RunStopped(RuntimeError):
@@ -68,21 +44,24 @@ class Broker:
     """Call `run()` once, inside the process's `with` block."""
 
     def __init__(self, process: Process) -> None:
-        self.process, self.config = process, process.config
+        self.process = process
+        self.config = process.config
         run = process.run
         self.core = BrokerCore(Rules.of(self.config, run.train_tasks, run.start_step))
         process.closing_report = self.core.report
         if self.config.resume is not None:
             self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
+
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
         self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
         self.usage = open_socket(zmq.PULL, run, "usage", bind=True)
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True)
         self.batches = [open_socket(zmq.PUSH, run, "batches", rank) for rank in range(self.config.learner.ranks)]
+
         self._learner = b""  # address of rank 0, known from its first message
-        self._saves: list[SaveRequest] = []  # of versions that are not published yet
-        self._orders: dict[tuple[int, int], Reorder[ServerMessage]] = {}  # by server and incarnation
-        self._acks: dict[tuple[int, int], list[int]] = {}
+        self._saves: list[messages.SaveRequest] = []  # of versions that are not published yet
+        self._orders: defaultdict[tuple[int, int], Reorder[ServerMessage]] = defaultdict(Reorder)  # by incarnation
+        self._acks: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._waiting_since = time.monotonic()  # the learner's earliest possible wait for batch n
         self.counts = {"trajectories": 0, "invalid": 0, "tickets": 0, "cancels": 0}
@@ -100,16 +79,19 @@ class Broker:
             self.steps: self._from_learner,
         }
         receiver = Receiver(handlers, self._malformed, process.wake_fd)
+
         process.busy = True  # the loop turns even without messages: a frozen progress is a hang
         while not process.stopping:
             with process.waits.on("env_server" if self.core.batches.requested else "learner"):
                 receiver.wait(self._wait_s())
             receiver.drain()
+
             for message in process.received():
-                if isinstance(message, PeerDied) and message.role == "env_server":
+                if isinstance(message, messages.PeerDied) and message.role == "env_server":
                     self._orders.pop((message.index, message.incarnation), None)
                     self._carry_out(self.core.server_left(message.index, message.incarnation, time.monotonic()))
             self._carry_out(self.core.tick(time.monotonic()))
+
             self._send_to_servers()
             self._watch()
             process.progress += 1
@@ -128,9 +110,9 @@ class Broker:
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
         now = time.monotonic()
         match message:
-            case Usage(session, tokens, lost):
+            case messages.Usage(session, tokens, lost):
                 self._carry_out(self.core.usage(session, tokens, lost, now))
-            case FirstToken(_, session, version):
+            case messages.FirstToken(_, session, version):
                 self._carry_out(self.core.first_token(session, version, now))
             case _:
                 raise ProtocolError(f"{type(message).__name__} on the usage socket")
@@ -140,15 +122,13 @@ class Broker:
         if not isinstance(message, ServerMessage):
             raise ProtocolError(f"{type(message).__name__} from an environment server")
         key = (message.server, message.incarnation)
-        if isinstance(message, Trajectory):  # also one that was taken before: its acknowledgement was lost
-            self._acks.setdefault(key, []).append(message.ticket_id)
+        if isinstance(message, messages.Trajectory):  # also one that was taken before: its acknowledgement was lost
+            self._acks[key].append(message.ticket_id)
         if self.core.servers.is_dead(*key):
             return
-        order = self._orders.get(key)
-        if order is None:
-            order = self._orders[key] = Reorder()
+
         try:
-            due = order.push(message.seq, message)
+            due = self._orders[key].push(message.seq, message)
         except ValueError as error:
             raise ProtocolError(f"environment server {key}: {error}") from None
         for each in due:
@@ -157,7 +137,7 @@ class Broker:
     def _server_event(self, message: ServerMessage, now: float) -> None:
         core = self.core
         match message:
-            case Trajectory():
+            case messages.Trajectory():
                 self.counts["trajectories"] += 1
                 wrong = fault(message)
                 if wrong:
@@ -165,26 +145,28 @@ class Broker:
                     self._carry_out(core.failed(message.ticket_id, f"invalid trajectory: {wrong}", now))
                 else:
                     self._carry_out(core.finished(message.ticket_id, outcome_of(message), now))
-            case TicketFailed(ticket_id=ticket_id, reason=reason, turns=turns):
+
+            case messages.TicketFailed(ticket_id=ticket_id, reason=reason, turns=turns):
                 self._carry_out(core.failed(ticket_id, reason, now, turns))
-            case TicketCancelled(ticket_id=ticket_id, turns=turns):
+            case messages.TicketCancelled(ticket_id=ticket_id, turns=turns):
                 self._carry_out(core.cancelled(ticket_id, now, turns))
-            case ServerHello(server, incarnation, capacity):
+            case messages.ServerHello(server, incarnation, capacity):
                 self._carry_out(core.server_joined(server, incarnation, capacity, now))
 
     def _from_learner(self, message: Message, peer: bytes) -> None:
         now = time.monotonic()
         self._learner = peer
         match message:
-            case BatchRequest(step):
+            case messages.BatchRequest(step):
                 self._carry_out(self.core.batch_requested(step, now))
-            case Published(version):
+            case messages.Published(version):
                 self._waiting_since = now
                 self._carry_out(self.core.published(version, now))
                 self._save()
-            case EvalRequest(version, tasks):
+
+            case messages.EvalRequest(version, tasks):
                 self._carry_out(self.core.eval_requested(version, tasks, now))
-            case SaveRequest():
+            case messages.SaveRequest():
                 self._saves.append(message)
                 self._save()
             case _:
@@ -198,32 +180,33 @@ class Broker:
                 raise RunStopped(f"the learner asks for the journal of version {request.version.n} at version {n}")
             self._saves.remove(request)
             state = msgspec.msgpack.encode(self.core.snapshot())
-            send_to(self.steps, self._learner, Journal(request.version, state))
+            send_to(self.steps, self._learner, messages.Journal(request.version, state))
 
     # ------------------------------------------------------------ actions to messages
 
-    def _carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
+    def _carry_out(self, wanted: list[actions.Action]) -> None:
+        for action in wanted:
             match action:
-                case IssueTicket(server, ticket):
+                case actions.IssueTicket(server, ticket):
                     self.counts["tickets"] += 1
                     self._tell(server, ticket)
-                case RevokeTickets(server, ticket_ids):
+                case actions.RevokeTickets(server, ticket_ids):
                     self.counts["cancels"] += len(ticket_ids)
-                    self._tell(server, CancelTickets(ticket_ids))
-                case EmitBatch():
+                    self._tell(server, messages.CancelTickets(ticket_ids))
+                case actions.EmitBatch():
                     shards = make_shards(action, self.core.epoch, len(self.batches))
                     for socket, shard in zip(self.batches, shards, strict=True):
                         send(socket, shard)
-                case EvalReport():
+
+                case actions.EvalReport():
                     self._keep_episodes(action)
-                    self.process.send(Metrics(action.version.n, _eval_metrics(action)))
-                case Finished():
+                    self.process.send(messages.Metrics(action.version.n, _eval_metrics(action)))
+                case actions.Finished():
                     self.process.send_closing_report()
-                case StopRun(reason):
+                case actions.StopRun(reason):
                     raise RunStopped(reason)
 
-    def _keep_episodes(self, report: EvalReport) -> None:
+    def _keep_episodes(self, report: actions.EvalReport) -> None:
         """`<run>/evals.jsonl`: one line per evaluated episode, in the order of the tasks."""
         with (self.process.run.folder / "evals.jsonl").open("ab") as file:
             for episode in report.episodes:
@@ -238,7 +221,7 @@ class Broker:
     def _send_to_servers(self) -> None:
         """All at once: the socket's thread is woken once, and writes many messages in one call."""
         for (index, incarnation), ticket_ids in self._acks.items():
-            self._outgoing.append((index, incarnation, AckTickets(ticket_ids)))
+            self._outgoing.append((index, incarnation, messages.AckTickets(ticket_ids)))
         for index, incarnation, message in self._outgoing:
             try:
                 send_to(self.tickets, identity("env_server", index, incarnation), message)
@@ -251,10 +234,12 @@ class Broker:
 
     def _watch(self) -> None:
         """The learner waits for batch n from the publication of n, if it has asked. Raises WaitExpired."""
-        core, deadline_s = self.core, self.config.learner.batch_deadline_s
+        core = self.core
+        deadline_s = self.config.learner.batch_deadline_s
         asked = core.batches.requested.get(core.n)
         if asked is None or time.monotonic() - max(asked, self._waiting_since) <= deadline_s:
             return
+
         error = WaitExpired(
             f"learner.0 waited {deadline_s:g} s for the broker: batch {core.n} (learner.batch_deadline_s); "
             f"the broker waits for {self._whom()}"
@@ -264,15 +249,15 @@ class Broker:
 
     def _whom(self) -> str:
         core = self.core
-        if not core.started:
+        if core.epoch < 0:
             return "the learner's first version"
         if not core.servers.by_index:
             return "an environment server"
         late = {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}
         if late:
             return f"missing messages of environment servers {late}"
-        ready, needed = core.groups.ready, core.rules.groups_per_batch
-        return f"{core.servers.outstanding} episodes of the environment servers ({ready} of {needed} groups ready)"
+        groups = f"{core.groups.ready} of {core.rules.groups_per_batch} groups ready"
+        return f"{core.servers.outstanding} episodes of the environment servers ({groups})"
 
     def _stats(self) -> dict[str, float]:
         samples = self.core.ledger.report()["samples"]
@@ -281,17 +266,11 @@ class Broker:
         return queue | self.counts | others
 
 
-def _eval_metrics(report: EvalReport) -> dict[str, float]:
+def _eval_metrics(report: actions.EvalReport) -> dict[str, float]:
     versions = list(report.versions) or [-1]
-    return {
-        "eval/reward": report.reward,
-        "eval/accuracy": report.accuracy,
-        "eval/length": report.length,
-        "eval/failed": float(report.failed),
-        "eval/version_min": float(min(versions)),
-        "eval/version_max": float(max(versions)),
-        "eval/seconds": report.seconds,
-    }
+    values = {name: getattr(report, name) for name in ("reward", "accuracy", "length", "failed", "seconds")}
+    values |= {"version_min": min(versions), "version_max": max(versions)}
+    return {f"eval/{name}": float(value) for name, value in values.items()}
 
 
 def main() -> None:

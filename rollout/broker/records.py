@@ -63,6 +63,12 @@ class Attempt:
     live: bool = True  # until its one end
     cut: str = ""  # the end for which it was revoked, or `failed`
 
+    @property
+    def is_running(self) -> bool:
+        """Its sample waits for it: for the current attempt, or for a spare copy."""
+        sample = self.sample
+        return sample.state is State.RUNNING and (sample.attempt is self or sample.spare is self)
+
 
 @dataclass(slots=True, eq=False)
 class Group:

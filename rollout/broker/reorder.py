@@ -32,6 +32,7 @@ class Reorder(Generic[T]):
                 raise ValueError(f"message {seq} while {self.next} is awaited")
             self._early[seq] = message
             return []
+
         due = [message]
         self.next += 1
         while self._early and (follower := self._early.pop(self.next, None)) is not None:

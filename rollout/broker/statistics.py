@@ -6,9 +6,11 @@ from typing import Any
 
 from msgspec import Struct, field, structs
 
-from rollout.broker.actions import BatchSample, EvalReport, Outcome
+from rollout.broker.actions import BatchSample, EmitBatch, EvalReport, Outcome
 from rollout.broker.ledger import Ledger
-from rollout.broker.records import NAMES, Attempt, Group, State
+from rollout.broker.records import ENDS, NAMES, Attempt, Group, State
+
+_COUNTED = ("freshness_violations", "hedged", "hedges_won", "duplicates", "other_epoch")
 
 
 class Tally(Struct):
@@ -95,10 +97,10 @@ class Statistics(Struct):
     def cut_finished(self, end: str, outcome: Outcome) -> None:
         self.cut.setdefault(end, Cut()).finished.add(outcome)
 
-    def assembled(self, step: int, samples: list[BatchSample], bound: int) -> None:
+    def assembled(self, batch: EmitBatch, bound: int) -> None:
         """Independent of the broker's own versions: from what each episode says of itself."""
-        stale = [sample for sample in samples if step - first_version(sample.outcome, sample.version) > bound]
-        self.freshness_violations += len(stale)
+        staleness = [batch.step - first_version(sample.outcome, sample.version) for sample in batch.samples]
+        self.freshness_violations += sum(each > bound for each in staleness)
 
     def trained(self, step: int, groups: list[Group]) -> None:
         batch = [(group.version or 0, m.outcome) for group in groups for m in group.members if m.outcome is not None]
@@ -125,16 +127,16 @@ class Statistics(Struct):
         useful = ledger.tokens[State.TRAINED]
         spent = sum(ledger.tokens)
         trained = ledger.samples[State.TRAINED]
-        counted = sum(self.staleness.values())
         ratio = (useful / trained) / (spent / ledger.attempts_with_tokens) if spent and trained else None
+        staleness = {
+            "mean": sum(k * v for k, v in self.staleness.items()) / max(1, sum(self.staleness.values())),
+            "max": max(self.staleness, default=0),
+            "histogram": {str(k): v for k, v in sorted(self.staleness.items())},
+        }
+
         return {
             "steps": steps,
-            "freshness_violations": self.freshness_violations,
-            "staleness": {
-                "mean": sum(k * v for k, v in self.staleness.items()) / max(1, counted),
-                "max": max(self.staleness, default=0),
-                "histogram": {str(k): v for k, v in sorted(self.staleness.items())},
-            },
+            "staleness": staleness,
             "ledger": ledger.report(),
             "ledger_mismatches": ledger.mismatches,
             "eval": {"first": _eval_report(self.eval_first), "last": _eval_report(self.eval_last)},
@@ -145,11 +147,7 @@ class Statistics(Struct):
             "issued": self.issued.means(),
             "cut": {end: cut.means() for end, cut in sorted(self.cut.items())},
             "kept_against_cut": self._kept_against_cut(),
-            "hedged": self.hedged,
-            "hedges_won": self.hedges_won,
-            "duplicates": self.duplicates,
-            "other_epoch": self.other_epoch,
-        }
+        } | {name: getattr(self, name) for name in _COUNTED}
 
     def _kept_against_cut(self) -> dict[str, dict[str, float | None]]:
         """Length, turns and success of trained episodes, and of all that were cut; None: nothing is known.
@@ -157,25 +155,21 @@ class Statistics(Struct):
         Those cut while they ran count with what they had by then, so a mean above that of the kept ones is certain
         evidence of a bias against long episodes; whether they would have succeeded is known of nobody.
         """
-        finished = [cut.finished for cut in self.cut.values()]
-        ended = sum(tally.episodes for tally in finished)
-        running, told = (sum(getattr(cut, name) for cut in self.cut.values()) for name in ("running", "told"))
-        length = sum(tally.length for tally in finished) + sum(cut.tokens for cut in self.cut.values())
-        turns = sum(tally.turns for tally in finished) + sum(cut.turns for cut in self.cut.values())
-        success = sum(tally.success for tally in finished)
-        kept = self.kept
+        cuts = list(self.cut.values())
+        lost: dict[str, list[tuple[float, int]]] = {
+            "length": [(cut.finished.length + cut.tokens, cut.finished.episodes + cut.running) for cut in cuts],
+            "turns": [(cut.finished.turns + cut.turns, cut.finished.episodes + cut.told) for cut in cuts],
+            "success": [(cut.finished.success, cut.finished.episodes) for cut in cuts],
+        }
         return {
-            name: {"kept": _mean(total, kept.episodes), "cut": _mean(lost, count)}
-            for name, total, lost, count in (
-                ("length", kept.length, length, ended + running),
-                ("turns", kept.turns, turns, ended + told),
-                ("success", kept.success, success, ended),
-            )
+            name: {"kept": _mean([(getattr(self.kept, name), self.kept.episodes)]), "cut": _mean(sums)}
+            for name, sums in lost.items()
         }
 
 
-def _mean(total: float, count: int) -> float | None:
-    return total / count if count else None
+def _mean(sums: list[tuple[float, int]]) -> float | None:
+    count = sum(episodes for _, episodes in sums)
+    return sum(total for total, _ in sums) / count if count else None
 
 
 def first_version(outcome: Outcome, group_version: int) -> int:
@@ -197,6 +191,17 @@ def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
         "staleness/mean": sum(staleness) / count,
         "staleness/max": float(max(staleness)),
     } | {f"staleness/{k}": staleness.count(k) / count for k in sorted(set(staleness))}
+
+
+def state_metrics(ledger: Ledger, counts: dict[str, int]) -> dict[str, float]:
+    """Samples by state, and what policies did."""
+    queue = {f"queue/{NAMES[state]}": ledger.samples[state] for state in State if state not in ENDS}
+    ends = {
+        f"broker/{NAMES[state]}_samples": ledger.samples[state]
+        for state in (State.STALE, State.REDUNDANT, State.FAILED)
+    }
+    done = {f"broker/{name}": count for name, count in counts.items()}
+    return {name: float(value) for name, value in (queue | ends | done).items()}
 
 
 def _eval_report(report: EvalReport | None) -> dict[str, Any] | None:

@@ -33,7 +33,8 @@ class ShuffledTasks:
     def __init__(self, run_seed: int, tasks: int) -> None:
         if tasks < 1:
             raise ValueError("there are no training tasks")
-        self.run_seed, self.tasks = run_seed, tasks
+        self.run_seed = run_seed
+        self.tasks = tasks
         self.cursor = 0
         self._order = task_order(run_seed, 0, tasks)
 

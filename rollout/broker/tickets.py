@@ -19,7 +19,8 @@ from rollout.broker.rules import Rules
 from rollout.broker.servers import Server, Servers
 
 BACKSTOP_S = 30.0  # an environment server ends its own overdue episodes; after this much longer the broker does
-_EPOCHS, _EPOCH_TICKETS = 1 << 22, 1 << 40  # ticket ids of successive epochs never meet, and fit in 62 bits
+_EPOCHS = 1 << 22  # ticket ids of successive epochs never meet, and fit in 62 bits
+_EPOCH_TICKETS = 1 << 40
 
 
 class Tickets:
@@ -66,21 +67,19 @@ class Tickets:
             issued.append(self._start(sample, server, n, now))
         return issued
 
-    def copy(self, slow: Attempt, n: int, floor: int, now: float) -> IssueTicket | None:
+    def copy(self, slow: Attempt, n: int, floor: int, now: float) -> list[IssueTicket]:
         """A second ticket for a running sample, on another server, if one has credit."""
         server = self.servers.next(avoid=slow.server)
         if server is None or n < floor:
-            return None
+            return []
         self.spares += 1
-        return self._start(slow.sample, server, n, now, spare=True)
+        return [self._start(slow.sample, server, n, now, spare=True)]
 
     def _start(self, sample: Sample, server: Server, n: int, now: float, *, spare: bool = False) -> IssueTicket:
         attempt = Attempt(self.new_id(), sample, server.index, n, now, spare)
         self.ledger.start(attempt)
         self.servers.take(server, attempt.ticket_id)
-
-        deadline_s = self.rules.episode_deadline_s
-        self._due.append((now + deadline_s + BACKSTOP_S, attempt.ticket_id))
+        self._due.append((now + self.rules.episode_deadline_s + BACKSTOP_S, attempt.ticket_id))
 
         ticket = Ticket(
             ticket_id=attempt.ticket_id,
@@ -89,7 +88,7 @@ class Tickets:
             task_index=sample.group.assignment.task_index,
             version=Version(self.epoch, n),
             attempt=sample.failures,
-            deadline_s=deadline_s,
+            deadline_s=self.rules.episode_deadline_s,
             seed=sample_seed(self.rules.seed, sample.sample_id),
             temperature=self.rules.temperature,
         )

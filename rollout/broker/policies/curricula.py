@@ -27,7 +27,8 @@ class SuccessWeighted:
         if not (0 < floor <= 1 and 0 <= decay < 1):
             raise ValueError(f"floor={floor} must lie in (0, 1], decay={decay} in [0, 1)")
         self._order = ShuffledTasks(run_seed, tasks)
-        self.floor, self.decay = floor, decay
+        self.floor = floor
+        self.decay = decay
         self.success: dict[int, float] = {}
         self.skipped = 0
 

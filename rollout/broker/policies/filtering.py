@@ -12,13 +12,13 @@ from rollout.broker.records import Group, State
 class ConstantGroups(Policy):
     filtered = 0  # in the current step
 
-    def completed(self, group: Group) -> Proposals:
+    def completed(self, now: float, group: Group) -> Proposals:
         rewards = {member.outcome.reward for member in group.accepted() if member.outcome is not None}
         if len(rewards) == 1 and self.filtered < self.rules.max_filtered_per_step:
             self.filtered += 1
             yield EndGroup(group, State.FILTERED, put_back=False)
 
-    def assembled(self) -> Proposals:
+    def assembled(self, now: float) -> Proposals:
         self.filtered = 0
         return ()
 

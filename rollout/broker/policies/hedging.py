@@ -25,15 +25,17 @@ class Hedging(Policy):
         self._times: deque[float] = deque()
         self._sorted: list[float] = []
 
-    def issued(self, attempt: Attempt) -> None:
+    def issued(self, now: float, attempt: Attempt) -> Proposals:
         self._watched.append(attempt)
+        return ()
 
-    def finished(self, attempt: Attempt, now: float) -> None:
+    def finished(self, now: float, attempt: Attempt) -> Proposals:
         if len(self._times) == WINDOW:
             del self._sorted[bisect_left(self._sorted, self._times.popleft())]
         seconds = now - attempt.issued_at
         self._times.append(seconds)
         insort(self._sorted, seconds)
+        return ()
 
     def turn_ends(self, now: float) -> Proposals:
         while (due := self.next_deadline()) is not None and due <= now:

@@ -33,18 +33,19 @@ class Quarantine(Policy):
         self._in_quarantine = 0
         self._releases: list[tuple[float, int]] = []  # heap of (end, server); some are out of date
 
-    def finished(self, attempt: Attempt, now: float) -> None:
+    def finished(self, now: float, attempt: Attempt) -> Proposals:
         health = self.health[attempt.server]
         health.failures = 0
         health.quarantines = 0
+        return ()
 
-    def failed(self, server: int, now: float) -> Proposals:
+    def failed(self, now: float, server: int) -> Proposals:
         health = self.health[server]
         if not health.quarantined:
             health.failures += 1
             yield from self._judge(server, now)
 
-    def server_joined(self, server: int, now: float) -> Proposals:
+    def server_joined(self, now: float, server: int) -> Proposals:
         """A new incarnation is judged by what became of the ones before."""
         health = self.health.setdefault(server, Health())
         if health.until > now and not self._is_last():
@@ -52,11 +53,12 @@ class Quarantine(Policy):
         elif health.failures:
             yield from self._judge(server, now)
 
-    def server_left(self, server: int, held: bool) -> None:
+    def server_left(self, now: float, server: int, held: bool) -> Proposals:
         health = self.health[server]
         health.failures += held and not health.quarantined
         self._in_quarantine -= health.quarantined
         health.quarantined = False
+        return ()
 
     def turn_begins(self, now: float) -> Proposals:
         return self._release(now) if self._releases and self._releases[0][0] <= now else ()

@@ -11,7 +11,7 @@ from rollout.broker.records import Group, Phase, State
 
 
 class CancelSurplus(Policy):
-    def assembled(self) -> Proposals:
+    def assembled(self, now: float) -> Proposals:
         groups = self.groups
         excess = len(groups.open) - (groups.limit - self.rules.redundant_groups)
         chosen = list(islice(self._unneeded(), max(0, excess)))

@@ -37,10 +37,12 @@ def of(actions: list[Action], kind: type) -> list[Any]:
 class Driver:
     """A core with a generous server; keeps what is live and what was emitted."""
 
-    def __init__(self, of_run: Rules, capacity: int = 100, state: dict | None = None, epoch: int = 0) -> None:
-        self.core, self.epoch = BrokerCore(of_run, ledger=AuditedLedger()), epoch
+    def __init__(self, of_run: Rules, capacity: int = 100, state: dict[str, Any] | None = None, epoch: int = 0) -> None:
+        self.core = BrokerCore(of_run, ledger=AuditedLedger())
+        self.epoch = epoch
         if state is not None:
             self.core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
+
         self.live: dict[int, Ticket] = {}
         self.cancelled: list[int] = []
         self.actions: list[Action] = []
@@ -72,10 +74,14 @@ class Driver:
         """late: the generators' report comes after the trajectory."""
         self.live.pop(ticket.ticket_id, None)
         outcome = Outcome(self.epoch, version, reward, tokens, tokens, success=reward, payload=ticket.ticket_id)
-        events = [lambda: self.core.finished(ticket.ticket_id, outcome, self.now)]
-        if ticket.kind == "train":
-            events.insert(int(late), lambda: self.core.usage(ticket.ticket_id, tokens, False, self.now))
-        return [action for event in events for action in self.do(event())]
+        reported = ticket.kind == "train"
+        actions: list[Action] = []
+        if reported and not late:
+            actions += self.do(self.core.usage(ticket.ticket_id, tokens, False, self.now))
+        actions += self.do(self.core.finished(ticket.ticket_id, outcome, self.now))
+        if reported and late:
+            actions += self.do(self.core.usage(ticket.ticket_id, tokens, False, self.now))
+        return actions
 
     def fail(self, ticket: Ticket) -> list[Action]:
         self.live.pop(ticket.ticket_id)
@@ -157,6 +163,7 @@ def test_no_ticket_goes_out_that_no_later_batch_could_use() -> None:
     actions = driver.finish_group(2, 0)
     assert [groups_of(b) for b in of(actions, EmitBatch)] == [[0, 2]]
     assert of(actions, GroupRecord)[0].end == "redundant" and of(actions, IssueTicket) == []
+
     issued = of(driver.publish(1), IssueTicket)
     assert {i.ticket.group_id for i in issued} == {3, 4, 5}
     assert issued[0].ticket.task_index == next(
@@ -174,19 +181,23 @@ def test_expiry_takes_the_whole_group_and_puts_its_task_in_front() -> None:
     slow = driver.group(0)
     for group_id in range(4):
         driver.begin(driver.group(group_id)[0], 0)
+
     driver.finish(slow[0], 0)
     driver.finish_group(1, 0)
     driver.finish_group(2, 0)
     driver.request(0)
+
     driver.publish(1)
     driver.finish_group(3, 0)
     driver.finish_group(4, 1)
     actions = driver.request(1)
     assert groups_of(of(actions, EmitBatch)[0]) == [3, 4]
+
     (record,) = of(actions, GroupRecord)
     assert (record.group_id, record.end, record.attempts) == (0, "stale", 0)
     assert [c.ticket_ids for c in of(actions, RevokeTickets)] == [[slow[1].ticket_id]]
     assert driver.samples("stale") == 2
+
     again = [i.ticket for i in of(actions, IssueTicket) if i.ticket.task_index == slow[0].task_index]
     assert len(again) == 2 and again[0].group_id > 4
     assert driver.core.groups.open[again[0].group_id].assignment.attempts == 1
@@ -203,8 +214,10 @@ def test_a_late_first_token_expires_a_group_and_batched_groups_are_exempt() -> N
         driver.finish_group(group_id, 1)
     driver.request(1)  # batched, untrained, v = 1
     assert driver.samples("batched") == 4 and driver.samples("stale") == 0  # groups 2 and 3 have not started
+
     actions = driver.begin(driver.group(2)[1], 0)
     assert [(r.group_id, r.end) for r in of(actions, GroupRecord)] == [(2, "stale")]
+
     driver.publish(2)
     assert driver.samples("trained") == 8
 
@@ -250,6 +263,7 @@ def test_hold_waits_for_a_group_about_to_expire(patience: float, held: bool) -> 
         assert groups_of(batches[0]) == [1, 2]
         return
     assert batches == [] and driver.core.next_deadline() == 10
+
     driver.now = 3
     (batch,) = of(driver.finish_group(0, 0), EmitBatch)
     assert groups_of(batch) == [0, 1]
@@ -264,6 +278,7 @@ def test_hold_after_one_cut_off_and_its_deadline() -> None:
     driver.finish_group(1, 0)
     driver.finish_group(2, 0)
     assert of(driver.request(0), EmitBatch)
+
     driver.confirm_cancels()
     driver.publish(1)
     driver.begin(driver.group(3)[0], 1)  # the task of group 0 again
@@ -271,6 +286,7 @@ def test_hold_after_one_cut_off_and_its_deadline() -> None:
     driver.finish_group(5, 1)
     assert of(driver.request(1), EmitBatch) == []
     assert of(driver.do(driver.core.tick(9.9)), EmitBatch) == []
+
     (batch,) = of(driver.do(driver.core.tick(10.0)), EmitBatch)
     assert groups_of(batch) == [4, 5]
 
@@ -403,8 +419,10 @@ def test_evaluations_take_credit_first_and_stand_outside_the_ledger() -> None:
     issued = driver.samples("issued")
     (first,) = of(driver.finish(driver.group(0)[0], 0), IssueTicket)
     assert (first.ticket.kind, first.ticket.task_index, first.ticket.temperature) == ("eval", 0, 0.2)
+
     (retry,) = of(driver.fail(first.ticket), IssueTicket)
     assert (retry.ticket.task_index, retry.ticket.attempt) == (0, 1)
+
     (second,) = of(driver.finish(retry.ticket, 0, 1.0), IssueTicket)
     driver.now = 2.0
     (report,) = of(driver.finish(second.ticket, 1, 0.0), EvalReport)
@@ -420,21 +438,23 @@ def test_the_end_cancels_what_is_left_and_waits_for_the_last_evaluation() -> Non
     driver.finish_group(0, 0)
     driver.finish_group(1, 0)
     assert driver.samples("redundant") == 2 and len(driver.cancelled) == 2
+
     driver.publish(1)
     driver.confirm_cancels()
     assert of(driver.actions, Finished) == []
+
     (ticket,) = of(driver.do(driver.core.eval_requested(Version(0, 1), 1, 0.0)), IssueTicket)
     (end,) = of(driver.finish(ticket.ticket, 1), Finished)
     report = end.report
     assert report["steps"] == 1 and report["useful_tokens"] == 20 and report["kept_over_issued_length"] == 1
     assert report["staleness"] == {"mean": 0, "max": 0, "histogram": {"0": 4}}
     assert report["reward"] == {"first": 0.5, "last": 0.5} and report["eval"]["last"]["versions"] == {"1": 1}
-    assert list(report["ledger"]["samples"]) == [
-        "issued", "queued", "running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed",
-    ]  # fmt: skip
-    assert list(report["ledger"]["tokens"]) == [
-        "generated", "running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed", "lost",
-    ]  # fmt: skip
+
+    samples = "issued queued running waiting batched trained stale filtered redundant failed"
+    assert list(report["ledger"]["samples"]) == samples.split()
+
+    tokens = "generated running waiting batched trained stale filtered redundant failed lost"
+    assert list(report["ledger"]["tokens"]) == tokens.split()
 
 
 def test_a_restored_core_issues_the_open_groups_again() -> None:

@@ -58,6 +58,7 @@ def test_random_interleavings(config: Rules, seed: int, events: int, capacity: i
     assert sorted(world.batches) == list(range(config.steps))
     assert world.report["freshness_violations"] == 0
     assert world.report["ledger_mismatches"] == 0
+
     books = world.report["ledger"]
     trained = config.steps * config.groups_per_batch * config.group_size
     assert books["samples"]["trained"] == trained == len(world.trained)

@@ -117,8 +117,10 @@ def test_a_server_that_keeps_failing_is_quarantined_for_longer_each_time() -> No
     assert core.servers.by_index[0].suspended and core.report()["quarantines"] == 1
     assert [a.server for a in of(core.failed(third, "boom", 1.0), IssueTicket)] == [1], "it has no tickets to give"
     assert core.next_deadline() == 11.0
+
     core.tick(11.0)
     assert not core.servers.by_index[0].suspended
+
     core.failed(bad[3], "boom", 12.0)  # one failure is enough now
     assert core.next_deadline() == 12.0 + 20.0
 
@@ -141,18 +143,22 @@ def test_a_server_that_keeps_dying_with_its_episodes_is_quarantined() -> None:
     issue(core)
     die(core, 0, 1.0)
     assert not core.servers.by_index[0].suspended
+
     core.server_left(1, 0, 1.0)
     core.server_joined(1, 1, 50, 1.0)  # what it held goes out again, some of it to server 0
     assert core.servers.by_index[0].live
+
     core.server_left(0, 1, 2.0)
     actions = core.server_joined(0, 2, 50, 2.0)
     server = core.servers.by_index[0]
     assert server.suspended and not server.live and core.report()["quarantines"] == 1
     assert not [action for action in of(actions, IssueTicket) if action.server == 0]
     assert quarantine(core).next_deadline() == 12.0
+
     die(core, 2, 3.0)
     assert core.servers.by_index[0].suspended, "a death does not shorten it"
     assert core.report()["quarantines"] == 1, "nor does one without episodes count"
+
     core.tick(12.0)
     assert not core.servers.by_index[0].suspended
 
@@ -194,9 +200,11 @@ def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surp
     driver.finish_group(0, 0)
     (batch,) = of(driver.finish_group(1, 0), EmitBatch)
     assert groups_of(batch) == [0, 1]
+
     ended = [record.group_id for record in of(driver.actions, GroupRecord) if record.end == "redundant"]
     cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
     assert (ended, cancelled) == (([2, 3], {2, 3}) if surplus == "cancel" else ([], set()))
+
     driver.confirm_cancels()
     cut = driver.core.report()["cut"]
     assert not ended or cut["redundant"]["running"]["episodes"] == 4
@@ -213,9 +221,11 @@ def test_surplus_that_has_sampled_nothing_is_cancelled_in_that_round_too(surplus
     actions = driver.finish_group(1, 0)
     (batch,) = of(actions, EmitBatch)
     assert groups_of(batch) == [0, 1] and not of(actions, IssueTicket)
+
     cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
     assert cancelled == ({2, 3} if surplus == "cancel" else set())
     assert set(driver.live) == set(driver.cancelled) or surplus == "keep"
+
     driver.confirm_cancels()
     issued = {action.ticket.task_index for action in of(driver.publish(1), IssueTicket)}
     assert (tasks <= issued) == (surplus == "cancel")
@@ -242,6 +252,7 @@ def test_a_group_that_the_next_batch_would_wait_for_is_no_surplus(attempts: int)
     driver = Driver(rules(redundant_groups=1, surplus="cancel"))
     driver.publish(0)
     late = driver.group(2)[0]
+
     for step in range(attempts + 1):
         driver.request(step)
         groups = sorted({ticket.group_id for ticket in driver.live.values() if ticket.task_index != late.task_index})
@@ -277,16 +288,20 @@ def test_how_far_what_was_cancelled_had_come_is_measured() -> None:
     driver.finish_group(1, 0)
     assert set(driver.cancelled) == {first.ticket_id, second.ticket_id}
     assert "redundant" not in driver.core.report()["cut"], "counted at their end"
+
     driver.do(driver.core.cancelled(first.ticket_id, driver.now, turns=3))
     driver.do(driver.core.usage(first.ticket_id, 20, False, driver.now))
     driver.do(driver.core.usage(first.ticket_id, 99, True, driver.now))  # of a generator that died
     driver.do(driver.core.server_left(0, 0, driver.now))
     report = driver.core.report()
     assert report["cut"]["redundant"]["running"] == {"episodes": 2, "turns": 3.0, "tokens": 30.0, "seconds": 8.0}
+
     driver.publish(1)
     assert driver.core.report()["kept_against_cut"] == {
-        "length": {"kept": 5.0, "cut": 30.0}, "turns": {"kept": 1.0, "cut": 3.0}, "success": {"kept": 0.5, "cut": None},
-    }  # fmt: skip
+        "length": {"kept": 5.0, "cut": 30.0},
+        "turns": {"kept": 1.0, "cut": 3.0},
+        "success": {"kept": 0.5, "cut": None},
+    }
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -315,6 +330,7 @@ def test_attempts_that_fail_and_copies_that_lose_are_among_what_was_cut() -> Non
     cut = driver.core.report()["cut"]
     assert cut["redundant"]["running"] == {"episodes": 1, "turns": 2.0, "tokens": 7.0, "seconds": 5.0}
     assert driver.core.report()["kept_against_cut"]["length"]["cut"] == 7.0
+
     driver, slow = slow_episode()
     driver.live.pop(slow.ticket_id)
     driver.do(driver.core.failed(slow.ticket_id, "boom", 3.0, turns=4))
@@ -435,30 +451,34 @@ def test_hold_patience_trades_waste_for_speed() -> None:
         driver = Driver(rules(alpha=1, hold_patience=patience, steps=9))
         steps: list[int] = []
         straggler = None
+
         for step in range(6):
             driver.publish(step)
             straggler = straggler or driver.group(0)[0].task_index
             for ticket in list(driver.live.values()):
                 if ticket.task_index == straggler:
                     driver.begin(ticket, ticket.version.n)
+
             driver.request(step)
             for ticket in list(driver.live.values()):
                 if ticket.task_index != straggler:
                     driver.finish(ticket, max(ticket.version.n, step))
+
             steps += [batch.step for batch in of(driver.actions, EmitBatch) if batch.step not in steps]
             driver.confirm_cancels()
             if step not in steps:
                 break
         emitted[patience] = len(steps)
+
     assert emitted[float("inf")] == 6
     assert emitted[0] < emitted[1] < 6
 
 
-def test_settings_come_from_the_configuration() -> None:
-    config = load_config(
-        None, ["rollout.surplus=cancel", "rollout.hedge_quantile=0.9", "rollout.quarantine_failures=3",
-               "rollout.priority=freshest", "rollout.curriculum=success", "rollout.batch_barrier=true"]
-    )  # fmt: skip
-    made = Rules.of(config, 10)
+def test_rules_come_from_the_configuration() -> None:
+    changes = """
+        rollout.surplus=cancel rollout.hedge_quantile=0.9 rollout.quarantine_failures=3
+        rollout.priority=freshest rollout.curriculum=success rollout.batch_barrier=true
+    """
+    made = Rules.of(load_config(None, changes.split()), 10)
     assert (made.surplus, made.hedge_quantile, made.quarantine_failures) == ("cancel", 0.9, 3)
     assert (made.priority, made.curriculum, made.batch_barrier) == ("freshest", "success", True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl.core.messages import Ticket, Version
 from rollout.broker import BrokerCore, Rules
@@ -43,10 +44,12 @@ class World:
         self.random = random.Random(seed)
         self.now = 0.0
         self.epoch = 0
+
         self.running: dict[int, Episode] = {}
         self.late_usage: list[tuple[int, int]] = []  # of ended tickets
         self.ended: list[tuple[int, Outcome]] = []  # results that may be sent again
         self.servers: dict[int, tuple[int, int]] = {}  # index -> incarnation, capacity
+
         self.prefetch = prefetch
         self.published = -1
         self.asked = 0  # steps requested
@@ -54,8 +57,9 @@ class World:
         self.trained: set[int] = set()
         self.records: list[GroupRecord] = []
         self.evals: list[EvalReport] = []
-        self.report: dict | None = None
+        self.report: dict[str, Any] | None = None
         self.stopped = ""
+
         self.do(self.core.server_joined(7, 0, 0, self.now))  # a server without credit gets no ticket
         for index in range(servers):
             self.join(index, 0, capacity)
@@ -106,6 +110,7 @@ class World:
         if episode.version is None:  # its FirstToken is late or never comes
             episode.version = self.random.randint(episode.ticket.version.n, self.published)
         self.sample_tokens(ticket_id, self.random.randint(1, 9))
+
         outcome = Outcome(
             epoch=self.epoch,
             first_version=episode.version,
@@ -150,6 +155,7 @@ class World:
             return
         ticket_id = self.random.choice(list(self.running))
         episode = self.running[ticket_id]
+
         what = self.random.random()
         if episode.cancelled and what < 0.5:
             self.confirm_cancel(ticket_id)
@@ -176,6 +182,7 @@ class World:
         for _ in range(limit):
             if self.report is not None or self.stopped:
                 return
+
             self.now += 0.01
             if self.published < 0 or self.published in self.batches:
                 self.publish()
@@ -186,6 +193,7 @@ class World:
                 self.confirm_cancel(ticket_id) if self.running[ticket_id].cancelled else self.finish(ticket_id)
             elif self.late_usage:
                 self._late_usage()
+
             else:
                 deadline = self.core.next_deadline()
                 assert deadline is not None, f"nothing can happen any more: {self.core.describe()}"
@@ -206,6 +214,7 @@ class World:
                         if ticket_id in self.running:  # else its end is on the way
                             assert self.running[ticket_id].server == action.server
                             self.running[ticket_id].cancelled = True
+
                 case EmitBatch():
                     self._emitted(action)
                 case GroupRecord():
@@ -224,9 +233,9 @@ class World:
         assert ticket.ticket_id not in self.running
         if ticket.kind == "train":
             assert ticket.version == Version(self.epoch, self.published)
-            twins = [e for e in self.running.values() if e.ticket.sample_id == ticket.sample_id and not e.cancelled]
-            assert all(twin.server != action.server for twin in twins), "a second copy runs elsewhere"
-            assert len(twins) <= (self.rules.hedge_quantile > 0)
+            others = [e for e in self.running.values() if e.ticket.sample_id == ticket.sample_id and not e.cancelled]
+            assert all(other.server != action.server for other in others), "a second copy runs elsewhere"
+            assert len(others) <= (self.rules.hedge_quantile > 0)
         self.running[ticket.ticket_id] = Episode(ticket, action.server)
         used = sum(episode.server == action.server for episode in self.running.values())
         assert used <= self.servers[action.server][1], "more tickets than credit"
@@ -242,9 +251,11 @@ class World:
             assert batch.step - sample.outcome.first_version <= rules.staleness_bound
             assert sample.version <= sample.outcome.first_version
             assert sample.outcome.payload is not None
+
         assert set(by_group.values()) == {rules.group_size}, "whole groups"
         earlier = {s.sample_id for other in self.batches.values() for s in other.samples}
         assert not earlier & {s.sample_id for s in batch.samples}, "nothing is batched twice"
+
         order = [(s.version, s.group_id, s.sample_id) for s in batch.samples]
         if rules.priority == "freshest":
             order = [(-version, group, sample) for version, group, sample in order]

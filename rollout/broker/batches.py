@@ -22,6 +22,7 @@ class Batches:
         self.rules = rules
         self.groups = groups
         self._order = order
+        self.size = rules.groups_per_batch  # B
         self.requested: dict[int, float] = {}  # step -> when the learner asked
         self.untrained: dict[int, list[Group]] = {}  # by step
         self.held_since: float | None = None
@@ -41,7 +42,7 @@ class Batches:
     def is_complete(self) -> bool:
         """The learner asked for it, and B groups are ready."""
         groups = self.groups
-        enough = groups.ready >= self.rules.groups_per_batch
+        enough = groups.ready >= self.size
         return enough and groups.e in self.requested and groups.e < self.rules.steps
 
     def is_held(self, now: float) -> bool:
@@ -56,7 +57,7 @@ class Batches:
         """F4: the first B ready groups in their order, by default by (v, issue number)."""
         step = self.groups.e
         groups: list[Group] = []
-        while len(groups) < self.rules.groups_per_batch:
+        while len(groups) < self.size:
             _, _, group = heapq.heappop(self._ready)
             if group.phase is Phase.READY:
                 self.groups.take(group)

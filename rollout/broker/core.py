@@ -52,6 +52,7 @@ class BrokerCore:
 
     def __init__(self, rules: Rules, *, tasks: TaskSource | None = None, ledger: Ledger | None = None) -> None:
         self.rules = rules
+        self._steps = rules.steps
         self.stopped = False
         self.drain_since: float | None = None
         self._closed = False
@@ -136,7 +137,8 @@ class BrokerCore:
 
         self.groups.given_up = 0
         self.stats.issued.add(outcome)
-        self._ask(Policy.finished, now, attempt)
+        if self.policies:
+            self._ask(Policy.finished, now, attempt)
         self.tickets.end(attempt, outcome.tokens_generated)
         if attempt.cut:  # it ended before the cancel reached it
             self.stats.cut_finished(attempt.cut, outcome)
@@ -206,23 +208,27 @@ class BrokerCore:
     def _turn(self, now: float) -> list[Action]:
         """After every event: assemble what is due, admit, issue, and see whether this is the end."""
         groups = self.groups
-        if self.epoch >= 0 and not self.stopped:
-            self._ask(Policy.turn_begins, now)
+        if self.tickets.epoch >= 0 and not self.stopped:
+            if self.policies:
+                self._ask(Policy.turn_begins, now)
             while self.batches.is_complete() and self._may(Policy.may_assemble) and not self.batches.is_held(now):
                 self._assemble(now)
             if len(groups.open) < groups.limit and groups.e < self.rules.steps and self._may(Policy.may_admit):
                 groups.admit(now)
 
-            self._out += self.evaluations.issue()
-            for ticket in self.tickets.issue(groups.n, groups.floor, now):
-                self._out.append(ticket)
-                self._ask(Policy.issued, now, self.ledger.attempts[ticket.ticket.ticket_id])
-            self._ask(Policy.turn_ends, now)
-            if groups.n == self.rules.steps:
+            if self.evaluations.queue:
+                self._out += self.evaluations.issue()
+            issued = self.tickets.issue(groups.n, groups.floor, now)
+            self._out += issued
+            if self.policies:
+                for action in issued:
+                    self._ask(Policy.issued, now, self.ledger.attempts[action.ticket.ticket_id])
+                self._ask(Policy.turn_ends, now)
+            if groups.n == self._steps:
                 self._drain(now)
 
-        out = self._out + self.tickets.revocations()
-        self._out = []
+        self._out += self.tickets.revocations()
+        out, self._out = self._out, []
         return out
 
     def _assemble(self, now: float) -> None:
@@ -262,7 +268,7 @@ class BrokerCore:
         self.stats.hedges_won += attempt.spare
         self.tickets.settle(attempt)
         self._out += self.groups.accept(attempt, outcome, now)
-        if group.done == self.rules.group_size and group.phase is Phase.OPEN:
+        if group.done == self.groups.size and group.phase is Phase.OPEN:
             self._ask(Policy.completed, now, group)
             if group.phase is Phase.OPEN:
                 self.batches.add(group)

@@ -26,6 +26,7 @@ class Groups:
         self.tasks = tasks
         self.stats = Statistics()
         self._rank = rank
+        self.size = rules.group_size  # G
 
         self.open: dict[int, Group] = {}  # open, ready or batched: what F1 bounds
         self.ready = 0
@@ -78,7 +79,7 @@ class Groups:
         sample.outcome = outcome
         self.tickets.ledger.move(sample, State.WAITING)
         group.done += 1
-        if group.done == self.rules.group_size:
+        if group.done == self.size:
             for member in group.members:
                 if member.state is State.QUEUED or member.state is State.RUNNING:
                     self._end_sample(member, State.REDUNDANT)
@@ -96,7 +97,7 @@ class Groups:
         if not self.tickets.retry(attempt):
             sample.group.alive -= 1
         group = sample.group
-        if group.alive >= self.rules.group_size:
+        if group.alive >= self.size:
             return self.set_version(group, group.live_version(), now)
         self.given_up += 1
         return self.end(group, State.FAILED, now)

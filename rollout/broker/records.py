@@ -85,8 +85,11 @@ class Group:
     done: int = 0  # accepted results
 
     def live_version(self) -> int | None:
-        attempts = [member.attempt for member in self.members if member.state in _LIVE]
-        versions = [each.version for each in attempts if each is not None and each.version is not None]
+        versions = [
+            member.attempt.version
+            for member in self.members
+            if member.state in _LIVE and member.attempt is not None and member.attempt.version is not None
+        ]
         return min(versions) if versions else None
 
     def accepted(self) -> list[Sample]:

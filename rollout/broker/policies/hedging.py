@@ -20,6 +20,7 @@ MIN_PEERS = 20  # before so many have finished nothing is called slow
 class Hedging(Policy):
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)
+        self.quantile = self.rules.hedge_quantile
         self._watched: deque[Attempt] = deque()
         self._slow: deque[Attempt] = deque()  # due for a second copy
         self._times: deque[float] = deque()
@@ -48,7 +49,7 @@ class Hedging(Policy):
         Those that wait count: they are what the slow ones hold up. Of the running ones alone, few are left in the end.
         """
         samples = self.ledger.samples
-        share = (1 - self.rules.hedge_quantile) * (samples[State.RUNNING] + samples[State.WAITING])
+        share = (1 - self.quantile) * (samples[State.RUNNING] + samples[State.WAITING])
         while self._slow:
             slow = self._slow[0]
             if wants_copy(slow):
@@ -64,7 +65,7 @@ class Hedging(Policy):
             self._watched.popleft()
         if not self._watched or len(self._sorted) < MIN_PEERS:
             return None
-        place = min(len(self._sorted) - 1, int(self.rules.hedge_quantile * len(self._sorted)))
+        place = min(len(self._sorted) - 1, int(self.quantile * len(self._sorted)))
         return self._watched[0].issued_at + self._sorted[place]
 
 

@@ -43,9 +43,10 @@ class Wandb:
 
         self._wandb = wandb
         settings = wandb.Settings(silent=True, console="off")
+        asked: Any = mode
         self._run = wandb.init(
-            project=project, name=name, dir=str(folder), mode=mode, config=config, settings=settings  # type: ignore[arg-type]
-        )  # fmt: skip
+            project=project, name=name, dir=str(folder), mode=asked, config=config, settings=settings
+        )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -56,12 +57,6 @@ class Wandb:
     def close(self) -> None:
         self._run.finish()
         self._wandb.teardown()  # its service ends now, in order, not at exit when it has been killed
-
-
-class Nothing:
-    def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def wandb_mode(asked: str) -> str:
@@ -84,7 +79,8 @@ class Tracker:
     def __init__(self, tracking: TrackingConfig, folder: Path, name: str, config: dict[str, Any]) -> None:
         self._sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
         mode = wandb_mode(tracking.wandb)
-        self._sinks.append(Nothing() if mode == "disabled" else Wandb(mode, tracking.project, folder, name, config))
+        if mode != "disabled":
+            self._sinks.append(Wandb(mode, tracking.project, folder, name, config))
 
     def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]] | None = None) -> None:
         for sink in self._sinks:

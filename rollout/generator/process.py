@@ -21,19 +21,8 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from rl.core.messages import (
-    Abort,
-    FirstToken,
-    Generate,
-    Generated,
-    GeneratorHello,
-    GeneratorStatus,
-    Message,
-    ProtocolError,
-    Version,
-    WeightNotice,
-    WeightStatus,
-)
+from rl.core import messages
+from rl.core.messages import Message, ProtocolError, Version
 from rl.core.process import Process
 from rl.core.receiving import Malformed, Port
 from rl.core.run import ProcessContext, context_from_command_line
@@ -49,7 +38,7 @@ NOTHING_LOADED = Version(-1, -1)  # older than any gate
 class _Job:
     """A request that has not been answered."""
 
-    request: Generate
+    request: messages.Generate
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None  # None: held
     tokens: int = 0  # sampled so far, discarded ones included
@@ -65,8 +54,8 @@ class GeneratorServer:
         self._engine = engine
         self._jobs: dict[int, _Job] = {}  # by request id
         self._gate: Gate[int] = Gate()  # request ids; answered ones are dropped lazily
-        self._status = WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
-        self._notice: WeightNotice | None = None  # the newest
+        self._status = messages.WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
+        self._notice: messages.WeightNotice | None = None  # the newest
         self._noticed = asyncio.Event()
 
         self._running = 0
@@ -116,7 +105,7 @@ class GeneratorServer:
         info = await self._engine.start()
         me = self._process.index, self._process.incarnation
         limits = info.kv_tokens, info.max_num_seqs, info.max_model_len
-        self._backend.send(GeneratorHello(*me, *limits, self.version))
+        self._backend.send(messages.GeneratorHello(*me, *limits, self.version))
 
         self._spawn(self._follow_notices())
         self._spawn(self._report())
@@ -145,11 +134,11 @@ class GeneratorServer:
 
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
         match message:
-            case Generate():
+            case messages.Generate():
                 job = self._jobs[message.request_id] = _Job(message)
                 if self._gate.admit(message.version, message.request_id, self.version):
                     self._run(job)
-            case Abort(request_id):
+            case messages.Abort(request_id):
                 self._abort(request_id)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from the proxy")
@@ -195,7 +184,7 @@ class GeneratorServer:
         if sampled.policy_version and sampled.policy_version[0] != job.first_version:  # again after an `abort` update
             job.first_version = sampled.policy_version[0]
             first = Version(self.version.epoch, job.first_version)
-            self._backend.send(FirstToken(job.request.request_id, job.request.session, first))
+            self._backend.send(messages.FirstToken(job.request.request_id, job.request.session, first))
 
     def _abort(self, request_id: int) -> None:
         job = self._jobs.get(request_id)
@@ -213,7 +202,7 @@ class GeneratorServer:
         started = job.started if job.started is not None else now
         del self._jobs[request.request_id]
 
-        answer = Generated(
+        answer = messages.Generated(
             request_id=request.request_id,
             session=request.session,
             columns=sampled.arrays(),
@@ -230,7 +219,7 @@ class GeneratorServer:
     # ------------------------------------------------------------ weights
 
     def _from_learner(self, message: Message, _peer: bytes) -> None:
-        if not isinstance(message, WeightNotice):
+        if not isinstance(message, messages.WeightNotice):
             raise ProtocolError(f"{type(message).__name__} from the learner")
         self._notice = message
         self._noticed.set()
@@ -243,7 +232,7 @@ class GeneratorServer:
             if self._notice.version > self.version:
                 await self._load(self._notice)
 
-    async def _load(self, notice: WeightNotice) -> None:
+    async def _load(self, notice: messages.WeightNotice) -> None:
         process = self._process
         config = process.config
         deadline_s = config.weights.deadline_s
@@ -254,7 +243,7 @@ class GeneratorServer:
         process.busy = True
         try:
             async with asyncio.timeout(deadline_s):
-                report = await self._engine.load(notice.version, notice.probe_ids)
+                status = await self._engine.load(notice.version, notice.probe_ids)
         except Exception as error:
             what = str(error) or f"not loaded within {deadline_s:.0f} s"
             failed = f"generator {process.index}: weights of version {notice.version.n}: {type(error).__name__}: {what}"
@@ -264,7 +253,7 @@ class GeneratorServer:
             self._loading = False
 
         self._loads += 1
-        self._status = WeightStatus(process.index, process.incarnation, **vars(report))
+        self._status = status
         self._send_status()  # before requests of the new version run, so that the proxy knows of the new cache
         self._release_held()
         self._count()
@@ -282,7 +271,7 @@ class GeneratorServer:
     def _send_status(self) -> None:
         process = self._process
         running = {key: job.tokens for key, job in self._jobs.items() if job.started is not None}
-        self._backend.send(GeneratorStatus(process.index, process.incarnation, self.version, running))
+        self._backend.send(messages.GeneratorStatus(process.index, process.incarnation, self.version, running))
         send(self._learner, self._status)
 
     def _count(self, running: int = 0) -> None:

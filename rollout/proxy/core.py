@@ -26,20 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from rollout.proxy.actions import AbortAt, Action, Client, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 from rollout.proxy.balance import LoadTree, PriorityQueue
 from rollout.proxy.prefixes import PrefixIndex
-from rollout.proxy.state import (
-    AbortAt,
-    Action,
-    Client,
-    Forget,
-    GeneratorState,
-    Reply,
-    ReportFirstToken,
-    ReportUsage,
-    RoutedRequest,
-    SendTo,
-)
+from rollout.proxy.state import GeneratorState, RoutedRequest
 
 
 class ProxyCore:
@@ -189,18 +179,10 @@ class ProxyCore:
 
         key = self.next_key
         self.next_key += 1
+        train = kind == "train"
+        need = prompt_len + max_tokens
         request = RoutedRequest(
-            key=key,
-            client=client,
-            request_id=request_id,
-            session=session,
-            train=kind == "train",
-            prompt_len=prompt_len,
-            max_tokens=max_tokens,
-            priority=priority,
-            prompt_hash=prompt_hash,
-            since=now,
-            need=prompt_len + max_tokens,
+            key, client, request_id, session, train, prompt_len, max_tokens, priority, prompt_hash, now, need
         )
         self._requests[key] = request
         self._clients[client][request_id] = request

@@ -15,26 +15,15 @@ import zlib
 import zmq
 from msgspec.structs import replace
 
+from rl.core import messages
 from rl.core.columns import ONE_TURN, masked_columns
-from rl.core.messages import (
-    Abort,
-    ClientHello,
-    FirstToken,
-    Generate,
-    Generated,
-    GeneratorHello,
-    GeneratorStatus,
-    Message,
-    PeerDied,
-    ProtocolError,
-    Usage,
-)
+from rl.core.messages import Message, ProtocolError
 from rl.core.process import Process
 from rl.core.receiving import Malformed, Receiver
 from rl.core.run import ProcessContext, context_from_command_line
 from rl.core.sockets import PeerGone, identity, open_socket, send, send_to
+from rollout.proxy.actions import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 from rollout.proxy.core import ProxyCore
-from rollout.proxy.state import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 
 _POLL_S = 0.1  # also the resolution of the progress counter and of waits
 
@@ -52,7 +41,7 @@ class Proxy:
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
         self._usage = open_socket(zmq.PUSH, run, "usage")
 
-        self._requests: dict[int, Generate] = {}  # by key
+        self._requests: dict[int, messages.Generate] = {}  # by key
         self._incarnations: dict[bytes, tuple[int, int]] = {}  # generator peers: index, incarnation
         self._peers: dict[int, bytes] = {}  # generator index -> its peer
 
@@ -73,7 +62,7 @@ class Proxy:
         while not process.stopping:
             receiver.wait(_POLL_S)
             for message in process.received():
-                if isinstance(message, PeerDied):
+                if isinstance(message, messages.PeerDied):
                     self._peer_died(message)
             receiver.drain()
 
@@ -89,16 +78,16 @@ class Proxy:
 
     def _from_client(self, message: Message, peer: bytes) -> None:
         match message:
-            case Generate():
+            case messages.Generate():
                 self._add(message, peer)
-            case Abort():
+            case messages.Abort():
                 self._perform(self._core.abort(time.monotonic(), peer, message.request_id))
-            case ClientHello():
+            case messages.ClientHello():
                 pass  # the identity says who it is
             case _:
                 raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
 
-    def _add(self, message: Generate, peer: bytes) -> None:
+    def _add(self, message: messages.Generate, peer: bytes) -> None:
         key = self._core.next_key
         prompt = message.prompt_ids
         # A session that is known has a cached prefix, which says more than the hash of its prompt.
@@ -119,7 +108,7 @@ class Proxy:
         self._perform(actions)
 
     def _from_generator(self, message: Message, peer: bytes) -> None:
-        if isinstance(message, GeneratorHello):
+        if isinstance(message, messages.GeneratorHello):
             self._generator_up(message, peer)
             return
         if peer not in self._incarnations:
@@ -127,16 +116,16 @@ class Proxy:
 
         sender = time.monotonic(), *self._incarnations[peer]
         match message:
-            case Generated(request_id=key, tokens_generated=tokens, finish_reason=reason):
-                self._perform(self._core.finished(*sender, key, tokens, reason), answer=message)
-            case FirstToken():
-                self._perform(self._core.first_token(*sender, message.request_id), first=message)
-            case GeneratorStatus():
+            case messages.Generated(request_id=key, tokens_generated=tokens, finish_reason=reason):
+                self._perform(self._core.finished(*sender, key, tokens, reason), message)
+            case messages.FirstToken():
+                self._perform(self._core.first_token(*sender, message.request_id), message)
+            case messages.GeneratorStatus():
                 self._perform(self._core.status(*sender, message.running, message.version))
             case _:
                 raise ProtocolError(f"{type(message).__name__} from generator {peer!r}")
 
-    def _generator_up(self, hello: GeneratorHello, peer: bytes) -> None:
+    def _generator_up(self, hello: messages.GeneratorHello, peer: bytes) -> None:
         sender = hello.generator, hello.incarnation
         self._incarnations[peer] = sender
         known = self._peers.get(hello.generator)
@@ -146,7 +135,7 @@ class Proxy:
         limits = hello.kv_tokens, hello.max_num_seqs, hello.max_model_len
         self._perform(self._core.generator_up(time.monotonic(), *sender, *limits))
 
-    def _peer_died(self, died: PeerDied) -> None:
+    def _peer_died(self, died: messages.PeerDied) -> None:
         now = time.monotonic()
         if died.role == "generator":
             before = self._core.queue_depth
@@ -157,30 +146,29 @@ class Proxy:
 
     # ------------------------------------------------------------ actions out
 
-    def _perform(
-        self, actions: list[Action], *, answer: Generated | None = None, first: FirstToken | None = None
-    ) -> None:
+    def _perform(self, actions: list[Action], cause: Message | None = None) -> None:
+        """`cause`: the generator's message that the actions follow from, whose content they pass on."""
         for action in actions:
             match action:
                 case SendTo():
                     self._send_to(self._backend, self._peers[action.generator], self._requests[action.key])
                 case AbortAt():
-                    self._send_to(self._backend, self._peers[action.generator], Abort(action.key))
+                    self._send_to(self._backend, self._peers[action.generator], messages.Abort(action.key))
                 case Reply():
-                    self._reply(action, answer)
+                    self._reply(action, cause)
                 case Forget():
                     del self._requests[action.key]
                 case ReportFirstToken():
-                    assert first is not None
-                    send(self._usage, FirstToken(action.key, action.session, first.version))
+                    assert isinstance(cause, messages.FirstToken)
+                    send(self._usage, messages.FirstToken(action.key, action.session, cause.version))
                 case ReportUsage():
-                    send(self._usage, Usage(action.session, action.tokens, action.lost))
+                    send(self._usage, messages.Usage(action.session, action.tokens, action.lost))
 
-    def _reply(self, reply: Reply, answer: Generated | None) -> None:
+    def _reply(self, reply: Reply, answer: Message | None) -> None:
         request = self._requests.pop(reply.key)
         self._answered += 1
         if reply.forward:
-            assert answer is not None
+            assert isinstance(answer, messages.Generated)
             message = replace(answer, request_id=reply.request_id, queued_s=answer.queued_s + reply.queued_s)
         else:
             message = _empty_answer(reply, request)
@@ -229,9 +217,9 @@ class Proxy:
         return stats
 
 
-def _empty_answer(reply: Reply, request: Generate) -> Generated:
+def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generated:
     """Of a request that no generator answers."""
-    return Generated(
+    return messages.Generated(
         request_id=reply.request_id,
         session=request.session,
         columns=masked_columns({"token": 0, **ONE_TURN}, "generator"),

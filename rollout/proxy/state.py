@@ -1,65 +1,15 @@
-"""What the proxy knows of requests and generators, and what it asks its shell to do (actions)."""
+"""What the proxy knows of requests and generators."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 from rl.core.recent import Recent
+from rollout.proxy.actions import Client
 from rollout.proxy.balance import PriorityQueue
 
-Client = Hashable
 REMEMBERED_PROMPTS = 4096  # per generator
-
-
-class SendTo(Struct, frozen=True):
-    """Send the request `key` to a generator; it answers under this key."""
-
-    generator: int
-    key: int
-
-
-class AbortAt(Struct, frozen=True):
-    generator: int
-    key: int
-
-
-class Reply(Struct, frozen=True):
-    """Answer the client. With `forward` it is the generator's answer at hand, else an empty one. `key` is over."""
-
-    client: Client
-    request_id: int
-    key: int
-    forward: bool
-    finish_reason: str
-    error: str = ""
-    queued_s: float = 0.0  # spent waiting in the proxy
-
-
-class Forget(Struct, frozen=True):
-    """`key` is over and nobody waits for its answer."""
-
-    key: int
-
-
-class ReportFirstToken(Struct, frozen=True):
-    """First token of a training session's first turn; again if that turn was sent again."""
-
-    key: int
-    session: int
-
-
-class ReportUsage(Struct, frozen=True):
-    """Tokens sampled for a training session; `lost` by a generator that died."""
-
-    session: int
-    tokens: int
-    lost: bool
-
-
-Action = SendTo | AbortAt | Reply | Forget | ReportFirstToken | ReportUsage
 
 
 @dataclass(slots=True, eq=False)

@@ -22,9 +22,9 @@ from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import EmitBatch, Finished, IssueTicket, Outcome, RevokeTickets, StopRun
 from rollout.broker.tasks import TaskSource
 from rollout.generator.engines.timing import Timing
+from rollout.proxy.actions import AbortAt, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
+from rollout.proxy.actions import Action as ProxyAction
 from rollout.proxy.core import ProxyCore
-from rollout.proxy.state import AbortAt, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
-from rollout.proxy.state import Action as ProxyAction
 from rollout.simulate.clock import Clock, Handle, SimulationStopped
 from rollout.simulate.distributions import normal, uniform
 from rollout.simulate.generator import SimulatedGenerator, SimulatedRequest

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from rl.core.plugins import load
 from rl.core.run import ProcessContext
 from rollout.generator.engines.base import Engine
 
+ENGINES = {
+    "simulated": "rollout.generator.engines.simulated:SimulatedEngine",
+    "vllm": "rollout.generator.engines.vllm:VllmEngine",
+}
+
 
 def make_engine(context: ProcessContext) -> Engine:
-    """The engine that `generator.engine` names; imported here, because vLLM brings torch."""
-    if context.run.config.generator.engine == "simulated":
-        from rollout.generator.engines.simulated import SimulatedEngine
-
-        return SimulatedEngine(context)
-    from rollout.generator.engines.vllm import VllmEngine
-
-    return VllmEngine(context)
+    """The engine that `generator.engine` names; imported only now, because vLLM brings torch."""
+    engine: Engine = load("generator.engine", context.run.config.generator.engine, ENGINES)(context)
+    return engine

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl.core.columns import ONE_TURN, declared, masked_columns
-from rl.core.messages import Generate, Version
+from rl.core.messages import Generate, Version, WeightStatus
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,6 @@ class Sampled:
         return arrays
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What one weight load did, for WeightStatus."""
-
-    version: Version
-    checksum: int
-    probe_logp: list[float]
-    wait_s: float
-    pause_s: float
-    copy_s: float
-    load_s: float
-
-
 class Engine(Protocol):
     async def start(self) -> EngineInfo:
         """Load the model; the first version arrives through `load` before any request runs."""
@@ -80,8 +67,11 @@ class Engine(Protocol):
 
     async def abort(self, request_id: int) -> None: ...
 
-    async def load(self, version: Version, probe_ids: list[int]) -> LoadReport:
-        """Load the published weights of `version` under the configured `on_update`, and probe them."""
+    async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
+        """Load the published weights of `version` under the configured `on_update`, and probe them.
+
+        Answers what the learner is told: the version loaded, its checksum and probe, and the seconds it took.
+        """
         ...
 
     async def stop(self) -> None: ...

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from rl.core.columns import BUILT_IN, COLUMNS, ONE_TURN, masked_columns
-from rl.core.messages import Generate, Version
+from rl.core.messages import Generate, Version, WeightStatus
 from rl.core.recent import Recent
 from rl.core.run import ProcessContext
 from rl.weights import WeightReader, make_reader
-from rollout.generator.engines.base import EngineInfo, LoadReport, Sampled
+from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.timing import BatchModel, Timing
 
 _TICK_S = 0.005
@@ -112,7 +112,7 @@ class SimulatedEngine:
             self._model.remove(job.key)
             self._finish(job, "abort")
 
-    async def load(self, version: Version, probe_ids: list[int]) -> LoadReport:
+    async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         assert self._reader is not None
         begin = time.monotonic()
         loaded, checksum, leased = await asyncio.to_thread(self._receive, version)
@@ -135,8 +135,10 @@ class SimulatedEngine:
         self._wake.set()
 
         await asyncio.sleep(load_s)
-        return LoadReport(
-            version=loaded,
+        return WeightStatus(
+            self._context.index,
+            self._context.incarnation,
+            loaded,
             checksum=checksum,
             probe_logp=[self._logp] * max(0, len(probe_ids) - 1),
             wait_s=leased - begin,

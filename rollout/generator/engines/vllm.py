@@ -33,10 +33,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rl.core.messages import Generate, Version
+from rl.core.messages import Generate, Version, WeightStatus
 from rl.core.recent import Recent
 from rl.core.run import ProcessContext
-from rollout.generator.engines.base import EngineInfo, LoadReport, Sampled
+from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.vllm_worker import OWNER_VARIABLE
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
@@ -184,7 +184,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------ weights
 
-    async def load(self, version: Version, probe_ids: list[int]) -> LoadReport:
+    async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         """Load `version` or a newer one. Raises if the weights cannot be read or do not fit: nothing resumes then."""
         async with self._loading:
             fetched = await self._fetch(version)
@@ -211,8 +211,10 @@ class VllmEngine:
             for flight in self._flights.values():
                 _open_gate(flight)
             pause_s = time.monotonic() - begin
-            return LoadReport(
-                version=self._version,
+            return WeightStatus(
+                self._context.index,
+                self._context.incarnation,
+                self._version,
                 checksum=checked["checksum"],
                 probe_logp=await probe,
                 wait_s=fetched["wait_s"],

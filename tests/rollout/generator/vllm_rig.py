@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 from rl.core.config import load_config
-from rl.core.messages import Generate, Version
+from rl.core.messages import Generate, Version, WeightStatus
 from rl.core.run import ProcessContext, RunFile
-from rollout.generator.engines.base import LoadReport, Sampled
+from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.environment import engine_environment
 
 VOCABULARY = 256
@@ -102,13 +102,13 @@ class Rig:
         save_file(weights, self.folder / "writing")
         (self.folder / "writing").rename(self.folder / f"weights.{n}.safetensors")
 
-    async def next(self) -> LoadReport:
+    async def next(self) -> WeightStatus:
         """Publish and load the next version."""
         self.n += 1
         self.publish(self.n)
         return await self.engine.load(Version(0, self.n), PROBE)
 
-    def update(self) -> LoadReport:
+    def update(self) -> WeightStatus:
         return self.call(self.next())
 
     # ------------------------------------------------------------ requests

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.proxy.actions import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 from rollout.proxy.core import ProxyCore
-from rollout.proxy.state import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 
 SEATS, CONTEXT = 3, 60
 

@@ -1,0 +1,57 @@
+"""What the proxy's core asks its shell to do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from msgspec import Struct
+
+Client = Hashable
+
+
+class SendTo(Struct, frozen=True):
+    """Send the request `key` to a generator; it answers under this key."""
+
+    generator: int
+    key: int
+
+
+class AbortAt(Struct, frozen=True):
+    generator: int
+    key: int
+
+
+class Reply(Struct, frozen=True):
+    """Answer the client. With `forward` it is the generator's answer at hand, else an empty one. `key` is over."""
+
+    client: Client
+    request_id: int
+    key: int
+    forward: bool
+    finish_reason: str
+    error: str = ""
+    queued_s: float = 0.0  # spent waiting in the proxy
+
+
+class Forget(Struct, frozen=True):
+    """`key` is over and nobody waits for its answer."""
+
+    key: int
+
+
+class ReportFirstToken(Struct, frozen=True):
+    """First token of a training session's first turn; again if that turn was sent again."""
+
+    key: int
+    session: int
+
+
+class ReportUsage(Struct, frozen=True):
+    """Tokens sampled for a training session; `lost` by a generator that died."""
+
+    session: int
+    tokens: int
+    lost: bool
+
+
+Action = SendTo | AbortAt | Reply | Forget | ReportFirstToken | ReportUsage

@@ -19,8 +19,6 @@ NOT_YET = (
     "rl/learner",
     "rl/weights",
     "rollout/broker",
-    "rollout/generator",
-    "rollout/proxy",
 )
 MODULES = [module for module in modules_of(ROOT, *FLOORS) if module.folder(2) not in NOT_YET]
 MAX_FORMAT_SKIPS = 5

@@ -272,11 +272,13 @@ class Config(Section):
                 f"sampling.top_p={self.sampling.top_p}, sampling.top_k={self.sampling.top_k}: "
                 "training needs top_p=1 and top_k=0, else importance ratios are biased"
             )
+
         if self.sampling.max_tokens >= self.generator.max_model_len:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
                 f"generator.max_model_len={self.generator.max_model_len}"
             )
+
         if self.rollout.groups_per_batch % self.learner.minibatches:
             raise ValueError(
                 f"learner.minibatches={self.learner.minibatches} must divide "
@@ -341,6 +343,7 @@ def apply_override(tree: dict[str, Any], item: str) -> None:
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {item!r} is not of the form key=value")
+
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -350,6 +353,7 @@ def apply_override(tree: dict[str, Any], item: str) -> None:
             value = float(value)
         except ValueError:
             pass
+
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:

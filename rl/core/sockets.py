@@ -16,7 +16,9 @@ from rl.core.messages import Frames, Message, decode, encode
 from rl.core.run import RunFile
 
 HIGH_WATER_MARK = 100_000  # messages; flow control is by credit, not by blocking sockets
-_DONTWAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)  # plain numbers: enums are slow to combine
+# Plain numbers: enums are slow to combine.
+_DONTWAIT = int(zmq.DONTWAIT)
+_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _COPIED_BYTES = 1 << 14  # smaller frames share a receive buffer: a view would keep it alive, and may be unaligned
 _SHARED_SERVER_KEY = "curve.server"
 _SHARED_CLIENT_KEY = "curve.client"
@@ -42,10 +44,12 @@ def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
     client_public, client_secret = (run.folder / _SHARED_CLIENT_KEY).read_bytes().split(b"\n")
     if server:
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = server_public, server_secret
+        socket.curve_publickey = server_public
+        socket.curve_secretkey = server_secret
     else:
         socket.curve_serverkey = server_public
-        socket.curve_publickey, socket.curve_secretkey = client_public, client_secret
+        socket.curve_publickey = client_public
+        socket.curve_secretkey = client_secret
 
 
 def open_socket(
@@ -62,6 +66,7 @@ def open_socket(
     socket = (context or zmq.Context.instance()).socket(kind)
     socket.linger = 500
     socket.set_hwm(HIGH_WATER_MARK)
+
     if kind == zmq.ROUTER:
         socket.router_mandatory = True
         socket.router_handover = True  # a restarted peer takes over its identity
@@ -71,6 +76,7 @@ def open_socket(
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     _secure(socket, run, server=bind)
+
     endpoint = run.endpoint(name, index)
     if bind:
         socket.bind(endpoint)

@@ -109,10 +109,12 @@ def literal_defaults(path: Path) -> Iterator[tuple[str, str, Any]]:
             given += [(each.arg, value) for each, value in zip(positional[-len(defaults) :], defaults, strict=False)]
             keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
             given += [(each.arg, value) for each, value in keywords]
+
         elif isinstance(node, ast.ClassDef):
             owner = node.name
             fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
             given += [(each.target.id, each.value) for each in fields if isinstance(each.target, ast.Name)]
+
         for name, value in given:
             if isinstance(value, ast.Constant):
                 yield owner, name, value.value

@@ -34,7 +34,8 @@ def context() -> Iterator[zmq.SyncContext]:
 
 
 def test_sockets_are_drained_in_their_order_and_in_bounded_turns(context: zmq.SyncContext) -> None:
-    first, second = Pair(context, "first"), Pair(context, "second", (zmq.PUSH, zmq.PULL))
+    first = Pair(context, "first")
+    second = Pair(context, "second", (zmq.PUSH, zmq.PULL))
     taken: list[tuple[str, int, bytes]] = []
 
     def handle(name: str, message: Message, peer: bytes) -> None:
@@ -74,7 +75,8 @@ def refuse(message: Message, peer: bytes) -> None:
 def test_what_is_no_message_is_counted_and_logged_at_a_limited_rate(
     context: zmq.SyncContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pair, malformed = Pair(context, "bad"), Malformed("broker")
+    pair = Pair(context, "bad")
+    malformed = Malformed("broker")
     receiver = Receiver({pair.here: refuse}, malformed, limit=MESSAGES_PER_TURN)
     send(pair.there, Stop("x"))
     pair.there.send(b"\xc1garbage")
@@ -110,7 +112,8 @@ def test_an_error_of_a_handler_is_not_taken_for_an_empty_socket(context: zmq.Syn
 
 def test_a_port_takes_all_that_arrives_and_reports_what_its_handler_raises(context: zmq.SyncContext) -> None:
     async def main() -> None:
-        pair, malformed = Pair(context, "port", (zmq.DEALER, zmq.DEALER)), Malformed("generator")
+        pair = Pair(context, "port", (zmq.DEALER, zmq.DEALER))
+        malformed = Malformed("generator")
         steps: list[int] = []
         failures: list[Exception] = []
         done = asyncio.Event()

@@ -23,7 +23,8 @@ class FakeReader:
 
     def publish(self, version: Version) -> None:
         with self._published:
-            self.newest, self.digest = version, 1000 + version.n
+            self.newest = version
+            self.digest = 1000 + version.n
             self._published.notify_all()
 
     def open(self, deadline_s: float) -> None: ...

@@ -9,12 +9,13 @@ import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load
 
 from rl.core.messages import Version
-from rl.weights import Manifest
+from rl.weights import Manifest, WeightReader
 from rollout.generator.engines.vllm_worker import LoadsWeights
 
 
@@ -55,8 +56,8 @@ class FileReader:
 
 
 class FileWeights(LoadsWeights):
-    def _weights_make_reader(self, name: str, incarnation: int) -> FileReader:
-        return FileReader(self._weights_run.folder)
+    def _weights_make_reader(self, name: str, incarnation: int) -> WeightReader:
+        return cast(WeightReader, FileReader(self._weights_run.folder))
 
     def _weights_pairs(self) -> Iterable[tuple[str, torch.Tensor]]:
         return iter(load(bytes(self._weights_view)).items())

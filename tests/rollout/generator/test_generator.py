@@ -33,9 +33,13 @@ from tests.conftest import MakeRun
 
 ME = identity("generator", 0, 2)
 SETTINGS = (
-    "generator.engine=simulated", "timeouts.heartbeat_s=0.1", "generator.simulated.decode_base_s=0.002",
-    "generator.simulated.length_mean=100", "generator.simulated.length_sigma=0", "weights.deadline_s=5",
-)  # fmt: skip
+    "generator.engine=simulated",
+    "generator.simulated.decode_base_s=0.002",
+    "generator.simulated.length_mean=100",
+    "generator.simulated.length_sigma=0",
+    "timeouts.heartbeat_s=0.1",
+    "weights.deadline_s=5",
+)
 
 
 class Outside:
@@ -53,7 +57,7 @@ class Outside:
         command = [sys.executable, "-m", "rollout.generator.process", "--run", str(run.folder), "--incarnation", "2"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
 
-    def get(self, socket: zmq.Socket, wanted: Callable[[Message], bool], seconds: float = 20) -> Message:
+    def get(self, socket: zmq.SyncSocket, wanted: Callable[[Message], bool], seconds: float = 20) -> Message:
         """The next message that is wanted; heartbeats and the like pass by."""
         deadline = time.monotonic() + seconds
         while socket.poll(int(1000 * max(0, deadline - time.monotonic()))):
@@ -130,6 +134,7 @@ def test_requests_wait_for_their_version_and_the_process_stops_cleanly(start: Ca
     outside.generate(2, gate=2)
     held = outside.heartbeat(lambda beat: beat.stats["held"] == 2)
     assert not held.busy, "a held request waits for the learner: no hang"
+
     outside.load(0)
     first = outside.get(outside.backend, lambda each: isinstance(each, FirstToken))
     assert first == FirstToken(1, 71, Version(0, 0))
@@ -137,6 +142,7 @@ def test_requests_wait_for_their_version_and_the_process_stops_cleanly(start: Ca
     assert (answer.request_id, answer.session, answer.generator, answer.epoch) == (1, 71, 0, 0)
     assert answer.finish_reason == "stop" and answer.tokens_generated == answer.token_ids.size == 100
     assert answer.queued_s > 0 and answer.generate_s >= 0.15
+
     outside.load(1)
     outside.heartbeat(lambda beat: beat.stats["version"] == 1 and beat.stats["held"] == 1)
     outside.load(3)
@@ -167,11 +173,13 @@ def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(star
     send_to(outside.backend, ME, Abort(1))
     held = outside.answer()
     assert (held.request_id, held.finish_reason, held.tokens_generated, held.epoch) == (1, "abort", 0, 0)
+
     outside.generate(2, gate=0)
     outside.running(lambda running: running.get(2, 0) > 5)
     send_to(outside.backend, ME, Abort(2))
     running = outside.answer()
     assert running.finish_reason == "abort" and 5 < running.tokens_generated == running.logp_behavior.size < 1000
+
     outside.generate(3, gate=0)
     send_to(outside.backend, ME, Abort(3))  # at once: it may not have reached the engine
     assert outside.answer().finish_reason == "abort"

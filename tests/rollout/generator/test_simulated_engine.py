@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from rl.core.config import SimulatedEngineConfig
 from rl.core.messages import Generate, Version
 from rl.core.run import ProcessContext
+from rl.weights import WeightReader
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
 from rollout.generator.engines.timing import BatchModel, Event, Timing
@@ -60,9 +62,8 @@ def test_sequences_decode_together_and_prefills_come_first() -> None:
     batch.add(1, 100, 100, length=5)
     batch.add(2, 100, 100, length=10)
     events = run_out(batch)
-    assert [(event.kind, event.key) for event in events] == [
-        ("first_token", 1), ("first_token", 2), ("finished", 1), ("finished", 2)
-    ]  # fmt: skip
+    assert [event.kind for event in events] == ["first_token", "first_token", "finished", "finished"]
+    assert [event.key for event in events] == [1, 2, 1, 2]
     assert [event.at for event in events] == pytest.approx([0.1, 0.2, 0.248, 0.298])
 
 
@@ -103,13 +104,14 @@ def test_steps_of_the_clock_do_not_change_the_events() -> None:
     arrivals = [(pick.uniform(0, 2), key, pick.randrange(50), 1 + pick.randrange(60)) for key in range(60)]
 
     def history(ticks: list[float]) -> list[tuple[str, int, float]]:
-        batch, events = model(), []
-        for at, what in sorted([(at, (key, prompt, length)) for at, key, prompt, length in arrivals] + [
-            (tick, None) for tick in ticks
-        ], key=lambda entry: entry[0]):  # fmt: skip
+        batch = model()
+        events = []
+        moments = sorted([(at, arrival) for at, *arrival in arrivals] + [(tick, []) for tick in ticks])
+        for at, arrival in moments:
             events += batch.advance(at)
-            if what is not None:
-                batch.add(what[0], what[1], what[1], what[2])
+            if arrival:
+                key, prompt, length = arrival
+                batch.add(key, prompt, prompt, length)
         events += run_out(batch)
         return [(event.kind, event.key, round(event.at, 6)) for event in events]
 
@@ -146,7 +148,7 @@ def play(make_run: MakeRun, scenario: Scenario, *overrides: str) -> None:
 
     async def main() -> None:
         reader = FakeReader()
-        engine = SimulatedEngine(ProcessContext(run, 0, 0), reader)
+        engine = SimulatedEngine(ProcessContext(run, 0, 0), cast(WeightReader, reader))
         try:
             info = await engine.start()
             assert (info.max_num_seqs, info.max_model_len) == (64, 2048)
@@ -156,6 +158,7 @@ def play(make_run: MakeRun, scenario: Scenario, *overrides: str) -> None:
             await scenario(engine, reader)
         finally:
             await engine.stop()
+
         assert reader.closed
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -173,10 +176,12 @@ def test_what_is_sampled_depends_on_the_seed_alone(make_run: MakeRun) -> None:
         assert len({tuple(each.token_ids) for each in crowd}) == len(crowd)
         seeded = [await engine.generate(request(40 + i, session=i, seed=5), ignore) for i in range(2)]
         assert seeded[0].token_ids == seeded[1].token_ids
+
         assert alone.finish_reason == "stop" and alone.token_ids[-1] == STOP
         assert STOP not in alone.token_ids[:-1] and set(alone.token_ids) <= set(range(1, 128))
         assert alone.logp == [-math.log(128)] * 60 and alone.policy_version == [0] * 60
         assert alone.tokens_generated == 60
+
         cut = await engine.generate(request(50, max_tokens=10), ignore)
         assert (cut.finish_reason, len(cut.token_ids)) == ("length", 10)
 
@@ -185,7 +190,8 @@ def test_what_is_sampled_depends_on_the_seed_alone(make_run: MakeRun) -> None:
 
 def test_it_takes_the_time_of_its_model_and_little_of_the_processor(make_run: MakeRun) -> None:
     async def scenario(engine: SimulatedEngine, _: FakeReader) -> None:
-        begin, cpu = time.monotonic(), time.process_time()
+        begin = time.monotonic()
+        cpu = time.process_time()
         await asyncio.gather(*(engine.generate(request(i, session=i), ignore) for i in range(64)))
         assert time.monotonic() - begin == pytest.approx(0.6, abs=0.3)
         assert time.process_time() - cpu < 0.3
@@ -199,6 +205,7 @@ def test_progress_grows_and_an_abort_returns_it(make_run: MakeRun) -> None:
         task = asyncio.create_task(engine.generate(request(1), lambda sampled: counts.append(len(sampled.token_ids))))
         while not counts or counts[-1] < 20:
             await asyncio.sleep(0.005)
+
         begin = time.monotonic()
         await engine.abort(1)
         sampled = await task
@@ -239,10 +246,8 @@ def test_versions_per_token_over_an_update(make_run: MakeRun, on_update: str) ->
         after = await engine.generate(request(2, session=2), ignore)
         assert after.policy_version == [1] * 100
 
-    play(
-        make_run, scenario, f"generator.on_update={on_update}", "generator.simulated.decode_base_s=0.002",
-        "generator.simulated.length_mean=100", "generator.simulated.load_s=0.02",
-    )  # fmt: skip
+    slow = ("generator.simulated.decode_base_s=0.002", "generator.simulated.length_mean=100")
+    play(make_run, scenario, f"generator.on_update={on_update}", "generator.simulated.load_s=0.02", *slow)
 
 
 def test_a_drain_that_takes_too_long_does_not_block_the_roll(make_run: MakeRun) -> None:
@@ -250,10 +255,8 @@ def test_a_drain_that_takes_too_long_does_not_block_the_roll(make_run: MakeRun) 
         sampled = await update_midway(engine, reader)
         assert set(sampled.policy_version) == {0, 1}
 
-    play(
-        make_run, scenario, "generator.on_update=drain", "generator.drain_deadline_s=0.05",
-        "generator.simulated.decode_base_s=0.002", "generator.simulated.length_mean=200",
-    )  # fmt: skip
+    slow = ("generator.simulated.decode_base_s=0.002", "generator.simulated.length_mean=200")
+    play(make_run, scenario, "generator.on_update=drain", "generator.drain_deadline_s=0.05", *slow)
 
 
 def test_torn_weights_are_read_again_and_the_newest_are_loaded(make_run: MakeRun) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from rl.core.config import load_config
 from rl.core.messages import Generate, Version, WeightStatus
@@ -36,27 +37,45 @@ STOP = 0
 TOLERANCE = 1e-4  # nats
 PROBE = list(range(1, 40))
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128, "max_position_embeddings": 1024,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.15,
-}  # fmt: skip
+}
+SETTINGS = [
+    "generator.dtype=float32",
+    f"generator.max_model_len={MAX_MODEL_LEN}",
+    f"generator.max_num_seqs={MAX_NUM_SEQS}",
+    f"generator.kv_cache_bytes={KV_BYTES}",
+    "weights.deadline_s=10",
+]
 
 
 class Rig:
     def __init__(self, tied: bool) -> None:
         self.tied = tied
         self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
-        config = load_config(None, [
-            "generator.dtype=float32", f"generator.max_model_len={MAX_MODEL_LEN}",
-            f"generator.max_num_seqs={MAX_NUM_SEQS}", f"generator.kv_cache_bytes={KV_BYTES}", "weights.deadline_s=10",
-        ])  # fmt: skip
+        config = load_config(None, SETTINGS)
         os.environ.update(engine_environment(config, "cpu"))
         self.model(0).save_pretrained(self.folder / "model")
         self.run = RunFile(
-            config=config, run_id="0badf00d", folder=self.folder, socket_folder=self.folder, device="cpu",
-            model_folder=self.folder / "model", train_tasks=1, eval_tasks=1, started_at=time.time(),
-        )  # fmt: skip
+            config=config,
+            run_id="0badf00d",
+            folder=self.folder,
+            socket_folder=self.folder,
+            device="cpu",
+            model_folder=self.folder / "model",
+            train_tasks=1,
+            eval_tasks=1,
+            started_at=time.time(),
+        )
         self.run.save()
+
         self.n = -1
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -115,12 +134,9 @@ class Rig:
 
     def request(self, prompt: list[int], **fields: Any) -> Generate:
         request_id = next(self._ids)
-        values: dict[str, Any] = {
-            "request_id": request_id, "session": request_id, "kind": "train", "version": Version(0, self.n),
-            "prompt_ids": np.array(prompt, dtype=np.int32), "max_tokens": 24, "temperature": 1.0, "top_p": 1.0,
-            "stop_token_ids": [],
-        }  # fmt: skip
-        return Generate(**values | fields)
+        ids = np.array(prompt, dtype=np.int32)
+        plain = Generate(request_id, request_id, "train", Version(0, self.n), ids, 24, 1.0, 1.0, [])
+        return replace(plain, **fields)
 
     def begin(self, request: Generate, progress: Callable[[Sampled], None] = lambda _: None) -> asyncio.Task[Sampled]:
         """Start a request; call from the engine's loop."""

@@ -58,6 +58,7 @@ def test_the_queue_serves_by_priority_and_arrival(operations: list[int | str | N
             queue.push(waiting[-1])
         elif operation == "leave" and waiting:
             waiting.pop().queued = False
+
         expected = min(waiting, key=lambda waiter: (waiter.priority, waiter.key), default=None)
         assert queue.head() is expected
         if operation is None and expected is not None:

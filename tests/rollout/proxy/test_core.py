@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rollout.proxy.actions import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
 from rollout.proxy.core import ProxyCore
 
-SEATS, CONTEXT = 3, 60
+SEATS = 3
+CONTEXT = 60
 
 
 @dataclass
@@ -69,19 +70,23 @@ class World:
                     self.jobs[key].sent += 1
                     assert len(generator.running) <= SEATS
                     assert sum(self.jobs[key].need for key in generator.running) <= generator.kv_tokens
+
                 case AbortAt(index, key):
                     assert key in self.generators[index].running and key not in self.generators[index].asked
                     self.generators[index].asked.add(key)
+
                 case Reply() as reply:
                     job = self.jobs[reply.key]
                     assert (reply.client, reply.request_id) == (job.client, job.request_id)
                     assert not job.orphan
                     job.answers.append(reply)
                     job.queued = False
+
                 case Forget(key):
                     assert self.jobs[key].orphan and key not in self.forgotten
                     self.forgotten.add(key)
                     self.jobs[key].queued = False
+
                 case ReportUsage(session, tokens, lost):
                     self.usage[session, lost] += tokens
                 case ReportFirstToken(key, session):
@@ -125,6 +130,7 @@ class World:
         for key, tokens in generator.reported.items():
             if self.jobs[key].kind == "train" and key in generator.running:
                 self.expected_usage[self.jobs[key].session, True] += tokens
+
         if pick.random() < 0.5:
             self.do(self.core.generator_died(self.now, index, generator.incarnation))
         else:  # the next incarnation says hello first
@@ -136,15 +142,24 @@ class World:
     def add(self, pick: random.Random) -> None:
         client = pick.choice("abc")
         prompt_len, max_tokens = pick.choice([(4, 4), (20, 20), (10, 40), (50, 20)])
-        kind, priority = pick.choice(["train", "train", "eval"]), pick.randrange(3)
+        kind = pick.choice(["train", "train", "eval"])
+        priority = pick.randrange(3)
         job = Job(client, self.request_ids[client], pick.randrange(8), kind, prompt_len + max_tokens, priority)
         self.request_ids[client] += 1
         key = self.core.next_key
         self.jobs[key] = job
+
         actions = self.core.add(
-            self.now, client, job.request_id, session=job.session, kind=job.kind, prompt_len=prompt_len,
-            max_tokens=max_tokens, priority=priority, prompt_hash=pick.choice([None, 1, 2]),
-        )  # fmt: skip
+            self.now,
+            client,
+            job.request_id,
+            session=job.session,
+            kind=job.kind,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            priority=priority,
+            prompt_hash=pick.choice([None, 1, 2]),
+        )
         if client in self.dead_clients:
             assert actions == [] and self.core.next_key == key
             del self.jobs[key]
@@ -233,6 +248,7 @@ def test_every_request_ends_once_under_any_interleaving(events: list[str], pick:
         getattr(world, event)(pick)
         world.check_head()
     world.settle()
+
     for key, job in world.jobs.items():
         if job.orphan:
             assert key in world.forgotten and not job.answers
@@ -329,7 +345,8 @@ def test_the_queue_is_served_by_priority_then_arrival() -> None:
     add(core, 0)
     for request_id, priority in ((1, 5), (2, 3), (3, 5), (4, 3)):
         assert add(core, request_id, priority=priority) == []
-    order, key = [], 1
+    order = []
+    key = 1
     for _ in range(4):
         (key,) = [action.key for action in core.finished(0.0, 0, 0, key, 5, "stop") if isinstance(action, SendTo)]
         order.append(key)
@@ -360,11 +377,14 @@ def test_cached_turns_pass_the_head_a_bounded_number_of_times() -> None:
         add(core, session, session=session)
     for key in range(1, 6):
         core.finished(0.0, 0, 0, key, 10, "stop")
+
     add(core, 10, session=0, prompt_len=200)  # runs: key 6
     add(core, 11, session=99)  # head, not cached: key 7
     for request_id in range(12, 16):
         add(core, request_id, session=request_id - 11, prompt_len=200)  # cached: keys 8 to 11
-    order, key = [], 6
+
+    order = []
+    key = 6
     for _ in range(5):
         (key,) = [a.key for a in core.finished(0.0, 0, 0, key, 10, "stop") if isinstance(a, SendTo)]
         order.append(key)
@@ -458,12 +478,14 @@ def test_pinned_prompts_wait_for_their_generator_while_another_is_free() -> None
         core = ProxyCore(pin_prompts=pinned)
         for index in range(2):
             core.generator_up(0.0, index, 0, 10_000, 4, 1000)
-        sent = Counter()
+
+        sent: Counter[int] = Counter()
         for request_id in range(6):
             actions = core.add(
                 0.0, "a", request_id, session=request_id, kind="train", prompt_len=10, max_tokens=100, prompt_hash=5
             )
             sent.update(action.generator for action in actions if isinstance(action, SendTo))
+
         first = 0 if sent[0] else 1
         assert sorted(sent.values()) == sorted(expected.values())
         moved = [a.generator for a in core.generator_died(1.0, first, 0) if isinstance(a, SendTo)]

@@ -33,7 +33,7 @@ from tests.rollout.trajectories import reply_columns
 PROXY = identity("proxy", 0)
 
 
-def poll(socket: zmq.Socket, seconds: float = 10) -> None:
+def poll(socket: zmq.SyncSocket, seconds: float = 10) -> None:
     assert socket.poll(int(1000 * seconds)), "nothing arrived"
 
 
@@ -51,10 +51,10 @@ class Outside:
         receive_from(self.control)  # it has registered
         self.client = self.connect("frontend", identity("env_server", 0))
 
-    def connect(self, name: str, me: bytes) -> zmq.Socket:
+    def connect(self, name: str, me: bytes) -> zmq.SyncSocket:
         return open_socket(zmq.DEALER, self.run, name, identity=me, context=self.context)
 
-    def generator(self, index: int, incarnation: int = 0, seats: int = 8) -> zmq.Socket:
+    def generator(self, index: int, incarnation: int = 0, seats: int = 8) -> zmq.SyncSocket:
         socket = self.connect("backend", identity("generator", index, incarnation))
         send(socket, GeneratorHello(index, incarnation, 1000, seats, 500, Version(0, 0)))
         return socket
@@ -103,7 +103,7 @@ def answer(key: int, session: int, tokens: int, reason: str = "stop") -> Generat
     )
 
 
-def get(socket: zmq.Socket, kind: type) -> Message:
+def get(socket: zmq.SyncSocket, kind: type) -> Message:
     poll(socket)
     message = receive(socket)
     assert isinstance(message, kind), message
@@ -116,6 +116,7 @@ def test_requests_and_answers_cross_unchanged_but_for_the_request_id(outside: Ou
     for socket, session in ((outside.client, 70), (other, 71)):
         send(socket, request(5, session))  # equal ids of different clients
     arrived = [get(generator, Generate) for _ in range(2)]
+
     assert {each.session for each in arrived} == {70, 71}  # type: ignore[union-attr]
     for each in arrived:
         assert isinstance(each, Generate)
@@ -123,6 +124,7 @@ def test_requests_and_answers_cross_unchanged_but_for_the_request_id(outside: Ou
         np.testing.assert_array_equal(each.prompt_ids, np.arange(20))
         send(generator, FirstToken(each.request_id, each.session, Version(0, 4)))
         send(generator, answer(each.request_id, each.session, tokens=each.session - 65))
+
     for socket, session in ((outside.client, 70), (other, 71)):
         reply = get(socket, Generated)
         assert isinstance(reply, Generated)
@@ -130,6 +132,7 @@ def test_requests_and_answers_cross_unchanged_but_for_the_request_id(outside: Ou
         np.testing.assert_array_equal(reply.token_ids, np.arange(session - 65))
         np.testing.assert_array_equal(reply.logp_behavior, np.full(session - 65, -0.5, np.float32))
         np.testing.assert_array_equal(reply.policy_version, np.full(session - 65, 3))
+
     reports = [get(outside.usage, FirstToken | Usage) for _ in range(4)]  # type: ignore[arg-type]
     firsts = {(each.session, each.version) for each in reports if isinstance(each, FirstToken)}
     assert firsts == {(70, Version(0, 4)), (71, Version(0, 4))}
@@ -145,15 +148,18 @@ def test_a_dead_generator_s_requests_are_sent_to_another(outside: Outside) -> No
     key = get(first, Generate).request_id  # type: ignore[union-attr]
     send(first, GeneratorStatus(0, 0, Version(0, 3), {key: 11}))
     outside.heartbeat()  # the status has been read
+
     second = outside.generator(1)
     first.close()
     outside.heartbeat()
     assert not second.poll(200), "nothing is sent again on a suspicion"
     send_to(outside.control, PROXY, PeerDied("generator", 0, 0))
+
     again = get(second, Generate)
     assert isinstance(again, Generate) and again.request_id == key
     np.testing.assert_array_equal(again.prompt_ids, np.arange(20))
     assert get(outside.usage, Usage) == Usage(9, 11, lost=True)
+
     send(second, answer(key, 9, tokens=3))
     reply = get(outside.client, Generated)
     assert isinstance(reply, Generated) and (reply.request_id, reply.tokens_generated) == (1, 3)
@@ -166,9 +172,11 @@ def test_abort_queued_and_in_flight(outside: Outside) -> None:
     key = get(generator, Generate).request_id  # type: ignore[union-attr]
     send(outside.client, request(2))
     send(outside.client, Abort(2))
+
     queued = get(outside.client, Generated)
     assert isinstance(queued, Generated)
     assert (queued.request_id, queued.finish_reason, queued.tokens_generated) == (2, "abort", 0)
+
     send(outside.client, Abort(1))
     assert get(generator, Abort) == Abort(key)
     send(generator, answer(key, 1, tokens=4, reason="abort"))
@@ -198,16 +206,19 @@ def test_what_is_no_message_is_counted_and_the_rest_goes_on(outside: Outside) ->
         [bytes(header)[:-3], prompt],
         list(encode(PeerDied("generator", 0, 0))),  # not a client's to say
     ]
+
     for frames in bad:
         outside.client.send_multipart(frames)
     stranger = outside.connect("backend", b"stranger")
     send(stranger, answer(1, 1, 1))
+
     send(outside.client, request(7, prompt=480))  # can never fit
     refused = get(outside.client, Generated)
     assert isinstance(refused, Generated)
     assert refused.finish_reason == "error" and "max_model_len of 500" in refused.error
     send(outside.client, request(8))
     assert isinstance(get(generator, Generate), Generate)
+
     stats = outside.heartbeat().stats
     assert stats["malformed"] == len(bad) + 1
     assert (stats["in_flight"], stats["queue_depth"], stats["live.0"], stats["kv_reserved.0"]) == (1, 0, 1, 50)

@@ -32,6 +32,7 @@ def train(recipe: str, seed: int, overrides: list[str]) -> dict[str, Any]:
 
 
 def digest(seed: int, rows: list[dict[str, float]]) -> dict[str, Any]:
+    """What is kept of one run's rows of metrics."""
     due = [row for row in rows if "eval/greedy" in row]
     explained = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row]
 
@@ -56,12 +57,14 @@ def plain(seeds: list[int], overrides: list[str], out: Path, command: str) -> No
 
 
 def summarise(runs: dict[str, list[dict[str, Any]]], tasks: int) -> dict[str, Any]:
+    """The runs, with the last greedy accuracy of each and its mean over seeds."""
     final = {name: [list(one["greedy"].values())[-1] for one in done] for name, done in runs.items()}
     means = {name: round(mean(values), 4) for name, values in final.items() if values}
     return {"tasks": tasks, "final_greedy": final, "final_greedy_mean": means, "runs": runs}
 
 
 def write(out: Path, command: str, found: dict[str, Any]) -> None:
+    """The result, beside the command that made it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"command": command} | found, indent=2) + "\n")
 

@@ -43,6 +43,7 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def write(out: Path | None, result: Mapping[str, Any]) -> None:
+    """As indented JSON, if there is a path."""
     if out is not None:
         out.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -58,6 +59,7 @@ def report(measured: dict[str, float], bounds: str, out: Path | None) -> None:
 
 
 def timed(work: Work) -> Timing:
+    """One call."""
     cpu = _cpu_s()
     begin = time.perf_counter()
     work()

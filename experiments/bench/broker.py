@@ -90,6 +90,7 @@ class Encoded:
         self.header = bytes(header)
 
     def send(self, socket: zmq.Socket[bytes], ticket_id: int, seq: int) -> None:
+        """Its frames, with ticket id and sequence number written into the header."""
         header = self.header
         for mark, value in zip(self.MARKS, (ticket_id, seq), strict=True):
             header = header.replace(mark.to_bytes(8, "big"), value.to_bytes(8, "big"))
@@ -138,6 +139,7 @@ def produce(run: RunFile, seconds: float, tokens: int, bare: bool) -> None:
 
 
 def drain(socket: zmq.Socket[bytes]) -> Iterator[Message]:
+    """Every message that is there now."""
     with suppress(zmq.Again):
         while True:
             yield receive(socket)
@@ -217,6 +219,7 @@ def _ready(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def measure_limit(run: RunFile, producer: list[str]) -> dict[str, float]:
+    """Trajectories a second, and CPU microseconds of each, of the process that only receives and acknowledges."""
     loop = subprocess.Popen([sys.executable, "-m", "experiments.bench", "broker", "--bare-loop", str(run.folder)])
     try:
         while not Path(run.endpoint("trajectories").removeprefix("ipc://")).exists():

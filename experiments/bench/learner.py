@@ -123,6 +123,7 @@ def synchronised(work: Callable[[], object], device: str) -> Work:
 
 
 def measure(run: RunFile, rounds: int) -> dict[str, Any]:
+    """Tokens a second of both sides, and the medians of the rounds' ratios."""
     process = Process("learner", ProcessContext(run, 0, 0))  # not entered: there is no supervisor
     learner = Learner(process)
     link = LearnerLink(process, learner.manifest)

@@ -24,15 +24,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
 import zmq
-import zmq.asyncio
 
 from experiments.bench._measuring import parser_of, temporary_run, write
-from rl.core.messages import Abort, ClientHello, Generate, Generated, Version, WeightNotice, decode, encode
+from rl.core.messages import ClientHello, Generate, Generated, Message, Version, WeightNotice
+from rl.core.receiving import Port, fatal
 from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import identity, open_socket, send
 from rl.weights import Manifest, WeightWriter, make_writer
@@ -69,6 +69,8 @@ class Side:
 
 @dataclass
 class Measured:
+    """What each round measured on one side."""
+
     tokens_per_s: list[float] = field(default_factory=list)
     engine_cpu_us: list[float] = field(default_factory=list)  # per token
     other_cpu_us: list[float] = field(default_factory=list)  # per token
@@ -213,7 +215,6 @@ def _bare(run: RunFile) -> Iterator[Side]:
 @contextlib.asynccontextmanager
 async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
     """Proxy and generator as the supervisor starts them; this process stands in for supervisor, broker and learner."""
-    context = zmq.asyncio.Context()
     sinks = [
         open_socket(zmq.ROUTER, run, "control", bind=True),
         open_socket(zmq.PULL, run, "usage", bind=True),
@@ -227,15 +228,21 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
         subprocess.Popen([sys.executable, "-m", module, "--run", str(run.folder)])
         for module in ("rollout.proxy.process", "rollout.generator.process")
     ]
-    frontend = cast(
-        zmq.asyncio.Socket,
-        open_socket(zmq.DEALER, run, "frontend", identity=identity("env_server", 0), context=context),
-    )
-    client = GenerationClient(lambda message: _forward(frontend, message), 30.0)
-    tasks = [asyncio.create_task(_receive(frontend, client)), asyncio.create_task(_drain(sinks))]
+    drain = asyncio.create_task(_drain(sinks))
+
+    def answered(message: Message, _peer: bytes) -> None:
+        assert isinstance(message, Generated)
+        client.answered(message)
+
+    def failed(error: Exception) -> None:
+        raise error
+
+    socket = open_socket(zmq.DEALER, run, "frontend", identity=identity("env_server", 0))
+    frontend = Port(socket, answered, fatal, failed)
+    client = GenerationClient(frontend.send, 30.0)
 
     try:
-        _forward(frontend, ClientHello(0, 0))
+        frontend.send(ClientHello(0, 0))
         _publish(run, writer)
         send(notices, WeightNotice(_VERSION, []))
         first = Generate(0, 0, "train", _VERSION, np.arange(1, 9, dtype=np.int32), 4, 1.0, 1.0, [])
@@ -253,13 +260,12 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
             child.terminate()
         for child in children:
             child.wait(10)
-        for task in tasks:
-            task.cancel()
 
+        drain.cancel()
         writer.close()
-        for socket in (*sinks, notices):
-            socket.close(linger=0)
-        context.destroy(linger=0)
+        frontend.close()
+        for each in (*sinks, notices):
+            each.close(linger=0)
 
 
 def _manifest(run: RunFile) -> Manifest:
@@ -281,17 +287,6 @@ def _publish(run: RunFile, writer: WeightWriter) -> None:
     weights = load_file(run.model_folder / "model.safetensors")
     view = writer.begin(_VERSION, 10.0)
     writer.commit(write_shard(view, _manifest(run), ((name, tensor, 0) for name, tensor in weights.items())))
-
-
-def _forward(socket: zmq.asyncio.Socket, message: Generate | Abort | ClientHello) -> None:
-    socket.send_multipart(encode(message), zmq.DONTWAIT, copy=False)
-
-
-async def _receive(socket: zmq.asyncio.Socket, client: GenerationClient) -> None:
-    while True:
-        message = decode(await socket.recv_multipart())
-        assert isinstance(message, Generated)
-        client.answered(message)
 
 
 async def _drain(sinks: list[zmq.Socket[bytes]]) -> None:

@@ -94,6 +94,7 @@ def heavy_updates() -> Scenario:
 
 
 def lines() -> list[dict[str, Any]]:
+    """Each mechanism on, against each variant without it."""
     rows = []
 
     def ablate(name: str, on: Scenario, variants: dict[str, Scenario]) -> None:

@@ -65,6 +65,7 @@ class Agentic(Struct, frozen=True):
 
 
 def lines(row: Agentic) -> list[dict[str, Any]]:
+    """One line for each stage, against the first."""
     results = {name: simulate(scenario) for name, scenario in row.stages().items()}
     baseline = next(iter(results.values()))
     reported = ("1", *row.reported, row.reported[-1])

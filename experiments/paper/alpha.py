@@ -32,10 +32,12 @@ STEADY = 1.03  # kept / drawn length above which the measurement is not of a ste
 
 
 def measured_steps(alpha: float) -> int:
+    """The larger alpha, the more steps: old work is in the buffer for longer."""
     return 8 + 6 * math.ceil(alpha)
 
 
 def scenario(machine: tuple[int, int], prompts: int, sigma: float, alpha: float) -> Scenario:
+    """`machine`: GPUs that generate, that train; `sigma`: of the logarithm of a response's length."""
     generating, training = machine
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=32_768)
 
@@ -49,6 +51,7 @@ def scenario(machine: tuple[int, int], prompts: int, sigma: float, alpha: float)
 
 
 def lines(machine: tuple[int, int]) -> list[dict[str, Any]]:
+    """Every case at every alpha, against the same case at alpha = 0."""
     rows = []
     for name, (prompts, sigma) in CASES.items():
         baseline = simulate(scenario(machine, prompts, sigma, 0.0))
@@ -82,6 +85,7 @@ def main() -> None:
 
 
 def report(name: str, machine: tuple[int, int]) -> None:
+    """Table, notes, JSON and plot of one machine."""
     rows = lines(machine)
     table(rows, f"alpha sweep on {machine[0]} + {machine[1]} GPUs: useful tokens a second over those of alpha = 0")
     verdict(rows)

@@ -43,6 +43,7 @@ def scenario(
     work: Work = WORK,
     seed: int = 0,
 ) -> Scenario:
+    """Single responses without a group; `measured` 0: one batch only."""
     return Scenario(
         broker=Rules(
             steps=ENDLESS if measured else 1,
@@ -90,6 +91,7 @@ def queue_line(samples: int, generators: int = GENERATORS, work: Work = WORK, se
 
 
 def queue_lines(queues: tuple[int, ...] = QUEUES) -> list[dict[str, Any]]:
+    """One line for each number of samples."""
     return [queue_line(count) for count in queues]
 
 

@@ -33,6 +33,7 @@ MIN_SAMPLES = 6_000
 
 
 def scenario(live: int, samples: int = MIN_SAMPLES) -> Scenario:
+    """So many live environments, and steps enough for `samples` trained samples."""
     groups = max(1, live // 4)  # of two samples; with alpha = 1 as many are open as there are environments
 
     return Scenario(
@@ -81,6 +82,8 @@ class Around:
 
 
 class Timed(Around):
+    """CPU time of the calls, by the thread's clock."""
+
     nanoseconds = 0
 
     def around(self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -94,6 +97,8 @@ class Timed(Around):
 
 
 class Counted(Around):
+    """Function calls inside the calls."""
+
     steps = 0
 
     def around(self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -123,6 +128,7 @@ def timer_ns(calls: int = 100_000) -> float:
 
 
 def measure(live: int, samples: int = MIN_SAMPLES) -> dict[str, Any]:
+    """One line of the table: microseconds, calls and steps for each trained sample."""
     (broker, proxy), simulation = run(Timed, live, samples)
     overhead = timer_ns()
     trained = sum(len(batch.samples) for batch in simulation.record.batches)
@@ -139,6 +145,7 @@ def measure(live: int, samples: int = MIN_SAMPLES) -> dict[str, Any]:
 
 
 def run(around: type[A], live: int, samples: int) -> tuple[tuple[A, A], Simulation]:
+    """Broker and proxy, each behind `around`, after a whole simulation."""
     simulation = Simulation(scenario(live, samples))
     broker = around(simulation.broker)
     proxy = around(simulation.proxy)

@@ -27,6 +27,7 @@ SWEEP = [(10, 256), (40, 256), (20, 64)]  # turns, environments
 
 
 def scenario(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS, measured: int = 4) -> Scenario:
+    """Synchronous; a step of an environment takes 10 s on average, `sigma_s` around it."""
     return Scenario(
         broker=steady_rules(
             environments // 8,
@@ -43,6 +44,7 @@ def scenario(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENT
 
 
 def line(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS) -> dict[str, Any]:
+    """Without the per-turn barrier, against the same with it."""
     free = scenario(sigma_s, turns, environments)
     baseline = simulate(free.with_broker(turn_barrier=True))
     result = simulate(free)

@@ -37,6 +37,7 @@ SWEEP: list[tuple[str, dict[str, Any]]] = [
 def scenario(
     *, spread: float = SPREAD, sigma: float = SIGMA, redundant: int = REDUNDANT, measured: int = 60
 ) -> Scenario:
+    """`spread`: of the prompts' log-odds; `sigma`: of the logarithm of a response's length."""
     work = Work(length=LogNormal(MEAN, sigma), task_share=0.5, max_tokens=LIMIT, success=SUCCESS, success_spread=spread)
     return Scenario(
         broker=steady_rules(
@@ -60,6 +61,7 @@ def constant_share(result: SimulationResult) -> float:
 
 
 def line(name: str, **changes: Any) -> dict[str, Any]:
+    """A queue with redundant prompts, against rounds without."""
     free = scenario(**changes)
     baseline = simulate(free.with_broker(redundant_groups=0, batch_barrier=True))
     result = simulate(free)

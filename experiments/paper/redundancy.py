@@ -67,6 +67,7 @@ def scenario(
 
 
 def lines(shapes: list[tuple[int, int]], hang: float = HANG, deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
+    """Every shape, against the one without redundancy."""
     baseline = simulate(scenario((GROUPS, SIZE), hang, deadline_s))
     rows = []
     for shape in shapes:

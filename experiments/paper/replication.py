@@ -31,6 +31,7 @@ SWEPT_COSTS = (0.0, 1.0, 4.0)  # of a further sequence, in multiples of reading 
 
 
 def scenario(shape: tuple[int, int], gpus: int, measured: int = 4) -> Scenario:
+    """`shape`: prompts and responses of each."""
     prompts, responses = shape
     return Scenario(
         broker=steady_rules(prompts, responses, alpha=0.0),
@@ -41,6 +42,7 @@ def scenario(shape: tuple[int, int], gpus: int, measured: int = 4) -> Scenario:
 
 
 def sweep_line(shape: tuple[int, int], gpus: int, sigma: float, share: float, cost: float) -> dict[str, Any]:
+    """One choice of what is not published, with and without replication."""
     base = scenario(shape, gpus, measured=2)
     free = base.with_work(length=LogNormal(MEAN, sigma), task_share=share).with_generators(
         decode_per_seq_s=cost * base.generators.decode_per_seq_s

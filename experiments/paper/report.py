@@ -25,6 +25,7 @@ def save(name: str, figures: Mapping[str, Any]) -> Path:
 
 
 def save_plot(name: str, figure: Any, folder: Path = FOLDER) -> Path:
+    """A PNG without the version of matplotlib in it, so that equal figures are equal files."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.tight_layout()
@@ -34,6 +35,7 @@ def save_plot(name: str, figure: Any, folder: Path = FOLDER) -> Path:
 
 
 def panels(count: int, width: float = 5.0, height: float = 3.6) -> tuple[Any, list[Any]]:
+    """A figure of `count` axes beside each other; sizes in inches."""
     figure, axes = pyplot.subplots(1, count, figsize=(width * count, height), squeeze=False)
     return figure, list(axes[0])
 

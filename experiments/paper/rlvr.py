@@ -53,6 +53,7 @@ def best(gpus: int, length: tuple[float, float], prompts: int = PROMPTS) -> tupl
 
 
 def lines(gpus: tuple[int, ...] = GPUS) -> list[dict[str, Any]]:
+    """Each model on each number of GPUs: the best split against synchronous training."""
     rows = []
     for model, length in LENGTHS.items():
         for count in gpus:

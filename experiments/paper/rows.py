@@ -66,6 +66,7 @@ def training_8b(gpus: int, reuses: float = 1.0, publish_s: float = 2.0) -> Train
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
+    """Raises SimulationStopped when the scenario cannot come to its end."""
     return Simulation(scenario).run()
 
 

@@ -63,6 +63,7 @@ def best_by_theory(reuses: float, longest_tokens: float = 32_768) -> tuple[float
 
 
 def lines(reuses: float, baseline: SimulationResult, training: tuple[int, ...] = TRAINING) -> list[dict[str, Any]]:
+    """Every split of the GPUs, against `baseline`."""
     return [
         compare(
             f"{GPUS - count} + {count}",

@@ -63,6 +63,7 @@ def _repeats(curves: dict[str, list[float]], others: dict[str, list[float]]) -> 
 
 
 def job_config(job: Job, overrides: tuple[str, ...] = ()) -> Config:
+    """The study's recipe with what the job sets."""
     return load_config(RECIPE, [*job.overrides, *overrides])
 
 

@@ -63,6 +63,7 @@ def read(path: Path) -> list[Record]:
 
 
 def append(path: Path, record: Record) -> None:
+    """One line at the end of the file, which is made with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(asdict(record)) + "\n")

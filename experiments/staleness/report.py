@@ -57,6 +57,7 @@ def forced_at(records: Sequence[Record], loss: str, lag: float, field: str) -> f
 
 
 def comparison(one: str, other: str, difference: Estimate) -> dict[str, Any]:
+    """One line of the table of pairs."""
     return {
         "loss": one,
         "other": other,

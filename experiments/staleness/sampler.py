@@ -75,6 +75,7 @@ class Cache:
         self.bias = torch.zeros(len(starts), columns).masked_fill(torch.arange(columns) < starts[:, None], -torch.inf)
 
     def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
         self.keys = [keys[rows] for keys in self.keys]
         self.values = [values[rows] for values in self.values]
         self.starts = self.starts[rows]

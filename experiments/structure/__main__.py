@@ -36,6 +36,7 @@ def main() -> None:
 
 
 def figure_rows(columns: list[Figures]) -> list[Row]:
+    """One row for each figure, with the change in percent where there are two checkouts."""
     heading = ["figure", "before", "now", "change"] if len(columns) == 2 else ["figure", "now"]
     rows = [heading]
 
@@ -62,10 +63,12 @@ def folder_rows(columns: list[dict[str, tuple[int, int]]]) -> list[Row]:
 
 
 def number(value: float) -> str:
+    """Whole numbers in groups of three digits, others with one decimal."""
     return f"{value:.1f}" if isinstance(value, float) else f"{value:,}".replace(",", " ")
 
 
 def markdown(rows: list[Row]) -> str:
+    """The rows as a table; the first one is its heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     heading, *others = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     rule = ["-" * width for width in widths]

@@ -66,6 +66,7 @@ def figures(root: Path) -> Figures:
 
 
 def compared(root: Path) -> list[Module]:
+    """The modules of the code whose amount is compared."""
     modules = modules_of(root, *COMPARED)
 
     return [module for module in modules if module.folder(2) != NOT_COMPARED]
@@ -86,10 +87,12 @@ def by_folder(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def length(function: Function) -> int:
+    """Lines from `def` to the end."""
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
 def is_long(function: Function) -> bool:
+    """Whether it needs blank lines between its steps."""
     return length(function) > LONG_FUNCTION
 
 
@@ -152,10 +155,12 @@ def tuple_assignments(module: Module) -> int:
 
 
 def format_skips(module: Module) -> int:
+    """Comments that keep the formatter off."""
     return sum(re.search(r"fmt: *(skip|off)", comment) is not None for comment in module.comments)
 
 
 def files_that_name(word: str, modules: list[Module]) -> int:
+    """Files in which the word stands, in code or beside it."""
     return sum(re.search(rf"\b{word}\b", module.source) is not None for module in modules)
 
 
@@ -174,6 +179,7 @@ def repeated_defaults(modules: list[Module]) -> list[str]:
 
 
 def is_section(node: ast.ClassDef) -> bool:
+    """Whether the class is a section of the configuration."""
     return any(ast.unparse(base) == "Section" for base in node.bases)
 
 
@@ -188,6 +194,7 @@ def field_defaults(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def arrows(graph: Graph) -> int:
+    """Pairs of folders of which one imports the other."""
     return sum(len(targets) for targets in graph.values())
 
 

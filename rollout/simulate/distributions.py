@@ -30,6 +30,8 @@ def normal(seed: int, draw: int) -> float:
 
 
 class Constant(Struct, frozen=True, tag="constant"):
+    """The same value at every draw."""
+
     value: float = 0.0
 
     def at(self, z: float) -> float:

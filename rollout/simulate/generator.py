@@ -81,6 +81,7 @@ class SimulatedGenerator:
         self._since = clock.now
 
     def receive(self, request: SimulatedRequest) -> None:
+        """A request from the proxy: it runs, or waits at the gate for its version."""
         self._requests[request.key] = request
 
         if self._gate.admit(request.version, request.key, self.version):
@@ -106,6 +107,7 @@ class SimulatedGenerator:
         self._schedule()
 
     def wake(self, due: float) -> None:
+        """The batch may have come to its next event; an outdated wake-up is ignored."""
         if self.alive and due == self._due:
             self._due = math.inf
             self._settle()

@@ -45,6 +45,7 @@ class Generators(Struct, frozen=True):
         return self.kv_tokens or self.max_num_seqs * self.max_model_len
 
     def timing(self) -> SimulatedEngineConfig:
+        """As the simulated engine reads it."""
         return SimulatedEngineConfig(
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_base_s=self.decode_base_s,

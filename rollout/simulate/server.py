@@ -97,6 +97,7 @@ class SimulatedServer:
         self._deadlines: deque[tuple[float, SimulatedEpisode]] = deque()
 
     def begin(self, ticket: Ticket) -> None:
+        """A ticket from the broker: an episode starts with its reset."""
         clock = self._clock
         lengths = self._listener.lengths(self.index, ticket)
         episode = SimulatedEpisode(ticket, self, lengths, clock.now, self._work.prompt_tokens)
@@ -147,6 +148,7 @@ class SimulatedServer:
             self._together(episode, STEP, self._step)
 
     def die(self) -> None:
+        """With all episodes; whoever asked for a generation does not hear of it."""
         self.alive = False
         for episode in list(self.episodes.values()):
             self._end(episode)

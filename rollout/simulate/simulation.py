@@ -238,6 +238,7 @@ class Simulation:
         self._proxy(self.proxy.first_token(self.clock.now, generator.index, generator.incarnation, key))
 
     def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str) -> None:
+        """A request has ended; of a dead generator the proxy knows already."""
         if generator.alive:
             index = generator.index
             actions = self.proxy.finished(self.clock.now, index, generator.incarnation, key, tokens, reason)

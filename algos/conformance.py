@@ -6,7 +6,7 @@ of one's own, like `tests/algos/test_losses.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +18,13 @@ from algos.types import LossInputs
 RATIOS = torch.logspace(-6, 6, 25, dtype=torch.float64)
 ADVANTAGES = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0], dtype=torch.float64)
 PROXIMAL_OFFSET = 0.05  # logp_proximal - logp_behavior
-_POISONS = (float("nan"), float("inf"), -float("inf"))
+_LOGPROBS = ("logp_current", "logp_behavior", "logp_proximal")
 
 
 @dataclass(frozen=True)
 class Finding:
+    """What one check found out about a loss."""
+
     check: str
     problem: str  # empty: it holds
 
@@ -60,13 +62,10 @@ def missing_inputs(
     except KeyError as error:
         return str(error.args[0])
 
-    without = {
-        "logp_proximal": replace(inputs, logp_proximal=None),
-        "logp_reference": replace(inputs, logp_reference=None),
-    }
-    for name, computed in (("logp_proximal", proximal), ("logp_reference", reference)):
+    for name, computed in {"logp_proximal": proximal, "logp_reference": reference}.items():
         try:
-            loss(inputs if computed else without[name])
+            if not computed:
+                loss(_with(inputs, [name], lambda _: None))
         except (TypeError, AttributeError, AssertionError):  # arithmetic with None, or the loss's own check
             return name
     return ""
@@ -85,6 +84,7 @@ def finite(loss: Loss) -> str:
         result = loss(inputs)
         if result.per_token.shape != inputs.logp_current.shape:
             return f"per_token has shape {tuple(result.per_token.shape)}, not one value per token"
+
         bad = ~(result.per_token.isfinite() & gradient(result.per_token, inputs).isfinite())
         if bad.any():
             at = int(bad.nonzero()[0])
@@ -101,16 +101,9 @@ def masked_tokens(loss: Loss) -> str:
     slope = gradient(clean, inputs)
     if clean[~inputs.mask].any():
         return "per_token is not 0 on masked tokens: wrap it in inputs.masked(...)"
-    assert inputs.logp_proximal is not None
-    for poison in _POISONS:
-        hidden = ~inputs.mask
-        dirty = replace(
-            inputs,
-            logp_current=inputs.logp_current.detach().masked_fill(hidden, poison).requires_grad_(),
-            logp_behavior=inputs.logp_behavior.masked_fill(hidden, poison),
-            logp_proximal=inputs.logp_proximal.masked_fill(hidden, poison),
-            entropy=inputs.entropy.masked_fill(hidden, poison),
-        )
+
+    for poison in (float("nan"), float("inf"), -float("inf")):
+        dirty = _with(inputs, [*_LOGPROBS, "entropy"], lambda v, poison=poison: v.masked_fill(~inputs.mask, poison))
         found = loss(dirty).per_token
         if not torch.equal(found, clean) or not torch.equal(gradient(found, dirty), slope):
             return f"{poison} on a masked token changes value or gradient: use inputs.log_ratio and inputs.masked"
@@ -130,6 +123,7 @@ def cuts(loss: Loss) -> str:
             return "a sample's loss depends on which other samples are in its pack"
         if result.metrics.keys() != whole.metrics.keys():
             return f"metrics {sorted(result.metrics)} of one pack, {sorted(whole.metrics)} of another"
+
     total = sum((result.per_token.sum() for result in parts), torch.zeros((), dtype=torch.float64))
     (found,) = torch.autograd.grad(total, inputs.logp_current)
     return "" if _equal(found, slope) else "the gradient depends on how samples are cut into packs"
@@ -183,7 +177,8 @@ CHECKS: dict[str, Callable[[Loss], str]] = {
 
 def grid() -> LossInputs:
     """Every ratio with every advantage, each sample one advantage, all tokens generated."""
-    n, per_sample = len(ADVANTAGES), len(RATIOS)
+    n = len(ADVANTAGES)
+    per_sample = len(RATIOS)
     behavior = torch.linspace(-4, -1, n * per_sample, dtype=torch.float64)
     return inputs_of(
         (behavior + RATIOS.log().repeat(n)).requires_grad_(),
@@ -200,18 +195,21 @@ def random_inputs(tokens_per_sample: int = 9, samples: int = 6, seed: int = 0) -
     behavior = -3 * torch.rand(shape, generator=generator, dtype=torch.float64) - 0.1
     current = behavior + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
     per_sample = torch.randn(samples, generator=generator, dtype=torch.float64)
+
     inputs = inputs_of(
         current.requires_grad_(),
         behavior,
         per_sample.repeat_interleave(tokens_per_sample),
         torch.arange(samples).repeat_interleave(tokens_per_sample),
     )
+
     mask = torch.rand(shape, generator=generator) < 0.7
     staleness = torch.randint(0, 3, shape, generator=generator) * mask
     return replace(inputs, mask=mask, staleness=staleness)
 
 
 def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Tensor) -> LossInputs:
+    """A pack of generated tokens; all arguments (T,), each sample of one advantage, which is its reward too."""
     n_samples = int(sample.max()) + 1
     return LossInputs(
         logp_current=current,
@@ -229,41 +227,31 @@ def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Ten
 
 
 def on_policy(inputs: LossInputs) -> LossInputs:
+    """As if the current policy had sampled the tokens."""
     current = inputs.logp_current.detach()
     return replace(inputs, logp_behavior=current, logp_proximal=current)
 
 
 def cast(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
-    assert inputs.logp_proximal is not None
-    return replace(
-        inputs,
-        logp_current=inputs.logp_current.detach().to(dtype).requires_grad_(),
-        logp_behavior=inputs.logp_behavior.to(dtype),
-        logp_proximal=inputs.logp_proximal.to(dtype),
-        advantages=inputs.advantages.to(dtype),
-        entropy=inputs.entropy.to(dtype),
-        rewards=inputs.rewards.to(dtype),
-    )
+    """With all numbers in another precision, and a `logp_current` of its own."""
+    return _with(inputs, [*_LOGPROBS, "entropy", "advantages", "rewards"], lambda values: values.to(dtype))
 
 
 def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
     """The given samples only, as a pack of their own; `logp_current` stays on the graph."""
     chosen = torch.isin(inputs.sample, torch.tensor(samples))
-    assert inputs.logp_proximal is not None
+    per_token = (*_LOGPROBS, "entropy", "advantages", "mask", "sample", "staleness")
+    kept = replace(inputs, **{name: getattr(inputs, name)[chosen] for name in per_token})
+    index = torch.searchsorted(torch.tensor(samples), kept.sample)
     return replace(
-        inputs,
-        logp_current=inputs.logp_current[chosen],
-        logp_behavior=inputs.logp_behavior[chosen],
-        logp_proximal=inputs.logp_proximal[chosen],
-        entropy=inputs.entropy[chosen],
-        advantages=inputs.advantages[chosen],
-        mask=inputs.mask[chosen],
-        sample=torch.searchsorted(torch.tensor(samples), inputs.sample[chosen]),
-        n_samples=len(samples),
-        staleness=inputs.staleness[chosen],
-        columns=AnyColumn(int(chosen.sum())),
-        rewards=inputs.rewards[samples],
+        kept, sample=index, n_samples=len(samples), rewards=inputs.rewards[samples], columns=AnyColumn(len(index))
     )
+
+
+def _with(inputs: LossInputs, names: Iterable[str], change: Callable[[Tensor], Tensor | None]) -> LossInputs:
+    """With these tensors changed; `logp_current` is a leaf again."""
+    changed = replace(inputs, **{name: change(getattr(inputs, name)) for name in names})
+    return replace(changed, logp_current=changed.logp_current.detach().requires_grad_())
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

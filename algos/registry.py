@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
@@ -35,11 +35,20 @@ class NoOptions:
 
 
 @dataclass(frozen=True)
-class LossSpec:
-    kind: ClassVar[str] = "loss"
+class Spec:
+    """A plug-in: its function, and the dataclass of its options, every field of which has a default."""
+
+    kind: ClassVar[str]
     name: str
-    function: LossFunction
-    options: type  # a dataclass; every field has a default
+    function: Callable[..., Any]
+    options: type = NoOptions
+
+
+@dataclass(frozen=True)
+class LossSpec(Spec):
+    """`function`: (LossInputs, options) -> LossResult; see `algos.types`."""
+
+    kind = "loss"
     needs_proximal: NeedsProximal = False  # logp_proximal costs one more forward per batch
     entropy_gradient: bool = False  # LossInputs.entropy carries a gradient
     advantage: str = "group"  # what its paper pairs it with: used unless `algo.advantage` says otherwise
@@ -47,27 +56,21 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
-class AdvantageSpec:
+class AdvantageSpec(Spec):
     """`function` by level: sample (rewards (N,), group (N,)) -> (N,), turn (Episodes, options) -> (M,), token
     (Episodes, options) -> (T,); see `algos.advantages`."""
 
-    kind: ClassVar[str] = "advantage"
-    name: str
-    function: Callable[..., Tensor]
-    options: type = NoOptions
+    kind = "advantage"
     level: Level = "sample"
     needs_values: bool = False  # a critic
     needs_group: bool = False  # compares members of a group: 0 everywhere in groups of one
 
 
 @dataclass(frozen=True)
-class ShapingSpec:
+class ShapingSpec(Spec):
     """`function`: (RewardInputs, options) -> rewards (N,); see `algos.rewards`."""
 
-    kind: ClassVar[str] = "shaping"
-    name: str
-    function: Callable[..., Tensor]
-    options: type = NoOptions
+    kind = "shaping"
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ class Loss:
         return self.spec.entropy_gradient
 
 
-_losses: dict[str, LossSpec] = {}
-_advantages: dict[str, AdvantageSpec] = {}
-_shapings: dict[str, ShapingSpec] = {}
+_F = TypeVar("_F", bound=Callable[..., Any])
+_S = TypeVar("_S", bound=Spec)
+_registered: dict[str, dict[str, Any]] = {"loss": {}, "advantage": {}, "shaping": {}}
 
 
 def register_loss(
@@ -103,13 +106,9 @@ def register_loss(
     entropy_gradient: bool = False,
     advantage: str = "group",
     aggregation: Aggregation = "token",
-) -> Callable[[LossFunction], LossFunction]:
-    def register(function: LossFunction) -> LossFunction:
-        spec = LossSpec(name, function, options, needs_proximal, entropy_gradient, advantage, aggregation)
-        _add(_losses, name, spec)
-        return function
-
-    return register
+) -> Callable[[_F], _F]:
+    """See `LossSpec`. Raises ValueError for a name that is taken."""
+    return _register(LossSpec, name, options, needs_proximal, entropy_gradient, advantage, aggregation)
 
 
 def register_advantage(
@@ -119,26 +118,19 @@ def register_advantage(
     level: Level = "sample",
     needs_values: bool = False,
     needs_group: bool = False,
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        _add(_advantages, name, AdvantageSpec(name, function, options, level, needs_values, needs_group))
-        return function
-
-    return register
+) -> Callable[[_F], _F]:
+    """See `AdvantageSpec`. Raises ValueError for a name that is taken."""
+    return _register(AdvantageSpec, name, options, level, needs_values, needs_group)
 
 
-def register_shaping(name: str, options: type = NoOptions) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        _add(_shapings, name, ShapingSpec(name, function, options))
-        return function
-
-    return register
+def register_shaping(name: str, options: type = NoOptions) -> Callable[[_F], _F]:
+    """See `ShapingSpec`. Raises ValueError for a name that is taken."""
+    return _register(ShapingSpec, name, options)
 
 
 def get_loss(loss: str | LossSpec | LossFunction) -> LossSpec:
     """A loss by its registered name, or by its function. Raises ValueError naming the nearest."""
-    found = _look_up(_losses, "loss", loss)
-    return found if isinstance(found, LossSpec) else LossSpec(_path(found), found, _options_of(found))
+    return _look_up(LossSpec, loss)
 
 
 def get_advantage(estimator: str | AdvantageSpec | Callable[..., Tensor]) -> AdvantageSpec:
@@ -146,14 +138,12 @@ def get_advantage(estimator: str | AdvantageSpec | Callable[..., Tensor]) -> Adv
 
     Raises ValueError naming the nearest.
     """
-    found = _look_up(_advantages, "advantage", estimator)
-    return found if isinstance(found, AdvantageSpec) else AdvantageSpec(_path(found), found)
+    return _look_up(AdvantageSpec, estimator)
 
 
 def get_shaping(shaping: str | ShapingSpec | Callable[..., Tensor]) -> ShapingSpec:
     """A reward shaping by its registered name, or by its function. Raises ValueError naming the nearest."""
-    found = _look_up(_shapings, "shaping", shaping)
-    return found if isinstance(found, ShapingSpec) else ShapingSpec(_path(found), found, _options_of(found))
+    return _look_up(ShapingSpec, shaping)
 
 
 def make_loss(loss: str | LossSpec | LossFunction, options: Mapping[str, Any]) -> Loss:
@@ -165,23 +155,20 @@ def make_loss(loss: str | LossSpec | LossFunction, options: Mapping[str, Any]) -
 def registered(kind: Literal["loss", "advantage", "shaping"]) -> Mapping[str, object]:
     """All plug-ins of a kind by name: what `rl.core.plugins` resolves names of the configuration with."""
     _import_all()
-    tables: dict[str, Mapping[str, object]] = {"loss": _losses, "advantage": _advantages, "shaping": _shapings}
-    return tables[kind]
+    return _registered[kind]
 
 
 def loss_names() -> list[str]:
+    """Of all registered losses."""
     return sorted(registered("loss"))
 
 
 def advantage_names() -> list[str]:
+    """Of all registered estimators."""
     return sorted(registered("advantage"))
 
 
-def shaping_names() -> list[str]:
-    return sorted(registered("shaping"))
-
-
-def parse_options(spec: LossSpec | AdvantageSpec | ShapingSpec, options: Mapping[str, Any]) -> Any:
+def parse_options(spec: Spec, options: Mapping[str, Any]) -> Any:
     """The plug-in's options dataclass. Raises ValueError for an unknown name (naming the nearest) or a wrong type."""
     hints = typing.get_type_hints(spec.options)
     known = [field.name for field in dataclasses.fields(spec.options)]
@@ -203,17 +190,32 @@ def _checked(what: str, hint: Any, value: Any) -> Any:
     return value
 
 
-def _look_up(table: Mapping[str, Any], kind: str, plugin: Any) -> Any:
+def _register(kind: type[Spec], name: str, options: type, *traits: Any) -> Callable[[_F], _F]:
+    def register(function: _F) -> _F:
+        table = _registered[kind.kind]
+        if name in table:
+            raise ValueError(f"{name!r} is registered twice")
+        table[name] = kind(name, function, options, *traits)
+        return function
+
+    return register
+
+
+def _look_up(kind: type[_S], plugin: str | _S | Callable[..., Any]) -> _S:
     _import_all()
-    if not isinstance(plugin, str):
-        return next((spec for spec in table.values() if plugin in (spec, spec.function)), plugin)
-    if plugin not in table:
-        raise ValueError(f"unknown {kind} {plugin!r}{_nearest(plugin, table)}")
-    return table[plugin]
+    table: Mapping[str, _S] = _registered[kind.kind]
+    if isinstance(plugin, str):
+        if plugin not in table:
+            raise ValueError(f"unknown {kind.kind} {plugin!r}{_nearest(plugin, table)}")
+        return table[plugin]
 
-
-def _path(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}:{function.__qualname__}"
+    for spec in table.values():
+        if plugin in (spec, spec.function):
+            return spec
+    if isinstance(plugin, kind):
+        return plugin
+    assert not isinstance(plugin, Spec), f"a {plugin.kind} is no {kind.kind}"
+    return kind(f"{plugin.__module__}:{plugin.__qualname__}", plugin, _options_of(plugin))
 
 
 def _options_of(function: Callable[..., Any]) -> type:
@@ -221,12 +223,6 @@ def _options_of(function: Callable[..., Any]) -> type:
     parameters = list(inspect.signature(function).parameters)
     hint = typing.get_type_hints(function).get(parameters[1]) if len(parameters) > 1 else None
     return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else NoOptions
-
-
-def _add(table: dict[str, Any], name: str, value: Any) -> None:
-    if name in table:
-        raise ValueError(f"{name!r} is registered twice")
-    table[name] = value
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:

@@ -72,20 +72,24 @@ class Estimator:
 
         Raises ValueError when it needs values and has none, and for numbers that are too few or not finite.
         """
-        if self.spec.needs_values and episodes.values is None:
-            raise ValueError(f"advantage {self.spec.name!r} needs the values of a critic")
-        function, level = self.spec.function, self.spec.level
-        found = function(episodes.rewards, episodes.group) if level == "sample" else function(episodes, self.options)
-        expected = {"sample": episodes.group, "turn": episodes.turn_sample, "token": episodes.mask}[level].shape
+        spec = self.spec
+        if spec.needs_values and episodes.values is None:
+            raise ValueError(f"advantage {spec.name!r} needs the values of a critic")
+
+        if spec.level == "sample":
+            found = spec.function(episodes.rewards, episodes.group)
+        else:
+            found = spec.function(episodes, self.options)
+        expected = {"sample": episodes.group, "turn": episodes.turn_sample, "token": episodes.mask}[spec.level].shape
         if found.shape != expected or not torch.isfinite(found).all():
             raise ValueError(
-                f"advantage {self.spec.name!r} must give {expected[0]} finite numbers, one per {level}; gave "
+                f"advantage {spec.name!r} must give {expected[0]} finite numbers, one per {spec.level}; gave "
                 f"{tuple(found.shape)}, {int((~torch.isfinite(found)).sum())} of them not finite"
             )
-        advantages = found
-        if level != "token":
-            advantages = found[episodes.token_sample if level == "sample" else episodes.token_turn]
-        return torch.where(episodes.mask, advantages, torch.zeros_like(advantages)).float()
+
+        if spec.level != "token":
+            found = found[episodes.token_sample if spec.level == "sample" else episodes.token_turn]
+        return torch.where(episodes.mask, found, torch.zeros_like(found)).float()
 
 
 def make_estimator(estimator: str | AdvantageSpec | Callable[..., Tensor], options: Mapping[str, Any]) -> Estimator:
@@ -265,7 +269,8 @@ def gae_advantages(episodes: Episodes, discount: float, lam: float) -> Tensor:
     """(T,) float64, not normalised, 0 on tokens that were not generated. Plus the values: what a critic learns."""
     assert episodes.values is not None
     mask = episodes.mask
-    values, sample = episodes.values[mask].double(), episodes.token_sample[mask]
+    values = episodes.values[mask].double()
+    sample = episodes.token_sample[mask]
     goes_on = torch.zeros_like(values)
     goes_on[:-1] = sample[1:] == sample[:-1]
     deltas = episodes.token_rewards[mask] + discount * goes_on * values.roll(-1) - values
@@ -281,11 +286,13 @@ def discounted_sums(values: Tensor, owner: Tensor, discount: float) -> Tensor:
     """
     if not len(values):
         return values.double()
+
     _, sizes = owner.unique_consecutive(return_counts=True)
     row = torch.arange(len(sizes), device=owner.device).repeat_interleave(sizes)
     place = torch.arange(len(owner), device=owner.device) - (sizes.cumsum(0) - sizes)[row]
     table = values.new_zeros((int(sizes.max()), len(sizes)), dtype=torch.float64)
     table[place, row] = values.double()
+
     for step in range(len(table) - 2, -1, -1):
         table[step] += discount * table[step + 1]
     return table[place, row]
@@ -297,6 +304,7 @@ def _normalised_over_batch(values: Tensor, episodes: Episodes) -> Tensor:
     bounded = torch.cat((values, -values)).reshape(2, -1)  # the lowest is minus the highest of -values
     edges = bounded.max(1).values if len(values) else values.new_full((2,), -torch.inf)
     highest, minus_lowest = episodes.all_reduce(edges, "max")
+
     found = torch.zeros_like(episodes.token_rewards)
     if highest == -minus_lowest or not count:
         return found

@@ -211,6 +211,7 @@ def random_inputs(tokens_per_sample: int = 9, samples: int = 6, seed: int = 0) -
 def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Tensor) -> LossInputs:
     """A pack of generated tokens; all arguments (T,), each sample of one advantage, which is its reward too."""
     n_samples = int(sample.max()) + 1
+
     return LossInputs(
         logp_current=current,
         logp_behavior=behavior,

@@ -49,16 +49,19 @@ class Correction:
         """
         if not self.active:
             return loss(inputs)
+
         assert inputs.logp_proximal is not None
         log_ratio = inputs.log_ratio(inputs.logp_proximal, inputs.logp_behavior).detach()  # (T,)
         weighted = self.weight != "none"
         result = loss(replace(inputs, logp_behavior=inputs.logp_proximal) if weighted else inputs)
         factor = torch.ones_like(log_ratio)
         metrics = dict(result.metrics)
+
         if weighted:
             ratio = _level(inputs, log_ratio, self.weight)
             factor = ratio.clamp(max=self.cap)
             metrics |= {"correction_weight": factor, "correction_truncated_fraction": (ratio > self.cap).float()}
+
         if self.mask != "none":
             ratio = _level(inputs, log_ratio, self.mask)
             kept = (ratio >= self.low) & (ratio <= self.high)

@@ -18,7 +18,9 @@ from algos.types import LossInputs, LossResult
 LOG_RATIO_BOUND = 50.0  # e^100 still fits a float64: one absurd token must not turn every number into inf
 STALENESS_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, None))  # token staleness, inclusive
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
-_BINS, _FINEST = 401, 1e-3  # log ratios in bins that are finest around 0 (asinh), about 6 % wide beyond
+# Log ratios are counted in bins that are finest around 0 (asinh), about 6 % wide beyond.
+_BINS = 401
+_FINEST = 1e-3
 _SPREAD = math.asinh(LOG_RATIO_BOUND / _FINEST)
 
 
@@ -33,11 +35,12 @@ class Diagnostics:
     def update(self, inputs: LossInputs, result: LossResult) -> None:
         """Add one pack."""
         mask = inputs.mask
-        log_ratio = (inputs.logp_current - inputs.logp_behavior)[mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        log_ratio = _log_ratio(inputs, inputs.logp_behavior)
         ratio = log_ratio.exp()
         staleness = inputs.staleness[mask].double()
         advantages = inputs.advantages[mask]
         own = {name: values[mask].double() for name, values in result.metrics.items()}
+
         tokens = {
             "tokens": torch.ones_like(ratio),
             "objective": result.per_token[mask].double(),
@@ -50,9 +53,10 @@ class Diagnostics:
             "token_staleness": staleness,
         } | own
         if inputs.logp_proximal is not None:
-            step = (inputs.logp_current - inputs.logp_proximal)[mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            step = _log_ratio(inputs, inputs.logp_proximal)
             tokens |= {"kl_proximal": step.expm1() - step, "kl_proximal_k1": -step}
         tokens |= _by_sign(advantages, {name: values for name, values in own.items() if name.endswith("_fraction")})
+
         firsts = staleness.new_tensor([low for low, _ in STALENESS_BUCKETS[1:]])
         bucket = torch.bucketize(staleness, firsts, right=True)
         zeros = staleness.new_zeros(len(STALENESS_BUCKETS))
@@ -99,15 +103,23 @@ class Diagnostics:
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
 
+def _log_ratio(inputs: LossInputs, logp: Tensor) -> Tensor:
+    """(generated tokens,) float64 of the current policy against that of `logp`."""
+    return (inputs.logp_current - logp)[inputs.mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
 def _means(sums: dict[str, Tensor]) -> dict[str, float]:
     """Of the tokens that were summed; `histogram` (bins,) gives quantiles."""
     totals = {name: float(value) for name, value in sums.items() if not value.ndim}
-    tokens, square = totals.pop("tokens"), totals.pop("ratio_square")
+    tokens = totals.pop("tokens")
+    square = totals.pop("ratio_square")
+
     values: dict[str, float] = {}
     for sign in ("positive", "negative"):
         count = totals.pop(f"tokens_{sign}")
         for name in [name for name in totals if name.endswith(f"_fraction_{sign}")]:
             values[name] = totals.pop(name) / max(1.0, count)
+
     values |= {name: total / tokens for name, total in totals.items()}
     values["ess"] = values["ratio_mean"] ** 2 * tokens / square
     return values | _quantiles(sums["histogram"])

@@ -43,18 +43,24 @@ def _kept(inputs: LossInputs, log_ratio: Tensor, threshold: float) -> Tensor:
     """
     pulled = inputs.mask & (torch.sign(inputs.advantages) * log_ratio > 0)
     square = log_ratio.double() ** 2
-    fixed = torch.where(inputs.mask & ~pulled, square, 0)
-    base, count = inputs.sample_sum(fixed), inputs.sample_sum((inputs.mask & ~pulled).double())  # (n_samples,)
+    stays = inputs.mask & ~pulled
+    base = inputs.sample_sum(torch.where(stays, square, 0))  # (n_samples,)
+    count = inputs.sample_sum(stays.double())  # (n_samples,)
+
     order = torch.argsort(torch.where(pulled, square, 0), stable=True)
     order = order[torch.argsort(inputs.sample[order], stable=True)]  # by sample, nearest first
-    sample, taken = inputs.sample[order], pulled[order].double()
-    sums, counts = (torch.where(pulled, square, 0)[order]).cumsum(0), taken.cumsum(0)
+    sample = inputs.sample[order]
+    taken = pulled[order].double()
+    sums = torch.where(pulled, square, 0)[order].cumsum(0)
+    counts = taken.cumsum(0)
+
     first = torch.searchsorted(sample, torch.arange(inputs.n_samples, device=sample.device))
     before_sums = torch.cat((sums.new_zeros(1), sums))[first]
     before_counts = torch.cat((counts.new_zeros(1), counts))[first]
     moment = (base[sample] + sums - before_sums[sample]) / (count[sample] + counts - before_counts[sample]).clamp(min=1)
     within = torch.where(pulled[order], moment <= threshold, True)
-    # nearest first: once a token is too far, so are all after it unless the moment falls again, and then all fit
+
+    # Nearest first: once a token is too far, so are all after it unless the moment falls again, and then all fit.
     last = torch.zeros_like(base).scatter_reduce(0, sample, counts * within * taken, "amax")
     fits = torch.empty_like(within)
     fits[order] = counts <= last[sample]

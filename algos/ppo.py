@@ -41,11 +41,13 @@ def clipped(ratio: Tensor, advantages: Tensor, options: PPOOptions) -> tuple[Ten
     """The clipped loss and whether the clip stops the token's gradient; all (T,)."""
     plain = -ratio * advantages
     bounded = -ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages
-    loss, stopped = torch.maximum(plain, bounded), bounded > plain
+    loss = torch.maximum(plain, bounded)
+    stopped = bounded > plain
     if options.dual_clip is not None:
         ceiling = -options.dual_clip * advantages
         beyond = (advantages < 0) & (loss > ceiling)
-        loss, stopped = torch.where(beyond, ceiling, loss), stopped | beyond
+        loss = torch.where(beyond, ceiling, loss)
+        stopped = stopped | beyond
     return loss, stopped
 
 

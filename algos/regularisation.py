@@ -13,6 +13,8 @@ from algos.types import LossInputs, LossResult
 
 @dataclass(frozen=True)
 class Regularisation:
+    """Coefficients per token; `kl_estimator` as in `algos.kl`."""
+
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
@@ -26,7 +28,8 @@ class Regularisation:
 
         The estimate of the KL is a metric wherever the reference is known, charged here or in the reward.
         """
-        per_token, metrics = result.per_token, dict(result.metrics)
+        per_token = result.per_token
+        metrics = dict(result.metrics)
         if inputs.logp_reference is not None:
             kl: Tensor = inputs.masked(kl_loss(self.kl_estimator, inputs.logp_current, inputs.logp_reference))
             metrics["kl_reference"] = kl.detach()

@@ -51,15 +51,21 @@ class Shaping:
 
 
 def make_shaping(shaping: str | ShapingSpec | Callable[..., Tensor], options: Mapping[str, Any]) -> Shaping:
+    """One entry of `algo.shaping` as a callable. Raises ValueError."""
     spec = get_shaping(shaping)
     return Shaping(spec, parse_options(spec, options))
 
 
 def check_shaping(shaping: Shaping, max_tokens: int) -> None:
     """Try it on two samples, so that what is wrong with it is known before anything starts. Raises ValueError."""
-    group, tokens = torch.zeros(2, dtype=torch.int64), torch.tensor([1, max_tokens])
-    rewards, truncated = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([False, True])
-    inputs = RewardInputs(rewards, group, tokens, torch.ones_like(group), truncated, max_tokens)
+    inputs = RewardInputs(
+        rewards=torch.tensor([0.0, 1.0], dtype=torch.float64),
+        group=torch.tensor([0, 0]),
+        tokens=torch.tensor([1, max_tokens]),
+        turns=torch.tensor([1, 1]),
+        truncated=torch.tensor([False, True]),
+        max_tokens=max_tokens,
+    )
     try:
         shaping(inputs)
     except Exception as error:

@@ -8,7 +8,6 @@ hyperparameters come from the configuration of the resumed run.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from rl.core.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
@@ -37,7 +39,7 @@ def save(folder: Path, trained: Trained, meta: Meta, journal: bytes, keep: int) 
     if dist.get_rank() == 0:
         begin(folder, meta.step)
     dist.barrier()
-    dcp.save(_state(trained), checkpoint_id=partial_path(folder, meta.step) / "state")
+    save_state(_state(trained), checkpoint_id=partial_path(folder, meta.step) / "state")
     if dist.get_rank() == 0:
         commit(folder, meta, journal, keep)
     dist.barrier()
@@ -49,15 +51,16 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
     Raises CheckpointError if the checkpoint is missing, damaged, of another model or without one of these.
     """
     meta = read_meta(checkpoint)
-    configured = {name: _hyperparameters(adamw) for name, (_model, adamw) in trained.items()}
     state = _state(trained)
     try:
-        dcp.load(state, checkpoint_id=checkpoint / "state")
-    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception; damage has many types
+        load_state(state, checkpoint_id=checkpoint / "state")
+    except (Exception, CheckpointException) as error:  # the latter is no Exception; damage has many types
         raise CheckpointError(f"{checkpoint} cannot be loaded: {_reason(error)}") from error
+
     for name, (model, adamw) in trained.items():
+        configured = [{key: group[key] for key in group if key != "params"} for group in adamw.param_groups]
         set_state_dict(model, adamw, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"])
-        for group, values in zip(adamw.param_groups, configured[name], strict=True):
+        for group, values in zip(adamw.param_groups, configured, strict=True):
             group.update(values)
     torch.set_rng_state(state["rng"])
     return meta
@@ -76,6 +79,7 @@ def export_hf(policy: Policy, folder: Path, source: Path) -> None:
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith(_NOT_COPIED):
                 shutil.copyfile(path, partial / path.name)
+
     _write_weights(policy, partial, _source_dtype(source))
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -86,45 +90,40 @@ def export_hf(policy: Policy, folder: Path, source: Path) -> None:
 def _write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
     """safetensors files of at most 4 GiB (or one tensor), and their index; one file is gathered at a time."""
     parameters = dict(policy.model.named_parameters())
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in export_entries(policy, untie=False)}
-    files: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if files[-1] and sum(sizes[other] for other in files[-1]) + size > _MODEL_FILE_BYTES:
-            files.append([])
-        files[-1].append(name)
-    where: dict[str, str] = {}
-    for number, names in enumerate(files, start=1):
+    entries = export_entries(policy, untie=False)
+    layout = split_torch_state_dict_into_shards(
+        {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in entries},
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_MODEL_FILE_BYTES,
+    )
+
+    for file, names in layout.filename_to_tensors.items():
         tensors = {}
         for name in names:
             parameter = parameters[name].detach()
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # a collective
             if dist.get_rank() == 0:
                 tensors[name] = whole.to("cpu", dtype).contiguous()
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        where |= dict.fromkeys(names, file)
         if dist.get_rank() == 0:
             save_file(tensors, folder / file, metadata={"format": "pt"})
-    if dist.get_rank() == 0 and len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+
+    if dist.get_rank() == 0 and layout.is_sharded:
+        index = {"metadata": layout.metadata, "weight_map": layout.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def _source_dtype(source: Path) -> torch.dtype:
     config = json.loads((source / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    return dtype
 
 
 def _reason(error: BaseException) -> str:
     """One line: the failure of the first rank that had one."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
+    if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def _hyperparameters(adamw: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in adamw.param_groups]
 
 
 def _state(trained: Trained) -> dict[str, Any]:

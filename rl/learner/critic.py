@@ -6,7 +6,6 @@ starts at zero: the first advantages are then the rewards themselves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,10 +75,8 @@ class CriticStats:
             return {}
         tokens, loss, total, square, error = self.sums.tolist()
         variance = square / tokens - (total / tokens) ** 2
-        explained = 1 - error / tokens / variance if variance > 1e-12 else math.nan
-        return {"critic/loss": loss / tokens, "critic/return": total / tokens} | (
-            {} if math.isnan(explained) else {"critic/explained_variance": explained}
-        )
+        known = {} if variance <= 1e-12 else {"critic/explained_variance": 1 - error / tokens / variance}
+        return {"critic/loss": loss / tokens, "critic/return": total / tokens} | known
 
 
 def accumulate_critic(
@@ -95,6 +92,7 @@ def accumulate_critic(
     for pack in packs:
         pack = pack.to(device)
         assert pack.values is not None and pack.returns is not None, "packs need rl.learner.credit.assign first"
+
         values = critic(pack.token_ids, pack.position_ids, select=pack.mask)
         loss = (values - pack.returns) ** 2 / 2  # (T,)
         if clip is not None:
@@ -102,7 +100,9 @@ def accumulate_critic(
             loss = torch.maximum(loss, (near - pack.returns) ** 2 / 2)
         loss = torch.where(pack.mask, loss, torch.zeros_like(loss))
         (loss.sum() * (world_size / max(1, global_tokens))).backward()
-        returns, before = pack.returns[pack.mask].double(), pack.values[pack.mask].double()
+
+        returns = pack.returns[pack.mask].double()
+        before = pack.values[pack.mask].double()
         parts = [pack.mask.sum(), loss.sum(), returns.sum(), (returns**2).sum(), ((returns - before) ** 2).sum()]
         stats.add(CriticStats(torch.stack([part.detach().double() for part in parts])))
     return stats

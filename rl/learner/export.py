@@ -1,7 +1,4 @@
-"""The torch side of a slot: a rank's rows into it, the engine's tensors out of it.
-
-The only module of this package that imports torch.
-"""
+"""The torch side of a slot: a rank's rows into it, the engine's tensors out of it."""
 
 from __future__ import annotations
 
@@ -49,6 +46,7 @@ def _write_rows(view: memoryview, spec: TensorSpec, local: torch.Tensor, row: in
         raise WeightsError(
             f"tensor {spec.name!r} of shape {spec.shape}: rows from {row} on of shape {tuple(local.shape)} do not fit"
         )
+
     dtype = _DTYPES[spec.dtype]
     source = local.detach().reshape(-1)
     target = torch.frombuffer(view, dtype=dtype, count=source.numel(), offset=begin)

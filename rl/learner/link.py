@@ -15,6 +15,7 @@ Every rank receives its own shard of every batch and writes its own part of the 
 from __future__ import annotations
 
 import contextlib
+import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -55,14 +56,17 @@ class LearnerLink:
     """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
 
     def __init__(self, process: Process, manifest: Manifest) -> None:
-        self.process, self.run, self.config = process, process.run, process.config
+        self.process = process
+        self.run = process.run
+        self.config = process.config
         self.rank = process.index
         self.first_step = self.run.start_step
         self.last_step = self.run.start_step + self.config.steps  # one past the last batch
         self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
         self._writer = make_writer(self.run, self.rank, manifest)
         self._writer.open()
-        self._steps: zmq.Socket | None = None
+
+        self._steps: zmq.Socket[bytes] | None = None
         self._service: UpdaterService | None = None
         if self.rank == 0:
             name = identity("learner", 0, process.incarnation)
@@ -70,7 +74,7 @@ class LearnerLink:
             self._service = UpdaterService(self.run, process, manifest.total_bytes)
             self._service.start()
             process.closing_report = self._closing_report
-        self._requested = self.first_step - 1  # newest step asked for
+
         self._waited_s = 0.0  # for the current batch
         self._began = self._reported = time.monotonic()
         self._summary: dict[str, Any] = {"steps": 0}
@@ -78,6 +82,7 @@ class LearnerLink:
     # ------------------------------------------------------------ batches
 
     def version(self, n: int) -> Version:
+        """Version `n` of this start of the run."""
         return Version(self.run.epoch, n)
 
     def batches(self) -> Iterator[Shard]:
@@ -86,18 +91,16 @@ class LearnerLink:
         The next batch is requested as soon as one has arrived, so it is assembled and sent during training.
         Raises WaitExpired after `learner.batch_deadline_s`, Stopped when told to stop, StaleBatch, ValueError.
         """
+        self._request(self.first_step)
         for step in range(self.first_step, self.last_step):
-            self._request(step)
             shard = self._receive(step)
-            if step + 1 < self.last_step:
-                self._request(step + 1)
+            self._request(step + 1)
             self.process.busy = True
             yield shard
 
     def _request(self, step: int) -> None:
-        if self._steps is not None and step > self._requested:
+        if self._steps is not None and step < self.last_step:
             send(self._steps, BatchRequest(step))
-        self._requested = max(step, self._requested)
 
     def _receive(self, step: int) -> Shard:
         begin = time.monotonic()
@@ -106,10 +109,9 @@ class LearnerLink:
         self._waited_s = time.monotonic() - begin
         if not isinstance(message, Shard):
             raise ValueError(f"learner.{self.rank} waited for a shard and received {type(message).__name__}")
-        check_shard(
-            message, step=step, rank=self.rank, epoch=self.run.epoch,
-            staleness_bound=self.config.rollout.staleness_bound,
-        )  # fmt: skip
+
+        bound = self.config.rollout.staleness_bound
+        check_shard(message, step=step, rank=self.rank, epoch=self.run.epoch, staleness_bound=bound)
         if self.config.tracking.save_batches:
             write_shard_file(self.run.folder, message)
         return message
@@ -126,12 +128,13 @@ class LearnerLink:
         """Offer `version` to the generators, tell the broker, ask for an evaluation when one is due.
 
         `write` copies this rank's part into the slot and returns the byte ranges written. Rank 0 waits until
-        every rank has committed; nobody waits for a generator. Raises WaitExpired, WeightsError.
+        every rank has committed, and no rank waits for a generator. Raises WaitExpired, WeightsError.
         """
-        self.process.busy = False  # from here on, whatever waits has a deadline of its own
+        self.process.busy = False  # every wait from here on has a deadline of its own
         self._writer.commit(write(self._attending("slot", lambda wait_s: self._writer.begin(version, wait_s))))
         if self._steps is None or self._service is None:
             return
+
         checksum = self._attending("other ranks' part", lambda wait_s: self._writer.checksum(version, wait_s))
         self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
         send(self._steps, Published(version))
@@ -178,7 +181,9 @@ class LearnerLink:
     def report(self, shard: Shard, values: dict[str, float]) -> None:
         """The metrics row of one trained batch: the broker's view, `values`, and what the protocol itself took."""
         now = time.monotonic()
-        step_s, self._reported = now - self._reported, now
+        step_s = now - self._reported
+        self._reported = now
+
         tokens = float(sum(row.tokens for row in shard.rows))
         row = shard.metrics | values
         row |= {
@@ -188,19 +193,18 @@ class LearnerLink:
             "tokens/trained": tokens,
             "tokens_per_second": tokens / step_s,
         }
+
         if self._service is not None:
             row |= {f"weight_sync/{key}": value for key, value in self._service.stats().items()}
             staleness = [float(shard.step - sample.version) for sample in shard.rows]
             self.process.send(Metrics(shard.step + 1, row, {"staleness": staleness}))
-        self._remember(row)
-        self.process.progress += 1
-        self.attend()
 
-    def _remember(self, row: dict[str, float]) -> None:
         ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
         self._summary.setdefault("first", ends)
         self._summary["last"] = ends
         self._summary["steps"] += 1
+        self.process.progress += 1
+        self.attend()
 
     def _closing_report(self) -> dict[str, Any]:
         assert self._service is not None
@@ -218,11 +222,9 @@ class LearnerLink:
         """Send the closing report, then serve weights until told to stop."""
         self.process.send_closing_report()
         self.process.busy = False
-        poller = zmq.Poller()
-        poller.register(self.process.wake_fd, zmq.POLLIN)
         with contextlib.suppress(Stopped):
             while True:
-                poller.poll(_POLL_MS)
+                select.select([self.process.wake_fd], [], [], _POLL_MS / 1000)
                 self.attend()
 
     # ------------------------------------------------------------ waiting
@@ -241,7 +243,7 @@ class LearnerLink:
         if self._service is not None:
             self._service.raise_if_failed()
 
-    def _wait(self, socket: zmq.Socket, whom: str, deadline_s: float, what: str) -> Message:
+    def _wait(self, socket: zmq.Socket[bytes], whom: str, deadline_s: float, what: str) -> Message:
         """The next message of `socket`, honouring Stop and failures of the weight updates meanwhile."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -256,6 +258,7 @@ class LearnerLink:
                     raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {whom}: {what}")
 
     def close(self) -> None:
+        """Close the sockets, end the weight updater and free the slots."""
         if self._service is not None:
             self._service.stop()
         for socket in (self._shards, self._steps):

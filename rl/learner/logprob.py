@@ -30,7 +30,8 @@ def token_logprobs(
     hidden (T, H), weight (V, H), targets (T,) int64; T may be 0. The entropy carries a gradient only when
     `entropy_gradient` is set (an entropy bonus needs it; it costs one more pass over the chunk in backward).
     """
-    return _ChunkedHead.apply(hidden, weight, targets, temperature, chunk, entropy_gradient)
+    logp, entropy = _ChunkedHead.apply(hidden, weight, targets, temperature, chunk, entropy_gradient)
+    return logp, entropy
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -47,14 +48,18 @@ class _ChunkedHead(torch.autograd.Function):
         math = _math_dtype(hidden, weight)
         operand = _operand(weight, math)
         logp = hidden.new_empty(len(hidden), dtype=math)
-        entropy, lse = torch.empty_like(logp), torch.empty_like(logp)
+        entropy = torch.empty_like(logp)
+        lse = torch.empty_like(logp)  # logsumexp of the logits
+
         for part in _chunks(len(hidden), chunk):
             logits = _product(_operand(hidden[part], math), operand.T, math).div_(temperature)  # (chunk, V)
             lse[part] = logits.logsumexp(-1)
             logp[part] = logits.gather(-1, targets[part, None])[:, 0] - lse[part]
             entropy[part] = torch.special.entr(logits.sub_(lse[part, None]).exp_()).sum(-1)
+
         ctx.save_for_backward(hidden, weight, targets, lse, entropy if entropy_gradient else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature = temperature
+        ctx.chunk = chunk
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -68,6 +73,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed over chunks in full precision: adding up in bfloat16 would lose most of the small terms.
         grad_weight = torch.zeros_like(weight, dtype=math) if ctx.needs_input_grad[1] else None
+
         for part in _chunks(len(hidden), ctx.chunk):
             rows = _operand(hidden[part], math)
             logits = _product(rows, operand.T, math).div_(ctx.temperature)
@@ -77,12 +83,14 @@ class _ChunkedHead(torch.autograd.Function):
             else:  # dH/dlogit_v = -p_v (log p_v + H)
                 grad = grad_entropy[part, None] * (torch.special.entr(probs) - probs * entropy[part, None])
                 grad -= grad_logp[part, None] * probs
+
             grad.scatter_add_(-1, targets[part, None], grad_logp[part, None])
             grad = grad.div_(ctx.temperature).to(operand.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = _product(grad, operand, math).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight += _product(grad.T, rows, math)
+
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 

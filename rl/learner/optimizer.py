@@ -36,7 +36,10 @@ class Optimizer:
 
     def __init__(self, policy: nn.Module, config: LearnerConfig, last_step: int, still_steps: int = 0) -> None:
         """still_steps: batches during which nothing moves yet, though AdamW's moments already follow the gradient."""
-        self._config, self._last_step, self._still_steps = config, last_step, still_steps
+        self._config = config
+        self._last_step = last_step
+        self._still_steps = still_steps
+
         self._parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in self._parameters if parameter.ndim >= 2]
         vectors = [parameter for parameter in self._parameters if parameter.ndim < 2]  # norms and biases: no decay
@@ -54,6 +57,7 @@ class Optimizer:
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm of step {batch_step} is {grad_norm}")
+
         rate = 0.0
         if batch_step >= self._still_steps:
             rate = learning_rate(self._config, batch_step - self._still_steps, self._last_step - self._still_steps)

@@ -33,14 +33,12 @@ def packed_sdpa(
     """
     if cu_seq_lens_q is None or attention_mask is not None:
         raise ValueError(f"{NAME} needs the bounds of the samples (cu_seq_lens_q) and takes no mask")
+
     shared = query.shape[1] != key.shape[1]
-    parts = [
-        scaled_dot_product_attention(
-            query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end],
-            is_causal=True, scale=scaling, enable_gqa=shared,
-        )
-        for begin, end in pairwise(cu_seq_lens_q.tolist())
-    ]  # fmt: skip
+    parts = []
+    for begin, end in pairwise(cu_seq_lens_q.tolist()):
+        sample = [states[:, :, begin:end] for states in (query, key, value)]
+        parts.append(scaled_dot_product_attention(*sample, is_causal=True, scale=scaling, enable_gqa=shared))
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 

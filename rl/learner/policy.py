@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.core.config import LearnerConfig
 from rl.learner import packed_attention
@@ -56,16 +56,18 @@ class PackedModel(nn.Module):
 
     @property
     def decoder(self) -> Any:
+        """The layers without a head."""
         return self.model.get_decoder()
 
     def hidden_states(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T, H) of several samples one after another, each blind to the others; both arguments (T,) int64."""
         bounds = pack_bounds(position_ids) if self._takes_bounds else {}
-        return self.decoder(
-            token_ids[None], position_ids=position_ids[None], use_cache=False, **bounds
-        ).last_hidden_state[0]
+        output = self.decoder(token_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        """In which forwards run."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=self.autocast_dtype)
@@ -84,6 +86,7 @@ class Policy(PackedModel):
 
     @property
     def tied(self) -> bool:
+        """Whether the head is the embedding."""
         return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
 
     def forward(
@@ -105,6 +108,7 @@ class Policy(PackedModel):
         targets = wanted.nonzero()[:, 0]  # (S,)
         with self.autocast(token_ids.device.type):
             hidden = self.hidden_states(token_ids, position_ids)  # (T, H)
+
         logp, entropy = token_logprobs(
             hidden[targets - 1],
             self.model.get_output_embeddings().weight,
@@ -113,6 +117,7 @@ class Policy(PackedModel):
             chunk=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
         )
+
         zeros = torch.zeros(len(token_ids), dtype=logp.dtype, device=logp.device)
         return PolicyOutput(zeros.index_copy(0, targets, logp), zeros.index_copy(0, targets, entropy))
 
@@ -136,12 +141,14 @@ def load_policy(
             attention = "flash_attention_2"
         else:
             attention = packed_attention.NAME if can_pack(AutoConfig.from_pretrained(str(folder))) else "sdpa"
+
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation=attention)
     if get_checkpoint_conversion_mapping(model.config.model_type):
         raise ValueError(
             f"{model.config.model_type}: transformers keeps its parameters under other names and shapes than its "
             "checkpoints, so engines could not load an export; dense models are supported"
         )
+
     modules: Iterator[Any] = model.modules()
     for module in modules:  # train mode is needed for activation checkpointing, dropout never is
         if isinstance(module, nn.Dropout):
@@ -168,6 +175,7 @@ def shard_policy(
     if mesh is None:
         policy.autocast_dtype = None if compute_dtype == torch.float32 else compute_dtype
         return policy.to(device)
+
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in policy.decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
@@ -195,9 +203,9 @@ def local_rows(policy: Policy, *, untie: bool = True) -> Iterator[tuple[str, Ten
             yield name, parameter.detach(), 0
             continue
         assert parameter.placements == (Shard(0),), f"{name} is placed as {parameter.placements}"
-        rank, ranks = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
-        per_rank = -(-parameter.shape[0] // ranks)
-        yield name, parameter.to_local().detach(), min(rank * per_rank, parameter.shape[0])
+        per_rank = -(-parameter.shape[0] // parameter.device_mesh.size())
+        first = min(parameter.device_mesh.get_local_rank() * per_rank, parameter.shape[0])
+        yield name, parameter.to_local().detach(), first
 
 
 def _exported(policy: Policy, untie: bool) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.core.checkpoint_folder import CheckpointError, Meta
 from rl.core.process import Process
@@ -51,14 +51,16 @@ def train(learner: Learner, link: LearnerLink) -> None:
 
 
 class Learner:
-    """The trainer of one rank, and its place in the run. All ranks call the same methods in the same order."""
+    """The trainer of one rank, and what the run gives it. All ranks call the same methods in the same order."""
 
     def __init__(self, process: Process) -> None:
         run = process.run
-        self.run, self.config, self._process = run, run.config, process
-        self.ranks = run.config.learner.ranks
         if run.model_folder is None:
             raise ValueError("the learner has no model: run.json names no model_folder")
+        self.run = run
+        self.config = run.config
+        self._process = process
+
         torch.set_num_threads(self.config.learner.threads)
         torch.manual_seed(self.config.seed)
         self.trainer = Trainer(
@@ -69,6 +71,7 @@ class Learner:
             device=run.device,
             before_forward=self._advance,
         )
+
         self.policy = self.trainer.policy
         self.manifest = weight_manifest(self.policy, run)
         if self.config.resume is not None:
@@ -91,7 +94,7 @@ class Learner:
     def save(self, link: LearnerLink, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""
         journal = link.journal(link.version(step))
-        meta = Meta(step, self.run.epoch, self.ranks)
+        meta = Meta(step, self.run.epoch, self.config.learner.ranks)
         keep = self.config.learner.keep_checkpoints
         checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
@@ -101,7 +104,7 @@ class Learner:
         checkpoint.export_hf(self.policy, self.run.folder / "model", self.run.model_folder)
 
 
-def _join_ranks(run: RunFile, rank: int) -> dist.DeviceMesh:
+def _join_ranks(run: RunFile, rank: int) -> DeviceMesh:
     """Join the process group of this start of the run, through a file in its folder.
 
     A rank may wait as long as another one waits for its batch, and then some: that wait is the one to report.
@@ -110,7 +113,7 @@ def _join_ranks(run: RunFile, rank: int) -> dist.DeviceMesh:
     if run.device == "cpu":  # ranks share a machine; the host's name may not resolve on it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo" if run.device == "cpu" else "cpu:gloo,cuda:nccl"
-    store = dist.FileStore(str(run.folder / f"ranks-{run.run_id}-{run.epoch}"), ranks)
+    store = torch.distributed.FileStore(str(run.folder / f"ranks-{run.run_id}-{run.epoch}"), ranks)
     timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     return init_device_mesh(run.device, (ranks,))

@@ -13,7 +13,7 @@ from rl.core.run import RunFile
 from rl.learner.export import write_shard
 from rl.learner.link import LearnerLink
 from rl.learner.policy import Policy, export_entries, local_rows
-from rl.weights.layout import Manifest
+from rl.weights.layout import Manifest, Segment
 
 PROBE_TOKENS = 16
 
@@ -31,8 +31,13 @@ def probe_prompt(vocab_size: int, max_model_len: int) -> list[int]:
 
 
 class Publisher:
+    """Every rank has one; all call `publish` together."""
+
     def __init__(self, policy: Policy, manifest: Manifest, link: LearnerLink) -> None:
-        self._policy, self._manifest, self._link = policy, manifest, link
+        self._policy = policy
+        self._manifest = manifest
+        self._link = link
+
         config = link.config
         vocab_size = policy.model.config.vocab_size
         self.probe_ids = probe_prompt(vocab_size, config.generator.max_model_len) if config.weights.probe else []
@@ -41,7 +46,7 @@ class Publisher:
         """Offer the present weights as `version`; all ranks call it together. Raises WaitExpired, WeightsError."""
         self._link.publish(version, self._write, self.probe_ids, self._probe())
 
-    def _write(self, view: memoryview) -> list[tuple[int, int] | tuple[int, int, int]]:
+    def _write(self, view: memoryview) -> list[Segment]:
         return write_shard(view, self._manifest, local_rows(self._policy))
 
     @torch.no_grad()
@@ -51,4 +56,5 @@ class Publisher:
             return []
         ids = torch.tensor(self.probe_ids, device=next(self._policy.parameters()).device)  # (P,)
         logp = self._policy(ids, torch.arange(len(ids), device=ids.device)).logp  # (P,)
-        return logp[1:].tolist()
+        probe: list[float] = logp[1:].tolist()
+        return probe

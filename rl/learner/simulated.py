@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from rl.core.checkpoint_folder import Meta, begin, commit
 from rl.core.messages import Shard, Version
@@ -27,7 +28,7 @@ def simulated_manifest(size_bytes: int) -> Manifest:
     return Manifest.layout([(NAME, (size_bytes // 4,), "float32")])
 
 
-def simulated_weights(version: Version, count: int) -> np.ndarray:
+def simulated_weights(version: Version, count: int) -> npt.NDArray[np.float32]:
     """(count,) float32, whole numbers; versions that follow each other differ in every element."""
     start = (7919 * version.n + 104_729 * version.epoch) % (1 << 24)
     return ((np.arange(count) + start) % (1 << 24)).astype(np.float32)
@@ -42,7 +43,8 @@ def write_rows(view: memoryview, manifest: Manifest, version: Version, rank: int
     """Copy this rank's rows of `version` into the slot; returns the byte range written."""
     (spec,) = manifest.tensors
     count = spec.shape[0]
-    first, end = count * rank // ranks, count * (rank + 1) // ranks
+    first = count * rank // ranks
+    end = count * (rank + 1) // ranks
     slot = np.frombuffer(view, np.float32, count, spec.offset)
     slot[first:end] = simulated_weights(version, count)[first:end]
     return [(spec.offset + 4 * first, 4 * (end - first))]
@@ -53,12 +55,13 @@ def save(process: Process, link: LearnerLink, step: int) -> None:
     journal = link.journal(link.version(step))
     if process.index == 0:
         folder = process.run.folder / "checkpoints"
+        learner = process.config.learner
         begin(folder, step)
-        ranks, keep = process.config.learner.ranks, process.config.learner.keep_checkpoints
-        commit(folder, Meta(step, process.run.epoch, ranks), journal, keep)
+        commit(folder, Meta(step, process.run.epoch, learner.ranks), journal, learner.keep_checkpoints)
 
 
 def train(process: Process, link: LearnerLink, manifest: Manifest) -> None:
+    """As `rl.learner.process.train`, with a sleep in the place of training."""
     config = process.config.learner
 
     def publish(version: Version) -> None:

@@ -40,26 +40,32 @@ class Trainer:
         before_forward: Callable[..., None] | None = None,
     ) -> None:
         """folder: the starting weights. Raises ValueError for settings or models that do not fit together."""
-        self._config, self._folder, self._mesh, self._device = config, folder, mesh, device
+        self._config = config
+        self._folder = folder
+        self._mesh = mesh
+        self._device = device
         self._ranks = 1 if mesh is None else mesh.size()
+
         self.algorithm = make_algorithm(config)
-        chunk, critic = config.learner.logprob_chunk, self.algorithm.critic
-        self.policy: Policy = self._place(load_policy(folder, logprob_chunk=chunk, device=device))
-        self.optimizer = Optimizer(
-            self.policy, config.learner, last_step, still_steps=critic.pretrain_steps if critic else 0
-        )
+        critic = self.algorithm.critic
+        self.policy = self._sharded(self._load("start"))
+        still_steps = critic.pretrain_steps if critic else 0
+        self.optimizer = Optimizer(self.policy, config.learner, last_step, still_steps)
+
         self.reference: Policy | None = None
         if self.algorithm.reference is not None:
-            frozen = load_policy(self._model(self.algorithm.reference), logprob_chunk=chunk, device=device)
+            frozen = self._load(self.algorithm.reference)
             self._check_vocabulary("algo.kl.reference", frozen)
-            self.reference = self._place(frozen.requires_grad_(False))
+            self.reference = self._sharded(frozen.requires_grad_(False))
+
         self.critic: Critic | None = None
         if critic is not None:
-            head = load_critic(self._model(critic.path), device=device)
-            self._check_vocabulary("algo.critic.path", head)
-            self.critic = self._place(head)
+            values = load_critic(self._model_folder(critic.path), device=device)
+            self._check_vocabulary("algo.critic.path", values)
+            self.critic = self._sharded(values)
             settings = config.learner.model_copy(update={"lr": critic.lr, "warmup_steps": critic.warmup_steps})
             self.critic_optimizer = Optimizer(self.critic, settings, last_step)
+
         for model in (self.policy, self.reference, self.critic):
             if model is not None and before_forward is not None:
                 model.register_forward_pre_hook(before_forward)
@@ -69,7 +75,7 @@ class Trainer:
 
         Everything in it is of the weights before the first of these steps.
         """
-        settings, temperature = self._config.learner, self._config.sampling.temperature
+        settings = self._config.learner
         kept = kept_rows(shard, self.algorithm)
         packed = [
             mask_rows(make_packs(part, settings.max_tokens_per_pack, shard.step), kept)
@@ -77,6 +83,8 @@ class Trainer:
         ]
         counts = all_reduce(torch.tensor([max(1, len(packs)) for packs in packed]), "max")  # (minibatches,)
         parts = [pad_packs(packs, int(count)) for packs, count in zip(packed, counts, strict=True)]
+
+        temperature = self._config.sampling.temperature
         if self.algorithm.needs_proximal and len(parts) > 1:
             parts = [with_logp(self.policy, part, "logp_proximal", temperature=temperature) for part in parts]
         if self.reference is not None:
@@ -88,51 +96,56 @@ class Trainer:
     def accumulate(self, minibatch: Minibatch) -> UpdateStats:
         """Add this rank's part of the policy's gradient."""
         return accumulate_gradients(
-            self.policy, minibatch.packs, self.algorithm.loss,
-            correction=self.algorithm.correction, regularisation=self.algorithm.regularisation,
-            temperature=self._config.sampling.temperature, global_tokens=minibatch.loss_tokens, world_size=self._ranks,
+            self.policy,
+            minibatch.packs,
+            self.algorithm,
+            temperature=self._config.sampling.temperature,
+            global_tokens=minibatch.loss_tokens,
+            world_size=self._ranks,
             first_step=self._config.learner.minibatches == 1,
-        )  # fmt: skip
+        )
 
     def update(self, minibatch: Minibatch, step: int) -> UpdateStats:
         """One optimizer step of the policy on batch `step`, and `algo.critic.epochs` of the critic."""
         stats = self.accumulate(minibatch)
         norm, rate = self.optimizer.step(step)
         stats.steps = {"train/grad_norm": [norm], "train/lr": [rate]}
-        if self.critic is not None:
-            self._update_critic(self.critic, minibatch, step, stats)
-        return stats
+        if self.critic is None or self.algorithm.critic is None:
+            return stats
 
-    def _update_critic(self, critic: Critic, minibatch: Minibatch, step: int, stats: UpdateStats) -> None:
-        assert self.algorithm.critic is not None
+        packs = minibatch.packs
+        tokens = minibatch.loss_tokens
+        clip = self.algorithm.critic.clip
         for _ in range(self.algorithm.critic.epochs):
-            sums = accumulate_critic(
-                critic, minibatch.packs, global_tokens=minibatch.loss_tokens, world_size=self._ranks,
-                clip=self.algorithm.critic.clip,
-            )  # fmt: skip
+            sums = accumulate_critic(self.critic, packs, global_tokens=tokens, world_size=self._ranks, clip=clip)
             norm, _rate = self.critic_optimizer.step(step)
             stats.critic.add(sums)
             stats.steps.setdefault("critic/grad_norm", []).append(norm)
+        return stats
 
     def trained(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
         """What a checkpoint holds, by name."""
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.policy, self.optimizer.adamw)}
         return models if self.critic is None else models | {"critic": (self.critic, self.critic_optimizer.adamw)}
 
-    def _place(self, model: M) -> M:
-        settings = self._config.learner
+    def _load(self, path: str) -> Policy:
+        chunk = self._config.learner.logprob_chunk
+        return load_policy(self._model_folder(path), logprob_chunk=chunk, device=self._device)
+
+    def _model_folder(self, path: str) -> Path:
+        return self._folder if path == "start" else Path(path)
+
+    def _sharded(self, model: M) -> M:
         return shard_policy(
             model,
             compute_dtype=_DTYPES[self._config.model.dtype],
-            activation_checkpointing=settings.activation_checkpointing,
+            activation_checkpointing=self._config.learner.activation_checkpointing,
             mesh=self._mesh,
             device=self._device,
         )
 
-    def _model(self, path: str) -> Path:
-        return self._folder if path == "start" else Path(path)
-
     def _check_vocabulary(self, field: str, model: PackedModel) -> None:
-        theirs, ours = model.model.config.vocab_size, self.policy.model.config.vocab_size
+        theirs = model.model.config.vocab_size
+        ours = self.policy.model.config.vocab_size
         if theirs != ours:
             raise ValueError(f"{field}: a vocabulary of {theirs} entries, the policy has {ours}")

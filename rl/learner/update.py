@@ -12,17 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from algos.correction import Correction
 from algos.diagnostics import Diagnostics
-from algos.registry import Loss
-from algos.regularisation import Regularisation
 from algos.types import LossInputs
 from rl.core.columns import BUILT_IN
+from rl.learner.algorithm import Algorithm
 from rl.learner.critic import CriticStats
 from rl.learner.packing import Pack
 from rl.learner.policy import Policy, PolicyOutput
-
-NO_CORRECTION, NO_REGULARISATION = Correction(), Regularisation()
 
 
 @dataclass
@@ -51,13 +47,11 @@ class UpdateStats:
 def accumulate_gradients(
     policy: Policy,
     packs: Iterable[Pack],
-    loss: Loss,
+    algorithm: Algorithm,
     *,
     temperature: float,
     global_tokens: int,
     world_size: int = 1,
-    correction: Correction = NO_CORRECTION,
-    regularisation: Regularisation = NO_REGULARISATION,
     first_step: bool = False,
 ) -> UpdateStats:
     """Add this rank's part of the minibatch's gradient to `policy`.
@@ -76,11 +70,11 @@ def accumulate_gradients(
             pack.position_ids,
             temperature=temperature,
             select=pack.mask,
-            entropy_gradient=loss.entropy_gradient or regularisation.entropy_gradient,
+            entropy_gradient=algorithm.entropy_gradient,
         )
-        needs_proximal = loss.needs_proximal or correction.active
-        inputs = loss_inputs(pack, output, needs_proximal=needs_proximal, first_step=first_step)
-        result = regularisation(inputs, correction(inputs, loss))
+
+        inputs = loss_inputs(pack, output, needs_proximal=algorithm.needs_proximal, first_step=first_step)
+        result = algorithm.regularisation(inputs, algorithm.correction(inputs, algorithm.loss))
         total = (inputs.masked(result.per_token) * pack.weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
         stats.diagnostics.update(inputs, result)

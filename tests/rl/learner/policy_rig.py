@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from algos.registry import make_loss
+from algos.registry import Loss, LossFunction, make_loss
 from rl.core.columns import token_columns
 from rl.core.config import load_config
 from rl.core.messages import SampleRow, Shard
-from rl.learner.algorithm import make_algorithm
+from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.credit import assign
 from rl.learner.packing import Pack, dummy_pack, make_packs
 from rl.learner.policy import Policy
@@ -29,10 +30,18 @@ def save_tiny(folder: Path, *, tied: bool = True) -> Path:
     """Initial weights large enough that attention matters: a packing fault moves logprobs by tenths of a nat."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=96, tie_word_embeddings=tied, initializer_range=0.15,
-        max_position_embeddings=512, attention_dropout=0.1,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        max_position_embeddings=512,
+        attention_dropout=0.1,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -93,18 +102,22 @@ def backward(
     packs: list[Pack],
     tokens: int,
     *,
-    loss: str = "grpo",
+    loss: str | LossFunction = "grpo",
     options: dict[str, Any] | None = None,
     world_size: int = 1,
     first_step: bool = False,
 ) -> tuple[dict[str, Tensor], UpdateStats]:
     """Fresh gradients and statistics of these packs."""
     policy.zero_grad(set_to_none=True)
-    stats = accumulate_gradients(
-        policy, packs, make_loss(loss, options or {}), temperature=0.7, global_tokens=tokens, world_size=world_size,
-        first_step=first_step,
-    )  # fmt: skip
+    algorithm = algorithm_of(make_loss(loss, options or {}))
+    scale = {"temperature": 0.7, "global_tokens": tokens, "world_size": world_size}
+    stats = accumulate_gradients(policy, packs, algorithm, first_step=first_step, **scale)
     return gradients(policy), stats
+
+
+def algorithm_of(loss: Loss) -> Algorithm:
+    """The defaults with this loss."""
+    return replace(make_algorithm(load_config(None)), loss=loss)
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from rl.core.checkpoint_folder import CheckpointError, Meta, begin, commit, latest, read_journal, read_meta
 from rl.learner import checkpoint
+from rl.learner.policy import load_policy
+from tests.rl.learner.policy_rig import save_tiny
 
 
 @pytest.fixture
@@ -115,3 +117,18 @@ def test_an_interrupted_save_is_never_seen_and_the_newest_are_kept(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-11.tmp", "step-2"]
     assert not list(begin(tmp_path, 11).iterdir())  # the next attempt starts from nothing
     assert latest(tmp_path / "empty") is None
+
+
+@pytest.mark.parametrize("file_bytes, files", [(1 << 30, 1), (20_000, 5)])
+def test_an_export_loads_elsewhere_in_one_file_or_many(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int, files: int
+) -> None:
+    monkeypatch.setattr(checkpoint, "_MODEL_FILE_BYTES", file_bytes)
+    policy = load_policy(save_tiny(tmp_path / "source"))
+    checkpoint.export_hf(policy, tmp_path / "model", tmp_path / "source")
+
+    found = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert len(found) >= files and (tmp_path / "model" / "model.safetensors.index.json").exists() == (files > 1)
+    exported = load_policy(tmp_path / "model")
+    for mine, theirs in zip(policy.parameters(), exported.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

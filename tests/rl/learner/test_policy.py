@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Qwen3Config
 
-from algos.registry import Loss, LossSpec, NoOptions, make_loss
+from algos.registry import Loss, LossFunction, LossSpec, NoOptions, make_loss
 from algos.types import LossInputs, LossResult
 from rl.learner.packed_attention import can_pack
 from rl.learner.packing import Pack, dummy_pack, pad_packs
@@ -21,6 +21,7 @@ from rl.learner.policy import Policy, export_entries, load_policy, local_rows, s
 from rl.learner.update import accumulate_gradients, with_logp
 from tests.rl.learner.policy_rig import (
     VOCAB,
+    algorithm_of,
     backward,
     gradients,
     largest_difference,
@@ -171,9 +172,9 @@ def careless(inputs: LossInputs, options: object) -> LossResult:
     return LossResult(-ratio * inputs.advantages, {"ratio": ratio.detach()})
 
 
-@pytest.mark.parametrize("loss", ["grpo", f"{__name__}:careless"])
+@pytest.mark.parametrize("loss", ["grpo", careless])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: float, loss: str) -> None:
+def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: float, loss: str | LossFunction) -> None:
     (shard,) = make_shards(1)
     packs = packs_of(shard)
     dirty = [
@@ -230,7 +231,7 @@ def test_a_loss_with_an_entropy_gradient(policy: Policy) -> None:
         return LossResult(inputs.masked(-inputs.entropy))
 
     loss = Loss(LossSpec("bonus", bonus, NoOptions, entropy_gradient=True), NoOptions())
-    accumulate_gradients(policy, [pack], loss, temperature=TEMPERATURE, global_tokens=pack.loss_tokens)
+    accumulate_gradients(policy, [pack], algorithm_of(loss), temperature=TEMPERATURE, global_tokens=pack.loss_tokens)
     found = gradients(policy)
     policy.zero_grad()
     logits = stock_logits(policy, pack.token_ids, position_ids=pack.position_ids[None], use_cache=False)
@@ -256,7 +257,7 @@ def step_between_forwards(policy: Policy) -> Tensor:
     """backward -> forward without gradients -> optimizer step -> forward."""
     pack = one_pack()
     loss = make_loss("reinforce", {})
-    accumulate_gradients(policy, [pack], loss, temperature=TEMPERATURE, global_tokens=pack.loss_tokens)
+    accumulate_gradients(policy, [pack], algorithm_of(loss), temperature=TEMPERATURE, global_tokens=pack.loss_tokens)
     with torch.no_grad():
         policy(pack.token_ids, pack.position_ids)
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +105,8 @@ def masked_tokens(loss: Loss) -> str:
         return "per_token is not 0 on masked tokens: wrap it in inputs.masked(...)"
 
     for poison in (float("nan"), float("inf"), -float("inf")):
-        dirty = _with(inputs, [*_LOGPROBS, "entropy"], lambda v, poison=poison: v.masked_fill(~inputs.mask, poison))
+        hide = partial(torch.masked_fill, mask=~inputs.mask, value=poison)
+        dirty = _with(inputs, [*_LOGPROBS, "entropy"], hide)
         found = loss(dirty).per_token
         if not torch.equal(found, clean) or not torch.equal(gradient(found, dirty), slope):
             return f"{poison} on a masked token changes value or gradient: use inputs.log_ratio and inputs.masked"
@@ -251,7 +254,8 @@ def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
 
 def _with(inputs: LossInputs, names: Iterable[str], change: Callable[[Tensor], Tensor | None]) -> LossInputs:
     """With these tensors changed; `logp_current` is a leaf again."""
-    changed = replace(inputs, **{name: change(getattr(inputs, name)) for name in names})
+    fields: dict[str, Any] = {name: change(getattr(inputs, name)) for name in names}
+    changed = replace(inputs, **fields)
     return replace(changed, logp_current=changed.logp_current.detach().requires_grad_())
 
 

@@ -52,6 +52,7 @@ class Diagnostics:
             "advantage_abs": advantages.double().abs(),
             "token_staleness": staleness,
         } | own
+
         if inputs.logp_proximal is not None:
             step = _log_ratio(inputs, inputs.logp_proximal)
             tokens |= {"kl_proximal": step.expm1() - step, "kl_proximal_k1": -step}

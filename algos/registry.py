@@ -81,7 +81,8 @@ class Loss:
     options: Any
 
     def __call__(self, inputs: LossInputs) -> LossResult:
-        return self.spec.function(inputs, self.options)
+        result: LossResult = self.spec.function(inputs, self.options)
+        return result
 
     @property
     def needs_proximal(self) -> bool:

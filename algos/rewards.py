@@ -41,7 +41,7 @@ class Shaping:
 
     def __call__(self, inputs: RewardInputs) -> Tensor:
         """(N,) float64. Raises ValueError for an answer of another shape or with a number that is not finite."""
-        shaped = self.spec.function(inputs, self.options)
+        shaped: Tensor = self.spec.function(inputs, self.options)
         if shaped.shape != inputs.rewards.shape or not torch.isfinite(shaped).all():
             raise ValueError(
                 f"shaping {self.spec.name!r} must answer {tuple(inputs.rewards.shape)} finite rewards, "

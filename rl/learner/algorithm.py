@@ -62,6 +62,7 @@ def make_algorithm(config: Config) -> Algorithm:
     )
 
     charged = bool(kl.coef) and kl.place == "reward"
+
     algorithm = Algorithm(
         loss=loss,
         correction=Correction(**algo.correction.model_dump()),
@@ -104,6 +105,7 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         critic.enabled and critic.pretrain_steps >= config.steps and config.resume is None,
         f"algo.critic.pretrain_steps={critic.pretrain_steps} leaves none of steps={config.steps} to the policy",
     )
+
     low = algo.correction.low
     high = algo.correction.high
     yield low >= high, f"algo.correction.low={low:g} must be below algo.correction.high={high:g}"
@@ -112,6 +114,7 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         f"{field} compares members of a group and is 0 for rollout.group_size=1: raise the group size, or use 'batch' "
         "or 'gae'",
     )
+
     yield (
         algo.aggregation_constant is not None and algorithm.aggregation != "constant",
         f"algo.aggregation_constant={algo.aggregation_constant} has no meaning with "

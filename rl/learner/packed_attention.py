@@ -37,8 +37,8 @@ def packed_sdpa(
     shared = query.shape[1] != key.shape[1]
     parts = []
     for begin, end in pairwise(cu_seq_lens_q.tolist()):
-        sample = [states[:, :, begin:end] for states in (query, key, value)]
-        parts.append(scaled_dot_product_attention(*sample, is_causal=True, scale=scaling, enable_gqa=shared))
+        q, k, v = (states[:, :, begin:end] for states in (query, key, value))
+        parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared))
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 

@@ -107,6 +107,7 @@ class FramesReader(WeightReader):
         until = time.monotonic() + deadline_s
         first = self._ranks[0]
         question = wire.AskLease(self._name, self._incarnation, at_least)
+
         try:
             while True:
                 granted = wait_for(
@@ -115,6 +116,7 @@ class FramesReader(WeightReader):
                     lambda: self._waiting(at_least, first.progress),
                     _ASK_AGAIN_S,
                 )
+
                 self._fetch(granted, view, until)
                 released = first.ask(wire.Release(), wire.Released, _left_s(until))
                 if released is not None and released.intact:

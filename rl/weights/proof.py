@@ -88,6 +88,7 @@ class LoadProof:
         ]
         old = min(comparable, key=lambda kept: kept.version)
         gap = _distance(old.probe_logp, expected)
+
         to_old = _distance(engine, old)
         if gap <= NOISE_FRACTION * self._tolerance or to_old >= gap / 2:
             return None

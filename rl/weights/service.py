@@ -50,6 +50,7 @@ class UpdaterService:
         self._run = run
         self._process = process
         self._version_bytes = version_bytes
+
         self._core = UpdaterCore(
             generators=config.generator.count,
             rolling=config.rollout.alpha > 0,
@@ -154,6 +155,7 @@ class UpdaterService:
                     self.loaded_all = version
                 case LoadFailed(generator, message):
                     self._count(failed=1)
+
                     print(f"updater: generator {generator} failed to load: {message}", file=sys.stderr)
                 case Mismatch(_, message) | Suspect(_, _, message):
                     self._fail(message)

@@ -161,7 +161,7 @@ class SlotTable:
         if not 0 < len(encoded) <= _NAME_BYTES:
             raise WeightsError(f"reader name {name!r} must have 1 to {_NAME_BYTES} bytes")
 
-        names = self._leases["name"].tolist()
+        names: list[bytes] = self._leases["name"].tolist()
         try:
             index = names.index(encoded if encoded in names else b"")
         except ValueError:

@@ -24,14 +24,20 @@ def episodes_of(
 ) -> Episodes:
     """Each turn is one or two observed tokens, then one to three generated ones; rewards by sample and turn."""
     random = np.random.default_rng(seed)
-    mask, token_turn, token_rewards, turn_sample = [], [], [], []
+    mask: list[bool] = []
+    token_turn: list[int] = []
+    token_rewards: list[float] = []
+    turn_sample: list[int] = []
+
     for sample, rewards in enumerate(turns):
         for reward in rewards:
-            observed, generated = random.integers(1, 3), random.integers(1, 4)
+            observed = random.integers(1, 3)
+            generated = random.integers(1, 4)
             mask += [False] * observed + [True] * generated
             token_turn += [len(turn_sample)] * (observed + generated)
             token_rewards += [0.0] * (observed + generated - 1) + [reward]
             turn_sample.append(sample)
+
     return Episodes(
         group=torch.tensor(group),
         turn_rewards=torch.tensor([reward for rewards in turns for reward in rewards], dtype=torch.float64),
@@ -177,7 +183,8 @@ def test_discounted_sums() -> None:
 def test_batch_normalised_is_rewards_to_go_with_mean_0_and_deviation_1() -> None:
     episodes = some_episodes()
     found = make_estimator("batch", {})(episodes)[episodes.mask].numpy()
-    rewards, sample = episodes.token_rewards[episodes.mask].numpy(), episodes.token_sample[episodes.mask].numpy()
+    rewards = episodes.token_rewards[episodes.mask].numpy()
+    sample = episodes.token_sample[episodes.mask].numpy()
     returns = np.array([rewards[i:][sample[i:] == sample[i]].sum() for i in range(len(rewards))])
     np.testing.assert_allclose(found, (returns - returns.mean()) / (returns.std() + 1e-6), rtol=1e-5, atol=1e-6)
     assert abs(found.mean()) < 1e-6 and found.std() == pytest.approx(1, abs=1e-5)
@@ -200,7 +207,9 @@ def test_gae_against_its_recursion(discount: float, lam: float) -> None:
     found = make_estimator("gae", {"discount": discount, "lam": lam, "normalise": False})(episodes)
     for sample in range(len(episodes.group)):
         own = ((episodes.token_sample == sample) & episodes.mask).nonzero()[:, 0].tolist()
-        after, next_value = 0.0, 0.0
+        after = 0.0
+        next_value = 0.0
+
         for t in reversed(own):
             value = float(episodes.values[t])
             after = float(episodes.token_rewards[t]) + discount * next_value - value + discount * lam * after
@@ -212,7 +221,8 @@ def test_gae_against_its_recursion(discount: float, lam: float) -> None:
 def test_gae_with_lambda_1_is_return_minus_value_and_with_0_one_step() -> None:
     episodes = some_episodes()
     assert episodes.values is not None
-    mask, values = episodes.mask, episodes.values.double()
+    mask = episodes.mask
+    values = episodes.values.double()
     returns = discounted_sums(episodes.token_rewards[mask], episodes.token_sample[mask], 1.0)
     torch.testing.assert_close(gae_advantages(episodes, 1.0, 1.0)[mask], returns - values[mask])
     one_step = gae_advantages(episodes, 1.0, 0.0)[mask]
@@ -293,7 +303,8 @@ def in_step(estimator: Estimator, shards: list[Episodes]) -> list[Tensor]:
                 if done is None:
                     asked.append((values.clone(), how))
                     raise _Waiting
-                return done.clone()
+                copied: Tensor = done.clone()
+                return copied
 
             try:
                 results.append(estimator(replace(shard, all_reduce=reduce)))

@@ -58,14 +58,16 @@ def test_without_one_the_loss_is_untouched() -> None:
 
 @pytest.mark.parametrize("name", loss_names())
 def test_a_mask_alone_leaves_the_losss_own_weights(name: str) -> None:
-    inputs, loss = random_inputs(), make_loss(name, {})
+    inputs = random_inputs()
+    loss = make_loss(name, {})
     masked = Correction(mask="token", low=0.0, high=1e30)(inputs, loss)
     torch.testing.assert_close(masked.per_token, loss(inputs).per_token)
 
 
 @pytest.mark.parametrize("name", loss_names())
 def test_under_a_weight_the_proximal_policy_counts_as_the_one_that_sampled(name: str) -> None:
-    inputs, loss = random_inputs(), make_loss(name, {})
+    inputs = random_inputs()
+    loss = make_loss(name, {})
     assert inputs.logp_proximal is not None
     weight = (inputs.logp_proximal - inputs.logp_behavior).detach().exp()
     expected = weight * loss(replace(inputs, logp_behavior=inputs.logp_proximal)).per_token

@@ -15,7 +15,8 @@ from algos.types import LossInputs, LossResult
 
 
 def diagnostics(*packs: LossInputs) -> Diagnostics:
-    loss, total = make_loss("ppo", {}), Diagnostics()
+    loss = make_loss("ppo", {})
+    total = Diagnostics()
     for pack in packs:
         total.update(pack, loss(pack))
     return total
@@ -33,6 +34,7 @@ def test_values() -> None:
     total = Diagnostics()
     total.update(inputs, LossResult(torch.tensor([3.0, 4.0, 5.0, 9.0]), {"weight": torch.tensor([1.0, 0.0, 0.0, 9.0])}))
     metrics = {name: value for name, value in total.metrics().items() if "ratio_p" not in name and "stale_" not in name}
+
     assert metrics == pytest.approx(
         {
             "loss/objective": 4.0,

@@ -26,7 +26,8 @@ def two_policies() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values(kind: KLEstimator) -> None:
-    logp, reference = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -0.25, -0.5])
+    logp = torch.tensor([-1.0, -2.0, -0.5])
+    reference = torch.tensor([-1.5, -0.25, -0.5])
     x = torch.tensor([0.5, -1.75, 0.0])
     expected = {"k1": x, "k2": x**2 / 2, "k3": torch.exp(-x) - 1 + x}[kind]
     torch.testing.assert_close(kl_estimate(kind, logp, reference), expected)

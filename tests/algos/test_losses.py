@@ -30,7 +30,8 @@ def clipped(ratio: float, advantage: float, low: float, high: float, dual: float
     objective = min(plain, min(max(ratio, 1 - low), 1 + high) * advantage)
     slope = plain if objective == plain else 0.0
     if dual is not None and advantage < 0 and objective < dual * advantage:
-        objective, slope = dual * advantage, 0.0
+        objective = dual * advantage
+        slope = 0.0
     return -objective, -slope
 
 
@@ -96,7 +97,8 @@ def kimi(tau: float) -> Reference:
 
 
 def sapo(current: float, behavior: float, advantage: float) -> tuple[float, float]:
-    ratio, tau = math.exp(current - behavior), 1.0 if advantage > 0 else 1.05
+    ratio = math.exp(current - behavior)
+    tau = 1.0 if advantage > 0 else 1.05
     gate = 1 / (1 + math.exp(-tau * (ratio - 1))) if tau * (ratio - 1) > -700 else 0.0
     return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
 
@@ -149,9 +151,11 @@ CASES: list[tuple[str, dict[str, Any], Reference]] = [
 
 
 def expected(inputs: LossInputs, reference: Reference) -> tuple[torch.Tensor, torch.Tensor]:
-    values, slopes = torch.zeros_like(inputs.logp_behavior), torch.zeros_like(inputs.logp_behavior)
+    values = torch.zeros_like(inputs.logp_behavior)
+    slopes = torch.zeros_like(inputs.logp_behavior)
     for sample in range(inputs.n_samples):
         places = ((inputs.sample == sample) & inputs.mask).nonzero().flatten().tolist()
+
         tokens: list[Token] = [
             (
                 float(inputs.logp_current[i].detach()),
@@ -161,8 +165,10 @@ def expected(inputs: LossInputs, reference: Reference) -> tuple[torch.Tensor, to
             )
             for i in places
         ]
+
         for i, (value, slope) in zip(places, reference(tokens, float(inputs.rewards[sample])), strict=True):
-            values[i], slopes[i] = value, slope
+            values[i] = value
+            slopes[i] = slope
     return values, slopes
 
 

@@ -44,7 +44,9 @@ class Rig:
     """Broker and supervisor of one run. Messages are kept in `inbox` in the order they came."""
 
     def __init__(self, run: RunFile, module: str = "rl.learner.process") -> None:
-        self.run, self.module, self.ranks = run, module, run.config.learner.ranks
+        self.run = run
+        self.module = module
+        self.ranks = run.config.learner.ranks
         self.inbox: list[Message] = []
         self.children: list[subprocess.Popen[bytes]] = []
         self.learner = b""  # identity on the socket `steps`
@@ -55,8 +57,10 @@ class Rig:
 
     def start(self) -> Rig:
         environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "FRESCO_PARENT_PID": str(os.getpid()),
-        }  # fmt: skip
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "FRESCO_PARENT_PID": str(os.getpid()),
+        }
         for rank in range(self.ranks):
             log = (self.run.folder / f"learner.{rank}.log").open("wb")
             command = [sys.executable, "-m", self.module, "--run", str(self.run.folder), "--index", str(rank)]
@@ -161,15 +165,18 @@ def make_batch(
         lengths = random.integers(2, 7, size=4)  # prompt, answer, observation, answer
         mask = np.repeat(np.array([0, 1, 0, 1], np.uint8), lengths)
         tokens = int(lengths.sum())
-        samples.append({
-            "ids": random.integers(1, vocab, tokens).astype(np.int32),
-            "mask": mask,
-            "logp": np.where(mask, random.uniform(-5, -3, tokens), 0).astype(np.float32),
-            "starts": [int(lengths[0]), int(lengths[:3].sum())],
-            "group": 10 * step + sample // group_size,
-            "id": 100 * step + sample,
-            "reward": float(random.random() < 0.5) + 0.25 * (sample % group_size),
-        })  # fmt: skip
+
+        samples.append(
+            {
+                "ids": random.integers(1, vocab, tokens).astype(np.int32),
+                "mask": mask,
+                "logp": np.where(mask, random.uniform(-5, -3, tokens), 0).astype(np.float32),
+                "starts": [int(lengths[0]), int(lengths[:3].sum())],
+                "group": 10 * step + sample // group_size,
+                "id": 100 * step + sample,
+                "reward": float(random.random() < 0.5) + 0.25 * (sample % group_size),
+            }
+        )
     made_by = step if version is None else version
     rows = [SampleRow(s["id"], s["group"], s["reward"], len(s["ids"]), int(s["mask"].sum()), made_by) for s in samples]
     return [_shard(step, rank, ranks, epoch, made_by, rows, samples, group_size) for rank in range(ranks)]
@@ -187,6 +194,7 @@ def _shard(
 ) -> Shard:
     members = [i for i in range(len(samples)) if (i // group_size) % ranks == rank]
     mine = [samples[i] for i in members]
+
     return Shard(
         step=step,
         rank=rank,
@@ -210,9 +218,15 @@ def make_learner_run(*overrides: str, **fields: Any) -> RunFile:
     """A saved RunFile in a new folder with a short path; the caller removes the folder."""
     folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))
     values = {
-        "config": load_config(None, list(overrides)), "run_id": uuid.uuid4().hex[:8], "folder": folder,
-        "socket_folder": folder, "device": "cpu", "train_tasks": 1000, "eval_tasks": 16, "started_at": time.time(),
-    }  # fmt: skip
+        "config": load_config(None, list(overrides)),
+        "run_id": uuid.uuid4().hex[:8],
+        "folder": folder,
+        "socket_folder": folder,
+        "device": "cpu",
+        "train_tasks": 1000,
+        "eval_tasks": 16,
+        "started_at": time.time(),
+    }
     run = RunFile.model_validate(values | fields)
     run.save()
     return run

@@ -29,6 +29,7 @@ VOCAB = 67  # odd: two ranks hold a different number of rows
 def save_tiny(folder: Path, *, tied: bool = True) -> Path:
     """Initial weights large enough that attention matters: a packing fault moves logprobs by tenths of a nat."""
     torch.manual_seed(0)
+
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -42,6 +43,7 @@ def save_tiny(folder: Path, *, tied: bool = True) -> Path:
         max_position_embeddings=512,
         attention_dropout=0.1,
     )
+
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -49,11 +51,13 @@ def save_tiny(folder: Path, *, tied: bool = True) -> Path:
 def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int = 0) -> list[Shard]:
     """The same batch for any number of ranks; the first rank gets the samples 0, ranks, 2 ranks, ..."""
     random = np.random.default_rng(seed)
-    samples, rows = [], []
+    samples = []
+    rows = []
     for i in range(groups * group_size):
         lengths = random.integers(1, 12, size=4)  # prompt, answer, observation, answer
         mask = np.repeat(np.array([0, 1, 0, 1], np.uint8), lengths)
         tokens = len(mask)
+
         samples.append(
             token_columns(
                 random.integers(0, VOCAB, tokens),
@@ -64,9 +68,11 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
         )
         rows.append(SampleRow(i, i // group_size, float(random.normal()), tokens, int(mask.sum()), 3))
     shards = []
+
     for rank in range(ranks):
         members = list(range(rank, len(rows), ranks))
         columns = {name: np.concatenate([samples[i][name] for i in members]) for name in samples[0]}
+
         shards.append(
             Shard(
                 step=5,
@@ -80,6 +86,7 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
                 loss_tokens=sum(row.loss_tokens for row in rows),
             )
         )
+
     return shards
 
 

@@ -90,6 +90,7 @@ def test_damage_is_one_clear_error(one_rank: None, tmp_path: Path, damage: str) 
     else:
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
         adamw = torch.optim.AdamW(model.parameters())
+
     with pytest.raises(CheckpointError, match=r"step-2 cannot be loaded: .") as raised:
         checkpoint.load(tmp_path / "step-2", {"policy": (model, adamw)})
     assert "\n" not in str(raised.value)

@@ -20,14 +20,31 @@ from rl.learner.update import UpdateStats
 from tests.rl.learner.learner_rig import make_batch
 from tests.rl.learner.policy_rig import VOCAB, save_tiny, stock_attention
 
-LR, CRITIC_LR, EPS, TEMPERATURE, LAM, CRITIC_LAM, BETA, ENTROPY = 5e-3, 1e-2, 1e-3, 0.7, 0.9, 0.95, 0.05, 0.02
+LR = 5e-3
+CRITIC_LR = 1e-2
+EPS = 1e-3
+TEMPERATURE = 0.7
+LAM = 0.9
+CRITIC_LAM = 0.95
+BETA = 0.05
+ENTROPY = 0.02
 SETTINGS = (
-    "model.dtype=float32", f"sampling.temperature={TEMPERATURE}", f"learner.lr={LR}", f"learner.eps={EPS}",
-    "learner.max_tokens_per_pack=48", "rollout.groups_per_batch=4", "rollout.group_size=2", "env.max_turns=2",
-    "algo.loss=ppo", "algo.advantage=gae", f"algo.advantage_options={{lam: {LAM}}}",
-    f"algo.critic={{enabled: true, lr: {CRITIC_LR}, lam: {CRITIC_LAM}}}", f"algo.entropy_coef={ENTROPY}",
-    f"algo.kl={{coef: {BETA}, place: reward, estimator: k1}}", "algo.aggregation=sequence",
-)  # fmt: skip
+    "model.dtype=float32",
+    f"sampling.temperature={TEMPERATURE}",
+    f"learner.lr={LR}",
+    f"learner.eps={EPS}",
+    "learner.max_tokens_per_pack=48",
+    "rollout.groups_per_batch=4",
+    "rollout.group_size=2",
+    "env.max_turns=2",
+    "algo.loss=ppo",
+    "algo.advantage=gae",
+    f"algo.advantage_options={{lam: {LAM}}}",
+    f"algo.critic={{enabled: true, lr: {CRITIC_LR}, lam: {CRITIC_LAM}}}",
+    f"algo.entropy_coef={ENTROPY}",
+    f"algo.kl={{coef: {BETA}, place: reward, estimator: k1}}",
+    "algo.aggregation=sequence",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +77,8 @@ def samples(shard: Shard) -> list[tuple[Tensor, Tensor, Tensor, list[int]]]:
     found = []
     for i in range(len(shard.members)):
         span = slice(bounds[i], bounds[i + 1])
-        ids, mask = torch.tensor(shard.token_ids[span], dtype=torch.int64), torch.tensor(shard.loss_mask[span] != 0)
+        ids = torch.tensor(shard.token_ids[span], dtype=torch.int64)
+        mask = torch.tensor(shard.loss_mask[span] != 0)
         found.append((ids, mask, torch.tensor(shard.logp_behavior[span]), shard.turn_starts[i]))
     return found
 
@@ -110,13 +128,16 @@ def test_gradient_and_loss_are_those_of_the_mean_over_tokens(critic: Critic, cli
     }
     critic.zero_grad()
     total = torch.zeros(())
+
     for ids, mask, _, _ in samples(shard):
-        values, returns = plain_values(critic, ids)[mask], torch.cos(ids.float())[mask]
+        values = plain_values(critic, ids)[mask]
+        returns = torch.cos(ids.float())[mask]
         loss = (values - returns) ** 2 / 2
         if clip is not None:
             before = values.detach() - 0.1
             near = torch.minimum(torch.maximum(values, before - clip), before + clip)
             loss = torch.maximum(loss, (near - returns) ** 2 / 2)
+
         total = total + loss.sum() / shard.loss_tokens
     total.backward()
     assert stats.metrics()["critic/loss"] == pytest.approx(total.item(), rel=1e-5)
@@ -126,10 +147,12 @@ def test_gradient_and_loss_are_those_of_the_mean_over_tokens(critic: Critic, cli
 
 
 def test_explained_variance() -> None:
-    returns, values = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([1.0, 2.5, 3.0]).double()
+    returns = torch.tensor([1.0, 2.0, 4.0]).double()
+    values = torch.tensor([1.0, 2.5, 3.0]).double()
     stats = CriticStats()
     for part in (slice(0, 1), slice(1, 3)):
-        r, v = returns[part], values[part]
+        r = returns[part]
+        v = values[part]
         parts = [torch.tensor(float(len(r))), r.sum() * 0, r.sum(), (r**2).sum(), ((r - v) ** 2).sum()]
         stats.add(CriticStats(torch.stack([one.double() for one in parts])))
     expected = 1 - float(((returns - values) ** 2).mean() / returns.var(correction=0))
@@ -170,19 +193,23 @@ class PlainPPO:
             where = mask.nonzero()[:, 0].tolist()
             reference = self.logits(self.reference, ids).gather(1, ids[1:, None])[:, 0]
             values = self.values(ids)
-            advantages, returns = torch.zeros(len(where)), torch.zeros(len(where))
+            advantages = torch.zeros(len(where))
+            returns = torch.zeros(len(where))
             ahead = {LAM: 0.0, CRITIC_LAM: 0.0}
             next_value = 0.0
+
             for k in reversed(range(len(where))):
                 t = where[k]
                 reward = -BETA * float(behavior[t] - reference[t - 1])
                 ends_turn = k == len(where) - 1 or where[k + 1] != t + 1
                 if ends_turn:
                     reward += row.turn_rewards[max(i for i, start in enumerate(starts) if start <= t)]
+
                 delta = reward + next_value - float(values[t - 1])
                 ahead = {lam: delta + lam * after for lam, after in ahead.items()}
                 next_value = float(values[t - 1])
-                advantages[k], returns[k] = ahead[LAM], ahead[CRITIC_LAM] + next_value
+                advantages[k] = ahead[LAM]
+                returns[k] = ahead[CRITIC_LAM] + next_value
             found.append((advantages, returns))
         return found
 
@@ -190,16 +217,21 @@ class PlainPPO:
         """One step; (policy's objective, critic's loss), means over tokens."""
         credit = self.credit(shard)
         every = torch.cat([advantages for advantages, _ in credit]).double()
-        policy_loss, objective, critic_loss = torch.zeros(()), torch.zeros(()), torch.zeros(())
+        policy_loss = torch.zeros(())
+        objective = torch.zeros(())
+        critic_loss = torch.zeros(())
+
         for (ids, mask, behavior, _), (advantages, returns) in zip(samples(shard), credit, strict=True):
             normalised = ((advantages - every.mean()) / every.std(correction=0)).float()
-            logits, own = self.logits(self.policy, ids), mask[1:]
+            logits = self.logits(self.policy, ids)
+            own = mask[1:]
             ratio = (logits.gather(1, ids[1:, None])[:, 0] - behavior[1:])[own].exp()
             entropy = -(logits.exp() * logits).sum(-1)[own]
             clipped = torch.minimum(ratio * normalised, ratio.clamp(0.8, 1.2) * normalised)
             policy_loss = policy_loss - (clipped + ENTROPY * entropy).mean() / len(credit)
             objective -= (clipped + ENTROPY * entropy).sum().detach() / shard.loss_tokens
             critic_loss = critic_loss + ((self.values(ids)[own] - returns) ** 2).sum() / 2 / shard.loss_tokens
+
         for loss, parameters, adamw in (
             (policy_loss, list(self.policy.parameters()), self.policy_adamw),
             (critic_loss, self.valued, self.critic_adamw),
@@ -216,7 +248,8 @@ def config() -> Config:
 
 
 def test_three_steps_equal_the_plain_loop(folder: Path) -> None:
-    trainer, plain = Trainer(config(), folder, last_step=3), PlainPPO(folder)
+    trainer = Trainer(config(), folder, last_step=3)
+    plain = PlainPPO(folder)
     for step in range(3):
         shard = two_turn_shard(step)
         stats = UpdateStats()
@@ -226,6 +259,7 @@ def test_three_steps_equal_the_plain_loop(folder: Path) -> None:
         values = stats.metrics()
         assert values["loss/objective"] == pytest.approx(objective, rel=1e-4, abs=1e-5)
         assert values["critic/loss"] == pytest.approx(critic_loss, rel=1e-4)
+
     assert trainer.critic is not None
     for mine, theirs in (
         (trainer.policy.model.named_parameters(), plain.policy.named_parameters()),
@@ -239,11 +273,13 @@ def test_three_steps_equal_the_plain_loop(folder: Path) -> None:
 def test_the_policy_waits_for_the_critic(folder: Path) -> None:
     """Nothing but the critic moves in the first batches; then the warm-up begins."""
     settings = config().model_copy(deep=True)
-    settings.algo.critic.pretrain_steps, settings.algo.critic.epochs = 2, 3
+    settings.algo.critic.pretrain_steps = 2
+    settings.algo.critic.epochs = 3
     trainer = Trainer(settings, folder, last_step=4)
     assert trainer.critic is not None
     start = [parameter.clone() for parameter in trainer.policy.parameters()]
     errors = []
+
     for step in range(3):
         (minibatch,) = trainer.minibatches(two_turn_shard(0))
         stats = trainer.update(minibatch, step)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from rl.learner.logprob import token_logprobs
 
-T, H, V = 23, 8, 97
+T = 23
+H = 8
+V = 97
 TEMPERATURE = 0.7
 
 
@@ -36,6 +38,7 @@ def test_values_and_gradients(chunk: int, entropy_gradient: bool) -> None:
     plain_logp, plain_entropy = reference(plain_hidden, plain_weight, targets)
     torch.testing.assert_close(logp, plain_logp, rtol=0, atol=1e-12)
     torch.testing.assert_close(entropy, plain_entropy, rtol=0, atol=1e-12)
+
     assert entropy.requires_grad == entropy_gradient
     bonus = 0.3 if entropy_gradient else 0.0
     (coefficients * logp + bonus * coefficients.cos() * entropy).sum().backward()
@@ -57,6 +60,7 @@ def test_arithmetic_is_float32_for_any_input(dtype: torch.dtype, atol: float) ->
     logp.sum().backward()
     plain_logp.sum().backward()
     one_rounding = 2 ** (-8 if dtype == torch.bfloat16 else -20)  # the gradient is rounded once, at the end
+    assert hidden.grad is not None and weight.grad is not None
     torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=one_rounding, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=one_rounding, atol=1e-5)
 

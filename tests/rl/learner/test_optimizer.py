@@ -37,7 +37,8 @@ def test_a_resumed_schedule_continues_where_it_was() -> None:
     """The schedule depends on the absolute step and the last one only."""
     settings = config(schedule="linear", warmup_steps=1)
     uninterrupted = [learning_rate(settings, step, 6) for step in range(6)]
-    first, resumed = range(3), range(3, 6)
+    first = range(3)
+    resumed = range(3, 6)
     assert [learning_rate(settings, step, 6) for part in (first, resumed) for step in part] == uninterrupted
 
 
@@ -60,7 +61,8 @@ def test_gradient_is_clipped_by_its_global_norm() -> None:
 def test_weight_decay_spares_norms_and_biases() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = Optimizer(model, config(weight_decay=0.5), 10)
-    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    weight = model.weight.detach().clone()
+    bias = model.bias.detach().clone()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0)

@@ -95,6 +95,7 @@ def test_a_pack_equals_its_samples_one_by_one(policy: Policy) -> None:
         samples_of(output.logp, pack), samples_of(pack.token_ids, pack), samples_of(pack.advantages, pack), strict=True
     ):
         expected = plain_logp(policy, ids)
+
         assert logp[0] == 0
         torch.testing.assert_close(logp[1:], expected, rtol=0, atol=2e-5)
         (expected * advantage[1:]).sum().backward()
@@ -184,6 +185,7 @@ def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: flo
         )
         for pack in packs
     ]
+
     clean, stats = backward(policy, packs, shard.loss_tokens, loss=loss)
     spoilt, spoilt_stats = backward(policy, dirty, shard.loss_tokens, loss=loss)
     assert largest_difference(clean, spoilt) == 0
@@ -215,6 +217,7 @@ def test_a_loss_with_a_proximal_policy(policy: Policy) -> None:
     anchored = with_logp(policy, padded, "logp_proximal", temperature=TEMPERATURE)
     found, stats = backward(policy, anchored, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
     expected, _ = backward(policy, padded, shard.loss_tokens, loss="tis", options={"cap": 2})
+
     assert largest_difference(found, expected) < 1e-6
     assert stats.metrics()["loss/kl_proximal_k1"] == 0
     here, at_once = backward(
@@ -285,6 +288,7 @@ def test_bfloat16_computes_on_float32_masters(folder: Path, mesh: DeviceMesh, sh
     assert all(grad.dtype == torch.float32 for grad in grads.values())
     for name, grad in grads.items():
         assert float(torch.nn.functional.cosine_similarity(grad.flatten(), exact[name].flatten(), dim=0)) > 0.98, name
+
     assert stats.metrics()["loss/entropy"] == pytest.approx(exact_stats.metrics()["loss/entropy"], rel=0.02)
     assert largest_difference(grads, exact) > 0
     inv_freq = policy.model.model.rotary_emb.inv_freq
@@ -308,6 +312,7 @@ def test_export_is_the_checkpoint(
     if tied:
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     entries = dict(export_entries(policy))
+
     assert entries == {name: tuple(tensor.shape) for name, tensor in saved.items()}
     for name, rows, first in local_rows(policy):
         assert first == 0 and rows.dtype == torch.float32 and not rows.requires_grad

@@ -16,10 +16,19 @@ from tests.rl.learner.policy_rig import VOCAB, save_tiny
 from tests.rl.learner.test_training import largest_difference, run_learner
 
 SETTINGS = (
-    "learner.kind=fsdp", "model.dtype=float32", "generator.dtype=float32", "learner.lr=1e-2", "learner.eps=1e-3",
-    "rollout.groups_per_batch=4", "rollout.group_size=2", "algo.loss=ppo", "algo.advantage=gae",
-    "algo.critic={enabled: true, lr: 1e-2}", "algo.kl.coef=0.05", "weights.probe=false",
-)  # fmt: skip
+    "learner.kind=fsdp",
+    "model.dtype=float32",
+    "generator.dtype=float32",
+    "learner.lr=1e-2",
+    "learner.eps=1e-3",
+    "rollout.groups_per_batch=4",
+    "rollout.group_size=2",
+    "algo.loss=ppo",
+    "algo.advantage=gae",
+    "algo.critic={enabled: true, lr: 1e-2}",
+    "algo.kl.coef=0.05",
+    "weights.probe=false",
+)
 
 
 def batches(first: int, last: int, epoch: int = 0) -> list[list[Shard]]:

@@ -23,33 +23,51 @@ from tests.rl.learner.learner_rig import make_batch
 from tests.rl.learner.policy_rig import VOCAB, largest_difference, save_tiny
 from tests.rl.learner.ranks import process_group, results_of_ranks
 
-RANKS, STEPS = 2, 3
+RANKS = 2
+STEPS = 3
 SETTINGS = (
-    "model.dtype=float32", "sampling.temperature=0.7", "sampling.max_tokens=8", "env.max_turns=2", "learner.lr=1e-2",
-    "learner.eps=1e-3", "rollout.groups_per_batch=4", "rollout.group_size=2",
-)  # fmt: skip
+    "model.dtype=float32",
+    "sampling.temperature=0.7",
+    "sampling.max_tokens=8",
+    "env.max_turns=2",
+    "learner.lr=1e-2",
+    "learner.eps=1e-3",
+    "rollout.groups_per_batch=4",
+    "rollout.group_size=2",
+)
 VARIANTS = {
     "critic": (
-        "algo.loss=ppo", "algo.advantage=gae", "algo.advantage_options={lam: 0.9}", "learner.minibatches=2",
-        "algo.critic={enabled: true, lr: 1e-2, lam: 0.95, clip: 0.3, epochs: 2}", "algo.aggregation=sequence",
-        "algo.kl={coef: 0.05, place: reward, estimator: k1}", "algo.mask_truncated=true",
+        "algo.loss=ppo",
+        "algo.advantage=gae",
+        "algo.advantage_options={lam: 0.9}",
+        "learner.minibatches=2",
+        "algo.critic={enabled: true, lr: 1e-2, lam: 0.95, clip: 0.3, epochs: 2}",
+        "algo.aggregation=sequence",
+        "algo.kl={coef: 0.05, place: reward, estimator: k1}",
+        "algo.mask_truncated=true",
     ),
     "turns": (
-        "algo.advantage=turn", "algo.aggregation=constant", "algo.entropy_coef=0.01", "algo.loss=decoupled_ppo",
-        "algo.kl={coef: 0.05, place: loss, estimator: k3}", "algo.shaping=[{name: overlong}]",
+        "algo.advantage=turn",
+        "algo.aggregation=constant",
+        "algo.entropy_coef=0.01",
+        "algo.loss=decoupled_ppo",
+        "algo.kl={coef: 0.05, place: loss, estimator: k3}",
+        "algo.shaping=[{name: overlong}]",
     ),
     "batch": ("algo.advantage=batch", "algo.kl={coef: 0.1, place: reward, estimator: k3}", "learner.minibatches=2"),
     "leave_one_out": (
-        "algo.advantage=leave_one_out", "algo.aggregation=sequence",
+        "algo.advantage=leave_one_out",
+        "algo.aggregation=sequence",
         "algo.kl={coef: 0.1, place: reward, estimator: k1}",
     ),
     "corrected": (
-        "algo.loss=gspo", "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}",
+        "algo.loss=gspo",
+        "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}",
         "learner.minibatches=2",
     ),
     "m2po": ("algo.loss=m2po", "algo.options={threshold: 0.001}"),
     "topr": ("algo.loss=topr", "algo.correction={weight: sequence, cap: 1.2}"),
-}  # fmt: skip
+}
 
 
 def shard_of(step: int, rank: int, ranks: int) -> Shard:
@@ -61,6 +79,7 @@ def shard_of(step: int, rank: int, ranks: int) -> Shard:
         )
         for i, row in enumerate(whole.rows)
     ]
+
     members = list(range(rank, len(rows), ranks))
     own = np.repeat([i in members for i in range(len(rows))], whole.lengths)
     return msgspec.structs.replace(
@@ -207,7 +226,8 @@ def test_a_reference_of_another_folder_is_the_one_that_is_used(folder: Path, tmp
 def test_with_one_minibatch_the_proximal_policy_costs_no_forward(
     folder: Path, variant: str, forwards_per_pack: int
 ) -> None:
-    trainer, calls = make_trainer(folder, variant), []
+    trainer = make_trainer(folder, variant)
+    calls = []
     trainer.policy.register_forward_pre_hook(lambda *_: calls.append(1))
     minibatches = trainer.minibatches(shard_of(0, 0, 1))
     for minibatch in minibatches:

@@ -29,13 +29,26 @@ from rl.weights import make_reader
 from tests.rl.learner.learner_rig import Rig, make_batch, make_learner_run
 from tests.rl.learner.policy_rig import VOCAB, save_tiny
 
-STEPS, MINIBATCHES, TEMPERATURE, LR, EPS, MAX_NORM = 3, 2, 0.7, 1e-2, 1e-3, 0.5
+STEPS = 3
+MINIBATCHES = 2
+TEMPERATURE = 0.7
+LR = 1e-2
+EPS = 1e-3
+MAX_NORM = 0.5
 SETTINGS = (
-    "learner.kind=fsdp", "model.dtype=float32", "generator.dtype=float32", f"sampling.temperature={TEMPERATURE}",
-    f"learner.lr={LR}", f"learner.max_grad_norm={MAX_NORM}", f"learner.minibatches={MINIBATCHES}",
+    "learner.kind=fsdp",
+    "model.dtype=float32",
+    "generator.dtype=float32",
+    f"sampling.temperature={TEMPERATURE}",
+    f"learner.lr={LR}",
+    f"learner.max_grad_norm={MAX_NORM}",
+    f"learner.minibatches={MINIBATCHES}",
     f"learner.eps={EPS}",  # a small eps would turn rounding in tiny gradients into whole steps of size lr
-    "learner.max_tokens_per_pack=48", "rollout.groups_per_batch=4", "rollout.group_size=2", "rollout.alpha=1",
-)  # fmt: skip
+    "learner.max_tokens_per_pack=48",
+    "rollout.groups_per_batch=4",
+    "rollout.group_size=2",
+    "rollout.alpha=1",
+)
 
 
 def batches(ranks: int, first: int = 0, last: int = STEPS, epoch: int = 0) -> list[list[Shard]]:
@@ -70,11 +83,13 @@ def plain_advantages(shard: Shard) -> list[float]:
 
 def plain_sum(model: torch.nn.Module, shard: Shard, groups: list[int]) -> Tensor:
     """Sum of the clipped objective over the generated tokens of these groups."""
-    advantages, offsets = plain_advantages(shard), np.cumsum([0, *shard.lengths])
+    advantages = plain_advantages(shard)
+    offsets = np.cumsum([0, *shard.lengths])
     total = torch.zeros(())
     for i, row in enumerate(shard.members):
         if shard.rows[row].group_id not in groups:
             continue
+
         span = slice(offsets[i], offsets[i + 1])
         ids = torch.tensor(shard.token_ids[span], dtype=torch.int64)
         mask = torch.tensor(shard.loss_mask[span].astype(bool))[1:]
@@ -97,7 +112,9 @@ def plain(model_folder: Path) -> Plain:
     remember()
     for (shard,) in batches(ranks=1):
         groups = list(dict.fromkeys(row.group_id for row in shard.rows))
-        loss_sum, norms = 0.0, []
+        loss_sum = 0.0
+        norms = []
+
         for half in (groups[:2], groups[2:]):
             tokens = sum(row.loss_tokens for row in shard.rows if row.group_id in half)
             adamw.zero_grad()
@@ -106,6 +123,7 @@ def plain(model_folder: Path) -> Plain:
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
             adamw.step()
             loss_sum += total.item()
+
         result.losses.append(loss_sum / shard.loss_tokens)
         result.norms.append(sum(norms) / len(norms))
         remember()
@@ -133,6 +151,7 @@ def run_learner(run: RunFile, work: list[list[Shard]], evaluations: list[int] | 
         reader = make_reader(run, "test", 0)
         reader.open(10)
         version, view = reader.lease(Version(run.epoch, last), 10)
+
         assert version == Version(run.epoch, last)
         reader.checksum()
         wire = {name: tensor.clone() for name, tensor in tensors(reader.manifest, view)}
@@ -226,9 +245,7 @@ def test_metrics_and_report_say_where_the_time_went(one_rank: Trained) -> None:
     assert one_rank.rows[1].histograms["staleness"] == [1.0] * 8
     assert one_rank.report["steps"] == STEPS
     assert 0 <= float(str(one_rank.report["wait_fraction"])) <= 1
-    assert one_rank.report["last"] == {
-        key: one_rank.rows[2].values[f"train/{key}"] for key in ("reward", "loss")
-    }  # fmt: skip
+    assert one_rank.report["last"] == {key: one_rank.rows[2].values[f"train/{key}"] for key in ("reward", "loss")}
 
 
 def test_probe_of_the_last_version_equals_the_plain_loop(one_rank: Trained, plain: Plain, model_folder: Path) -> None:

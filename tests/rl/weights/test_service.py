@@ -87,7 +87,8 @@ def stage(make_run: MakeRun) -> Iterator[Callable[..., Stage]]:
 
 def test_rolling_update_of_two_generators(stage: Callable[..., Stage]) -> None:
     scene = stage("generator.count=2")
-    first, second = scene.generator(0), scene.generator(1)
+    first = scene.generator(0)
+    second = scene.generator(1)
     scene.service.publish(Version(0, 0), 7, [], [])
     assert (first.told(), second.told()) == (0, 0)
     for generator in (first, second):
@@ -107,7 +108,8 @@ def test_rolling_update_of_two_generators(stage: Callable[..., Stage]) -> None:
 
 def test_a_death_frees_the_roll_and_other_roles_do_not(stage: Callable[..., Stage]) -> None:
     scene = stage("generator.count=2")
-    first, second = scene.generator(0), scene.generator(1)
+    first = scene.generator(0)
+    second = scene.generator(1)
     scene.service.publish(Version(0, 0), 7, [], [])
     for generator in (first, second):
         assert generator.told() == 0

@@ -57,7 +57,8 @@ def test_sweep_removes_files_of_dead_runs_only(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
-    dead_run, live_run = make_run(), make_run()
+    dead_run = make_run()
+    live_run = make_run()
     made = SPAWN.Event()
     owner = SPAWN.Process(target=make_and_hang, args=(str(dead_run.folder), str(tmp_path), made))
     owner.start()
@@ -84,9 +85,11 @@ def test_a_reader_does_not_attach_to_what_a_dead_owner_left(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
-    run, made = make_run(), SPAWN.Event()
+    run = make_run()
+    made = SPAWN.Event()
     owner = SPAWN.Process(target=make_and_hang, args=(str(run.folder), str(tmp_path), made))
     owner.start()
+
     assert made.wait(20)
     reader = make_reader(run, "generator-0-0", 0)
     reader.open(5)
@@ -109,11 +112,14 @@ def test_ranks_with_different_tensors_are_refused(make_run: MakeRun) -> None:
 def test_the_lock_of_a_stopped_process_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm_file, "_LOCK_DEADLINE_S", 0.2)
     run = make_run()
-    writer, reader = make_writer(run, 0, MANIFEST), ShmReader(run, "generator-0-0", 0)
+    writer = make_writer(run, 0, MANIFEST)
+    reader = ShmReader(run, "generator-0-0", 0)
     writer.open()
     reader.open(5)
+    assert writer._slots is not None
+
     with (
-        writer._slots.lock(),  # type: ignore[attr-defined]
+        writer._slots.lock(),
         pytest.raises(WaitExpired, match=f"held by stopped process {os.getpid()}"),
     ):
         reader.lease(Version(0, 0), 1)
@@ -130,6 +136,7 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
     reader = ShmReader(run, "generator-0-0", 0)
     reader.open(5)
     masters = {spec.name: torch.randn(spec.shape) for spec in MANIFEST.tensors}
+
     for rank, writer in enumerate(writers):
         view = writer.begin(Version(0, 0), 5)
         shards = []
@@ -137,6 +144,7 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
             size = -(-len(master) // ranks)  # as Shard(0) splits: even, the last ones shorter or empty
             shards.append((name, master[rank * size : (rank + 1) * size], min(rank * size, len(master))))
         writer.commit(write_shard(view, MANIFEST, shards))
+
     _, view = reader.lease(Version(0, 0), 5)
     checksum = reader.checksum()
     assert checksum == writers[0].checksum(Version(0, 0), 1)
@@ -145,6 +153,7 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
     for spec in MANIFEST.tensors:
         assert arrived[spec.name].dtype == (torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
         assert torch.equal(arrived[spec.name], masters[spec.name].to(arrived[spec.name].dtype))
+
     del arrived, view
     assert reader.release()
     reader.close()

@@ -12,13 +12,15 @@ from rl.core.messages import Version
 from rl.weights.layout import Manifest, WeightsError
 from rl.weights.slots import Geometry, Lease, SlotTable, check_coverage
 
-RANKS, BYTES = 2, 4  # each rank writes half of a slot, byte by byte
+RANKS = 2
+BYTES = 4  # each rank writes half of a slot, byte by byte
 READERS = 3
 
 
 class Reader:
     def __init__(self, row: int, incarnation: int) -> None:
-        self.row, self.incarnation = row, incarnation
+        self.row = row
+        self.incarnation = incarnation
         self.lease: Lease | None = None
         self.seen: list[int] = []
 
@@ -57,11 +59,13 @@ class SlotMachine(RuleBasedStateMachine):
             return
         assert slot not in self.protected(), "a leased slot was taken"
         assert self.published < 0 or self.data[slot][0] != self.published, "the newest version was taken"
-        self.writing, self.written = (slot, version), [0] * RANKS
+        self.writing = (slot, version)
+        self.written = [0] * RANKS
 
     @precondition(lambda self: self.writing is not None)
     @rule(rank=st.integers(0, RANKS - 1))
     def write(self, rank: int) -> None:
+        assert self.writing is not None
         slot, version = self.writing
         half = BYTES // RANKS
         if self.written[rank] < half:
@@ -69,11 +73,13 @@ class SlotMachine(RuleBasedStateMachine):
             self.written[rank] += 1
             if self.written[rank] < half:
                 return
+
             assert self.table.writing(Version(0, version)) == slot
             ready = self.table.commit(slot, rank, [(rank * half, half, version)])
             assert ready == all(count == half for count in self.written)
             if ready:
-                self.published, self.writing = version, None
+                self.published = version
+                self.writing = None
 
     @rule()
     def publish(self) -> None:
@@ -104,10 +110,12 @@ class SlotMachine(RuleBasedStateMachine):
         if lease is None:
             assert self.published < at_least or others, "a complete version was refused without a reason"
             return
+
         assert at_least <= lease.version.n <= self.published
         if not others:
             assert lease.version.n == self.published, "not the newest, for no reason"
-        reader.lease, reader.seen = lease, []
+        reader.lease = lease
+        reader.seen = []
 
     @rule(index=st.integers(0, READERS - 1), count=st.integers(1, BYTES))
     def read(self, index: int, count: int) -> None:
@@ -153,6 +161,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.zombies.clear()
 
     def read_some(self, reader: Reader, count: int) -> None:
+        assert reader.lease is not None
         at = len(reader.seen)
         reader.seen += self.data[reader.lease.slot, at : min(BYTES, at + count)].tolist()
 
@@ -178,7 +187,9 @@ class FourSlotMachine(SlotMachine):
 
 for machine in (SlotMachine, TwoSlotMachine, FourSlotMachine):
     machine.TestCase.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
-TestThreeSlots, TestTwoSlots, TestFourSlots = SlotMachine.TestCase, TwoSlotMachine.TestCase, FourSlotMachine.TestCase
+TestThreeSlots = SlotMachine.TestCase
+TestTwoSlots = TwoSlotMachine.TestCase
+TestFourSlots = FourSlotMachine.TestCase
 
 
 def table(slots: int = 3, ranks: int = 1, size: int = 64) -> SlotTable:
@@ -211,10 +222,12 @@ def test_versions_only_grow_and_epochs_come_first() -> None:
     with pytest.raises(WeightsError, match=r"version 0\.9 after 0\.9"):
         slots.claim(Version(0, 9))
     put(slots, Version(1, 3))
-    assert slots.version(slots.newest()) == Version(1, 3)
+    newest = slots.newest()
+    assert newest is not None and slots.version(newest) == Version(1, 3)
     row = slots.register("generator-0", 0, 0, 0)
     assert slots.lease(row, 0, Version(1, 4)) is None
-    assert slots.lease(row, 0, Version(0, 9)).version == Version(1, 3)
+    lease = slots.lease(row, 0, Version(0, 9))
+    assert lease is not None and lease.version == Version(1, 3)
 
 
 def test_two_slots_name_the_reader_they_wait_for() -> None:
@@ -240,6 +253,7 @@ def test_three_slots_never_block_however_the_readers_lease() -> None:
     put(slots, Version(0, 1))
     assert slots.lease(quick, 0, Version(0, 1)) is None
     joined = slots.lease(quick, 0, Version(0, 0))
+
     assert held is not None and joined is not None and joined.version == Version(0, 0)
     for n in range(2, 6):
         put(slots, Version(0, n))
@@ -295,6 +309,7 @@ def test_a_replaced_incarnation_cannot_lease() -> None:
 def test_coverage(segments: list[tuple[int, int]], message: str | None) -> None:
     slots = table()
     slot = slots.claim(Version(0, 0))
+    assert slot is not None
     complete = [(offset, length, 0) for offset, length in segments]
     if message is None:
         assert slots.commit(slot, 0, complete)

@@ -34,7 +34,7 @@ MANIFEST = Manifest.layout(
     [("embed", (1000, 100), "bfloat16"), ("norm", (7,), "float32"), ("none", (0, 3), "float32")]
     + [("scalar", (), "float32")]
     + [(f"layer.{i}", (33, 65), "bfloat16") for i in range(20)]
-)  # fmt: skip
+)
 Open = Callable[..., tuple[RunFile, WeightWriter, WeightReader]]
 TRANSPORTS = ["shm", "zmq", "tcp"]
 
@@ -56,7 +56,8 @@ def opened(make_run: MakeRun) -> Iterator[Open]:
 
     def make(transport: str, *overrides: str) -> tuple[RunFile, WeightWriter, WeightReader]:
         run = run_for(make_run, transport, *overrides)
-        writer, reader = make_writer(run, 0, MANIFEST), make_reader(run, "generator-0-0", 0)
+        writer = make_writer(run, 0, MANIFEST)
+        reader = make_reader(run, "generator-0-0", 0)
         ends.extend([reader, writer])
         writer.open()
         reader.open(10)
@@ -195,7 +196,8 @@ def write_as_rank(folder: str, rank: int, ranks: int, versions: int, gate: objec
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transport: str) -> None:
     run = run_for(make_run, transport, ranks=2)
-    gate, done = SPAWN.Barrier(2), SPAWN.Event()
+    gate = SPAWN.Barrier(2)
+    done = SPAWN.Event()
     ranks = [SPAWN.Process(target=write_as_rank, args=(str(run.folder), r, 2, 40, gate, done)) for r in range(2)]
     for process in ranks:
         process.start()
@@ -213,6 +215,7 @@ def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transpor
             thread.start()
         for thread in threads:
             thread.join(60)
+
         for versions in seen:
             assert versions[-1] == 39 and versions == sorted(set(versions))
     finally:
@@ -244,6 +247,7 @@ def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -
     publish(writer, 1)
     with pytest.raises(WaitExpired, match=r"the lease of generator-0-0 on version 0\.0"):
         writer.begin(Version(0, 2), 0.3)
+
     reader.kill()
     publish(writer, 2)  # while the killed reader is still a zombie
     reader.join(10)
@@ -266,6 +270,7 @@ def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun)
     reader = make_reader(run, "generator-0-0", 0)
     reader.open(5)
     (rank,) = reader._ranks  # type: ignore[attr-defined]
+
     assert rank.ask(wire.AskLease("generator-0-0", 0, Version(0, 0)), wire.Granted, 5)  # and then the reader hangs
     publish(writer, 1)
     begin = time.monotonic()
@@ -286,12 +291,14 @@ def test_torn_reads_are_noticed(opened: Open, monkeypatch: pytest.MonkeyPatch, t
         writer.end_leases("generator-0", 0)
         publish(writer, 1)
         publish(writer, 2)
+
         assert not holds(view, 0)
         assert reader.checksum() == 0 and not reader.release()
         del view
     else:
         assert isinstance(reader, FramesReader)
-        fetch, granted = reader._fetch, []
+        fetch = reader._fetch
+        granted = []
 
         def fetch_late(grant: wire.Granted, view: memoryview, until: float) -> None:
             granted.append(grant.version.n)
@@ -314,6 +321,7 @@ def test_a_corrupted_byte_is_found_and_named(opened: Open, transport: str) -> No
     slots = writer._slots
     assert slots is not None
     newest = slots.table.newest()
+
     assert newest is not None
     view = slots.view(newest)
     view[spec.offset + 1234] ^= 0x10
@@ -348,7 +356,7 @@ def test_misuse_is_refused(opened: Open, transport: str) -> None:
 
 
 def make_run_like(reader: WeightReader) -> RunFile:
-    return reader._run  # type: ignore[attr-defined,no-any-return]
+    return reader._run
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -363,6 +371,7 @@ def test_pieces_hold_every_row_of_a_rank_and_no_other(ranks: int) -> None:
         for other in set(range(ranks)) - {rank}:
             for offset, length in rows_of(other, ranks):
                 foreign[offset : offset + length] = True
+
         table = np.array([(offset, length, 0) for offset, length in rows_of(rank, ranks)], np.uint64)
         for offset, length in pieces(table, MANIFEST):
             assert not foreign[offset : offset + length].any()

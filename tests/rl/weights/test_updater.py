@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ def core(generators: int = 2, *, rolling: bool = True, tolerance: float = 1e-3, 
     return UpdaterCore(generators=generators, rolling=rolling, deadline_s=10.0, tolerance=tolerance, probe=probe)
 
 
-def publish(updater: UpdaterCore, n: int, now: float = 0.0, epoch: int = 0, logp: list[float] | None = None) -> list:
+def publish(
+    updater: UpdaterCore, n: int, now: float = 0.0, epoch: int = 0, logp: list[float] | None = None
+) -> list[Action]:
     probe = [] if logp is None else list(range(len(logp) + 1))
     return updater.publish(now, Version(epoch, n), 100 + n, probe, logp or [])
 
 
-def loaded(generator: int, n: int, incarnation: int = 0, epoch: int = 0, **more: object) -> WeightStatus:
+def loaded(generator: int, n: int, incarnation: int = 0, epoch: int = 0, **more: Any) -> WeightStatus:
     return WeightStatus(generator, incarnation, Version(epoch, n), **({"checksum": 100 + n} | more))
 
 
@@ -137,7 +140,7 @@ def test_publishing_backwards_is_an_error() -> None:
         publish(updater, 3)
 
 
-class Counted(dict):
+class Counted(dict[int, Any]):
     """Generators that count how often one of them is looked at."""
 
     looks = 0
@@ -146,11 +149,11 @@ class Counted(dict):
         self.looks += 1
         return super().__getitem__(key)
 
-    def items(self):
+    def items(self) -> Any:
         self.looks += len(self)
         return super().items()
 
-    def values(self):
+    def values(self) -> Any:
         self.looks += len(self)
         return super().values()
 
@@ -213,7 +216,8 @@ def test_probe_can_be_switched_off() -> None:
 def drifting(updater: UpdaterCore, versions: int, drift: float) -> list[np.ndarray]:
     """Learner probes that move by `drift` nats on average per version, in one fixed random direction."""
     generator = np.random.default_rng(0)
-    start, direction = -generator.exponential(2, 64), generator.choice([-drift, drift], 64)
+    start = -generator.exponential(2, 64)
+    direction = generator.choice([-drift, drift], 64)
     learner = [start + n * direction for n in range(versions)]
     for n, logp in enumerate(learner):
         publish(updater, n, logp=logp.tolist())
@@ -266,6 +270,7 @@ class World:
                     assert notice.version.n == self.newest, "told something else than the newest"
                     if not self.alive[generator]:
                         continue  # lost with its receiver
+
                     assert self.loading[generator] is None, "told twice"
                     if self.rolling and self.version[generator] >= 0:
                         serving = [i for i in range(self.count) if self.loading[i] is not None and self.version[i] >= 0]
@@ -285,12 +290,13 @@ class World:
             self.newest += 1
             self.take(publish(self.core, self.newest, self.now))
         elif choice == "die" and self.alive[index]:
-            self.alive[index], self.loading[index] = False, None
+            self.alive[index] = False
+            self.loading[index] = None
             self.unreported.append((index, self.incarnation[index]))
         elif choice == "tell" and self.unreported:
             self.tell(*self.unreported.pop(0))
-        elif choice == "load" and self.loading[index] is not None and self.alive[index]:
-            self.version[index] = self.random.choice([self.loading[index], self.newest])
+        elif choice == "load" and (target := self.loading[index]) is not None and self.alive[index]:
+            self.version[index] = self.random.choice([target, self.newest])
             self.loading[index] = None
             self.report(index)
         elif choice == "heartbeat" and self.alive[index]:
@@ -299,7 +305,9 @@ class World:
     def tell(self, index: int, incarnation: int) -> None:
         self.take(self.core.peer_died(self.now, index, incarnation))
         self.incarnation[index] += 1
-        self.alive[index], self.version[index], self.loading[index] = True, -1, None
+        self.alive[index] = True
+        self.version[index] = -1
+        self.loading[index] = None
 
     def report(self, index: int) -> None:
         n = self.version[index]

@@ -113,7 +113,7 @@ def _join_ranks(run: RunFile, rank: int) -> DeviceMesh:
     if run.device == "cpu":  # ranks share a machine; the host's name may not resolve on it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo" if run.device == "cpu" else "cpu:gloo,cuda:nccl"
-    store = torch.distributed.FileStore(str(run.folder / f"ranks-{run.run_id}-{run.epoch}"), ranks)
+    store = dist.FileStore(str(run.folder / f"ranks-{run.run_id}-{run.epoch}"), ranks)
     timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     return init_device_mesh(run.device, (ranks,))

@@ -117,8 +117,15 @@ def backward(
     """Fresh gradients and statistics of these packs."""
     policy.zero_grad(set_to_none=True)
     algorithm = algorithm_of(make_loss(loss, options or {}))
-    scale = {"temperature": 0.7, "global_tokens": tokens, "world_size": world_size}
-    stats = accumulate_gradients(policy, packs, algorithm, first_step=first_step, **scale)
+    stats = accumulate_gradients(
+        policy,
+        packs,
+        algorithm,
+        temperature=0.7,
+        global_tokens=tokens,
+        world_size=world_size,
+        first_step=first_step,
+    )
     return gradients(policy), stats
 
 

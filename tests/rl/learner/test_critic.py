@@ -121,7 +121,7 @@ def test_gradient_and_loss_are_those_of_the_mean_over_tokens(critic: Critic, cli
     shard = two_turn_shard(0)
     packs = with_returns(with_values(critic, make_packs(shard, 48, 0)) + with_values(critic, [dummy_pack()]))
     with torch.no_grad():
-        critic.head.bias += 0.1  # values have moved since the batch arrived
+        critic.head.bias.add_(0.1)  # values have moved since the batch arrived
     stats = accumulate_critic(critic, packs, global_tokens=shard.loss_tokens, clip=clip)
     found = {
         name: parameter.grad.clone() for name, parameter in critic.named_parameters() if parameter.grad is not None
@@ -180,10 +180,13 @@ class PlainPPO:
         self.critic_adamw = make(self.valued, lr=CRITIC_LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
 
     def values(self, ids: Tensor) -> Tensor:
-        return self.head(self.backbone(ids[None], use_cache=False).last_hidden_state[0, :-1])[:, 0]  # (T - 1,)
+        hidden = self.backbone(ids[None], use_cache=False).last_hidden_state[0, :-1]
+        values: Tensor = self.head(hidden)[:, 0]  # (T - 1,)
+        return values
 
     def logits(self, model: torch.nn.Module, ids: Tensor) -> Tensor:
-        return (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)  # (T - 1, vocab)
+        logits: Tensor = model(ids[None]).logits[0, :-1] / TEMPERATURE
+        return logits.log_softmax(-1)  # (T - 1, vocab)
 
     @torch.no_grad()
     def credit(self, shard: Shard) -> list[tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen3Config
 
 from algos.registry import Loss, LossFunction, LossSpec, NoOptions, make_loss
@@ -73,7 +74,8 @@ def samples_of(values: Tensor, pack: Pack) -> list[Tensor]:
 def stock_logits(policy: Policy, token_ids: Tensor, **arguments: object) -> Tensor:
     """(T, V) by transformers' own attention."""
     with stock_attention(policy.model):
-        return policy.model(token_ids[None], **arguments).logits[0]
+        logits: Tensor = policy.model(token_ids[None], **arguments).logits[0]
+        return logits
 
 
 def plain_logp(policy: Policy, token_ids: Tensor) -> Tensor:
@@ -265,7 +267,8 @@ def step_between_forwards(policy: Policy) -> Tensor:
         policy(pack.token_ids, pack.position_ids)
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
         optimizer.step()
-        return policy(pack.token_ids, pack.position_ids).logp
+        logp: Tensor = policy(pack.token_ids, pack.position_ids).logp
+        return logp
 
 
 def test_trap_a_step_after_a_forward_reaches_the_embeddings(policy: Policy, folder: Path, mesh: DeviceMesh) -> None:
@@ -274,6 +277,7 @@ def test_trap_a_step_after_a_forward_reaches_the_embeddings(policy: Policy, fold
     torch.testing.assert_close(step_between_forwards(sharded), expected, rtol=0, atol=1e-4)
     # The same with FSDP's default for the root: the test above would notice.
     trapped = shard_policy(load_policy(folder), mesh=mesh)
+    assert isinstance(trapped, FSDPModule)
     trapped.set_reshard_after_forward(False, recurse=False)
     assert (step_between_forwards(trapped) - expected).abs().max() > 0.01
 

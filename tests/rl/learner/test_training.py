@@ -69,7 +69,7 @@ class Plain:
 
 def plain_logp(model: torch.nn.Module, ids: Tensor, temperature: float) -> Tensor:
     """(T - 1,) log pi(id t | ids before t) for t = 1 ..."""
-    logits = model(ids[None]).logits[0, :-1] / temperature
+    logits: Tensor = model(ids[None]).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 

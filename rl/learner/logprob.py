@@ -7,6 +7,7 @@ All arithmetic beyond the products of half-precision inputs is float32 (float64 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ def token_logprobs(
     hidden (T, H), weight (V, H), targets (T,) int64; T may be 0. The entropy carries a gradient only when
     `entropy_gradient` is set (an entropy bonus needs it; it costs one more pass over the chunk in backward).
     """
-    logp, entropy = _ChunkedHead.apply(hidden, weight, targets, temperature, chunk, entropy_gradient)
-    return logp, entropy
+    apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedHead.apply
+    return apply(hidden, weight, targets, temperature, chunk, entropy_gradient)
 
 
 class _ChunkedHead(torch.autograd.Function):

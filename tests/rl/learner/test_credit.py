@@ -93,7 +93,6 @@ def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
     torch.testing.assert_close(rewards.float(), expected)
 
     episodes = gather_episodes(shard, make_packs(shard, 40, 0), rewards, algo)
-
     torch.testing.assert_close(episodes.rewards, rewards)
     first = episodes.turn_rewards[::2].tolist()
     assert first == [earned[0] for earned in TURNS]  # only the last turn pays
@@ -131,7 +130,6 @@ def test_kl_in_the_reward(advantage: str) -> None:
     elif advantage == "turn":
         returns = torch.stack((turns.sum(1), turns[:, 1]), 1).flatten()
         expected = get_advantage("group").function(returns, group.repeat_interleave(2)).reshape(8, 2)
-
         for i in range(8):
             for t in (0, 1):
                 torch.testing.assert_close(tokens_of(found, i, "advantages", turn=t)[0], expected[i, t])
@@ -140,7 +138,6 @@ def test_kl_in_the_reward(advantage: str) -> None:
         to_go = []
         for i in range(8):
             rewards = torch.cat([beta * tokens_of(plain, i, "token_ids", turn=t).double() / 100 for t in (0, 1)])
-
             rewards[len(tokens_of(plain, i, "token_ids", turn=0)) - 1] += TURNS[i][0]
             rewards[-1] += TURNS[i][1]
             to_go.append(rewards.flip(0).cumsum(0).flip(0))
@@ -163,7 +160,6 @@ def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool)
     for number, minibatch in enumerate(minibatches):
         members = [i for i in range(4 * number, 4 * number + 4) if not (masked and i in TRUNCATED)]
         lengths = {i: shard.rows[i].loss_tokens for i in members}
-
         assert minibatch.loss_tokens == sum(lengths.values()) == sum(pack.loss_tokens for pack in minibatch.packs)
 
         for i in members:

@@ -39,7 +39,6 @@ def test_packs_hold_what_the_shard_holds() -> None:
         for i, member in enumerate(pack.members):
             seen.append(member)
             where = pack.sample == i
-
             span = slice(offsets[shard.members.index(member)], offsets[shard.members.index(member) + 1])
             mask = shard.loss_mask[span].astype(bool)
 

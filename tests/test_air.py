@@ -18,7 +18,6 @@ NOT_YET = (
     "rl/core",
     "rl/learner",
     "rl/weights",
-    "rollout/broker",
 )
 MODULES = [module for module in modules_of(ROOT, *FLOORS) if module.folder(2) not in NOT_YET]
 MAX_FORMAT_SKIPS = 5

@@ -46,10 +46,10 @@ class RolloutConfig(Section):
     """Replacement groups per step before the step trains what it has."""
     priority: str = "oldest"
     """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
-    (rollout/broker/priorities.py)."""
+    (rollout/broker/policies/priorities.py)."""
     curriculum: str = "shuffled"
     """Order of tasks: `shuffled`, `success` (weighted by past success), or `package.module:Name`
-    (rollout/broker/curricula.py); its state is saved with checkpoints."""
+    (rollout/broker/policies/curricula.py); its state is saved with checkpoints."""
     curriculum_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""
     batch_barrier: bool = False

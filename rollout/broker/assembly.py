@@ -130,6 +130,7 @@ def _turn_states(sequence: TokenSequence) -> list[int]:
 def _row(sample: BatchSample) -> SampleRow:
     trajectory: Trajectory = sample.outcome.payload
     sequence = trajectory.sequence
+
     return SampleRow(
         sample_id=sample.sample_id,
         group_id=sample.group_id,

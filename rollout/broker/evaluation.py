@@ -26,6 +26,7 @@ class Evaluation:
     def report(self, now: float) -> EvalReport:
         episodes = self.episodes
         answered = max(1, len(episodes))
+
         return EvalReport(
             version=self.version,
             tasks=self.tasks,

@@ -20,7 +20,7 @@ from algos.types import LossInputs, LossResult
 from rl.core.batch_files import read_shard_files, write_shard_file
 from rl.core.columns import COLUMNS, Column, register, register_configured
 from rl.core.config import ConfigError, load_config
-from rl.core.messages import Generate, Generated, Shard, Ticket, Trajectory, Version, decode, encode
+from rl.core.messages import Generate, Generated, Shard, Ticket, Trajectory, Turn, Version, decode, encode
 from rl.learner.algorithm import make_algorithm
 from rl.learner.batches import check_shard
 from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
@@ -28,6 +28,7 @@ from rl.learner.policy import PolicyOutput
 from rl.learner.update import loss_inputs
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import fault, make_shards, outcome_of
+from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, Step
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.tokenizer import IdTokenizer
@@ -159,6 +160,22 @@ def test_from_a_reply_to_a_loss(tmp_path: Path) -> None:
         by_hand = [gap * (1 + place // 2) + 6 * (place % 2) * 20 + 0.5 for place, gap in enumerate(gaps)]
         assert member_losses == pytest.approx([0, 0, 0, *by_hand[:2], 0, *by_hand[2:]])
     assert losses_of(dummy_pack()).tolist() == [0.0]
+
+
+def test_of_a_turn_in_several_parts_the_last_one_with_tokens_speaks() -> None:
+    register(Column("decode_speed", "float32", masked=-1, scope="turn"))
+    conversation = Conversation(IdTokenizer(), [ChatMessage("user", "1 2")])
+    turn = Turn(2, 4, 0.0, 0.0, 0.0, "stop", 0)
+
+    for ids, speed in (([3], 10), ([4], 20), ([], -1)):
+        conversation.append_generated(reply_columns(ids) | {"decode_speed": np.array([speed], np.float32)})
+    conversation.end_turn(turn, {})
+    conversation.append_messages([ChatMessage("user", "5")], limit=99)
+    for ids, speed in (([], -1), ([6], 30)):
+        conversation.append_generated(reply_columns(ids) | {"decode_speed": np.array([speed], np.float32)})
+    conversation.end_turn(turn, {})
+
+    assert conversation.sequence().columns["decode_speed"].tolist() == [20, 30]
 
 
 def test_a_column_that_is_not_in_the_table_is_refused_everywhere() -> None:

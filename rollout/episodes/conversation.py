@@ -55,7 +55,8 @@ class Conversation:
         if fault := mismatch(reply, {"token": size, **ONE_TURN}, "generator"):
             raise ValueError(fault)
 
-        self._of_turn = {name: values for name, values in reply.items() if COLUMNS[name].scope != "token"}
+        if size or not self._of_turn:  # a part that was aborted before its first token says nothing
+            self._of_turn = {name: values for name, values in reply.items() if COLUMNS[name].scope != "token"}
         return self._append(size, {**reply, "loss_mask": np.ones(size, np.uint8)})
 
     def append_written(self, ids: Sequence[int]) -> tuple[int, int]:
@@ -70,6 +71,7 @@ class Conversation:
             raise ValueError(fault)
 
         self.turns.append(turn)
+        self._of_turn = {}
         for name, values in of_turn.items():
             if COLUMNS[name].scope == "turn":
                 self._parts[name].append(values)
@@ -78,7 +80,7 @@ class Conversation:
 
     def append_messages(self, messages: Sequence[ChatMessage], limit: int) -> bool:
         """Add the environment's answer and open the next turn; False, and nothing added, if that passes `limit` ids."""
-        glue = self._tokenizer.glue(messages, last_id=int(self._parts["token_ids"][-1][-1]))
+        glue = self._tokenizer.glue(messages, last_id=int(self.context()[-1]))
         if self._length + len(glue) > limit:
             return False
 

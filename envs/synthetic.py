@@ -52,7 +52,7 @@ class SyntheticFault(RuntimeError):
 
 
 class SyntheticFamily:
-    Options = SyntheticOptions
+    Options: type[BaseModel] = SyntheticOptions
 
     def __init__(self, options: SyntheticOptions, seed: int) -> None:
         self.options = options

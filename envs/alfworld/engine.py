@@ -1,9 +1,9 @@
 """The TextWorld/ALFWorld engine, with everything kept that depends on the game alone.
 
 The game's state lives in the same fast-downward library that the stock engine uses, and the text comes from the same
-grammar: transcripts are byte-identical to `AlfredDemangler(PddlEnv())`. What is kept per game (`Board`): translation,
-names, initial facts, commands by operator and facts by effect. What is left per step: one call for the operators, one
-for the effects, and the text.
+grammar: transcripts are byte-identical to `AlfredDemangler(PddlEnv())`. What is kept per game (`PreparedGame`):
+translation, names, initial facts, commands by operator and facts by effect. What is left per step: one call for the
+operators, one for the effects, and the text.
 
 Not thread-safe, as the stock engine: one process drives its engines one after another. Each engine holds a copy of
 the library (some 2 MB) for ever, since closing one crashes the next load: engines are pooled and loaded anew.
@@ -60,7 +60,7 @@ class Move:
     command: str | None  # None: depends on the state
 
 
-class Board:
+class PreparedGame:
     """What all episodes of one game share."""
 
     def __init__(self, game: GameFile, translation: Translation) -> None:
@@ -127,27 +127,27 @@ class Board:
         return self.grammar.derive(move.template, Context(state, self.entities, move.mapping, move.variables))
 
 
-class Boards:
+class GameCache:
     """The `capacity` games played last, by path. One per process."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._kept: OrderedDict[Path, Board] = OrderedDict()
+        self._kept: OrderedDict[Path, PreparedGame] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, path: Path) -> Board:
+    def get(self, path: Path) -> PreparedGame:
         """Raises GameError."""
-        board = self._kept.get(path)
-        if board is None:
+        prepared = self._kept.get(path)
+        if prepared is None:
             game = read_game(path)
-            board = self._kept[path] = Board(game, kept_translation(game))
+            prepared = self._kept[path] = PreparedGame(game, kept_translation(game))
             if len(self._kept) > self.capacity:
                 self._kept.popitem(last=False)
         else:
             self._kept.move_to_end(path)
-        return board
+        return prepared
 
 
 class Engine:
@@ -155,27 +155,27 @@ class Engine:
 
     def __init__(self) -> None:
         self._library = fast_downward.load_lib()
-        self._board: Board | None = None
+        self._game: PreparedGame | None = None
 
-    def load(self, board: Board) -> Observation:
+    def load(self, game: PreparedGame) -> Observation:
         """Begin the game; the first observation."""
-        self._board = board
+        self._game = game
         library = self._library
-        library.load_sas(zlib.decompress(board.translation.sas))
-        if board.initial is None:
+        library.load_sas(zlib.decompress(game.translation.sas))
+        if game.initial is None:
             atoms = (Atom * library.get_state_size())()
             library.get_state(atoms)
-            board.begin([atom._name for atom in atoms])
-        assert board.initial is not None
-        self.facts = Facts(board.grammar.logic, board.initial)
-        text = board.grammar.derive("#intro#", Context(self.facts, board.entities, {}, {}))
+            game.begin([atom._name for atom in atoms])
+        assert game.initial is not None
+        self.facts = Facts(game.grammar.logic, game.initial)
+        text = game.grammar.derive("#intro#", Context(self.facts, game.entities, {}, {}))
         return self._observe(text)
 
     def step(self, command: str) -> Observation:
         """One command; what is not admissible now changes nothing and answers NOTHING."""
-        board = self._board
+        game = self._game
         library = self._library
-        assert board is not None, "load() comes before step()"
+        assert game is not None, "load() comes before step()"
         chosen = self._chosen.get(normal(command))
         if chosen is None:
             return Observation(NOTHING, self.observation.commands, self.observation.won, admissible=False)
@@ -184,23 +184,23 @@ class Engine:
         effects = (Atom * effect_count)()
         library.apply_operator(operator_id, effects)
         for effect in effects:
-            fact, negated, _ = board.atom(effect._name)
+            fact, negated, _ = game.atom(effect._name)
             self.facts.change(fact, negated)
-        text = board.grammar.derive(move.feedback, Context(self.facts, board.entities, move.mapping, move.variables))
+        text = game.grammar.derive(move.feedback, Context(self.facts, game.entities, move.mapping, move.variables))
         return self._observe(text)
 
     def _observe(self, text: str) -> Observation:
-        board = self._board
+        game = self._game
         library = self._library
-        assert board is not None
+        assert game is not None
         operators = (fast_downward.Operator * library.get_applicable_operators_count())()
         library.get_applicable_operators(operators)
         self._chosen: dict[str, tuple[int, int, Move]] = {}  # by normal command: the first operator that has it
         commands = set()
 
         for operator in operators:
-            move = board.move(operator.name, self.facts)
-            command = board.command(move, self.facts)
+            move = game.move(operator.name, self.facts)
+            command = game.command(move, self.facts)
             commands.add(command)
             self._chosen.setdefault(normal(command), (operator.id, operator.nb_effect_atoms, move))
         self.observation = Observation(text, tuple(sorted(commands)), bool(library.check_goal()))

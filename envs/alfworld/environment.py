@@ -58,7 +58,7 @@ class AlfworldOptions(BaseModel):
 
 
 class AlfworldFamily:
-    Options = AlfworldOptions
+    Options: type[BaseModel] = AlfworldOptions
 
     def __init__(self, options: AlfworldOptions, seed: int) -> None:
         self.options = options

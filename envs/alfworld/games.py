@@ -29,7 +29,7 @@ from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from envs.alfworld import engine, grammar, oracle, scenes, translation
-from envs.alfworld.engine import Board, Engine
+from envs.alfworld.engine import Engine, PreparedGame
 from envs.alfworld.oracle import Oracle
 from envs.alfworld.scenes import TASK_TYPES, Infeasible, Problem, draw_problem, scenes_of
 from envs.alfworld.translation import GameError, GameFile, kept_translation
@@ -141,12 +141,12 @@ def list_games(folder: Path, split: str, task_types: Sequence[str] = TASK_TYPES)
     return games
 
 
-def prove(player: Engine, board: Board, task_type: str, target: str, parent: str) -> list[str] | None:
+def prove(player: Engine, prepared: PreparedGame, task_type: str, target: str, parent: str) -> list[str] | None:
     """The walkthrough that wins this game in the engine; None if there is none or the game is won at its start."""
-    if player.load(board).won:
+    if player.load(prepared).won:
         return None
     try:
-        plan = Oracle(player.facts.facts, board.entities).walkthrough(task_type, target, parent)
+        plan = Oracle(player.facts.facts, prepared.entities).walkthrough(task_type, target, parent)
     except LookupError:
         return None
     for number, command in enumerate(plan, start=1):
@@ -234,10 +234,10 @@ def _write_proven(folder: Path, problem: Problem) -> bool:
     rules = template.replace("UNKNOWN GOAL", problem.goal_text)
     game = GameFile(folder, domain, rules, problem.pddl)
     try:
-        board = Board(game, kept_translation(game))
+        prepared = PreparedGame(game, kept_translation(game))
     except GameError:
         return False
-    plan = prove(_player(), board, problem.task_type, problem.target, problem.parent)
+    plan = prove(_player(), prepared, problem.task_type, problem.target, problem.parent)
     if plan is None:
         return False
 

@@ -13,12 +13,12 @@ from envs.alfworld.requests import GameReply, GameRequest
 from envs.workers.serving import begin_worker, serve
 
 
-def main(descriptor: int, boards_kept: int, lists_commands: bool) -> None:
+def main(descriptor: int, games_kept: int, lists_commands: bool) -> None:
     replies = begin_worker()
-    from envs.alfworld.engine import Boards, Engine
+    from envs.alfworld.engine import Engine, GameCache
 
     gc.set_threshold(50_000)  # a step makes and drops hundreds of objects: the default looks every few steps
-    boards = Boards(boards_kept)
+    game_cache = GameCache(games_kept)
     live: dict[int, Engine] = {}
     idle: list[Engine] = []
 
@@ -29,9 +29,9 @@ def main(descriptor: int, boards_kept: int, lists_commands: bool) -> None:
             return None
 
         if request.op == "load":
-            board = boards.get(Path(request.argument))
+            prepared = game_cache.get(Path(request.argument))
             engine = live[session] = live.get(session) or (idle.pop() if idle else Engine())
-            seen = engine.load(board)
+            seen = engine.load(prepared)
         else:
             seen = live[session].step(request.argument)
         return GameReply(seen.text, seen.commands if lists_commands else (), seen.won, seen.admissible)

@@ -48,7 +48,7 @@ class MathOptions(BaseModel):
 
 
 class MathFamily:
-    Options = MathOptions
+    Options: type[BaseModel] = MathOptions
 
     def __init__(self, options: MathOptions, seed: int) -> None:
         self.options = options

@@ -30,7 +30,7 @@ import textworld
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 from textworld.envs.pddl import PddlEnv
 
-from envs.alfworld.engine import Boards, Engine
+from envs.alfworld.engine import Engine, GameCache
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions
 from envs.alfworld.games import GameEntry, GameRecipe
 from envs.alfworld.requests import GameReply, GameRequest
@@ -97,11 +97,11 @@ def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
     """Ours and the stock engine, alone in a process: per CPU second, loads of known games and steps."""
     ours = Engine()
     theirs = AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
-    boards = Boards(len(games))
+    game_cache = GameCache(len(games))
     rng = random.Random(0)
     begin = time.process_time()
     for game in games:
-        boards.get(game.path)
+        game_cache.get(game.path)
     first = (time.process_time() - begin) / len(games)
     cpu = dict.fromkeys(("ours_reset", "ours_step", "stock_reset", "stock_step"), 0.0)
     count = dict.fromkeys(cpu, 0)
@@ -124,7 +124,7 @@ def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
 
         for _ in range(8):
             begin = time.process_time()
-            seen = ours.load(boards.get(game.path))
+            seen = ours.load(game_cache.get(game.path))
             timed("ours_reset", begin)
             for _ in range(EPISODE_STEPS):
                 begin = time.process_time()
@@ -144,12 +144,12 @@ def engines(games: Sequence[GameEntry], seconds: float) -> dict[str, float]:
 def scripts(games: Sequence[GameEntry]) -> list[list[str]]:
     """Random admissible commands of one episode of each game."""
     engine = Engine()
-    boards = Boards(len(games))
+    game_cache = GameCache(len(games))
     rng = random.Random(0)
     written = []
 
     for game in games:
-        engine.load(boards.get(game.path))
+        engine.load(game_cache.get(game.path))
         script: list[str] = []
         while len(script) < EPISODE_STEPS and not engine.observation.won:
             script.append(rng.choice(engine.observation.commands))
@@ -233,11 +233,11 @@ class Bare:
     """The engine alone with as many live games, in turn: the same requests about known games, without a server."""
 
     def __init__(self, games: Sequence[GameEntry], written: Sequence[list[str]], live: int) -> None:
-        self._boards = Boards(len(games))
+        self._game_cache = GameCache(len(games))
         self._paths = [game.path for game in games]
         self._live = [(Engine(), plan(written, number)) for number in range(live)]
         for path in self._paths:
-            self._live[0][0].load(self._boards.get(path))
+            self._live[0][0].load(self._game_cache.get(path))
         self.cpu_s(1)
 
     def cpu_s(self, requests: int) -> float:
@@ -247,7 +247,7 @@ class Bare:
             for engine, asked in self._live:
                 index, command = next(asked)
                 if command is None:
-                    engine.load(self._boards.get(self._paths[index]))
+                    engine.load(self._game_cache.get(self._paths[index]))
                 else:
                     engine.step(command)
 

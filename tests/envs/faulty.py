@@ -12,14 +12,14 @@ from rollout.episodes.environment import ChatMessage, Step
 KINDS = ("hang", "raise", "exit", "nan", "fine", "long", "stubborn", "fine")
 
 
-class Options(BaseModel):
+class FaultyOptions(BaseModel):
     pass
 
 
 class FaultyFamily:
-    Options = Options
+    Options: type[BaseModel] = FaultyOptions
 
-    def __init__(self, options: Options, seed: int) -> None:
+    def __init__(self, options: FaultyOptions, seed: int) -> None:
         self.closed = 0
 
     def task_count(self, split: str) -> int:

@@ -52,11 +52,11 @@ def generated(request: Generate, ids: list[int], finish_reason: str = "stop", **
 
 
 def ticket(ticket_id: int, **fields: Any) -> Ticket:
-    values = {"sample_id": ticket_id, "group_id": 0, "task_index": ticket_id, "version": Version(0, 3)} | fields
-    return Ticket(ticket_id=ticket_id, **values)
+    values: dict[str, Any] = {"sample_id": ticket_id, "group_id": 0, "task_index": ticket_id, "version": Version(0, 3)}
+    return Ticket(ticket_id=ticket_id, **(values | fields))
 
 
-class World:
+class ServerPeers:
     """Binds the sockets, starts the server and plays its peers. `answer(request)` of None leaves it unanswered."""
 
     def __init__(self, run: RunFile, answer: Answer, *, acknowledge: bool = True) -> None:
@@ -79,7 +79,7 @@ class World:
             [sys.executable, "-m", "envs.server", "--run", str(run.folder)], cwd=REPOSITORY, env=environment
         )
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> ServerPeers:
         self.until(lambda: self.hello is not None, "the server's hello", 30)
         return self
 
@@ -143,4 +143,4 @@ class World:
             case Fatal():
                 self.fatal = message
             case _:
-                assert isinstance(message, ClientHello) or message.role == "env_server"
+                assert isinstance(message, ClientHello) or getattr(message, "role", "") == "env_server"

@@ -9,15 +9,15 @@ from envs.synthetic import SyntheticEnvironment, SyntheticFamily, SyntheticOptio
 from rollout.episodes.environment import Step
 
 
-class Options(SyntheticOptions):
+class LockstepOptions(SyntheticOptions):
     folder: Path
     """Where each server writes its file, named by its process id."""
 
 
 class LockstepFamily(SyntheticFamily):
-    Options = Options  # type: ignore[assignment]
+    Options = LockstepOptions
 
-    def __init__(self, options: Options, seed: int) -> None:
+    def __init__(self, options: LockstepOptions, seed: int) -> None:
         super().__init__(options, seed)
         self.log = (options.folder / f"{os.getpid()}.steps").open("ab", buffering=0)
 

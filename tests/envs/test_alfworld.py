@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from alfworld.gen import constants
 from textworld.envs.pddl import PddlEnv
 
 from envs.alfworld.demonstrations import demonstrate
-from envs.alfworld.engine import NOTHING, Board, Boards, Engine, Observation
+from envs.alfworld.engine import NOTHING, Engine, GameCache, Observation, PreparedGame
 from envs.alfworld.environment import AlfworldFamily, AlfworldOptions, object_kind, parse_action
 from envs.alfworld.games import GameRecipe, GamesError, ensure_games, list_games
 from envs.alfworld.requests import GameRequest
@@ -50,7 +51,8 @@ def stock() -> AlfredDemangler:
 
 
 def walkthrough(path: Path) -> list[str]:
-    return json.loads(path.read_text())["walkthrough"]
+    commands: list[str] = json.loads(path.read_text())["walkthrough"]
+    return commands
 
 
 def test_all_six_task_types_in_scenes_kept_apart(folder: Path) -> None:
@@ -81,13 +83,13 @@ def test_the_packages_environment_lists_the_same_games(folder: Path) -> None:
 def test_transcripts_are_those_of_the_stock_engine_and_walkthroughs_win_there(folder: Path, engine: Engine) -> None:
     """Admissible, inadmissible and repeated commands; every game is won in the end, and none at its start."""
     player = stock()
-    boards = Boards(8)
+    game_cache = GameCache(8)
 
     for game in list_games(folder, "train"):
         rng = random.Random(game.path.name)
         player.load(str(game.path))
         theirs = player.reset()
-        ours = engine.load(boards.get(game.path))
+        ours = engine.load(game_cache.get(game.path))
         assert not theirs["won"]
 
         for command in [None, "jump", "look", "inventory", *(None,) * 2, *walkthrough(game.path)]:
@@ -100,7 +102,7 @@ def test_transcripts_are_those_of_the_stock_engine_and_walkthroughs_win_there(fo
 
 
 def test_going_where_one_stands_is_inadmissible(folder: Path, engine: Engine) -> None:
-    first = engine.load(Boards(1).get(list_games(folder, "train")[0].path))
+    first = engine.load(GameCache(1).get(list_games(folder, "train")[0].path))
     command = next(each for each in first.commands if each.startswith("go to"))
     there = engine.step(command)
     assert command not in there.commands
@@ -124,12 +126,12 @@ def test_what_the_package_leaves_out_is_left_out(folder: Path, tmp_path: Path) -
 
 def test_what_the_task_types_need(folder: Path, engine: Engine) -> None:
     """Two things are moved, not "put"; no appliance is opened; the desk lamp alone can be used."""
-    boards = Boards(8)
+    game_cache = GameCache(8)
     for game in list_games(folder, "train"):
         plan = walkthrough(game.path)
         kind = game.task_type
         verbs = [command.split()[0] for command in plan]
-        engine.load(boards.get(game.path))
+        engine.load(game_cache.get(game.path))
         admitted = set[str]()
         for command in plan:
             admitted |= {each for each in engine.observation.commands if each.startswith(("use", "put"))}
@@ -148,7 +150,7 @@ def test_what_the_task_types_need(folder: Path, engine: Engine) -> None:
 
 def test_every_listed_command_is_taken_as_a_player_types_it(folder: Path, tmp_path: Path, engine: Engine) -> None:
     """In every state on the way to the goal, also without the blank that names without a number end in."""
-    boards = Boards(8)
+    game_cache = GameCache(8)
     unnumbered = tmp_path / "game.tw-pddl"
     games = [game.path for game in list_games(folder, "train")]
     content = games[0].read_text()
@@ -157,38 +159,38 @@ def test_every_listed_command_is_taken_as_a_player_types_it(folder: Path, tmp_pa
     unnumbered.write_text(content.replace(receptacle[0], "strongbox"))
 
     for path, plan in [(unnumbered, [])] + [(path, walkthrough(path)) for path in games]:
-        board = boards.get(path)
+        prepared = game_cache.get(path)
         for done in range(max(1, len(plan))):
-            listed = replay(engine, board, plan[:done]).commands
+            listed = replay(engine, prepared, plan[:done]).commands
             assert path in games or "go to strongbox " in listed
             for command in listed:
-                replay(engine, board, plan[:done])
+                replay(engine, prepared, plan[:done])
                 assert engine.step(command.strip()).admissible, (command, plan[:done])
 
 
-def replay(engine: Engine, board: Board, commands: list[str]) -> Observation:
-    observation = engine.load(board)
+def replay(engine: Engine, prepared: PreparedGame, commands: list[str]) -> Observation:
+    observation = engine.load(prepared)
     for command in commands:
         observation = engine.step(command)
     return observation
 
 
 def test_loading_again_is_a_fresh_start_without_a_leak(folder: Path, engine: Engine) -> None:
-    board = Boards(1).get(list_games(folder, "train")[0].path)
-    first = engine.load(board)
+    prepared = GameCache(1).get(list_games(folder, "train")[0].path)
+    first = engine.load(prepared)
     engine.step(first.commands[0])
-    assert engine.load(board) == first
+    assert engine.load(prepared) == first
     for _ in range(100):
-        engine.load(board)
+        engine.load(prepared)
     before = resident_bytes()
     for _ in range(300):
-        engine.load(board)
+        engine.load(prepared)
     assert resident_bytes() - before < 1 << 20  # a leak of 1.7 MB per reset would be 510 MB
 
 
 def test_translating_keeps_the_arguments_of_the_process(folder: Path) -> None:
     arguments = list(sys.argv)
-    Boards(1).get(list_games(folder, "train")[1].path)
+    GameCache(1).get(list_games(folder, "train")[1].path)
     assert sys.argv == arguments
 
 
@@ -220,7 +222,7 @@ def test_actions_are_found(text: str, form: str, command: str) -> None:
     assert parse_action(text, form) == command
 
 
-def play(folder: Path, scenario: Callable[[AlfworldFamily], object], **options: object) -> None:
+def play(folder: Path, scenario: Callable[[AlfworldFamily], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
         family = AlfworldFamily(AlfworldOptions(data=folder, **options), 0)
         await family.start()
@@ -384,11 +386,11 @@ def test_observations_are_cut_and_repeated_as_asked(folder: Path) -> None:
 
 def test_many_environments_at_once_play_as_one_alone(folder: Path, engine: Engine) -> None:
     """The engine is not thread-safe: interleaved games must not touch each other, in a worker or across two."""
-    boards = Boards(8)
+    game_cache = GameCache(8)
 
     def alone(path: Path, seed: int) -> list[tuple[str, str]]:
         rng = random.Random(seed)
-        seen = engine.load(boards.get(path))
+        seen = engine.load(game_cache.get(path))
         transcript = []
         for _ in range(10):
             command = rng.choice(seen.commands).strip()

@@ -23,7 +23,7 @@ from rl.core.messages import (
 )
 from rl.core.run import RunFile
 from tests.conftest import MakeRun
-from tests.envs.harness import World, generated, ticket
+from tests.envs.harness import ServerPeers, generated, ticket
 from tests.envs.model_folder import make_model_folder
 
 SYNTHETIC = ("env.name=synthetic", "sampling.seeded=true", "env.max_turns=8")
@@ -39,14 +39,14 @@ def silent(request: Generate) -> None:
 
 def test_multi_turn_synthetic(make_run: MakeRun) -> None:
     run = make_run(*SYNTHETIC, "env.options.turns=3", "env.options.prompt_tokens=5", "env.episodes_per_server=7")
-    with World(run, even) as world:
-        assert world.hello is not None and world.hello.capacity == 7 and world.hello.seq == 0
+    with ServerPeers(run, even) as peers:
+        assert peers.hello is not None and peers.hello.capacity == 7 and peers.hello.seq == 0
         for ticket_id in (1, 2):
-            world.send(ticket(ticket_id, task_index=4, seed=11, temperature=0.7, group_id=9))
+            peers.send(ticket(ticket_id, task_index=4, seed=11, temperature=0.7, group_id=9))
 
-        world.until(lambda: len(world.ended()) == 2, "two trajectories")
-        first = world.ended()[1]
-        second = world.ended()[2]
+        peers.until(lambda: len(peers.ended()) == 2, "two trajectories")
+        first = peers.ended()[1]
+        second = peers.ended()[2]
         assert isinstance(first, Trajectory) and isinstance(second, Trajectory)
         assert [first.seq, second.seq] in ([1, 2], [2, 1])
         assert first.stop_reason == "done" and first.tokens_generated == 12 and len(first.sequence.turns) == 3
@@ -61,17 +61,17 @@ def test_multi_turn_synthetic(make_run: MakeRun) -> None:
         np.testing.assert_array_equal(
             first.sequence.token_ids, second.sequence.token_ids
         )  # same task, same generations
-        own = [request for request in world.requests if request.session == 1]
+        own = [request for request in peers.requests if request.session == 1]
         assert [len(request.prompt_ids) for request in own] == [5, 13, 21]
 
         np.testing.assert_array_equal(own[2].prompt_ids, first.sequence.token_ids[:21])
         assert len({request.seed for request in own}) == 3
-        assert [request.seed for request in own] == [r.seed for r in world.requests if r.session == 2]
+        assert [request.seed for request in own] == [r.seed for r in peers.requests if r.session == 2]
         assert {(r.temperature, r.priority, r.version) for r in own} == {(0.7, 9, Version(0, 3))}
-        world.run_for(0.6)
-        stats = world.heartbeat.stats if world.heartbeat else {}
+        peers.run_for(0.6)
+        stats = peers.heartbeat.stats if peers.heartbeat else {}
         assert stats["episodes_done"] == 2 and stats["episodes_running"] == 0 and stats["unacknowledged"] == 0
-        assert world.stop() == 0
+        assert peers.stop() == 0
 
 
 @pytest.fixture
@@ -92,11 +92,11 @@ def test_math_end_to_end_without_torch(math_run: RunFile) -> None:
         ids = tokenizer.encode(answers[request.session] % problem.answer, add_special_tokens=False).ids
         return generated(request, [*ids, end])
 
-    with World(math_run, answer) as world:
+    with ServerPeers(math_run, answer) as peers:
         for ticket_id in answers:
-            world.send(ticket(ticket_id, kind="eval" if ticket_id == 4 else "train"))
-        world.until(lambda: len(world.ended()) == 4, "four trajectories")
-        ended = world.ended()
+            peers.send(ticket(ticket_id, kind="eval" if ticket_id == 4 else "train"))
+        peers.until(lambda: len(peers.ended()) == 4, "four trajectories")
+        ended = peers.ended()
         rewards = {key: result.reward for key, result in ended.items() if isinstance(result, Trajectory)}
         assert rewards == {1: 1.0, 2: 0.0, 3: 0.0, 4: 1.0}
         first = ended[1]
@@ -108,45 +108,45 @@ def test_math_end_to_end_without_torch(math_run: RunFile) -> None:
         assert (
             text.endswith("}<|im_end|>") and first.sequence.token_ids[-1] == end and first.sequence.loss_mask[-1] == 1
         )
-        mapped = Path(f"/proc/{world.process.pid}/maps").read_text()
+        mapped = Path(f"/proc/{peers.process.pid}/maps").read_text()
         assert "libtorch" not in mapped and "/torch/" not in mapped
-        assert psutil.Process(world.process.pid).children() == []  # plain numbers need no verifier worker
+        assert psutil.Process(peers.process.pid).children() == []  # plain numbers need no verifier worker
 
 
 def test_cancel_waits_for_the_abort(make_run: MakeRun) -> None:
-    with World(make_run(*SYNTHETIC, "env.options.turns=2"), silent) as world:
-        world.send(ticket(1))
-        world.until(lambda: len(world.requests) == 1, "the request")
-        world.send(CancelTickets([1, 99]))
-        world.until(lambda: world.aborts == [world.requests[0].request_id], "the abort")
-        world.run_for(0.3)
-        assert world.results == []
+    with ServerPeers(make_run(*SYNTHETIC, "env.options.turns=2"), silent) as peers:
+        peers.send(ticket(1))
+        peers.until(lambda: len(peers.requests) == 1, "the request")
+        peers.send(CancelTickets([1, 99]))
+        peers.until(lambda: peers.aborts == [peers.requests[0].request_id], "the abort")
+        peers.run_for(0.3)
+        assert peers.results == []
 
-        world.reply(generated(world.requests[0], [5, 6], "abort"))
-        world.until(lambda: bool(world.results), "the cancel's answer")
-        assert world.results == [TicketCancelled(0, 0, 1, 1, turns=1)]
+        peers.reply(generated(peers.requests[0], [5, 6], "abort"))
+        peers.until(lambda: bool(peers.results), "the cancel's answer")
+        assert peers.results == [TicketCancelled(0, 0, 1, 1, turns=1)]
         # A cancel together with its ticket, and one of a finished episode: one end each.
-        world.answer = even
-        world.send(ticket(2))
-        world.send(CancelTickets([2]))
-        world.send(ticket(3))
+        peers.answer = even
+        peers.send(ticket(2))
+        peers.send(CancelTickets([2]))
+        peers.send(ticket(3))
 
-        world.until(lambda: {2, 3} <= world.ended().keys(), "both ends")
-        world.send(CancelTickets([2, 3]))
-        world.run_for(0.3)
-        assert sorted(result.ticket_id for result in world.results) == [1, 2, 3]
-        assert sorted(result.seq for result in world.results) == [1, 2, 3]
-        assert isinstance(world.ended()[2], TicketCancelled) and isinstance(world.ended()[3], Trajectory)
+        peers.until(lambda: {2, 3} <= peers.ended().keys(), "both ends")
+        peers.send(CancelTickets([2, 3]))
+        peers.run_for(0.3)
+        assert sorted(result.ticket_id for result in peers.results) == [1, 2, 3]
+        assert sorted(result.seq for result in peers.results) == [1, 2, 3]
+        assert isinstance(peers.ended()[2], TicketCancelled) and isinstance(peers.ended()[3], Trajectory)
         # Cancelled in its second turn: the broker learns how far it had come.
-        world.answer = lambda request: None if len(request.prompt_ids) > 16 else even(request)
+        peers.answer = lambda request: None if len(request.prompt_ids) > 16 else even(request)
 
-        world.send(ticket(4))
-        world.until(lambda: sum(request.session == 4 for request in world.requests) == 2, "the second turn")
-        world.send(CancelTickets([4]))
-        world.until(lambda: bool(world.aborts[1:]), "the abort")
-        world.reply(generated(world.requests[-1], [], "abort"))
-        world.until(lambda: 4 in world.ended(), "the cancel's answer")
-        cancelled = world.ended()[4]
+        peers.send(ticket(4))
+        peers.until(lambda: sum(request.session == 4 for request in peers.requests) == 2, "the second turn")
+        peers.send(CancelTickets([4]))
+        peers.until(lambda: bool(peers.aborts[1:]), "the abort")
+        peers.reply(generated(peers.requests[-1], [], "abort"))
+        peers.until(lambda: 4 in peers.ended(), "the cancel's answer")
+        cancelled = peers.ended()[4]
         assert isinstance(cancelled, TicketCancelled) and cancelled.turns == 2
 
 
@@ -161,11 +161,11 @@ def test_failures_stay_with_their_ticket(make_run: MakeRun) -> None:
         return even(request)
 
     kinds = {1: "hang", 2: "raise", 3: "exit", 4: "nan", 5: "fine", 6: "long", 7: "stubborn", 8: "fine"}
-    with World(run, answer) as world:
+    with ServerPeers(run, answer) as peers:
         for ticket_id, index in zip(kinds, range(len(kinds)), strict=True):
-            world.send(ticket(ticket_id, task_index=index))
-        world.until(lambda: len(world.ended()) == len(kinds), "every end")
-        reasons = {key: end.reason for key, end in world.ended().items() if isinstance(end, TicketFailed)}
+            peers.send(ticket(ticket_id, task_index=index))
+        peers.until(lambda: len(peers.ended()) == len(kinds), "every end")
+        reasons = {key: end.reason for key, end in peers.ended().items() if isinstance(end, TicketFailed)}
         assert reasons.keys() == {1, 2, 3, 4, 5, 6, 7}
         overrun = "environment: step of turn 1 ran past env.step_deadline_s=0.4"
         assert reasons[1] == reasons[7] == overrun
@@ -174,59 +174,59 @@ def test_failures_stay_with_their_ticket(make_run: MakeRun) -> None:
         assert "SystemExit" in reasons[3] and "reward nan" in reasons[4]
         assert reasons[5] == "generation failed: engine is out of luck"
         assert "prompt of 100 tokens" in reasons[6]
-        neighbour = world.ended()[8]
+        neighbour = peers.ended()[8]
         assert isinstance(neighbour, Trajectory) and neighbour.reward == 1
-        world.send(ticket(9, task_index=len(kinds) - 1))  # asks how often environments were closed
-        world.until(lambda: 9 in world.ended(), "the last episode")
-        last = world.ended()[9]
+        peers.send(ticket(9, task_index=len(kinds) - 1))  # asks how often environments were closed
+        peers.until(lambda: 9 in peers.ended(), "the last episode")
+        last = peers.ended()[9]
         assert isinstance(last, Trajectory) and last.info == {"closed": float(len(kinds))}
-        assert sorted(result.seq for result in world.results) == list(range(1, 10))
+        assert sorted(result.seq for result in peers.results) == list(range(1, 10))
 
 
 def test_cancels_and_deadlines_at_the_turn_barrier(make_run: MakeRun) -> None:
     """Two of three have generated and wait; the third hangs in its generation until its deadline ends it."""
     run = make_run(*SYNTHETIC, "rollout.turn_barrier=true", "env.options.turns=2")
-    with World(run, lambda request: None if request.session == 3 else even(request)) as world:
+    with ServerPeers(run, lambda request: None if request.session == 3 else even(request)) as peers:
         for ticket_id in (1, 2):
-            world.send(ticket(ticket_id))
+            peers.send(ticket(ticket_id))
 
-        world.send(ticket(3, deadline_s=1.0))
-        world.until(lambda: len(world.requests) >= 3, "the requests")
-        world.send(CancelTickets([2]))
-        world.until(lambda: 2 in world.ended(), "the cancel's answer, from inside the barrier")
-        assert isinstance(world.ended()[2], TicketCancelled) and 1 not in world.ended()
-        assert len(world.requests) == 3, "nobody takes a second turn while 3 is generating"
+        peers.send(ticket(3, deadline_s=1.0))
+        peers.until(lambda: len(peers.requests) >= 3, "the requests")
+        peers.send(CancelTickets([2]))
+        peers.until(lambda: 2 in peers.ended(), "the cancel's answer, from inside the barrier")
+        assert isinstance(peers.ended()[2], TicketCancelled) and 1 not in peers.ended()
+        assert len(peers.requests) == 3, "nobody takes a second turn while 3 is generating"
 
-        world.until(lambda: bool(world.aborts), "the deadline of the third")
-        (third,) = (request for request in world.requests if request.session == 3)
-        world.reply(generated(third, [], "abort"))
-        world.until(lambda: {1, 3} <= world.ended().keys(), "both ends")
-        assert isinstance(world.ended()[3], TicketFailed)
-        first = world.ended()[1]
+        peers.until(lambda: bool(peers.aborts), "the deadline of the third")
+        (third,) = (request for request in peers.requests if request.session == 3)
+        peers.reply(generated(third, [], "abort"))
+        peers.until(lambda: {1, 3} <= peers.ended().keys(), "both ends")
+        assert isinstance(peers.ended()[3], TicketFailed)
+        first = peers.ended()[1]
         assert isinstance(first, Trajectory) and len(first.sequence.turns) == 2
 
 
 def test_deadline_of_an_episode(make_run: MakeRun) -> None:
-    with World(make_run(*SYNTHETIC), silent) as world:
-        world.send(ticket(1, deadline_s=0.3))
-        world.until(lambda: bool(world.aborts), "the abort")
-        world.reply(generated(world.requests[0], [], "abort"))
-        world.until(lambda: bool(world.results), "the failure")
-        (failure,) = world.results
+    with ServerPeers(make_run(*SYNTHETIC), silent) as peers:
+        peers.send(ticket(1, deadline_s=0.3))
+        peers.until(lambda: bool(peers.aborts), "the abort")
+        peers.reply(generated(peers.requests[0], [], "abort"))
+        peers.until(lambda: bool(peers.results), "the failure")
+        (failure,) = peers.results
         assert isinstance(failure, TicketFailed) and failure.reason == "the episode ran past its deadline of 0.3 s"
 
 
 def test_sent_again_until_acknowledged(make_run: MakeRun) -> None:
-    with World(make_run(*SYNTHETIC), even, acknowledge=False) as world:
-        world.send(ticket(1))
-        world.until(lambda: len(world.results) == 2, "the repeat")
-        first, repeat = world.results
+    with ServerPeers(make_run(*SYNTHETIC), even, acknowledge=False) as peers:
+        peers.send(ticket(1))
+        peers.until(lambda: len(peers.results) == 2, "the repeat")
+        first, repeat = peers.results
         assert isinstance(first, Trajectory) and isinstance(repeat, Trajectory)
         assert first.seq == repeat.seq == 1
         np.testing.assert_array_equal(first.sequence.token_ids, repeat.sequence.token_ids)
-        world.send(AckTickets([1]))
-        world.run_for(3.5)
-        assert len(world.results) == 2
+        peers.send(AckTickets([1]))
+        peers.run_for(3.5)
+        assert len(peers.results) == 2
 
 
 def test_a_turn_aborted_at_an_update_goes_on(make_run: MakeRun) -> None:
@@ -236,14 +236,14 @@ def test_a_turn_aborted_at_an_update_goes_on(make_run: MakeRun) -> None:
         return generated(request, [4], "length")
 
     run = make_run(*SYNTHETIC, "env.options.turns=1", "env.options.prompt_tokens=5", "sampling.max_tokens=3")
-    with World(run, answer) as world:
-        world.send(ticket(1))
-        world.until(lambda: bool(world.results), "the trajectory")
-        (result,) = world.results
+    with ServerPeers(run, answer) as peers:
+        peers.send(ticket(1))
+        peers.until(lambda: bool(peers.results), "the trajectory")
+        (result,) = peers.results
         assert isinstance(result, Trajectory) and result.stop_reason == "length" and result.tokens_generated == 3
         assert result.sequence.token_ids[5:].tolist() == [2, 3, 4] and len(result.sequence.turns) == 1
-        assert [request.max_tokens for request in world.requests] == [3, 1]
-        assert world.requests[0].seed != world.requests[1].seed
+        assert [request.max_tokens for request in peers.requests] == [3, 1]
+        assert peers.requests[0].seed != peers.requests[1].seed
 
 
 def test_killed_verifier_worker_is_replaced_and_none_is_orphaned(make_run: MakeRun, tmp_path: Path) -> None:
@@ -259,42 +259,42 @@ def test_killed_verifier_worker_is_replaced_and_none_is_orphaned(make_run: MakeR
     def answer(request: Generate) -> Generated:
         return generated(request, tokenizer.encode(f"\\boxed{{{forms[request.session]}}}").ids)
 
-    with World(run, answer) as world:
-        server = psutil.Process(world.process.pid)
-        world.send(ticket(0))
-        world.until(lambda: 0 in world.ended(), "the first verdict", 40)
+    with ServerPeers(run, answer) as peers:
+        server = psutil.Process(peers.process.pid)
+        peers.send(ticket(0))
+        peers.until(lambda: 0 in peers.ended(), "the first verdict", 40)
         (worker,) = server.children()
         worker.kill()
-        world.send(ticket(1))
-        world.until(lambda: 1 in world.ended(), "the second verdict", 40)
-        results = [world.ended()[number] for number in range(2)]
+        peers.send(ticket(1))
+        peers.until(lambda: 1 in peers.ended(), "the second verdict", 40)
+        results = [peers.ended()[number] for number in range(2)]
 
         assert [result.reward for result in results if isinstance(result, Trajectory)] == [1.0, 1.0]
         (successor,) = server.children()
         assert successor.pid != worker.pid
         successor.suspend()  # not even a hung one outlives the server
-        world.send(ticket(2))
-        world.run_for(0.2)
-        world.process.kill()
+        peers.send(ticket(2))
+        peers.run_for(0.2)
+        peers.process.kill()
         _, alive = psutil.wait_procs([successor], timeout=5)
         assert not alive
 
 
 def test_stop_ends_running_episodes_at_once(make_run: MakeRun) -> None:
     run = make_run(*SYNTHETIC, "env.options.hang_probability=1", "env.options.turns=2")
-    with World(run, even) as world:
+    with ServerPeers(run, even) as peers:
         for ticket_id in range(20):
-            world.send(ticket(ticket_id))
-        world.until(lambda: len(world.requests) == 20, "the requests")
+            peers.send(ticket(ticket_id))
+        peers.until(lambda: len(peers.requests) == 20, "the requests")
         begin = time.monotonic()
-        assert world.stop() == 0
+        assert peers.stop() == 0
         assert time.monotonic() - begin < 3
 
 
 def test_a_malformed_message_is_fatal_and_says_so(make_run: MakeRun) -> None:
-    with World(make_run(*SYNTHETIC), even) as world:
-        world.send(ticket(1, task_index=3))
-        world.send(Version(0, 0))  # type: ignore[arg-type]
-        world.until(lambda: world.fatal is not None, "the fatal message")
-        assert world.fatal is not None and "ProtocolError" in world.fatal.message
-        assert world.process.wait(timeout=5) == 1
+    with ServerPeers(make_run(*SYNTHETIC), even) as peers:
+        peers.send(ticket(1, task_index=3))
+        peers.send(Version(0, 0))  # type: ignore[arg-type]
+        peers.until(lambda: peers.fatal is not None, "the fatal message")
+        assert peers.fatal is not None and "ProtocolError" in peers.fatal.message
+        assert peers.process.wait(timeout=5) == 1

@@ -24,7 +24,7 @@ import fast_downward
 from alfworld.agents.utils.misc import Demangler
 from textworld.envs.pddl.logic import Atom
 from textworld.generator.game import EntityInfo
-from textworld.logic import Placeholder, Proposition, Variable
+from textworld.logic import Placeholder, Proposition, Type, Variable
 
 from envs.alfworld.grammar import Context, Facts, Grammar
 from envs.alfworld.translation import GameFile, Translation, kept_translation, read_game
@@ -69,7 +69,7 @@ class PreparedGame:
         logic = self.grammar.logic
         for kind in translation.types:
             with contextlib.suppress(ValueError):  # known already: the logic is shared, and has a type `object`
-                logic.types.add(kind)
+                logic.types.add(Type(*kind))
         self.initial: dict[object, frozenset[Proposition]] | None = None
         self.entities: dict[str, EntityInfo] = {}
         self._moves: dict[str, Move] = {}
@@ -77,7 +77,8 @@ class PreparedGame:
 
     def begin(self, atoms: list[bytes]) -> None:
         """Once, with the planner's initial state: facts and the names of everything."""
-        facts = list(self.translation.facts)
+        translated = self.translation.facts
+        facts = [Proposition(name, [Variable(*each) for each in arguments]) for name, arguments in translated]
         for raw in atoms:
             fact, _, negated = self.atom(raw)
             if not negated:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import fast_downward
 import msgspec
-from textworld.logic import Proposition, Type, Variable
 
 from rl.core.made_once import cache_folder
 
@@ -39,15 +38,17 @@ class GameFile:
     problem: str
 
 
-@dataclass(frozen=True)
-class Translation:
-    """What the engine needs of a translated problem. `sas` is compressed; `facts` are those of the problem file."""
+Named = tuple[str, str]  # (name, type)
 
-    sas: bytes
-    facts: tuple[Proposition, ...]
-    types: tuple[Type, ...]
+
+class Translation(msgspec.Struct, array_like=True, frozen=True):
+    """What the engine needs of a translated problem, in the form in which it is kept."""
+
+    sas: bytes  # compressed
+    facts: list[tuple[str, list[Named]]]  # of the problem file: predicate and arguments
+    types: list[tuple[str, list[str]]]  # name and parents
     type_of: dict[str, str]  # of every object by its id
-    parameters: dict[str, tuple[tuple[str, str], ...]]  # (name, type) by action
+    parameters: dict[str, list[Named]]  # by action
     fluents: frozenset[str]  # predicates that some action changes
 
 
@@ -62,48 +63,20 @@ def read_game(path: Path) -> GameFile:
         raise GameError(f"{path} is no ALFWorld game: {type(error).__name__} {error}") from None
 
 
-class _Kept(msgspec.Struct, array_like=True):
-    """A translation on disk."""
-
-    sas: bytes
-    facts: list[tuple[str, list[tuple[str, str]]]]  # (predicate, (name, type) of its arguments)
-    types: list[tuple[str, list[str]]]
-    type_of: dict[str, str]
-    parameters: dict[str, list[tuple[str, str]]]
-    fluents: list[str]
-
-
 def kept_translation(game: GameFile, cache: Path | None = None) -> Translation:
     """`translate`, once for ever: kept under the hash of domain and problem. Raises GameError."""
     digest = hashlib.sha256(f"{_FORMAT}\0{game.domain}\0{game.problem}".encode()).hexdigest()
     path = (cache or cache_folder()) / "alfworld-translations" / digest[:2] / digest[2:34]
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return _restored(msgspec.msgpack.decode(path.read_bytes(), type=_Kept))
+        return msgspec.msgpack.decode(path.read_bytes(), type=Translation)
+
     made = translate(game)
     with contextlib.suppress(OSError):  # a full or read-only disk costs time, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(msgspec.msgpack.encode(_stored(made)))
+        draft.write_bytes(msgspec.msgpack.encode(made))
         draft.replace(path)
     return made
-
-
-def _stored(made: Translation) -> _Kept:
-    facts = [(fact.name, [(each.name, each.type) for each in fact.arguments]) for fact in made.facts]
-    types = [(kind.name, list(kind.parents)) for kind in made.types]
-    parameters = {name: list(each) for name, each in made.parameters.items()}
-    return _Kept(made.sas, facts, types, made.type_of, parameters, sorted(made.fluents))
-
-
-def _restored(kept: _Kept) -> Translation:
-    return Translation(
-        sas=kept.sas,
-        facts=tuple(Proposition(name, [Variable(*each) for each in arguments]) for name, arguments in kept.facts),
-        types=tuple(Type(name, parents) for name, parents in kept.types),
-        type_of=kept.type_of,
-        parameters={name: tuple(each) for name, each in kept.parameters.items()},
-        fluents=frozenset(kept.fluents),
-    )
 
 
 def translate(game: GameFile) -> Translation:
@@ -121,18 +94,18 @@ def translate(game: GameFile) -> Translation:
 
     return Translation(
         sas=zlib.compress(sas.encode(), 1),
-        facts=tuple(fact for fact in facts if fact is not None),
-        types=tuple(Type(each.name, each.supertype_names) for each in task.types),
+        facts=[fact for fact in facts if fact is not None],
+        types=[(each.name, list(each.supertype_names)) for each in task.types],
         type_of=type_of,
         parameters={
-            action.name: tuple((parameter.name.strip("?"), parameter.type_name) for parameter in action.parameters)
+            action.name: [(parameter.name.strip("?"), parameter.type_name) for parameter in action.parameters]
             for action in task.actions
         },
         fluents=frozenset(effect.literal.predicate for action in task.actions for effect in action.effects),
     )
 
 
-def _fact(atom: object, type_of: dict[str, str]) -> Proposition | None:
+def _fact(atom: object, type_of: dict[str, str]) -> tuple[str, list[Named]] | None:
     """As the stock engine reads the problem's initial state: equality, costs and distances are no facts."""
     from fast_downward.translate.pddl.conditions import Atom  # not before pddl2sas: importing it parses sys.argv
     from fast_downward.translate.pddl.f_expression import Assign
@@ -140,10 +113,10 @@ def _fact(atom: object, type_of: dict[str, str]) -> Proposition | None:
     if isinstance(atom, Atom):
         if atom.predicate == "=":
             return None
-        return Proposition(atom.predicate, [Variable(name, type_of[name]) for name in atom.args])
+        return atom.predicate, [(name, type_of[name]) for name in atom.args]
     if isinstance(atom, Assign):
         name = str(atom.expression.value)
         if atom.fluent.symbol == "total-cost" or name.isdigit():
             return None
-        return Proposition(name, [Variable(arg, type_of[arg]) for arg in atom.fluent.args])
+        return name, [(arg, type_of[arg]) for arg in atom.fluent.args]
     return None

@@ -425,9 +425,7 @@ def test_a_translation_is_kept_on_disk_and_made_again_if_it_is_damaged(folder: P
     (path,) = (each for each in tmp_path.rglob("*") if each.is_file())
     path.write_bytes(b"cut")
     again = kept_translation(game, tmp_path)
-    for field in ("sas", "facts", "type_of", "parameters", "fluents"):
-        assert getattr(made, field) == getattr(kept, field) == getattr(again, field)
-    assert [(each.name, each.parents) for each in made.types] == [(each.name, each.parents) for each in kept.types]
+    assert made == kept == again and made.facts and made.types and made.parameters and made.fluents
 
 
 @pytest.mark.parametrize("action", ["line", "tag"])

@@ -214,6 +214,7 @@ class GeneratorServer:
             generate_s=now - started,
             error=error,
         )
+
         self._backend.send(answer)
 
     # ------------------------------------------------------------ weights

@@ -92,6 +92,7 @@ class Proxy:
         prompt = message.prompt_ids
         # A session that is known has a cached prefix, which says more than the hash of its prompt.
         known = self._core.knows_session(message.session)
+
         actions = self._core.add(
             time.monotonic(),
             peer,
@@ -103,6 +104,7 @@ class Proxy:
             priority=message.priority,
             prompt_hash=None if known else zlib.crc32(prompt.data) << 32 | prompt.size,
         )
+
         if self._core.next_key > key:  # else it was ignored
             self._requests[key] = replace(message, request_id=key)
         self._perform(actions)
@@ -158,6 +160,7 @@ class Proxy:
                     self._reply(action, cause)
                 case Forget():
                     del self._requests[action.key]
+
                 case ReportFirstToken():
                     assert isinstance(cause, messages.FirstToken)
                     send(self._usage, messages.FirstToken(action.key, action.session, cause.version))
@@ -201,6 +204,7 @@ class Proxy:
     def _stats(self) -> dict[str, float]:
         core = self._core
         loads = core.loads()
+
         stats: dict[str, float] = {
             "queue_depth": core.queue_depth,
             "in_flight": core.in_flight,
@@ -212,6 +216,7 @@ class Proxy:
             "undelivered": self._undelivered,
             "sent_again": self._sent_again,
         }
+
         for index, (load, reserved, live) in loads.items():
             stats |= {f"outstanding.{index}": load, f"kv_reserved.{index}": reserved, f"live.{index}": live}
         return stats

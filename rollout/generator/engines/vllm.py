@@ -211,6 +211,7 @@ class VllmEngine:
             for flight in self._flights.values():
                 _open_gate(flight)
             pause_s = time.monotonic() - begin
+
             return WeightStatus(
                 self._context.index,
                 self._context.incarnation,
@@ -279,6 +280,7 @@ class VllmEngine:
         """Log-probabilities of probe_ids[1:] at temperature 1, under the loaded weights."""
         if len(probe_ids) < 2:
             return []
+
         parameters = SamplingParams(
             max_tokens=1,
             temperature=1.0,
@@ -288,6 +290,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
         prompt = tokens_input(probe_ids, cache_salt=f"probe {_label(self._version)}")
         async for output in self._llm.generate(prompt, parameters, "probe", priority=_PROBE_PRIORITY):
             scores = output.prompt_logprobs

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rollout.broker import Rules
 from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import RevokeTickets
-from rollout.proxy.state import Action as ProxyAction
+from rollout.proxy.actions import Action as ProxyAction
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Constant, Empirical, Gaussian, LogNormal, normal
 from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work

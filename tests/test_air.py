@@ -10,12 +10,8 @@ from experiments.structure.figures import airless_functions, format_skips, long_
 ROOT = Path(__file__).parent.parent
 NOT_YET = (
     "algos",
-    "envs",
     "envs/alfworld",
-    "envs/math",
     "envs/workers",
-    "launch/warm_start",
-    "rl/core",
     "rl/learner",
     "rl/weights",
 )

@@ -139,7 +139,7 @@ def long_runs(module: Module) -> list[str]:
 
 
 def tuple_assignments(module: Module) -> int:
-    """`a, b = 1, 2`; an exchange (`a, b = b, a`) is not one."""
+    """`a, b = 1, 2`; what exchanges values (`a, b = b, a` or `taken, a = a, None`) is not one."""
     count = 0
 
     for node in module.nodes:
@@ -148,8 +148,8 @@ def tuple_assignments(module: Module) -> int:
             and isinstance(node.targets[0], ast.Tuple)
             and isinstance(node.value, ast.Tuple)
         ):
-            names = sorted(map(ast.unparse, node.targets[0].elts))
-            count += names != sorted(map(ast.unparse, node.value.elts))
+            names = set(map(ast.unparse, node.targets[0].elts))
+            count += names.isdisjoint(map(ast.unparse, node.value.elts))
 
     return count
 

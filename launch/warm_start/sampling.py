@@ -56,6 +56,7 @@ def sample(
                 use_cache=True,
                 logits_to_keep=1,
             )
+
             cache = output.past_key_values
             cached = column
 

@@ -70,7 +70,7 @@ def test_air() -> None:
 
 
 def test_tuple_assignments_but_not_exchanges_or_calls() -> None:
-    assert tuple_assignments(module("a, b = 1, 2\na, b = b, a\na, b = pair()\na = 1, 2\n")) == 1
+    assert tuple_assignments(module("a, b = 1, 2\na, b = b, a\nb, a = a, []\na, b = pair()\na = 1, 2\n")) == 1
 
 
 def test_format_skips_are_comments() -> None:

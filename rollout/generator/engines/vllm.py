@@ -93,8 +93,6 @@ class VllmEngine:
         self._llm.shutdown(timeout=2.0)
         del self._llm  # its finalizer needs modules that an ending interpreter has dropped
 
-    # ------------------------------------------------------------ requests
-
     async def generate(self, request: Generate, progress: Callable[[Sampled], None]) -> Sampled:
         """Run one request to its end; ValueError if it does not fit the model (the engine goes on)."""
         flight = self._flights[request.request_id] = _Flight(request)
@@ -181,8 +179,6 @@ class VllmEngine:
             salt = _label(self._version)
         self._salts.use(flight.request.session, salt)
         return salt
-
-    # ------------------------------------------------------------ weights
 
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         """Load `version` or a newer one. Raises if the weights cannot be read or do not fit: nothing resumes then."""

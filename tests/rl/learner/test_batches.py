@@ -8,7 +8,7 @@ import pytest
 
 from rl.core.messages import SampleRow, Shard
 from rl.learner.batches import StaleBatch, check_shard
-from tests.rl.learner.learner_rig import make_batch
+from tests.rl.learner.learner_harness import make_batch
 
 
 def with_columns(shard: Shard, **columns: np.ndarray) -> Shard:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from rl.core.checkpoint_folder import CheckpointError, Meta, begin, commit, latest, read_journal, read_meta
 from rl.learner import checkpoint
 from rl.learner.policy import load_policy
-from tests.rl.learner.policy_rig import save_tiny
+from tests.rl.learner.tiny_policies import save_tiny
 
 
 @pytest.fixture

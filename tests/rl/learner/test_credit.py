@@ -16,7 +16,7 @@ from rl.core.messages import Shard
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.credit import assign, gather_episodes, kept_rows, mask_rows, shaped_rewards
 from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
-from tests.rl.learner.learner_rig import make_batch
+from tests.rl.learner.learner_harness import make_batch
 
 TURNS = [[0.0, 1.0], [0.5, 0.25], [1.0, 0.0], [0.0, 0.0], [0.0, 2.0], [1.0, 1.0], [0.25, 0.0], [0.0, 0.5]]
 TRUNCATED = (1, 6)

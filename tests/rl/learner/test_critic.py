@@ -17,8 +17,8 @@ from rl.learner.critic import Critic, CriticStats, accumulate_critic, load_criti
 from rl.learner.packing import Pack, dummy_pack, make_packs
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
-from tests.rl.learner.learner_rig import make_batch
-from tests.rl.learner.policy_rig import VOCAB, save_tiny, stock_attention
+from tests.rl.learner.learner_harness import make_batch
+from tests.rl.learner.tiny_policies import VOCAB, save_tiny, stock_attention
 
 LR = 5e-3
 CRITIC_LR = 1e-2

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.learner.packing import assign, make_packs, pad_packs, split_minibatches
-from tests.rl.learner.policy_rig import make_shards, packs_of
+from tests.rl.learner.tiny_policies import make_shards, packs_of
 
 
 @settings(max_examples=200, deadline=None)

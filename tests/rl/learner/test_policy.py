@@ -20,7 +20,7 @@ from rl.learner.packed_attention import can_pack
 from rl.learner.packing import Pack, dummy_pack, pad_packs
 from rl.learner.policy import Policy, export_entries, load_policy, local_rows, shard_policy
 from rl.learner.update import accumulate_gradients, with_logp
-from tests.rl.learner.policy_rig import (
+from tests.rl.learner.tiny_policies import (
     VOCAB,
     algorithm_of,
     backward,

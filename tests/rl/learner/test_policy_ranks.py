@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rl.learner.packing import pad_packs
 from rl.learner.policy import load_policy, local_rows, shard_policy
-from tests.rl.learner.policy_rig import backward, largest_difference, make_shards, packs_of, save_tiny
 from tests.rl.learner.ranks import process_group, results_of_ranks
+from tests.rl.learner.tiny_policies import backward, largest_difference, make_shards, packs_of, save_tiny
 
 RANKS = 2
 VARIANTS = {  # name -> (max tokens per pack of each rank, activation checkpointing)

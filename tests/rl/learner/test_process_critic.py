@@ -11,9 +11,9 @@ from rl.core.config import load_config
 from rl.core.messages import Shard
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
-from tests.rl.learner.learner_rig import make_batch, make_learner_run
-from tests.rl.learner.policy_rig import VOCAB, save_tiny
+from tests.rl.learner.learner_harness import make_batch, make_learner_run
 from tests.rl.learner.test_training import largest_difference, run_learner
+from tests.rl.learner.tiny_policies import VOCAB, save_tiny
 
 SETTINGS = (
     "learner.kind=fsdp",

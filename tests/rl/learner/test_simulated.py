@@ -15,7 +15,7 @@ from rl.core.sockets import send
 from rl.learner.simulated import simulated_weights
 from rl.weights import WeightReader, make_reader
 from tests.conftest import MakeRun
-from tests.rl.learner.learner_rig import Rig, make_batch
+from tests.rl.learner.learner_harness import Harness, make_batch
 
 SIMULATED = ("learner.kind=simulated", "learner.simulated_weight_bytes=4096", "weights.probe=false")
 MODULE = "rl.learner.simulated"
@@ -26,13 +26,13 @@ def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transp
     settings = ("steps=3", "learner.simulated_step_s=0.01", "eval.tasks=5", f"weights.transport={transport}")
     run = make_run(*SIMULATED, *settings, f"learner.ranks={ranks}")
     batches = [make_batch(step, ranks=ranks) for step in range(3)]
-    with Rig(run, MODULE) as rig:
-        rig.published(0)
-        assert rig.take(EvalRequest) == EvalRequest(Version(0, 0), 5)
-        rows = rig.train(batches)
+    with Harness(run, MODULE) as harness:
+        harness.published(0)
+        assert harness.take(EvalRequest) == EvalRequest(Version(0, 0), 5)
+        rows = harness.train(batches)
         for n in (1, 2, 3):
-            rig.published(n)
-        assert rig.take(EvalRequest).version == Version(0, 3)  # the first and the last version, once each
+            harness.published(n)
+        assert harness.take(EvalRequest).version == Version(0, 3)  # the first and the last version, once each
 
         reader = make_reader(run, "test", 0)
         reader.open(5)
@@ -43,10 +43,10 @@ def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transp
         assert reader.release()
         reader.close()
 
-        for child in rig.children:
+        for child in harness.children:
             assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
-        report = msgspec.json.decode(rig.finish().report)
-        assert not [message for message in rig.inbox if isinstance(message, EvalRequest | BatchRequest)]
+        report = msgspec.json.decode(harness.finish().report)
+        assert not [message for message in harness.inbox if isinstance(message, EvalRequest | BatchRequest)]
 
     assert [row.step for row in rows] == [1, 2, 3]
     rewards = [float(np.mean([sample.reward for sample in batch[0].rows])) for batch in batches]
@@ -63,105 +63,105 @@ def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transp
 
 def test_the_next_batch_is_requested_while_this_one_trains(make_run: MakeRun) -> None:
     run = make_run(*SIMULATED, "steps=2", "learner.simulated_step_s=2")
-    with Rig(run, MODULE) as rig:
-        assert rig.take(BatchRequest).step == 0
-        rig.send_batch(make_batch(0))
-        assert rig.take(BatchRequest, deadline_s=1.5).step == 1
-        assert not [message for message in rig.inbox if isinstance(message, Metrics)]
-        rig.stop()
+    with Harness(run, MODULE) as harness:
+        assert harness.take(BatchRequest).step == 0
+        harness.send_batch(make_batch(0))
+        assert harness.take(BatchRequest, deadline_s=1.5).step == 1
+        assert not [message for message in harness.inbox if isinstance(message, Metrics)]
+        harness.stop()
 
 
 def test_evaluations_come_at_their_period_and_never_twice(make_run: MakeRun) -> None:
     run = make_run(*SIMULATED, "steps=4", "learner.simulated_step_s=0", "eval.tasks=1", "eval.every=2")
-    with Rig(run, MODULE) as rig:
-        rig.train([make_batch(step) for step in range(4)])
-        rig.finish()
-        assert [m.version.n for m in rig.inbox if isinstance(m, EvalRequest)] == [0, 2, 4]
-        assert [m.version.n for m in rig.inbox if isinstance(m, Published)] == [0, 1, 2, 3, 4]
+    with Harness(run, MODULE) as harness:
+        harness.train([make_batch(step) for step in range(4)])
+        harness.finish()
+        assert [m.version.n for m in harness.inbox if isinstance(m, EvalRequest)] == [0, 2, 4]
+        assert [m.version.n for m in harness.inbox if isinstance(m, Published)] == [0, 1, 2, 3, 4]
 
 
 def test_a_resumed_run_starts_at_its_step_in_its_epoch(make_run: MakeRun) -> None:
     run = make_run(*SIMULATED, "steps=2", "learner.simulated_step_s=0", epoch=5, start_step=7)
-    with Rig(run, MODULE) as rig:
-        rig.published(7)
-        rows = rig.train([make_batch(step, epoch=5) for step in (7, 8)])
-        rig.published(8)
-        rig.published(9)
-        rig.finish()
+    with Harness(run, MODULE) as harness:
+        harness.published(7)
+        rows = harness.train([make_batch(step, epoch=5) for step in (7, 8)])
+        harness.published(8)
+        harness.published(9)
+        harness.finish()
     assert [row.step for row in rows] == [8, 9]
 
 
 def test_a_stale_batch_ends_the_run_with_one_clear_line(make_run: MakeRun) -> None:
     run = make_run(*SIMULATED, "steps=5", "rollout.alpha=1", start_step=3)
-    with Rig(run, MODULE) as rig:
-        rig.take(BatchRequest)
-        rig.send_batch(make_batch(3, version=1))
-        assert rig.take(Fatal).message.startswith(
+    with Harness(run, MODULE) as harness:
+        harness.take(BatchRequest)
+        harness.send_batch(make_batch(3, version=1))
+        assert harness.take(Fatal).message.startswith(
             "StaleBatch: the batch of step 3 holds 8 of 8 samples that are too old"
         )
-        assert rig.children[0].wait(10) == 1
+        assert harness.children[0].wait(10) == 1
 
 
 def test_a_batch_that_does_not_come_names_who_waited_for_what(make_run: MakeRun) -> None:
     run = make_run(*SIMULATED, "learner.batch_deadline_s=0.3")
-    with Rig(run, MODULE) as rig:
+    with Harness(run, MODULE) as harness:
         expected = "WaitExpired: learner.0 waited 0.3 s for broker: batch 0 (learner.batch_deadline_s)"
-        assert rig.take(Fatal).message == expected
+        assert harness.take(Fatal).message == expected
 
 
 def test_a_learner_that_waits_for_a_batch_stops_when_told(make_run: MakeRun) -> None:
     run = make_run(*SIMULATED)
-    with Rig(run, MODULE) as rig:
-        rig.take(BatchRequest)
-        rig.stop(deadline_s=3)
+    with Harness(run, MODULE) as harness:
+        harness.take(BatchRequest)
+        harness.stop(deadline_s=3)
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_a_learner_that_waits_for_another_rank_s_weights_stops_when_told(make_run: MakeRun, transport: str) -> None:
     """A rank that was told to stop first commits nothing more; rank 0 must not wait for it."""
     run = make_run(*SIMULATED, "learner.ranks=2", "learner.simulated_step_s=0", f"weights.transport={transport}")
-    with Rig(run, MODULE) as rig:
-        rig.published(0)
-        assert rig.take(BatchRequest).step == 0
-        send(rig.shards[0], make_batch(0, ranks=2)[0])  # rank 1 gets none
-        assert rig.take(BatchRequest).step == 1
-        rig.pump(0.5)
-        assert not [message for message in rig.inbox if isinstance(message, Published)]
-        rig.stop(deadline_s=3)
-        done = [message for message in rig.inbox if isinstance(message, Done)] or [rig.take(Done, deadline_s=3)]
+    with Harness(run, MODULE) as harness:
+        harness.published(0)
+        assert harness.take(BatchRequest).step == 0
+        send(harness.shards[0], make_batch(0, ranks=2)[0])  # rank 1 gets none
+        assert harness.take(BatchRequest).step == 1
+        harness.pump(0.5)
+        assert not [message for message in harness.inbox if isinstance(message, Published)]
+        harness.stop(deadline_s=3)
+        done = [message for message in harness.inbox if isinstance(message, Done)] or [harness.take(Done, deadline_s=3)]
         assert msgspec.json.decode(done[0].report)["weight_sync"]["count"] == 0  # no generator took any
 
 
-def leased_slot(make_run: MakeRun, *overrides: str) -> tuple[Rig, WeightReader]:
+def leased_slot(make_run: MakeRun, *overrides: str) -> tuple[Harness, WeightReader]:
     """A learner with two slots, one of them leased by a reader that never gives it back."""
     run = make_run(*SIMULATED, "steps=3", "learner.simulated_step_s=0", "weights.slots=2", *overrides)
-    rig = Rig(run, MODULE).start()
-    rig.published(0)
+    harness = Harness(run, MODULE).start()
+    harness.published(0)
     reader = make_reader(run, "generator-0-0", 0)
     reader.open(5)
     reader.lease(Version(0, 0), 5)
-    return rig, reader
+    return harness, reader
 
 
 def test_the_death_of_a_generator_frees_what_it_leased(make_run: MakeRun) -> None:
-    rig, _reader = leased_slot(make_run)
-    with contextlib.closing(rig):
-        rig.train([make_batch(0)])
-        rig.published(1)
-        assert rig.take(BatchRequest).step == 1
-        rig.send_batch(make_batch(1))
-        rig.pump(0.5)
-        assert not [message for message in rig.inbox if isinstance(message, Published)]  # waits for the slot
-        rig.tell(PeerDied("generator", 0, 0))
-        rig.published(2)
-        rig.stop()
+    harness, _reader = leased_slot(make_run)
+    with contextlib.closing(harness):
+        harness.train([make_batch(0)])
+        harness.published(1)
+        assert harness.take(BatchRequest).step == 1
+        harness.send_batch(make_batch(1))
+        harness.pump(0.5)
+        assert not [message for message in harness.inbox if isinstance(message, Published)]  # waits for the slot
+        harness.tell(PeerDied("generator", 0, 0))
+        harness.published(2)
+        harness.stop()
 
 
 def test_a_slot_that_does_not_become_free_names_its_holder(make_run: MakeRun) -> None:
-    rig, _reader = leased_slot(make_run, "weights.deadline_s=0.5")
-    with contextlib.closing(rig):
-        rig.train([make_batch(0)])
-        rig.send_batch(make_batch(1))
-        message = rig.take(Fatal).message
+    harness, _reader = leased_slot(make_run, "weights.deadline_s=0.5")
+    with contextlib.closing(harness):
+        harness.train([make_batch(0)])
+        harness.send_batch(make_batch(1))
+        message = harness.take(Fatal).message
         assert message.startswith("WaitExpired: no slot within weights.deadline_s=0.5 s")
         assert "generator-0-0" in message

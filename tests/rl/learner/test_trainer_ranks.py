@@ -19,9 +19,9 @@ from rl.core.messages import Shard
 from rl.learner import checkpoint
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
-from tests.rl.learner.learner_rig import make_batch
-from tests.rl.learner.policy_rig import VOCAB, largest_difference, save_tiny
+from tests.rl.learner.learner_harness import make_batch
 from tests.rl.learner.ranks import process_group, results_of_ranks
+from tests.rl.learner.tiny_policies import VOCAB, largest_difference, save_tiny
 
 RANKS = 2
 STEPS = 3

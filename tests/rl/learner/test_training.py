@@ -26,8 +26,8 @@ from rl.core.run import RunFile
 from rl.learner.export import tensors
 from rl.learner.publish import probe_prompt
 from rl.weights import make_reader
-from tests.rl.learner.learner_rig import Rig, make_batch, make_learner_run
-from tests.rl.learner.policy_rig import VOCAB, save_tiny
+from tests.rl.learner.learner_harness import Harness, make_batch, make_learner_run
+from tests.rl.learner.tiny_policies import VOCAB, save_tiny
 
 STEPS = 3
 MINIBATCHES = 2
@@ -144,9 +144,9 @@ class Trained:
 
 
 def run_learner(run: RunFile, work: list[list[Shard]], evaluations: list[int] | None = None) -> Trained:
-    with Rig(run) as rig:
-        rig.published(run.start_step)
-        rows = rig.train(work)
+    with Harness(run) as harness:
+        harness.published(run.start_step)
+        rows = harness.train(work)
         last = run.start_step + len(work)
         reader = make_reader(run, "test", 0)
         reader.open(10)
@@ -158,9 +158,9 @@ def run_learner(run: RunFile, work: list[list[Shard]], evaluations: list[int] | 
         del view
         assert reader.release()
         reader.close()
-        report = msgspec.json.decode(rig.finish().report)
+        report = msgspec.json.decode(harness.finish().report)
         if evaluations is not None:
-            assert [m.version.n for m in rig.inbox if isinstance(m, EvalRequest)] == evaluations
+            assert [m.version.n for m in harness.inbox if isinstance(m, EvalRequest)] == evaluations
     return Trained(run, rows, wire, report)
 
 
@@ -257,11 +257,11 @@ def test_probe_of_the_last_version_equals_the_plain_loop(one_rank: Trained, plai
 
 def test_two_ranks_stop_during_a_step(model_folder: Path) -> None:
     run = make_learner_run(*SETTINGS, "steps=3", "learner.ranks=2", model_folder=model_folder)
-    with Rig(run) as rig:
-        rig.take(BatchRequest)
-        rig.send_batch(make_batch(0, ranks=2, groups=400, vocab=VOCAB))
-        rig.take(BatchRequest)  # of the next step: the first one has arrived
-        rig.stop(deadline_s=10)
-        rig.pump()
-        assert not [message for message in rig.inbox if isinstance(message, Metrics)]  # it was in the middle
+    with Harness(run) as harness:
+        harness.take(BatchRequest)
+        harness.send_batch(make_batch(0, ranks=2, groups=400, vocab=VOCAB))
+        harness.take(BatchRequest)  # of the next step: the first one has arrived
+        harness.stop(deadline_s=10)
+        harness.pump()
+        assert not [message for message in harness.inbox if isinstance(message, Metrics)]  # it was in the middle
     shutil.rmtree(run.folder)

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[3]
 M = TypeVar("M", bound=Any)
 
 
-class Rig:
+class Harness:
     """Broker and supervisor of one run. Messages are kept in `inbox` in the order they came."""
 
     def __init__(self, run: RunFile, module: str = "rl.learner.process") -> None:
@@ -55,7 +55,7 @@ class Rig:
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=self.context)
         self.shards = [open_socket(zmq.PUSH, run, "batches", rank, context=self.context) for rank in range(self.ranks)]
 
-    def start(self) -> Rig:
+    def start(self) -> Harness:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -67,7 +67,7 @@ class Rig:
             self.children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
         return self
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> Harness:
         return self.start()
 
     def __exit__(self, *_: object) -> None:

@@ -8,14 +8,7 @@ from experiments.structure.checkout import FLOORS, modules_of
 from experiments.structure.figures import airless_functions, format_skips, long_runs, tuple_assignments
 
 ROOT = Path(__file__).parent.parent
-NOT_YET = (
-    "algos",
-    "envs/alfworld",
-    "envs/workers",
-    "rl/learner",
-    "rl/weights",
-)
-MODULES = [module for module in modules_of(ROOT, *FLOORS) if module.folder(2) not in NOT_YET]
+MODULES = modules_of(ROOT, *FLOORS)
 MAX_FORMAT_SKIPS = 5
 MAX_TUPLE_ASSIGNMENTS = 1.0
 """In a thousand lines: a pair of values may be one thing, as the two ends of a range."""

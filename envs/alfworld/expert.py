@@ -107,6 +107,7 @@ class Explorer:
             self._read_content(text)
         elif text.startswith("You close the ") and names:
             self.closed.add(names[0])
+
         elif text.startswith("You pick up the ") and names:
             self.holding = names[0]
             self.where.pop(names[0], None)

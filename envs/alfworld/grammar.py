@@ -79,6 +79,7 @@ class Grammar:
                 yield from self._expand(self._rule(str(symbol), context), context)
             case textgen.EvalSymbol():
                 yield eval(symbol.expression, {}, dict(context.variables))  # grammars are code, as in the stock engine
+
             case textgen.ConditionalSymbol():
                 for found in _contexts(symbol, context):
                     yield from self._one(symbol.expression, found)

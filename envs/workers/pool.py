@@ -315,6 +315,7 @@ class _Process(Generic[Body, Result]):
             )
         except OSError as error:
             raise WorkerNotStarted(f"{name} cannot be started: {error}") from error
+
         finally:
             os.close(theirs)
             self.current.close_descriptor()

@@ -140,7 +140,7 @@ def _static(symbol: Any, fluents: frozenset[str]) -> bool:
     return False
 
 
-class Facts(State):  # type: ignore[misc]  # TextWorld has no types
+class Facts(State):
     """The engine's state with each signature's facts kept sorted, as queries ask for them."""
 
     def __init__(self, logic: GameLogic, by_signature: Mapping[Any, frozenset[Proposition]]) -> None:

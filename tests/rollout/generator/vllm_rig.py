@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -28,6 +28,8 @@ from rl.core.messages import Generate, Version, WeightStatus
 from rl.core.run import ProcessContext, RunFile
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.environment import engine_environment
+
+T = TypeVar("T")
 
 VOCABULARY = 256
 MAX_MODEL_LEN = 512
@@ -104,7 +106,7 @@ class Rig:
         shutil.rmtree(self.folder)
         assert gone and not alive, f"stop() left {alive}"
 
-    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 60) -> Any:
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     # ------------------------------------------------------------ weights
@@ -160,7 +162,8 @@ class Rig:
         ordered, order = logp.sort(-1, descending=True)
         outside = (ordered.exp().cumsum(-1) - ordered.exp()) >= top_p
         logp = logp.masked_fill(outside.scatter(-1, order, outside), -torch.inf).log_softmax(-1)
-        return logp.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+        chosen: np.ndarray = logp.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+        return chosen
 
     def error(self, request: Generate, sampled: Sampled, **distribution: float) -> float:
         """Largest |difference| to the model of each token's own version, in nats."""

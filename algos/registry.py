@@ -49,9 +49,9 @@ class LossSpec(Spec):
     """`function`: (LossInputs, options) -> LossResult; see `algos.types`."""
 
     kind = "loss"
-    needs_proximal: NeedsProximal = False  # logp_proximal costs one more forward per batch
+    needs_proximal: NeedsProximal = False  # with more than one minibatch it costs one more forward
     entropy_gradient: bool = False  # LossInputs.entropy carries a gradient
-    advantage: str = "group"  # what its paper pairs it with: used unless `algo.advantage` says otherwise
+    advantage: str = "group"  # used unless `algo.advantage` names another one
     aggregation: Aggregation = "token"  # likewise
 
 

@@ -49,7 +49,8 @@ class CriticConfig(Section):
 class CorrectionConfig(Section):
     weight: Literal["none", "token", "sequence"] = "none"
     """Importance weight from the policy that sampled to the learner's at the start of the batch, truncated at `cap`: of
-    each token, or of its whole sequence (`algos/correction.py`). Anything but none costs one more forward per batch."""
+    each token, or of its whole sequence (`algos/correction.py`). With more than one minibatch,
+    anything but none costs one more forward per batch."""
     cap: float = Field(2.0, gt=0)
     """Largest weight."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"

@@ -16,7 +16,7 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1)
     """G: episodes of one task that form a group."""
     alpha: float = Field(1.0, ge=0)
-    """Asynchronous ratio: the buffer holds at most (1 + alpha) * B groups; staleness <= ceil(alpha)."""
+    """Asynchronous ratio: at most floor((1 + alpha) * B) + R groups are open at once; staleness <= ceil(alpha)."""
     redundant_groups: int = Field(0, ge=0)
     """R: groups in flight beyond what admission allows."""
     redundant_episodes: int = Field(0, ge=0)
@@ -43,7 +43,7 @@ class RolloutConfig(Section):
     filter_constant_groups: bool = False
     """Drop groups whose rewards are all equal (dynamic filtering) and start replacements."""
     max_filtered_per_step: int = Field(64, ge=0)
-    """Replacement groups per step before the step trains what it has."""
+    """Constant groups dropped per step; further ones are kept, so that a batch always has B whole groups."""
     priority: str = "oldest"
     """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
     (rollout/broker/policies/priorities.py)."""

@@ -131,17 +131,21 @@ class LearnerLink:
         every rank has committed, and no rank waits for a generator. Raises WaitExpired, WeightsError.
         """
         self.process.busy = False  # every wait from here on has a deadline of its own
-        self._writer.commit(write(self._attending("slot", lambda wait_s: self._writer.begin(version, wait_s))))
+        self._writer.commit(
+            write(self._wait_while_listening("slot", lambda wait_s: self._writer.begin(version, wait_s)))
+        )
         if self._steps is None or self._service is None:
             return
 
-        checksum = self._attending("other ranks' part", lambda wait_s: self._writer.checksum(version, wait_s))
+        checksum = self._wait_while_listening(
+            "other ranks' part", lambda wait_s: self._writer.checksum(version, wait_s)
+        )
         self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
         send(self._steps, Published(version))
         if self._evaluation_due(version.n):
             send(self._steps, EvalRequest(version, self.config.eval.tasks))
 
-    def _attending(self, part: str, ask: Callable[[float], T]) -> T:
+    def _wait_while_listening(self, part: str, ask: Callable[[float], T]) -> T:
         """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.
 
         It listens to the supervisor meanwhile: the death of a generator may be what frees a slot, and a rank that
@@ -150,7 +154,7 @@ class LearnerLink:
         deadline_s = self.config.weights.deadline_s
         deadline = time.monotonic() + deadline_s
         while True:
-            self.attend()
+            self.listen()
             try:
                 return ask(_POLL_MS / 1000)
             except WaitExpired as error:
@@ -204,7 +208,7 @@ class LearnerLink:
         self._summary["last"] = ends
         self._summary["steps"] += 1
         self.process.progress += 1
-        self.attend()
+        self.listen()
 
     def _closing_report(self) -> dict[str, Any]:
         assert self._service is not None
@@ -225,11 +229,11 @@ class LearnerLink:
         with contextlib.suppress(Stopped):
             while True:
                 select.select([self.process.wake_fd], [], [], _POLL_MS / 1000)
-                self.attend()
+                self.listen()
 
     # ------------------------------------------------------------ waiting
 
-    def attend(self) -> None:
+    def listen(self) -> None:
         """Act on what the supervisor said, and on a weight update that failed. Raises Stopped, or that failure."""
         for message in self.process.received():
             if isinstance(message, Stop):
@@ -251,7 +255,7 @@ class LearnerLink:
         deadline = time.monotonic() + deadline_s
         with self.process.waits.on(whom):
             while True:
-                self.attend()
+                self.listen()
                 if dict(poller.poll(_POLL_MS)).get(socket):
                     return receive(socket)
                 if time.monotonic() >= deadline:

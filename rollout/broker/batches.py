@@ -69,7 +69,7 @@ class Batches:
             "broker/hold_s": 0.0 if self.held_since is None else now - self.held_since,
         }
         self.untrained[step] = groups
-        self.groups.stand_at(self.groups.n, step + 1)
+        self.groups.advance_to(self.groups.n, step + 1)
         self.held_since = None
         return EmitBatch(step, samples, batch_metrics(step, samples) | metrics)
 
@@ -78,7 +78,7 @@ class Batches:
         groups = self.groups
         batch = self.untrained.pop(groups.n)
         groups.stats.trained(groups.n, batch)
-        groups.stand_at(groups.n + 1, groups.e)
+        groups.advance_to(groups.n + 1, groups.e)
         return [record for group in batch for record in groups.end(group, State.TRAINED, now)]
 
     def _batch(self, sample: Sample) -> BatchSample:

@@ -38,7 +38,7 @@ from rollout.broker.batches import Batches
 from rollout.broker.evaluation import Evaluations
 from rollout.broker.groups import Groups
 from rollout.broker.ledger import Ledger, LedgerError
-from rollout.broker.policy import Policy, Proposals
+from rollout.broker.policy import Proposals, SchedulingPolicy
 from rollout.broker.records import Attempt, Phase, State
 from rollout.broker.rules import Rules
 from rollout.broker.servers import Servers
@@ -56,7 +56,7 @@ class BrokerCore:
         self.stopped = False
         self.drain_since: float | None = None
         self._closed = False
-        self._out: list[Action] = []  # of this turn
+        self._out: list[Action] = []  # what this event led to so far
 
         priority = optional.make_priority(rules)
         self.ledger = ledger or Ledger()
@@ -95,16 +95,16 @@ class BrokerCore:
             self._out += self.batches.trained(now)
         elif version.n > self.n:
             self._stop(f"the learner publishes version {version.n} after {self.n} without that batch")
-        return self._turn(now)
+        return self._after_event(now)
 
     def batch_requested(self, step: int, now: float) -> list[Action]:
         """The learner wants batch `step`; it may ask for the next one while it trains (prefetch)."""
         self.batches.request(step, now)
-        return self._turn(now)
+        return self._after_event(now)
 
     def eval_requested(self, version: Version, tasks: int, now: float) -> list[Action]:
         self.evaluations.request(version, tasks, now)
-        return self._turn(now)
+        return self._after_event(now)
 
     # ------------------------------------------------------------ events: environment servers
 
@@ -117,19 +117,19 @@ class BrokerCore:
         if known is not None and known.incarnation < incarnation:
             self._lose_server(server, known.incarnation, now)
         if self.servers.join(server, incarnation, capacity):
-            self._ask(Policy.server_joined, now, server)
+            self._ask(SchedulingPolicy.server_joined, now, server)
         self.servers.offer(server)
-        return self._turn(now)
+        return self._after_event(now)
 
     def server_left(self, server: int, incarnation: int, now: float) -> list[Action]:
         """The server is dead for certain: what it held is tried again."""
         self._lose_server(server, incarnation, now)
-        return self._turn(now)
+        return self._after_event(now)
 
     def finished(self, ticket_id: int, outcome: Outcome, now: float) -> list[Action]:
         if ticket_id in self.evaluations.running:
             self._out += self.evaluations.end(ticket_id, outcome, now)
-            return self._turn(now)
+            return self._after_event(now)
         attempt = self.ledger.live(ticket_id)
         if attempt is None:
             self.stats.duplicates += 1
@@ -138,25 +138,25 @@ class BrokerCore:
         self.groups.given_up = 0
         self.stats.issued.add(outcome)
         if self.policies:
-            self._ask(Policy.finished, now, attempt)
+            self._ask(SchedulingPolicy.finished, now, attempt)
         self.tickets.end(attempt, outcome.tokens_generated)
         if attempt.cut:  # it ended before the cancel reached it
             self.stats.cut_finished(attempt.cut, outcome)
         if attempt.is_running:
             self._accept(attempt, outcome, now)
-        return self._turn(now)
+        return self._after_event(now)
 
     def failed(self, ticket_id: int, reason: str, now: float, turns: int | None = None) -> list[Action]:
         """The environment server could not bring the episode to its end; `turns`: begun by then, None: unknown."""
         attempt = self.evaluations.running.get(ticket_id) or self.ledger.live(ticket_id)
         if attempt is not None:
-            self._ask(Policy.failed, now, attempt.server)
-        return self._turn(now) if self._end_without_result(ticket_id, reason, now, turns) else []
+            self._ask(SchedulingPolicy.failed, now, attempt.server)
+        return self._after_event(now) if self._end_without_result(ticket_id, reason, now, turns) else []
 
     def cancelled(self, ticket_id: int, now: float, turns: int | None = None) -> list[Action]:
         """The answer to a cancel; of a ticket that was not cancelled it is a failure."""
         ended = self._end_without_result(ticket_id, "cancelled by its environment server", now, turns)
-        return self._turn(now) if ended else []
+        return self._after_event(now) if ended else []
 
     # ------------------------------------------------------------ events: proxy and clock
 
@@ -171,8 +171,8 @@ class BrokerCore:
             self.stats.other_epoch += 1
             self._out += self.groups.end(attempt.sample.group, State.STALE, now)
         else:
-            self._out += self.groups.begun(attempt, version.n, now)
-        return self._turn(now) if is_current else []
+            self._out += self.groups.sampled_first_token(attempt, version.n, now)
+        return self._after_event(now) if is_current else []
 
     def usage(self, ticket_id: int, tokens: int, lost: bool, now: float) -> list[Action]:
         """Tokens that a generator sampled for a training ticket; of evaluations nothing is counted."""
@@ -181,16 +181,16 @@ class BrokerCore:
             self.ledger.usage(ticket_id, tokens, lost)
         if attempt is not None and attempt.cut and not attempt.live and attempt.claimed < 0 and not lost:
             self.stats.cut_late(attempt.cut, tokens)
-        return self._turn(now) if self.drain_since is not None else []
+        return self._after_event(now) if self.drain_since is not None else []
 
     def tick(self, now: float) -> list[Action]:
         """Deadlines; due at `next_deadline()`, harmless at any other time."""
         for attempt in self.tickets.overdue(now):
             if attempt is attempt.sample.attempt:
                 self.tickets.revoke(attempt, State.FAILED)
-                self._ask(Policy.failed, now, attempt.server)
+                self._ask(SchedulingPolicy.failed, now, attempt.server)
             self._retry(attempt, f"no end {BACKSTOP_S:g} s after its deadline", now)
-        return self._turn(now)
+        return self._after_event(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, as far as is known now."""
@@ -203,17 +203,26 @@ class BrokerCore:
             due += [policy.next_deadline() for policy in self.policies]
         return min((each for each in due if each is not None), default=None)
 
-    # ------------------------------------------------------------ one turn
+    # ------------------------------------------------------------ after every event
 
-    def _turn(self, now: float) -> list[Action]:
-        """After every event: assemble what is due, admit, issue, and see whether this is the end."""
+    def _after_event(self, now: float) -> list[Action]:
+        """Assemble what is due, admit, issue, and see whether this is the end."""
         groups = self.groups
         if self.tickets.epoch >= 0 and not self.stopped:
             if self.policies:
-                self._ask(Policy.turn_begins, now)
-            while self.batches.is_complete() and self._may(Policy.may_assemble) and not self.batches.is_held(now):
+                self._ask(SchedulingPolicy.event_begins, now)
+            while (
+                self.batches.is_complete()
+                and self._may(SchedulingPolicy.may_assemble)
+                and not self.batches.is_held(now)
+            ):
                 self._assemble(now)
-            if len(groups.open) < groups.limit and groups.e < self.rules.steps and self._may(Policy.may_admit):
+
+            if (
+                len(groups.open) < groups.limit
+                and groups.e < self.rules.steps
+                and self._may(SchedulingPolicy.may_admit)
+            ):
                 groups.admit(now)
 
             if self.evaluations.queue:
@@ -222,8 +231,9 @@ class BrokerCore:
             self._out += issued
             if self.policies:
                 for action in issued:
-                    self._ask(Policy.issued, now, self.ledger.attempts[action.ticket.ticket_id])
-                self._ask(Policy.turn_ends, now)
+                    self._ask(SchedulingPolicy.issued, now, self.ledger.attempts[action.ticket.ticket_id])
+                self._ask(SchedulingPolicy.event_ends, now)
+
             if groups.n == self._steps:
                 self._drain(now)
 
@@ -236,7 +246,7 @@ class BrokerCore:
         self.stats.assembled(batch, self.rules.staleness_bound)
         batch.metrics.update(state_metrics(self.ledger, self._counts()))
         self._out += [batch, *self.groups.cut_off(now)]
-        self._ask(Policy.assembled, now)
+        self._ask(SchedulingPolicy.assembled, now)
 
     def _may(self, hook: Callable[[Any], bool]) -> bool:
         return all(may() for may in self._hooks[hook])
@@ -269,7 +279,7 @@ class BrokerCore:
         self.tickets.settle(attempt)
         self._out += self.groups.accept(attempt, outcome, now)
         if group.done == self.groups.size and group.phase is Phase.OPEN:
-            self._ask(Policy.completed, now, group)
+            self._ask(SchedulingPolicy.completed, now, group)
             if group.phase is Phase.OPEN:
                 self.batches.add(group)
 
@@ -296,7 +306,7 @@ class BrokerCore:
     def _lose_server(self, server: int, incarnation: int, now: float) -> None:
         held = self.servers.leave(server, incarnation)
         if held is not None:
-            self._ask(Policy.server_left, now, server, bool(held))
+            self._ask(SchedulingPolicy.server_left, now, server, bool(held))
             for ticket_id in held:
                 self._end_without_result(ticket_id, f"environment server {server} died", now)
 

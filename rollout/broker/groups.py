@@ -33,9 +33,9 @@ class Groups:
         self.given_up = 0  # in a row, without any episode finishing
         self._by_version: dict[int, dict[int, Group]] = {}
         self._protected: Counter[int] = Counter()  # OPEN groups that a batch waits for (F5), by version
-        self.stand_at(0, 0)
+        self.advance_to(0, 0)
 
-    def stand_at(self, n: int, e: int) -> None:
+    def advance_to(self, n: int, e: int) -> None:
         """n versions are published, e batches assembled."""
         self.n = n
         self.e = e
@@ -58,7 +58,7 @@ class Groups:
 
     # ------------------------------------------------------------ results
 
-    def begun(self, attempt: Attempt, version: int, now: float) -> list[GroupRecord]:
+    def sampled_first_token(self, attempt: Attempt, version: int, now: float) -> list[GroupRecord]:
         """The first token of a running attempt was sampled by `version`."""
         group = attempt.sample.group
         if attempt.version is not None and attempt.version <= version:
@@ -179,7 +179,9 @@ class Groups:
                 self._end_sample(member, end)
         self._leave(group, Phase.ENDED)
         del self.open[group.group_id]
-        if end is State.STALE if put_back is None else put_back:
+        if put_back is None:
+            put_back = end is State.STALE
+        if put_back:
             self.tasks.put_back(group.assignment)
 
         outcomes = [member.outcome for member in group.accepted() if member.outcome]

@@ -45,7 +45,7 @@ def restore(groups: Groups, state: dict[str, Any]) -> None:
                 f"the checkpoint has {name}={state[name]}, the configuration {getattr(groups.rules, name)}"
             )
 
-    groups.stand_at(state["n"], state["n"])
+    groups.advance_to(state["n"], state["n"])
     groups.tasks.restore(state["tasks"])
     groups.tickets.ledger.restore(state["ledger"])
     groups.stats = msgspec.convert(state["stats"], Statistics, strict=False)

@@ -41,7 +41,7 @@ class Suspend(Struct, frozen=True):
 Proposals = Iterable[EndGroup | StartCopy | Suspend]
 
 
-class Policy:
+class SchedulingPolicy:
     """Every hook may be left out. A policy reads the broker's parts and changes none: the core does what it proposes.
 
     A hook may be a generator: each proposal has been carried out, where that was possible, when it goes on.
@@ -86,10 +86,10 @@ class Policy:
 
     # ------------------------------------------------------------ in every turn
 
-    def turn_begins(self, now: float) -> Proposals:
+    def event_begins(self, now: float) -> Proposals:
         return ()
 
-    def turn_ends(self, now: float) -> Proposals:
+    def event_ends(self, now: float) -> Proposals:
         """Everything new that there was credit for has gone out."""
         return ()
 
@@ -108,7 +108,7 @@ class Policy:
         return {}
 
 
-def make_policies(groups: Groups) -> list[Policy]:
+def make_policies(groups: Groups) -> list[SchedulingPolicy]:
     """Those that the rules ask for."""
     rules = groups.rules
     known = {
@@ -121,11 +121,11 @@ def make_policies(groups: Groups) -> list[Policy]:
     return [load("policy", f"{_FOLDER}.{name}", {})(groups) for name, wanted in known.items() if wanted]
 
 
-def hooks_of(policies: list[Policy]) -> dict[object, list[Callable[..., Any]]]:
-    """By hook of `Policy`: the methods of those policies that have one of their own."""
+def hooks_of(policies: list[SchedulingPolicy]) -> dict[object, list[Callable[..., Any]]]:
+    """By hook of `SchedulingPolicy`: the methods of those policies that have one of their own."""
     return {
         hook: [getattr(policy, name) for policy in policies if getattr(type(policy), name) is not hook]
-        for name, hook in vars(Policy).items()
+        for name, hook in vars(SchedulingPolicy).items()
         if callable(hook)
     }
 

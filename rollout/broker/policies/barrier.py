@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollout.broker.policy import Policy
+from rollout.broker.policy import SchedulingPolicy
 from rollout.broker.records import State
 
 
-class BatchBarrier(Policy):
+class BatchBarrier(SchedulingPolicy):
     def may_assemble(self) -> bool:
         return not self.servers.outstanding and not self.ledger.samples[State.QUEUED]
 

@@ -5,11 +5,11 @@ At most `max_filtered_per_step` a step; the next ones are kept, so a batch alway
 
 from __future__ import annotations
 
-from rollout.broker.policy import EndGroup, Policy, Proposals
+from rollout.broker.policy import EndGroup, Proposals, SchedulingPolicy
 from rollout.broker.records import Group, State
 
 
-class ConstantGroups(Policy):
+class ConstantGroups(SchedulingPolicy):
     filtered = 0  # in the current step
 
     def completed(self, now: float, group: Group) -> Proposals:

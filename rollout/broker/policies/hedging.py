@@ -10,14 +10,14 @@ from bisect import bisect_left, insort
 from collections import deque
 
 from rollout.broker.groups import Groups
-from rollout.broker.policy import Policy, Proposals, StartCopy
+from rollout.broker.policy import Proposals, SchedulingPolicy, StartCopy
 from rollout.broker.records import Attempt, State
 
 WINDOW = 512
 MIN_PEERS = 20  # before so many have finished nothing is called slow
 
 
-class Hedging(Policy):
+class Hedging(SchedulingPolicy):
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)
         self.quantile = self.rules.hedge_quantile
@@ -38,7 +38,7 @@ class Hedging(Policy):
         insort(self._sorted, seconds)
         return ()
 
-    def turn_ends(self, now: float) -> Proposals:
+    def event_ends(self, now: float) -> Proposals:
         while (due := self.next_deadline()) is not None and due <= now:
             self._slow.append(self._watched.popleft())
         return self._copies() if self._slow else ()

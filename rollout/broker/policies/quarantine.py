@@ -11,7 +11,7 @@ import heapq
 from dataclasses import dataclass
 
 from rollout.broker.groups import Groups
-from rollout.broker.policy import Policy, Proposals, Suspend
+from rollout.broker.policy import Proposals, SchedulingPolicy, Suspend
 from rollout.broker.records import Attempt
 
 
@@ -25,7 +25,7 @@ class Health:
     quarantined: bool = False
 
 
-class Quarantine(Policy):
+class Quarantine(SchedulingPolicy):
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)
         self.health: dict[int, Health] = {}  # by server
@@ -43,7 +43,7 @@ class Quarantine(Policy):
         health = self.health[server]
         if not health.quarantined:
             health.failures += 1
-            yield from self._judge(server, now)
+            yield from self._suspend_if_due(server, now)
 
     def server_joined(self, now: float, server: int) -> Proposals:
         """A new incarnation is judged by what became of the ones before."""
@@ -51,7 +51,7 @@ class Quarantine(Policy):
         if health.until > now and not self._is_last():
             yield self._begin(server, health.until)
         elif health.failures:
-            yield from self._judge(server, now)
+            yield from self._suspend_if_due(server, now)
 
     def server_left(self, now: float, server: int, held: bool) -> Proposals:
         health = self.health[server]
@@ -60,7 +60,7 @@ class Quarantine(Policy):
         health.quarantined = False
         return ()
 
-    def turn_begins(self, now: float) -> Proposals:
+    def event_begins(self, now: float) -> Proposals:
         return self._release(now) if self._releases and self._releases[0][0] <= now else ()
 
     def _release(self, now: float) -> Proposals:
@@ -79,7 +79,7 @@ class Quarantine(Policy):
     def counts(self) -> dict[str, int]:
         return {"quarantines": self.quarantines}
 
-    def _judge(self, server: int, now: float) -> Proposals:
+    def _suspend_if_due(self, server: int, now: float) -> Proposals:
         health = self.health[server]
         if (health.failures < self.rules.quarantine_failures and not health.quarantines) or self._is_last():
             return

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from rollout.broker.policy import EndGroup, Policy, Proposals
+from rollout.broker.policy import EndGroup, Proposals, SchedulingPolicy
 from rollout.broker.records import Group, Phase, State
 
 
-class CancelSurplus(Policy):
+class CancelSurplus(SchedulingPolicy):
     def assembled(self, now: float) -> Proposals:
         groups = self.groups
         excess = len(groups.open) - (groups.limit - self.rules.redundant_groups)

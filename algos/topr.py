@@ -1,4 +1,4 @@
-"""TOPR: good samples as in supervised learning, bad ones only as far as the policy still produces them."""
+"""TOPR: what was better than expected as in supervised learning, the rest only as far as the policy still does it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TOPROptions:
     ratio: str = "sequence"
     """Of the whole `sequence`, as in the paper, or of each `token`."""
     cap: float = 1.0
-    """Weights of bad samples are at most this."""
+    """Weights where the advantage is negative are at most this."""
 
     def __post_init__(self) -> None:
         if self.ratio not in ("sequence", "token") or self.cap <= 0:
@@ -35,10 +35,11 @@ class WeightedTOPROptions(TOPROptions):
 
 @register_loss("topr", TOPROptions)
 def topr(inputs: LossInputs, options: TOPROptions) -> LossResult:
-    """reward > 0: -A log pi_current; otherwise -sg(clip(r, 0, cap)) A log pi_current, r = pi_current / pi_behavior.
+    """A >= 0: -A log pi_current; A < 0: -sg(clip(r, 0, cap)) A log pi_current, r = pi_current / pi_behavior.
 
     Le Roux et al. 2025, eq. 7 (https://arxiv.org/abs/2503.14286): the tapered ratio bounds what stale bad samples can
-    do, and good ones need no ratio at all. r is that of the whole sequence.
+    do, and good ones need no ratio at all. r is that of the whole sequence. The paper tapers by the sign of a reward
+    of 1 or -1. With graded rewards a positive reward can have a negative advantage, so the advantage decides here.
     """
     return _tapered(inputs, options, 1.0, 1.0)
 
@@ -54,8 +55,8 @@ def _tapered(inputs: LossInputs, options: TOPROptions, positive: float, negative
     if options.ratio == "sequence":
         log_ratio = inputs.sample_sum(log_ratio)[inputs.sample]
     tapered = log_ratio.clamp(max=0.0 if options.cap == 1 else torch.tensor(options.cap).log().item()).exp()
-    good = (inputs.rewards > 0)[inputs.sample]  # (T,)
-    weight = torch.where(good, positive, negative * tapered)
+    bad = inputs.advantages < 0  # (T,)
+    weight = torch.where(bad, negative * tapered, positive)
     loss = -weight * inputs.advantages * inputs.masked(inputs.logp_current)
-    cut = ~good & (log_ratio.exp() > options.cap)
-    return LossResult(inputs.masked(loss), {"clip_fraction": cut.float(), "good_fraction": good.float()})
+    cut = bad & (log_ratio.exp() > options.cap)
+    return LossResult(inputs.masked(loss), {"clip_fraction": cut.float(), "good_fraction": (~bad).float()})

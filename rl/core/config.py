@@ -267,6 +267,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.name in ("", ".", "..") or "/" in self.name:
+            raise ValueError(
+                f"name={self.name!r} names a folder below runs={str(self.runs)!r}: one name without a slash"
+            )
+
         if self.sampling.top_p != 1 or self.sampling.top_k != 0:
             raise ValueError(
                 f"sampling.top_p={self.sampling.top_p}, sampling.top_k={self.sampling.top_k}: "

@@ -15,7 +15,7 @@ class RolloutConfig(Section):
     """B: whole groups in one training batch; N = B * group_size samples."""
     group_size: int = Field(8, ge=1)
     """G: episodes of one task that form a group."""
-    alpha: float = Field(1.0, ge=0)
+    alpha: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Asynchronous ratio: at most floor((1 + alpha) * B) + R groups are open at once; staleness <= ceil(alpha)."""
     redundant_groups: int = Field(0, ge=0)
     """R: groups in flight beyond what admission allows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from rl.core.config import Config
 from rl.core.config_rollout import RolloutConfig
@@ -51,4 +52,5 @@ class Rules(RolloutConfig):
     def admitted(self, trained: int) -> int:
         """F1: groups that may be queued, running, waiting or batched but untrained at once."""
         remaining = (self.steps - trained) * self.groups_per_batch
-        return min(math.floor((1 + self.alpha) * self.groups_per_batch), remaining) + self.redundant_groups
+        exact = Fraction(str(self.alpha)) * self.groups_per_batch  # as written: 0.4 * 45 is 18, not 17.999…
+        return min(self.groups_per_batch + math.floor(exact), remaining) + self.redundant_groups

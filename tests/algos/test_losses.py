@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def topr(level: str, positive: float = 1.0, negative: float = 1.0) -> Reference:
         found = []
         for current, behavior, advantage, _ in tokens:
             log_ratio = whole if level == "sequence" else current - behavior
-            weight = positive if reward > 0 else negative * min(1.0, math.exp(log_ratio))
+            weight = positive if advantage >= 0 else negative * min(1.0, math.exp(log_ratio))
             found.append((-weight * advantage * current, -weight * advantage))
         return found
 
@@ -226,3 +227,21 @@ def test_clip_fraction_counts_tokens_whose_gradient_the_clip_stops() -> None:
 def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         make_loss(name, options)
+
+
+@pytest.mark.parametrize("distance", [30.0, -30.0])
+@pytest.mark.parametrize("name", ["topr", "weighted_topr"])
+def test_topr_bounds_every_token_with_a_negative_advantage(name: str, distance: float) -> None:
+    """Also where the reward is positive, as graded rewards below their group's mean are."""
+    inputs = random_inputs()
+    graded = replace(
+        inputs,
+        logp_current=(inputs.logp_behavior + distance).detach().requires_grad_(),
+        rewards=torch.full_like(inputs.rewards, 0.25),
+        advantages=-torch.ones_like(inputs.advantages),
+    )
+
+    slopes = gradient(make_loss(name, {})(graded).per_token, graded)
+
+    bound = 1.0 if distance > 0 else 1e-6  # the policy likes the sample much better, or has turned away from it
+    assert slopes.abs().max() <= bound

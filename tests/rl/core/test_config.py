@@ -27,6 +27,9 @@ RECIPES = sorted((ROOT / "experiments").glob("*.yaml"))
         ("generator.engine=vlm", ["generator.engine", "'vlm'", "'vllm'"]),
         ("steps", ["key=value"]),
         ("rollout.alpha.x=1", ["rollout.alpha"]),
+        ("rollout.alpha=.inf", ["rollout.alpha", "finite"]),
+        ("name=.", ["name='.'", "without a slash"]),
+        ("name=../evil", ["name='../evil'", "without a slash"]),
     ],
 )
 def test_bad_input_is_one_clear_line(override: str, parts: list[str]) -> None:

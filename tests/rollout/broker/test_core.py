@@ -509,3 +509,14 @@ def test_a_journal_of_other_groups_is_refused() -> None:
     state = Driver(rules()).core.snapshot()
     with pytest.raises(ValueError, match="members=2, the configuration 3"):
         BrokerCore(rules(redundant_episodes=1)).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "groups", "admitted"),
+    [(0.4, 45, 63), (0.1, 10, 11), (0.7, 10, 17), (0.5, 3, 4), (0, 8, 8), (1.1, 10, 21)],
+)
+def test_admission_counts_alpha_as_it_is_written(alpha: float, groups: int, admitted: int) -> None:
+    """F1 in exact decimals: in floats (1 + 0.4) * 45 is 62.99999999999999."""
+    rules = Rules(steps=100, groups_per_batch=groups, group_size=1, train_tasks=1, alpha=alpha)
+
+    assert rules.admitted(0) == admitted

@@ -182,6 +182,8 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> Non
     import socket
 
     with socket.socket() as taken:
+        # A connection of an earlier test may linger on this port.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", BASE_PORT + 1))
         taken.listen()
         process = start(tmp_path, "network.transport=tcp", f"network.base_port={BASE_PORT}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +106,34 @@ def test_archives_are_pinned(tmp_path: Path) -> None:
         package, tmp_path / "cache"
     )
     assert all(len(each.sha256) == 64 for each in PACKAGES.values())
+
+
+def test_archives_are_unpacked_without_links_and_below_their_folder(tmp_path: Path) -> None:
+    package = make_package(tmp_path)
+    assert package.archive is not None
+    hostile = tmp_path / "hostile.tar.gz"
+
+    with tarfile.open(package.archive) as good, tarfile.open(hostile, "w:gz") as bad:
+        for member in good:
+            bad.addfile(member, good.extractfile(member) if member.isfile() else None)
+        for name in ("../above", f"{tmp_path}/absolute", "ledger-1.0/../../beside"):
+            bad.addfile(tarfile.TarInfo(name))
+        for name, kind in (("soft", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("pipe", tarfile.FIFOTYPE)):
+            link = tarfile.TarInfo(f"ledger-1.0/{name}")
+            link.type = kind
+            link.linkname = "/etc/passwd"
+            bad.addfile(link)
+
+    digest = hashlib.sha256(hostile.read_bytes()).hexdigest()
+    before = {path for path in tmp_path.rglob("*") if "cache" not in path.parts}
+    tree = package_tree(replace(package, archive=hostile, sha256=digest), tmp_path / "cache")
+
+    assert (tree / "ledger/text.py").read_text() == FILES["ledger/text.py"]
+    assert all(path.is_dir() or path.is_file() for path in tree.rglob("*"))
+    left = ("soft", "hard", "pipe", "beside")
+    assert not [path for path in tree.rglob("*") if path.is_symlink() or path.name in left]
+    assert {path for path in tmp_path.rglob("*") if "cache" not in path.parts} == before
+    assert {path.name for path in (tmp_path / "cache").rglob("*")}.isdisjoint({"above", "beside", "absolute"})
 
 
 def test_failure_excerpt() -> None:

@@ -23,13 +23,18 @@ def run(
     async def within() -> None:
         kind = WorkerKind("a word worker", "tests.envs.adding_worker", list[str], deadline_s, arguments)
         pool = Words(kind, workers)
+        before = _children()
         try:
             await scenario(pool)
         finally:
             await pool.stop()
-        assert not [each for each in psutil.Process().children() if "adding_worker" in " ".join(each.cmdline())]
+        assert _children() == before, "the pool left a process, or one that nobody has waited for"
 
     asyncio.run(within())
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
 
 
 async def pid_of(worker: Worker[str, list[str]]) -> int:

@@ -5,6 +5,7 @@ Used for the warm start of tiny models; works for any decoder of transformers wh
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.core.config import LearnerConfig
-from rl.learner.optimizer import Optimizer
 from rl.learner.packing import assign
 
-_ADAMW = LearnerConfig(schedule="cosine", min_lr_fraction=0.1, betas=(0.9, 0.999), weight_decay=0.01)
+_WEIGHT_DECAY = 0.01
+_MAX_GRAD_NORM = 1.0
 IGNORED = -100
 SHOWN, IMITATED, READ = 0, 1, 2
 """Marks of `Example.mask`: only seen; to be written; text of the environment."""
@@ -142,8 +142,7 @@ def train_supervised(
     """
     device = next(model.parameters()).device
     parameters = list(model.parameters())
-    schedule = {"lr": options.lr, "warmup_steps": options.warmup_steps}
-    optimizer = Optimizer(model, _ADAMW.model_copy(update=schedule), last_step=options.steps)
+    optimizer = torch.optim.AdamW(parameters, lr=options.lr, weight_decay=_WEIGHT_DECAY)
 
     def gradients(rows: Rows, batch: Sequence[Rows]) -> tuple[Tensor, ...]:
         loss = supervised_loss(model, rows, options.read_weight, batch)
@@ -162,11 +161,22 @@ def train_supervised(
 
                 for parameter, gradient in zip(parameters, sums, strict=True):
                     parameter.grad = gradient
-                optimizer.step(step)
+                for group in optimizer.param_groups:
+                    group["lr"] = options.lr * _schedule(step, options)
+                nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM)
+                optimizer.step()
                 report(step, loss.item())
     finally:
         torch.set_num_threads(threads)
     model.eval()
+
+
+def _schedule(step: int, options: SupervisedOptions) -> float:
+    """Share of the highest learning rate: linear warm-up, then half a cosine down to a tenth."""
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def progress_report(log: Callable[[str], None], steps: int, every: int) -> Callable[[int, float], None]:

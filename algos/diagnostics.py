@@ -7,6 +7,7 @@ numbers. Accumulators live on the device of the data: a pack costs no synchronis
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +41,8 @@ class Diagnostics:
         staleness = inputs.staleness[mask].double()
         advantages = inputs.advantages[mask]
         own = {name: values[mask].double() for name, values in result.metrics.items()}
+        entropy = inputs.entropy[mask].double()
+        surprise = -inputs.logp_current[mask].double() - entropy  # 0 on average for tokens of this very policy
 
         tokens = {
             "tokens": torch.ones_like(ratio),
@@ -48,7 +51,10 @@ class Diagnostics:
             "ratio_square": ratio**2,
             "kl_behavior": ratio - 1 - log_ratio,  # k3: each term >= 0 (http://joschu.net/blog/kl-approx.html)
             "kl_behavior_k1": -log_ratio,
-            "entropy": inputs.entropy[mask].double(),
+            "entropy": entropy,
+            "surprise": surprise,
+            "surprise_square": surprise**2,
+            "surprise_variance": _least_variance(inputs.logp_current[mask].double(), entropy),
             "advantage_abs": advantages.double().abs(),
             "token_staleness": staleness,
         } | own
@@ -97,6 +103,13 @@ class Diagnostics:
                 values |= {f"{label}/{name}": value for name, value in (here | {"tokens": tokens}).items()}
         return values
 
+    def histograms(self) -> dict[str, list[float]]:
+        """`histogram/ratio`: its quantiles 1 % to 99 %, as evenly spread values that stand for all tokens."""
+        if "histogram" not in self.sums:
+            return {}
+        histogram = self.sums["histogram"].sum(0).cpu()
+        return {"histogram/ratio": _quantiles(histogram, [percent / 100 for percent in range(1, 100)])}
+
     def _join(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
@@ -109,11 +122,24 @@ def _log_ratio(inputs: LossInputs, logp: Tensor) -> Tensor:
     return (inputs.logp_current - logp)[inputs.mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
+def _least_variance(logp: Tensor, entropy: Tensor) -> Tensor:
+    """(generated tokens,) what the variance of -log p under the policy is at least, where one token's `logp` is known.
+
+    The other tokens share the probability q = 1 - p and, on average, the surprise that the entropy leaves them:
+    p (-log p - H)^2 + q (s - H)^2 with s = (H + p log p) / q. Of tokens that are nearly certain it is nearly all, and a
+    sample without any of the rare ones would show none of it.
+    """
+    other = (-torch.expm1(logp)).clamp_min(1e-12)
+    share = ((entropy + logp.exp() * logp) / other).clamp_max(LOG_RATIO_BOUND).maximum(-other.log())
+    return logp.exp() * (logp + entropy) ** 2 + other * (share - entropy) ** 2
+
+
 def _means(sums: dict[str, Tensor]) -> dict[str, float]:
     """Of the tokens that were summed; `histogram` (bins,) gives quantiles."""
     totals = {name: float(value) for name, value in sums.items() if not value.ndim}
     tokens = totals.pop("tokens")
     square = totals.pop("ratio_square")
+    del totals["surprise_square"], totals["surprise_variance"]
 
     values: dict[str, float] = {}
     for sign in ("positive", "negative"):
@@ -123,15 +149,17 @@ def _means(sums: dict[str, Tensor]) -> dict[str, float]:
 
     values |= {name: total / tokens for name, total in totals.items()}
     values["ess"] = values["ratio_mean"] ** 2 * tokens / square
-    return values | _quantiles(sums["histogram"])
+    named = zip(QUANTILES, _quantiles(sums["histogram"], QUANTILES), strict=True)
+    return values | {f"ratio_p{round(100 * quantile):02d}": value for quantile, value in named}
 
 
-def _quantiles(histogram: Tensor) -> dict[str, float]:
+def _quantiles(histogram: Tensor, wanted: Sequence[float]) -> list[float]:
+    """Of the ratio, from the counts (bins,) of its logarithm."""
     reached = histogram.cumsum(0) / histogram.sum()
-    places = torch.searchsorted(reached, torch.tensor(QUANTILES, dtype=torch.float64) - 1e-12)
+    places = torch.searchsorted(reached, torch.tensor(wanted, dtype=torch.float64) - 1e-12)
     centres = _FINEST * torch.sinh(_SPREAD * (2 * places.double() / (_BINS - 1) - 1))
-    named = zip(QUANTILES, centres.exp().tolist(), strict=True)
-    return {f"ratio_p{round(100 * quantile):02d}": value for quantile, value in named}
+    quantiles: list[float] = centres.exp().tolist()
+    return quantiles
 
 
 def _by_sign(advantages: Tensor, fractions: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -188,6 +188,8 @@ def _checked(what: str, hint: Any, value: Any) -> Any:
     if type(value) not in allowed and not (value is None and type(None) in allowed):
         names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in allowed)
         raise ValueError(f"{what} must be {names}, not {value!r}")
+    if value != value:
+        raise ValueError(f"{what} must be a number, not {value!r}")
     return value
 
 
@@ -216,6 +218,8 @@ def _look_up(kind: type[_S], plugin: str | _S | Callable[..., Any]) -> _S:
     if isinstance(plugin, kind):
         return plugin
     assert not isinstance(plugin, Spec), f"a {plugin.kind} is no {kind.kind}"
+    if not hasattr(plugin, "__qualname__"):
+        raise ValueError(f"{plugin!r} is no {kind.kind}: a function is wanted")
     return kind(f"{plugin.__module__}:{plugin.__qualname__}", plugin, _options_of(plugin))
 
 

@@ -11,19 +11,37 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl.core.config import Config, ConfigError, nearest
+from rl.core.config_section import refuse_flag
 from rl.core.plugins import load
-from rollout.episodes.environment import EnvironmentFamily
+from rollout.episodes.environment import EnvironmentFamily, Needs
 
 FAMILIES = {
     "alfworld": "envs.alfworld.environment:AlfworldFamily",
     "code": "envs.code.environment:CodeFamily",
+    "dataset": "envs.dataset.environment:DatasetFamily",
+    "gymnasium": "envs.gymnasium.environment:GymnasiumFamily",
     "math": "envs.math.environment:MathFamily",
+    "mini_swe": "envs.agents.mini_swe:MiniSweFamily",
+    "mixture": "envs.mixture:MixtureFamily",
+    "openenv": "envs.openenv.environment:OpenEnvFamily",
+    "reasoning_gym": "envs.reasoning_gym.environment:ReasoningGymFamily",
+    "sdk_agent": "envs.agents.sdk_agent:SdkAgentFamily",
     "swe": "envs.swe.environment:SweFamily",
     "synthetic": "envs.synthetic:SyntheticFamily",
+    "tool_loop": "envs.agents.tool_loop:ToolLoopFamily",
 }
+GOLD = "envs.gold:demonstrate"  # of environments that know how their tasks are solved
 DEMONSTRATORS = {
     "alfworld": "envs.alfworld.demonstrations:demonstrate",
+    "dataset": GOLD,
+    "gymnasium": GOLD,
+    "math": GOLD,
+    "mini_swe": "envs.agents.mini_swe:demonstrate",
+    "mixture": GOLD,
+    "reasoning_gym": GOLD,
+    "sdk_agent": "envs.agents.sdk_agent:demonstrate",
     "swe": "envs.swe.demonstrations:demonstrate",
+    "tool_loop": "envs.agents.tool_loop:demonstrate",
 }
 
 
@@ -46,16 +64,53 @@ def demonstrator(name: str) -> Any:
 def make_family(config: Config) -> EnvironmentFamily:
     """The configured family, its options validated and its tasks loaded; nothing is started. Raises ConfigError."""
     family = load_family(config.env.name)
-    options = _validated(family, config.env.options)
+    options = validated(family, config.env.options)
+    return made(config.env.name, family, options, config.seed)
+
+
+def made(name: str, family: type[EnvironmentFamily], options: Any, seed: int) -> EnvironmentFamily:
+    """The family of these options. Raises ConfigError where they, or what they name, cannot be used."""
     try:
-        return family(options, config.seed)
+        return family(options, seed)
     except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(f"env {config.env.name!r}: {error}") from error
+        raise ConfigError(f"env {name!r}: {error}") from error
 
 
 def validate_options(config: Config) -> Any:
-    """`env.options`, checked; nothing is loaded. Raises ConfigError, one line."""
-    return _validated(load_family(config.env.name), config.env.options)
+    """`env.options`, checked by themselves and against `env`; nothing is loaded. Raises ConfigError, one line."""
+    family = load_family(config.env.name)
+    options = validated(family, config.env.options)
+    if hasattr(family, "needs"):
+        _check_needs(family.needs(options), config)
+    return options
+
+
+def _check_needs(needs: Needs, config: Config) -> None:
+    env = config.env
+    if env.max_turns < needs.turns:
+        raise ConfigError(
+            f"env.max_turns={env.max_turns}: no task of env {env.name!r} is solved in fewer than {needs.turns} turns; "
+            "set it to the turns that an agent may take, such as 30"
+        )
+
+    episode_s = config.rollout.episode_deadline_s
+    for name, deadline_s in ("env.step_deadline_s", env.step_deadline_s), ("rollout.episode_deadline_s", episode_s):
+        if deadline_s <= needs.step_s:
+            raise ConfigError(
+                f"{name}={deadline_s:g}: a step may take {needs.step_s:g} s ({needs.why}); set it above that, or lower "
+                "these options"
+            )
+
+    if config.sampling.max_tokens < needs.tokens:
+        raise ConfigError(
+            f"sampling.max_tokens={config.sampling.max_tokens}: env.options asks for turns of {needs.tokens} tokens; "
+            "raise it, or lower that option"
+        )
+    if needs.episodes is not None and env.episodes_per_server > needs.episodes:
+        raise ConfigError(
+            f"env.episodes_per_server={env.episodes_per_server}: more than {needs.room}, and the others would run past "
+            "env.step_deadline_s while they wait; lower it, or raise that option"
+        )
 
 
 def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
@@ -79,15 +134,22 @@ def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
     return train, held_out
 
 
-def _validated(family: type[EnvironmentFamily], options: dict[str, Any]) -> Any:
+def validated(family: type[EnvironmentFamily], options: dict[str, Any], where: str = "env.options") -> Any:
+    """The options as the family's own model has them; `where` they stand, for messages. Raises ConfigError."""
     known = list(family.Options.model_fields)
     for key in options:  # here, so that a model that forgot extra="forbid" is closed as well
         if key not in known:
-            raise ConfigError(f"unknown key 'env.options.{key}'{nearest(key, known)}")
+            raise ConfigError(f"unknown key '{where}.{key}'{nearest(key, known)}")
+    try:
+        for key, value in options.items():
+            refuse_flag(family.Options, key, value)
+    except ValueError as error:
+        raise ConfigError(f"{where}.{key}={value!r}: {error}") from None
+
     try:
         return family.Options.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(["env.options", *(str(part) for part in first["loc"])])
+        field = ".".join([where, *(str(part) for part in first["loc"])])
         reason = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{where}={first['input']!r}: {reason}" if first["loc"] else reason) from None
+        raise ConfigError(f"{field}={first['input']!r}: {reason}" if first["loc"] else reason) from None

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from rl.core.plugins import load
+
 T = TypeVar("T")
 
 
@@ -76,7 +78,7 @@ class Row:
 def read_rows(
     source: str, subset: str | None = None, split: str = "train", columns: Sequence[str] | None = None
 ) -> Iterator[Row]:
-    """Rows of a `.jsonl` or `.parquet` file, or of a hub data set. Raises RowError.
+    """Rows of a `.jsonl` or `.parquet` file, a function `package.module:name` or a hub data set. Raises RowError.
 
     `columns`: those needed, so that no more of a wide parquet file is read; None: all.
     """
@@ -85,12 +87,24 @@ def read_rows(
         rows = _jsonl(path)
     elif path.suffix == ".parquet":
         rows = _parquet(path, columns)
+    elif ":" in source and not path.exists():
+        rows = _made(source)
     elif path.exists():
         raise RowError(f"{source} is neither .jsonl nor .parquet")
     else:
         rows = _hub(source, subset, split)
+
     for number, values in enumerate(rows, start=1):
         yield Row(values, f"{source}, row {number}")
+
+
+def _made(source: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of a function without arguments, written `package.module:name`."""
+    rows = load("source", source, {})()
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise RowError(f"{source}, row {number} is a {type(row).__name__}, not a mapping")
+        yield row
 
 
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -1,7 +1,7 @@
 """The environment server: many episodes at once in one asyncio loop (`python -m envs.server --run DIR --index I`).
 
 Invariants: every ticket ends exactly once, as Trajectory, TicketFailed or TicketCancelled, which share one increasing
-sequence number; a trajectory is kept, and sent again every few seconds under its number, until it is acknowledged;
+sequence number; each is kept, and sent again every few seconds under its number, until it is acknowledged;
 TicketCancelled leaves only after the episode's generation has ended and its environment is closed; nothing that an
 environment does ends more than its own ticket.
 """
@@ -10,23 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import zmq
 from msgspec.structs import replace
 
+from envs.guards import check_server
 from envs.registry import make_family
+from rl.core.config import Config
 from rl.core.messages import (
+    Abort,
     AckTickets,
     CancelTickets,
     ClientHello,
+    Generate,
     Generated,
+    Grown,
     Message,
+    PeerDied,
     ProtocolError,
     ServerHello,
     Stop,
@@ -35,17 +44,25 @@ from rl.core.messages import (
     TicketFailed,
     Trajectory,
 )
+from rl.core.moments import EpisodeEnded
 from rl.core.process import Process, WaitExpired
-from rl.core.receiving import Port, fatal
+from rl.core.receiving import Handler, Malformed, Port
 from rl.core.run import ProcessContext, context_from_command_line
+from rl.core.samples import SampleFile
 from rl.core.sockets import identity, open_socket, send
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
+from rollout.episodes.foreign import ForeignContext
 from rollout.episodes.generation import GenerationClient
+from rollout.episodes.parsing import make_reader
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
 
-RESEND_S = 3.0  # a trajectory not acknowledged within this is sent again
+if TYPE_CHECKING:
+    from envs.gateway.server import Gateway
+
+End = Trajectory | TicketFailed | TicketCancelled
+RESEND_S = 3.0  # an end not acknowledged within this is sent again
 TICK_S = 0.1
 STOP_S = 4.0  # for episodes and workers to end; within timeouts.stop_s of the supervisor
 JOIN_S = 0.05  # `rollout.turn_barrier`: for the tickets of one round, sent together, to arrive
@@ -74,25 +91,52 @@ class EnvServer:
         self._me = {"server": process.index, "incarnation": process.incarnation}
         self._seq = 0
         self._episodes: dict[int, RunningEpisode] = {}
-        self._unacknowledged: dict[int, tuple[Trajectory, float]] = {}  # by ticket: result, time to send it again
-        self._counts = Counter(episodes_done=0, episodes_failed=0, episodes_cancelled=0, trajectories_resent=0)
+        self._unacknowledged: dict[int, tuple[End, float]] = {}  # by ticket: its end, time to send it again
+        self._counts = Counter(episodes_done=0, episodes_failed=0, episodes_cancelled=0, resent=0)
         self._wake = asyncio.Event()
         self._fatal: Exception | None = None
         self._stopped = False
 
         run = process.run
-        me = identity("env_server", process.index, process.incarnation)
-        tickets, frontend = (open_socket(zmq.DEALER, run, name, identity=me) for name in ("tickets", "frontend"))
-        self._tickets = Port(tickets, self._from_broker, fatal, self._fail)
-        self._frontend = Port(frontend, self._from_proxy, fatal, self._fail)
+        me = f"env_server.{process.index}.{process.incarnation}"
+        self._samples = SampleFile(run.folder, me, self.config.tracking.samples)
+        self._malformed = Malformed("env_server")
+        self._tickets = self._open_tickets()
+        self._frontend = self._open_frontend()
         self._trajectories = open_socket(zmq.PUSH, run, "trajectories")
 
         # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
-        self._client = GenerationClient(self._frontend.send, abort_deadline_s=self.config.timeouts.hang_s + 30)
+        self._client = GenerationClient(self._ask, abort_deadline_s=self.config.timeouts.hang_s + 30)
+
         barrier = _turn_barrier() if self.config.rollout.turn_barrier else None
+        tokenizer = load_tokenizer(run.model_folder, self.config.chat.template_options)
+        foreign = getattr(family, "foreign", False)
+        self._gateway = gateway = _gateway(self.config) if foreign else None
+        reader = make_reader(self.config, tokenizer) if foreign or getattr(family, "tools", False) else None
+
         self._context = EpisodeContext(
-            self.config, load_tokenizer(run.model_folder), self._client.generate, barrier=barrier
+            self.config,
+            tokenizer,
+            self._client.generate,
+            trace=process.trace,
+            barrier=barrier,
+            reader=reader,
+            foreign=ForeignContext(self.config, reader, gateway.open) if gateway and reader else None,
         )
+
+    def _open_tickets(self) -> Port:
+        return self._open("tickets", self._from_broker, self._greet_broker)
+
+    def _open_frontend(self) -> Port:
+        return self._open("frontend", self._from_proxy, self._greet_proxy)
+
+    def _open(self, name: str, handle: Handler, again: Callable[[], None]) -> Port:
+        me = identity("env_server", self.process.index, self.process.incarnation)
+        socket = open_socket(zmq.DEALER, self.process.run, name, identity=me)
+        return Port(socket, handle, self._malformed, self._fail, again)
+
+    def _ask(self, message: Generate | Abort) -> None:
+        self._frontend.send(message)
 
     async def run(self) -> None:
         """Serve until the supervisor says stop. Raises what the server cannot go on after."""
@@ -103,10 +147,12 @@ class EnvServer:
                 await self.family.start()
         except TimeoutError:
             raise WaitExpired(f"environment {self.config.env.name!r} did not start in {start_s:.0f} s") from None
+        if self.process.index == 0:
+            check_server(self.family, self._context.tokenizer, self.config.eval.tasks, self.process.alarms)
 
         try:
-            self._frontend.send(ClientHello(**self._me))
-            self._tickets.send(ServerHello(capacity=self.config.env.episodes_per_server, **self._me))
+            self._greet_proxy()
+            self._greet_broker()
             await self._serve()
         finally:
             await self._stop()
@@ -118,14 +164,37 @@ class EnvServer:
                 await asyncio.wait_for(self._wake.wait(), TICK_S)
             self._wake.clear()
 
-            if any(isinstance(message, Stop) for message in self.process.received()):
-                return
+            for message in self.process.received():
+                if isinstance(message, Stop):
+                    return
+                self._peer_died(message)
             if self._fatal is not None:
                 raise self._fatal
 
             now = time.monotonic()
             self._tick(now, now - previous)
             previous = now
+
+    def _peer_died(self, died: PeerDied) -> None:
+        """Whoever takes its place is met over a new socket: the old one may still send into the dead one's."""
+        if died.role == "proxy":
+            self._frontend.close(peer_died=True)
+            self._frontend = self._open_frontend()
+            self._greet_proxy()
+        elif died.role == "broker":
+            self._tickets.close(peer_died=True)
+            self._tickets = self._open_tickets()
+            self._greet_broker()
+
+    def _greet_broker(self) -> None:
+        """Also after the connection broke: the broker sends again what did not arrive, and so does this server."""
+        held = [*self._episodes, *self._unacknowledged]
+        self._tickets.send(ServerHello(capacity=self.config.env.episodes_per_server, tickets=held, **self._me))
+        self._send_unacknowledged(before=math.inf)
+
+    def _greet_proxy(self) -> None:
+        self._frontend.send(ClientHello(**self._me))
+        self._client.ask_again()
 
     def _tick(self, now: float, elapsed_s: float) -> None:
         process = self.process
@@ -143,13 +212,11 @@ class EnvServer:
             "generate_wait_s": activity.seconds["generate"],
             "close_failures": activity.close_failures,
             "unacknowledged": len(self._unacknowledged),
+            "malformed": self._malformed.count,
             **self._counts,
         }
 
-        for ticket_id, (trajectory, due) in list(self._unacknowledged.items()):
-            if now >= due:
-                self._counts["trajectories_resent"] += 1
-                self._send_trajectory(ticket_id, trajectory)
+        self._send_unacknowledged(before=now)
 
     def _from_broker(self, message: Message, _peer: bytes) -> None:
         match message:
@@ -162,12 +229,16 @@ class EnvServer:
                 for ticket_id in ticket_ids:
                     self._unacknowledged.pop(ticket_id, None)
             case _:
-                raise ProtocolError(f"the broker sent {type(message).__name__} to an environment server")
+                raise ProtocolError(f"{type(message).__name__} from the broker")
 
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
-        if not isinstance(message, Generated):
-            raise ProtocolError(f"the proxy sent {type(message).__name__} to an environment server")
-        self._client.answered(message)
+        match message:
+            case Generated():
+                self._client.answered(message)
+            case Grown():
+                self._client.grew(message)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from the proxy")
 
     def _begin(self, ticket: Ticket) -> None:
         ticket_id = ticket.ticket_id
@@ -214,22 +285,41 @@ class EnvServer:
 
         self._seq += 1
         ticket_id = running.ticket.ticket_id
-        end = {"seq": self._seq, "ticket_id": ticket_id, "turns": running.progress.turns, **self._me}
+        turns = running.progress.turns
+        end = {"seq": self._seq, "ticket_id": ticket_id, "turns": turns, **self._me}
 
         if task.cancelled() and running.ending == CANCELLED:
             self._counts["episodes_cancelled"] += 1
-            self._tickets.send(TicketCancelled(**end))
+            self.process.trace.add(EpisodeEnded(ticket_id, "cancelled", turns))
+            self._send_end(TicketCancelled(**end))
         elif task.cancelled() or error is not None:
             self._counts["episodes_failed"] += 1
             reason = running.ending if error is None else _described(error)
-            self._tickets.send(TicketFailed(reason=reason[:REASON_CHARS], **end))
+            reason = reason[:REASON_CHARS]
+            self.process.trace.add(EpisodeEnded(ticket_id, "failed", turns, reason=reason))
+            self._send_end(TicketFailed(reason=reason, **end))
+
         else:
             self._counts["episodes_done"] += 1
-            self._send_trajectory(ticket_id, replace(task.result(), seq=self._seq, **self._me))
+            played = task.result()
+            outcome = (turns, played.tokens_generated, played.reward, played.success)
+            self.process.trace.add(EpisodeEnded(ticket_id, played.stop_reason, *outcome))
+            self._samples.add(played)
+            self._send_end(replace(played, seq=self._seq, **self._me))
 
-    def _send_trajectory(self, ticket_id: int, trajectory: Trajectory) -> None:
-        self._unacknowledged[ticket_id] = (trajectory, time.monotonic() + RESEND_S)
-        send(self._trajectories, trajectory)
+    def _send_end(self, end: End) -> None:
+        self._unacknowledged[end.ticket_id] = (end, time.monotonic() + RESEND_S)
+        if isinstance(end, Trajectory):
+            send(self._trajectories, end)
+        else:
+            self._tickets.send(end)
+
+    def _send_unacknowledged(self, before: float) -> None:
+        """Again, what was due before this time."""
+        for end, due in list(self._unacknowledged.values()):
+            if due <= before:
+                self._counts["resent"] += 1
+                self._send_end(end)
 
     def _fail(self, error: Exception) -> None:
         """The server itself cannot go on: `run` raises this."""
@@ -256,8 +346,17 @@ class EnvServer:
         except TimeoutError:
             print(f"environment {self.config.env.name!r} did not stop in {STOP_S:g} s", file=sys.stderr)
 
+        if self._gateway is not None:
+            await self._gateway.stop()
         for socket in (self._tickets, self._frontend, self._trajectories):
             socket.close()
+        self._samples.close()
+
+
+def _gateway(config: Config) -> Gateway:
+    from envs.gateway.server import Gateway  # aiohttp costs 36 MB, which other environments do without
+
+    return Gateway(config)
 
 
 def _turn_barrier() -> TurnBarrier[int]:

@@ -3,7 +3,8 @@
 It needs no tokenizer: without a model, messages are ids separated by spaces. Prompts and observations are functions of
 (seed, split, task, turn). Latencies, hangs and failures also depend on how often this server has begun the task, so
 that the episodes of a group, and attempts after a failure, fare differently. Rewards are a function of the generated
-text alone, and differ between episodes, so that losses computed from them are not trivially zero.
+text alone, and differ between episodes, so that losses computed from them are not trivially zero. An episode succeeds
+if its last turn earned half or more of what it could.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class SyntheticEnvironment:
         self._visit = self._family.visit(task)
         return [self._message(self._options.prompt_tokens)]
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, truncated: bool = False) -> Step:
         options = self._options
         chance = self._family.random(self._task, self._turn, "chance", self._visit)
         latency_s = self._family.draw_latency_s(chance)
@@ -115,7 +116,8 @@ class SyntheticEnvironment:
         self._turn += 1
         done = self._turn >= options.turns
         messages = [] if done else [self._message(options.observation_tokens)]
-        return Step(messages, text_reward(action) / options.turns, done, {"turns": float(self._turn)})
+        share = text_reward(action)
+        return Step(messages, share / options.turns, done, done and share >= 0.5, {"turns": float(self._turn)})
 
     async def close(self) -> None:
         pass

@@ -6,11 +6,13 @@ NAME is a registered loss or an importable `package.module:Name`, as in `algo.lo
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from algos.conformance import CHECKS, check_loss
 from algos.registry import make_loss, registered
-from rl.core.config import ConfigError, apply_override
+from rl.core.config import ConfigError
+from rl.core.config_tree import apply_override
 from rl.core.plugins import load
 
 
@@ -34,5 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{arguments.name}: {failed} of {len(findings)} checks fail")
         return 1
     print(f"{arguments.name}: all {len(findings)} checks hold")
-    print(f"try it: fresco run experiments/math_cpu.yaml algo.loss={arguments.name}")
+    fields = [f"algo.loss={arguments.name}", *(f"algo.options.{option}" for option in arguments.options)]
+    print(f"try it: fresco run math_cpu {shlex.join(fields)}")
     return 0

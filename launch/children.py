@@ -7,21 +7,21 @@ grandchildren whose parent died (an engine's workers) come back to it and are en
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from launch.fork_server import Copy, ForkServer
 from launch.plan import ProcessSpec
-from rl.core.messages import Heartbeat
+from rl.core.messages import Fatal, Heartbeat
 from rl.core.run import RunFile
+from rl.core.sockets import identity
 
-_PR_SET_CHILD_SUBREAPER = 36
+_LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Child:
 
     spec: ProcessSpec
     incarnation: int
-    popen: psutil.Popen
+    popen: psutil.Popen | Copy
     log: Path
     started: float
     beat: Heartbeat
@@ -40,10 +40,32 @@ class Child:
     progressed: float = 0.0
     why_killed: str = ""
     """Set when the supervisor killed it: a hang, for instance."""
+    last_words: Fatal | None = None
+    """The exception that ends it."""
+    heard: set[int] = field(default_factory=set)
+    """Numbers of what it has said: after a connection broke it repeats its last words."""
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def identity(self) -> bytes:
+        """Of its control socket."""
+        return identity(self.spec.role, self.spec.index, self.incarnation)
+
+    def says_more(self, since: float) -> bool:
+        """It ended by an exception, whose message is on its way: a socket may be later than the kernel."""
+        return self.popen.poll() == 1 and self.last_words is None and time.monotonic() < since + _LAST_WORDS_S
+
+    def how_it_ended(self) -> tuple[str, str]:
+        """In a few words, and in detail: its traceback, or the end of its log."""
+        if self.last_words is not None:
+            return self.last_words.message, self.last_words.detail
+
+        code = self.popen.poll() or 0
+        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return self.why_killed or ended, log_tail(self.log)
 
     def kill(self, why: str = "") -> None:
         """Kill its whole process group, also where only the leader has ended."""
@@ -52,28 +74,29 @@ class Child:
             os.killpg(self.popen.pid, signal.SIGKILL)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of grandchildren whose own parent dies (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def spawn(spec: ProcessSpec, run: RunFile, incarnation: int) -> Child:
+def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, forks: ForkServer | None = None) -> Child:
     """Start one process of the plan. Call from the main thread: the child dies with the calling thread."""
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
     log = logs / f"{spec.name}.{incarnation}.log"
-    environment = os.environ | spec.environment | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment = spec.environment | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     environment["TMPDIR"] = str(run.socket_folder)  # what libraries drop there goes with the run
 
-    with log.open("wb") as file:
-        popen = psutil.Popen(
-            spec.command(run, incarnation),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
-        )
+    popen: psutil.Popen | Copy | None = None
+    with log.open("wb") as file, Path(os.devnull).open("rb") as nothing:
+        if forks is not None and spec.imports:
+            files = (nothing, file, file)
+            popen = forks.begin(spec.module, spec.arguments(run, incarnation), files, environment, spec.imports)
+
+        if popen is None:
+            popen = psutil.Popen(
+                spec.command(run, incarnation),
+                stdin=nothing,
+                stdout=file,
+                stderr=file,
+                env=os.environ | environment,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
+            )
 
     if spec.cores:
         with contextlib.suppress(psutil.NoSuchProcess):

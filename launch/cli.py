@@ -3,13 +3,20 @@
 fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
 fresco eval runs/alfworld_cpu/checkpoints/step-100 --env alfworld --split valid_unseen [--greedy | --temperature 1]
 fresco check-loss my_module:my_loss clip_high=0.3
-fresco plan experiments/math_8gpu.yaml --gpus 8 | fresco plan --run runs/math_8gpu
+fresco env check gymnasium env.options.id=Taxi-v4
+fresco plan --run runs/math_8gpu --gpus 8
+fresco show runs/math_cpu --reward 0 --step 20
+fresco top runs/math_cpu
+fresco trace runs/math_cpu --out trace.json
+fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
 fresco doctor
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,6 +24,7 @@ from pkgutil import resolve_name
 from launch import __version__
 from launch.recipes import find_recipe
 from rl.core.config import ConfigError
+from rl.core.made_once import cache_folder
 from rl.core.plugins import own_packages_first
 
 
@@ -24,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 success, 1 failure, 2 bad configuration, 130 interrupted."""
     arguments = parse(argv)
     own_packages_first()
+    # Else torch makes a folder in /tmp that stays there; in the user's cache its next run finds what it has compiled.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     try:
         # Only now, so that a command imports what it needs and no more: `fresco doctor` works where torch is missing.
         code: int = resolve_name(arguments.call)(arguments)
@@ -31,6 +41,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # in a log file, too, the error stands below the configuration
         print(f"fresco: {error}", file=sys.stderr)
         return 2
+
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EROFS):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer goes nowhere
+        print(f"fresco: {error}", file=sys.stderr)
+        return 1
+
     return code
 
 
@@ -42,7 +60,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
     _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
     _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
+    _add_env(commands.add_parser("env", help="environments: `fresco env check NAME`"))
     _add_plan(commands.add_parser("plan", help="predict step times of GPU splits, alpha and redundancy; name the best"))
+
+    _add_show(commands.add_parser("show", help="print what the model said, episode by episode"))
+    _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
+    _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
+    _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
     doctor.set_defaults(call="launch.doctor:diagnose")
 
@@ -85,6 +109,19 @@ def _add_check_loss(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(call="launch.check_loss:run")
 
 
+def _add_env(parser: argparse.ArgumentParser) -> None:
+    check = parser.add_subparsers(required=True).add_parser("check", help="certify an environment before a run")
+    check.add_argument("name", help="a registered environment or an importable package.module:Name")
+    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.add_argument("--recipe", type=find_recipe, help="configuration; default: <name>_cpu, if there is one")
+    check.add_argument("--short", action="store_true", help="few tasks and episodes: seconds instead of minutes")
+    check.add_argument("--episodes", type=int, help="over which nothing may grow (1000)")
+    check.add_argument("--model", metavar="URL#NAME", help="an endpoint whose model shows how hard the tasks are")
+    check.add_argument("--tries", type=int, default=4, help="of that model at each task (4)")
+    check.add_argument("--out", type=Path, help="write the page to this JSON file")
+    check.set_defaults(call="launch.check_env:check")
+
+
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=find_recipe, nargs="?", help="not needed with --run")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -94,6 +131,35 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env-s", metavar="MEAN,SIGMA", help="seconds of one environment step, Gaussian clipped at 0")
     parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where the plot goes (PNG)")
     parser.set_defaults(call="launch.plan_cost:plan")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
+    parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
+    parser.add_argument("--step", type=int, help="whose newest token was sampled by this version")
+    parser.add_argument("--reward", type=float, help="with exactly this reward")
+    parser.add_argument("--task", type=int, help="of this task")
+    parser.add_argument("--group", type=int, help="all members of this group")
+    parser.add_argument("--limit", type=int, default=5, help="at most so many (5)")
+    parser.set_defaults(call="launch.show:show")
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
+    parser.add_argument("--out", type=Path, help="the file, compressed if it ends in .gz (RUN/trace.json.gz)")
+    parser.set_defaults(call="launch.chrome_trace:export")
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("--once", action="store_true", help="print what there is now, and end")
+    parser.set_defaults(call="launch.top:top")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
+    parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
+    parser.set_defaults(call="launch.report.command:report")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,21 @@ import sys
 
 import psutil
 
-from launch.preflight import visible_gpus
+from launch.gpus import visible_gpus
 
 _REQUIRED = ("torch", "transformers", "zmq", "msgspec", "pydantic", "wandb", "rich", "xxhash")
-_OPTIONAL = {"vllm": "the real engine", "math_verify": "the maths environment", "datasets": "data sets from a hub"}
+_OPTIONAL = {
+    "vllm": "the real engine",
+    "math_verify": "the maths environment",
+    "alfworld": "the ALFWorld environment",
+    "textworld": "the ALFWorld environment",
+    "datasets": "data sets from a hub",
+}
+_PROGRAMS = {
+    "g++": "compiles vLLM's and ALFWorld's parts: apt-get install g++",
+    "bwrap": "sandboxes for code and software engineering: apt-get install bubblewrap",
+    "git": "the software-engineering environment: apt-get install git",
+}
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # do not match the CPU build of torch: transformers breaks
 
 
@@ -30,12 +41,19 @@ def diagnose(arguments: argparse.Namespace) -> int:
         for module in _UNWANTED:
             healthy &= _line(not _has(module), f"no {module}", "does not match this torch: pip uninstall it")
 
+    for program, purpose in _PROGRAMS.items():
+        _line(shutil.which(program) is not None, program, f"missing; {purpose}")
+    gpus = len(visible_gpus())
+    if gpus:
+        _line(_has("flash_attn"), "flash_attn", "missing: the learner's attention is slower (pip install flash-attn)")
+
     memory_gib = psutil.virtual_memory().total >> 30
     cores = len(os.sched_getaffinity(0))
     _line(memory_gib >= 6, f"{memory_gib} GiB memory, {cores} cores", "math_cpu needs about 6 GiB")
     shared_mib = shutil.disk_usage("/dev/shm").free >> 20
     _line(shared_mib >= 256, f"{shared_mib} MiB free in /dev/shm", "set weights.transport=zmq or enlarge it")
-    gpus = visible_gpus()
+    disk_gib = shutil.disk_usage(".").free >> 30
+    _line(disk_gib >= 5, f"{disk_gib} GiB free on this disk", "packages take 3 GB, a checkpoint 12 bytes a parameter")
     print(f"  {'+' if gpus else '-'} {gpus} GPUs" + ("" if gpus else " (the *_cpu recipes run)"))
     return 0 if healthy else 1
 

@@ -17,12 +17,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from envs.registry import load_family, make_family
+from envs.registry import load_family, make_family, validate_options
+from launch.fork_server import fork_server
 from launch.intervals import wilson
 from launch.preflight import check, make_run
 from launch.recipes import SHIPPED
 from launch.run import execute
-from rl.core.checkpoint_folder import CheckpointError, latest, read_meta
+from rl.core.checkpoint_folder import CheckpointError, latest, verify
 from rl.core.config import Config, ConfigError, ModelConfig, load_config
 from rl.core.run import RunFile
 
@@ -69,10 +70,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     for temperature in arguments.temperatures:
         section = config.eval.model_copy(update={"temperature": temperature})
-        checked = check(config.model_copy(update={"eval": section}), dry=False)
-        run = make_run(checked, time.time())
-        if code := execute(run, checked):
-            return code
+        settings = config.model_copy(update={"eval": section})
+        with fork_server(settings) as forks:
+            checked = check(settings, dry=False, forks=forks)
+            run = make_run(checked, time.time())
+            if code := execute(run, checked, forks):
+                return code
 
         episodes = read_episodes(config, run.folder)
         rows = summarise(episodes)
@@ -100,6 +103,12 @@ def configure(arguments: argparse.Namespace) -> Config:
     if arguments.split is not None and "eval_split" not in load_family(config.env.name).Options.model_fields:
         raise ConfigError(f"--split {arguments.split}: env {config.env.name!r} has no splits to choose from")
 
+    source = str(getattr(validate_options(config), "source", None) or "")
+    if arguments.split is not None and source and ("/" not in source or Path(source).exists()):
+        raise ConfigError(
+            f"--split {arguments.split}: env.options.source={source!r} has no splits, only held-out tasks"
+        )
+
     available = make_family(config).task_count("eval")
     tasks = available if arguments.episodes is None else arguments.episodes
     if not 1 <= tasks <= available:
@@ -119,7 +128,7 @@ def find_target(text: str) -> Target:
     path = Path(text).absolute()
     if (path / "meta.json").exists():
         try:
-            read_meta(path)
+            verify(path)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
         return Target(str(path), True, _run_of(path.parent.parent))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from launch.summary import Children, Observed
+from rl.core.checkpoint_folder import latest, read_meta
 from rl.core.run import RunFile
 
 _REFRESH_S = 0.5
@@ -29,11 +32,16 @@ class Display:
         self._row: dict[str, float] = {}
         self._times: deque[float] = deque(maxlen=20)  # when the last steps ended
         self._drawn = 0.0
+        self._children: Children = {}
 
         self._live: Live | None = None
         if run.config.tracking.live and sys.stdout.isatty():
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
+
+    def mute(self) -> None:
+        """Nobody reads any more."""
+        self._console.quiet = True
 
     def row(self, step: int, values: dict[str, float]) -> None:
         """A new metrics row."""
@@ -55,16 +63,21 @@ class Display:
         if self._live is None or now - self._drawn < _REFRESH_S:
             return
         self._drawn = now
+        self._children = children
         self._live.update(self._table(children), refresh=True)
 
     def ending(self, reason: str) -> None:
+        """The last table stays on the screen, with the last evaluation in it."""
         if self._live:
+            self._live.update(self._table(self._children), refresh=True)
             self._live.stop()
             self._live = None
         self._print(f"ending: {reason}")
 
     def close(self, summary: dict[str, Any], error: Exception | None, interrupted: bool) -> None:
         """The first cause of a failure with its `detail`, or what came out."""
+        if error is not None and self._console.quiet:  # rich has found the pipe broken
+            print(f"fresco: {error}", file=sys.stderr)
         if error is not None:
             if detail := getattr(error, "detail", ""):
                 self._console.print(detail.rstrip(), markup=False)
@@ -72,6 +85,8 @@ class Display:
             return
         if interrupted:
             self._print("interrupted; every process has ended")
+            if (newest := latest(self._run.folder / "checkpoints")) is not None:
+                self._print(f"to go on from step {read_meta(newest).step}: {shlex.quote(f'resume={newest}')}")
             return
 
         if accuracy := summary["eval"]:
@@ -89,7 +104,7 @@ class Display:
 
         pace_s = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         seconds = pace_s * (self._last_step - self._observed.step)
-        return f"{int(seconds // 60)}:{int(seconds % 60):02d}"
+        return clock(seconds)
 
     def _line(self, step: int, values: dict[str, float]) -> str:
         unknown = float("nan")
@@ -101,21 +116,47 @@ class Display:
             f"left {self._remaining()}"
         )
 
-    def _table(self, children: Children) -> Table:
-        elapsed_s = time.time() - self._observed.started_at
-        step = self._observed.step
-        title = f"{self._run.config.name}  step {step}/{self._last_step}  {elapsed_s:.0f} s, left {self._remaining()}"
-        table = Table("process", "state", "waited for (s)", title=title)
+    def _table(self, children: Children) -> Group:
+        """What matters most first, one row for each role: complete on a screen of 80 by 24."""
+        observed = self._observed
+        row = self._row
+        elapsed = clock(time.time() - observed.started_at)
+        title = f"{self._run.config.name}  step {observed.step}/{self._last_step}  {elapsed}, left {self._remaining()}"
 
-        for child in children.values():
-            state = "starting" if not child.registered else "busy" if child.beat.busy else "idle"
-            waits = ", ".join(f"{whom} {seconds:.0f}" for whom, seconds in child.beat.waits.items())
-            table.add_row(child.name, state, waits)
+        held_out = [f"{accuracy:.3f} (step {step})" for step, accuracy in observed.evals]
+        shown = [*held_out[:1], *held_out[1:][-1:]]  # the first and the last
+        speed = f"{row.get('tokens_per_second', 0.0):.0f} tokens/s, {row.get('time/step', 0.0):.2f} s a step"
+        learning = ["loss/kl_behavior", "loss/entropy", "staleness/mean", "train/grad_norm"]
 
-        if self._row:
-            table.add_row("[bold]last step[/bold]", "", self._line(step, self._row))
-        for evaluated, accuracy in self._observed.evals[-3:]:
-            table.add_row("held-out", f"step {evaluated}", f"{accuracy:.3f}")
-        for text in self._notes[-3:]:
-            table.add_row("!", "", text)
-        return table
+        lines = [
+            f"reward    {row['rollout/reward']:.3f}" if "rollout/reward" in row else "reward    no step yet",
+            f"held-out  {' -> '.join(shown) or 'not evaluated yet'}",
+            f"speed     {speed}",
+            "learning  " + "  ".join(f"{name.partition('/')[2]} {row[name]:.4g}" for name in learning if name in row),
+        ]
+        notes = [Text(f"! {text}", no_wrap=True, overflow="ellipsis") for text in self._notes[-3:]]
+        return Group(Text(title, style="bold"), *lines, _processes(children), *notes)
+
+
+def _processes(children: Children) -> Table:
+    """One row for each role: how many are in which state, and what keeps the longest waiting one."""
+    table = Table("processes", "state", "longest wait (s)", expand=False)
+    roles: dict[str, list[Any]] = {}
+    for child in children.values():
+        roles.setdefault(child.name.partition(".")[0], []).append(child)
+
+    for role, members in roles.items():
+        states = Counter(
+            "starting" if not child.registered else "busy" if child.beat.busy else "idle" for child in members
+        )
+        waits = [(seconds, whom) for child in members for whom, seconds in child.beat.waits.items()]
+        longest = max(waits, default=None)
+
+        name = f"{role} x {len(members)}" if len(members) > 1 else role
+        state = ", ".join(f"{count} {state}" if len(members) > 1 else state for state, count in states.items())
+        table.add_row(name, state, f"{longest[1]} {longest[0]:.0f}" if longest else "")
+    return table
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds // 60)}:{int(seconds % 60):02d}"

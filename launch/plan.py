@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from launch.cores import Need, engine_cores, numa_nodes, rank_cores, share_cores
+from launch.gpus import Gpu
 from rl.core.config import Config
 from rl.core.run import RunFile
-from rollout.generator.engines.environment import engine_environment
+from rollout.generator.engines.environment import engine_environment, engine_imports
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,9 @@ class ProcessSpec:
     role: str
     index: int
     module: str
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
     cores: tuple[int, ...] = ()  # empty: not pinned
+    imports: tuple[str, ...] = ()  # what takes seconds to import; a fork server does it once for all
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -25,58 +28,79 @@ class ProcessSpec:
         return f"{self.role}.{self.index}"
 
     def command(self, run: RunFile, incarnation: int) -> list[str]:
-        """The command line of this process; `rl.core.run` reads it."""
+        """The command line of this process."""
+        return [sys.executable, "-m", self.module, *self.arguments(run, incarnation)]
+
+    def arguments(self, run: RunFile, incarnation: int) -> list[str]:
+        """`rl.core.run` reads them."""
         options = {"--run": run.folder, "--index": self.index, "--incarnation": incarnation}
-        return [sys.executable, "-m", self.module, *(str(part) for option in options.items() for part in option)]
+        return [str(part) for option in options.items() for part in option]
 
 
 def gpus_needed(config: Config) -> int:
     """GPUs of the engines and learner ranks that compute; simulated ones need none."""
     generators = config.generator.count * config.generator.tensor_parallel if config.generator.engine == "vllm" else 0
-    return generators + (config.learner.ranks if config.learner.kind == "fsdp" else 0)
+    return generators + (config.learner.ranks if _learner_computes(config) else 0)
 
 
-def make_plan(config: Config, device: str, cores: list[int] | None = None) -> list[ProcessSpec]:
-    """Processes in the order they start. GPUs: generators first, then learner ranks.
+def _learner_computes(config: Config) -> bool:
+    """Without a step to train, as in `fresco eval`, it only hands out weights and needs no GPU."""
+    return config.learner.kind == "fsdp" and config.steps > 0
 
-    Cores are pinned only when every engine and rank can have some of its own; on a smaller machine
-    the scheduler shares them better than a fixed split.
+
+def make_plan(
+    config: Config, device: str, visible: Sequence[Gpu] = (), nodes: dict[int, list[int]] | None = None
+) -> list[ProcessSpec]:
+    """Processes in the order they start. GPUs, from those that are `visible`: generators first, then learner ranks.
+
+    nodes: the cores by NUMA node; None: this machine's.
     """
-    cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
     generators = config.generator.count
     ranks = config.learner.ranks
-    per_process = len(cores) // (generators + ranks + 1)  # one share stays for broker, proxy and environment servers
 
-    def gpus(first: int, count: int) -> tuple[int, ...]:
-        return tuple(range(first, first + count)) if device == "cuda" else ()
+    # A dry run may show the plan of another machine, whose GPUs are counted from 0.
+    names = [gpu.name for gpu in visible]
+    names += [str(number) for number in range(len(names), gpus_needed(config))]
 
-    def share(place: int) -> tuple[int, ...]:
-        return tuple(cores[place * per_process : (place + 1) * per_process])
+    def gpus(first: int, count: int) -> tuple[str, ...]:
+        return tuple(names[first : first + count]) if device == "cuda" else ()
+
+    tensor_parallel = config.generator.tensor_parallel
+    near = [gpu.numa for gpu in visible] + [None] * (generators * tensor_parallel + ranks)
+    engine = engine_cores(device, config.generator.threads, tensor_parallel)
+    rank_needs = rank_cores(device, config.learner.threads)
+    needs = [Need(engine, near[index * tensor_parallel]) for index in range(generators)]
+    needs += [Need(rank_needs, near[generators * tensor_parallel + rank]) for rank in range(ranks)]
+    shares = share_cores(needs, numa_nodes() if nodes is None else nodes)
 
     plan = [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
 
     # Learner ranks start first: the weights that they publish are what everyone waits for.
     learner = "rl.learner.process" if config.learner.kind == "fsdp" else "rl.learner.simulated"
-    tensor_parallel = config.generator.tensor_parallel
+    imports: tuple[str, ...] = (learner,) if config.learner.kind == "fsdp" and device == "cpu" else ()
     for rank in range(ranks):
-        own = gpus(generators * tensor_parallel + rank, 1)
+        own = gpus(generators * tensor_parallel + rank, 1) if _learner_computes(config) else ()
         environment = _environment(own, config.learner.threads)
-        plan.append(ProcessSpec("learner", rank, learner, own, share(generators + rank), environment))
+        cores = shares[generators + rank]
+        plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))
 
     for index in range(generators):
         own = gpus(index * tensor_parallel, tensor_parallel)
         environment = _environment(own, config.generator.threads) | engine_environment(config, device)
-        plan.append(ProcessSpec("generator", index, "rollout.generator.process", own, share(index), environment))
+        imports = engine_imports(config, device)
+        plan.append(
+            ProcessSpec("generator", index, "rollout.generator.process", own, shares[index], imports, environment)
+        )
 
     for index in range(config.env.servers):
         plan.append(ProcessSpec("env_server", index, "envs.server", environment=_environment((), 1)))
     return plan
 
 
-def _environment(gpus: tuple[int, ...], threads: int) -> dict[str, str]:
+def _environment(gpus: tuple[str, ...], threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the other processes of a small machine
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
     }

@@ -1,6 +1,6 @@
 """`fresco plan`: which split of the GPUs, which alpha, how much redundancy, from the real scheduler in virtual time.
 
-    fresco plan experiments/math_8gpu.yaml --gpus 8          # what the recipe assumes
+    fresco plan experiments/simulated.yaml --gpus 8          # what the recipe says of simulated engines
     fresco plan --run runs/math_8gpu                          # what a finished run measured
 
 Training time scales with 1 / ranks, generation with the number of generators; both are what the plan varies.
@@ -22,7 +22,7 @@ from rl.core.config import Config, ConfigError, load_config
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Gaussian
 from rollout.simulate.lower_bound import lower_bound_s
-from rollout.simulate.recipe import Measured, assumed, read_run, scenario_of
+from rollout.simulate.recipe import Measured, assumed, assumptions, read_run, scenario_of
 from rollout.simulate.result import SimulationResult
 from rollout.simulate.simulation import Simulation
 
@@ -93,6 +93,14 @@ def best(found: list[Candidate]) -> Candidate:
     return min(good, key=lambda c: (c.alpha, c.extra_groups + c.extra_episodes, -c.result.useful_tokens_per_s))
 
 
+def advice(chosen: Candidate) -> str:
+    """Overrides, to be pasted behind `fresco run RECIPE`."""
+    return (
+        f"generator.count={chosen.generators} learner.ranks={chosen.ranks} rollout.alpha={chosen.alpha:g} "
+        f"rollout.redundant_groups={chosen.extra_groups} rollout.redundant_episodes={chosen.extra_episodes}"
+    )
+
+
 def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Console) -> None:
     names = "generators,ranks,alpha,extra,step s,tokens/s,gen idle,train idle,staleness,kept/issued,x bound"
     table = Table(title=f"{config.name}: predicted", box=None)
@@ -109,8 +117,7 @@ def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Co
     console.print(table)
 
     console.print(
-        f"best: generator.count={chosen.generators} learner.ranks={chosen.ranks} rollout.alpha={chosen.alpha:g} "
-        f"rollout.redundant_groups={chosen.extra_groups} rollout.redundant_episodes={chosen.extra_episodes}\n"
+        f"best: {advice(chosen)}\n"
         f"{chosen.result.step_s:.3g} s a step; from the start {chosen.over_bound:.2f} times the lower bound of "
         f"{chosen.lower_bound_s:.3g} s a step; generators idle {chosen.result.generator_idle:.0%}, learner "
         f"{chosen.result.learner_idle:.0%}, mean staleness {chosen.result.staleness:.2f}",
@@ -158,6 +165,10 @@ def plan(arguments: argparse.Namespace) -> int:
     _show(found, chosen, config, console)
     if measured.seconds_per_step:
         _show_fit(config, measured, console)
+    else:
+        given = {"train_s": arguments.train_s is not None, "env_s": arguments.env_s is not None}
+        for line in assumptions(config, **given):
+            console.print(f"assumed: {line}", soft_wrap=True)
 
     arguments.plot.parent.mkdir(parents=True, exist_ok=True)
     figure_of(found, chosen).savefig(arguments.plot, dpi=110)
@@ -185,6 +196,7 @@ def _inputs(arguments: argparse.Namespace) -> tuple[Config, Measured]:
     if arguments.recipe is None:
         raise ConfigError("fresco plan needs a recipe, or --run with a finished run's folder")
     config = load_config(arguments.recipe, arguments.overrides)
+    assumptions(config, train_s=arguments.train_s is not None, env_s=arguments.env_s is not None)
     return config, assumed(config, arguments.train_s, _latency(arguments.env_s))
 
 

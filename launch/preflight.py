@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import socket
-import subprocess
+import sys
 import tempfile
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
+from filelock import FileLock, Timeout
+from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 from rich.table import Table
 
 from envs.registry import validate_env, validate_options
+from launch.fork_server import ForkServer
+from launch.gpus import Gpu, visible_gpus
+from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
-from rl.core.checkpoint_folder import CheckpointError, Meta, read_meta
+from rl.core.checkpoint_folder import CheckpointError, Meta, read_meta, verify
+from rl.core.columns import register_configured
 from rl.core.config import Config, ConfigError
 from rl.core.run import RunFile
-from rl.core.sockets import make_curve_keys
+from rl.core.sockets import make_curve_key
 from rl.weights.shm_file import check_space, sweep_stale
+from rollout.broker.policy import make_priority, make_task_source
+from rollout.broker.rules import Rules
 
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
+_locks: dict[Path, FileLock] = {}
+"""By folder: of the runs that this process made. The kernel lets go of them when it ends, however it ends."""
 
 
 @dataclass(frozen=True)
@@ -37,53 +49,135 @@ class Preflight:
     device: str
     plan: list[ProcessSpec]
     prepared: Prepared
+    memory: list[Need]
     train_tasks: int
     eval_tasks: int
     unchecked: list[str]
     """What a dry run could not check, a line each."""
 
 
-def visible_gpus() -> int:
-    """GPUs that the driver lists; 0 without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
+def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Preflight:
+    """Everything that does not need the run's processes. Raises ConfigError; a dry run fetches and makes nothing.
 
-
-def check(config: Config, *, dry: bool) -> Preflight:
-    """Everything that does not need the run's processes. Raises ConfigError; a dry run fetches and makes nothing."""
+    forks: prepares the model, if there is one.
+    """
     unchecked: list[str] = []
     _check_ports(config)
-    device = _check_device(config, dry, unchecked)
+    _check_folders(config, dry)
+    _check_plugins(config)
+    gpus = visible_gpus()
+    device = _check_device(config, gpus, dry, unchecked)
+
+    prepared = _prepare(config, dry, forks, unchecked)
+    memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
+    train_tasks, eval_tasks = _count_tasks(config, dry, unchecked)
+
+    if not config.network.curve:
+        print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
+    sweep_stale()
+    if config.weights.transport == "shm" and prepared.weight_bytes:
+        check_space(prepared.weight_bytes, config.weights.slots)
+    plan = make_plan(config, device, gpus)
+    return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, unchecked)
+
+
+def _installed() -> bool:
+    """Whether this is the complete installation, and not the small one of a dry run before it."""
+    return find_spec("torch") is not None
+
+
+def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: list[str]) -> Prepared:
+    """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
+    if dry and not _installed():
+        unchecked.append("algo and model: torch is not installed yet")
+        return Prepared(None, 0)
 
     path = config.model.path
     resolve_model = not dry or (path != "tiny" and Path(path).exists())
     if not resolve_model:
         unchecked.append(f"model.path={path!r} is not resolved in a dry run")
-    prepared = prepare(config, resolve_model=resolve_model)
-    train_tasks, eval_tasks = _count_tasks(config, dry, unchecked)
-
-    sweep_stale()
-    if config.weights.transport == "shm" and prepared.weight_bytes:
-        check_space(prepared.weight_bytes, config.weights.slots)
-    return Preflight(config, device, make_plan(config, device), prepared, train_tasks, eval_tasks, unchecked)
+    return prepare(config, resolve_model=resolve_model, forks=forks)
 
 
-def _check_device(config: Config, dry: bool, unchecked: list[str]) -> str:
+def _check_device(config: Config, gpus: list[Gpu], dry: bool, unchecked: list[str]) -> str:
     """`cpu` or `cuda`; on the latter the plan's GPUs must be there."""
-    gpus = visible_gpus()
     device = config.device if config.device != "auto" else "cuda" if gpus else "cpu"
-    if device == "cuda" and gpus < gpus_needed(config):
-        shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {gpus}"
+    if device == "cuda" and len(gpus) < gpus_needed(config):
+        shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {len(gpus)}"
         if not dry:
             raise ConfigError(f"device=cuda: {shortage}; lower generator.count or learner.ranks, or set device=cpu")
         unchecked.append(shortage)
     return device
 
 
+def _check_folders(config: Config, dry: bool) -> None:
+    """The runs' folder can be written, and what is resumed from is a checkpoint."""
+    try:
+        if not dry:
+            config.runs.mkdir(parents=True, exist_ok=True)
+        existing = next(folder for folder in (config.runs, *config.runs.absolute().parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(f"runs={str(config.runs)!r}: cannot be written ({error.strerror}); choose another") from None
+
+    folder = config.runs / config.name
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"name={config.name!r}: {str(folder)!r} is no folder of a run; choose another name")
+    if config.resume is not None and not (config.resume / "meta.json").exists():
+        _resume_from(config, read_meta)  # says what is missing; the files themselves are read once, by `make_run`
+
+
+def _check_plugins(config: Config) -> None:
+    """Those that the broker makes; environment and algorithm are checked with their options."""
+    rules = Rules.of(config, train_tasks=1)
+    make_priority(rules)
+    make_task_source(rules)
+    register_configured(config.algo.columns)
+
+
+def _check_memory(
+    config: Config, device: str, folder: Path | None, gpus: list[Gpu], unchecked: list[str]
+) -> list[Need]:
+    _check_threads(config, device)
+    folder = folder or _known_to_the_hub(config.model.path)
+    model = read_shape(folder) if folder else None
+    if model:
+        check_context(config, model)
+    elif config.generator.engine == "vllm":
+        how = f"hf download {config.model.path} config.json" if "/" in config.model.path else "a run makes it"
+        unchecked.append(f"memory is estimated without the model, whose config.json is not here ({how})")
+
+    needs = estimate(config, device, model)
+    smallest = min((gpu.memory for gpu in gpus if gpu.memory is not None), default=None)
+    check_memory(needs, psutil.virtual_memory().total, smallest)
+    return needs
+
+
+def _check_threads(config: Config, device: str) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for field, threads in (("generator", config.generator.threads), ("learner", config.learner.threads)):
+        if device == "cpu" and threads > cores:
+            raise ConfigError(f"{field}.threads={threads}: this machine gives us {cores} cores; at most that many")
+
+
+def _known_to_the_hub(name: str) -> Path | None:
+    """The folder of a hub model whose `config.json` was fetched before."""
+    if name.count("/") != 1 or Path(name).exists():
+        return None
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int]:
-    validate_options(config)
+    try:
+        validate_options(config)
+    except ConfigError as error:
+        if not (dry and not _installed() and isinstance(error.__cause__, ModuleNotFoundError)):
+            raise
+        unchecked.append(f"env.name={config.env.name!r}: {error.__cause__.name} is not installed yet")
+        return 0, 0
+
     source = str(config.env.options.get("source", ""))
     on_hub = "/" in source and not source.startswith(("/", ".")) and not Path(source).exists()
     if dry and on_hub:
@@ -106,6 +200,12 @@ def _check_ports(config: Config) -> None:
     first = config.network.base_port
     ports = sorted(int(endpoint.rpartition(":")[2]) for endpoint in _draft(config).endpoints().values())
     count = len(ports)
+    try:
+        socket.getaddrinfo(config.network.host, None)
+    except OSError as error:
+        raise ConfigError(
+            f"network.host={config.network.host!r}: no address of this machine ({error.strerror})"
+        ) from None
     if ports[-1] > 65535:
         needed = f"{count} ports are needed and the last would be {ports[-1]}"
         raise ConfigError(f"network.base_port={first}: {needed}; at most {65536 - count}")
@@ -124,14 +224,17 @@ def _check_ports(config: Config) -> None:
 
 
 def make_run(checked: Preflight, started: float) -> RunFile:
-    """The run's folder and run.json. An earlier folder of the same name is kept beside it, numbered."""
+    """The run's folder and run.json. An earlier folder of the same name is kept beside it, numbered.
+
+    Raises ConfigError if it is that of a run that is going on.
+    """
     config = checked.config
     folder = (config.runs / config.name).absolute()
-    meta = _resume_from(config)
+    meta = _resume_from(config, verify)
     if folder.exists():
         config = _set_aside(folder, config)
     folder.mkdir(parents=True)
-    (folder / "pid").write_text(str(os.getpid()))
+    _locks[folder] = _lock(folder)
 
     run = RunFile(
         config=config,
@@ -147,21 +250,20 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         started_at=started,
     )
 
-    if config.network.transport == "tcp":
-        make_curve_keys(folder)
+    make_curve_key(folder)
     run.save()
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     return run
 
 
-def _refuse_live(folder: Path) -> None:
+def _lock(folder: Path) -> FileLock:
+    """Of a run that is going on. Raises ConfigError when another process has it."""
+    lock = FileLock(folder / "lock")
     try:
-        pid = int((folder / "pid").read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
-        return
-    if b"fresco" in Path(f"/proc/{pid}/cmdline").read_bytes():
-        raise ConfigError(f"name={folder.name!r}: a run of this name is going on (process {pid}); choose another name")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"name={folder.name!r}: a run of this name is going on; choose another name") from None
+    return lock
 
 
 def _socket_folder(folder: Path) -> Path:
@@ -172,26 +274,30 @@ def _socket_folder(folder: Path) -> Path:
     """
     inside = folder / "ipc"
     if len(str(inside)) + 1 + len(str(uuid.uuid4())) <= _IPC_PATH_LIMIT:
-        inside.mkdir()
+        inside.mkdir(mode=0o700)
         return inside
     return Path(tempfile.mkdtemp(prefix="fresco-"))
 
 
-def _resume_from(config: Config) -> Meta | None:
+def _resume_from(config: Config, read: Callable[[Path], Meta]) -> Meta | None:
     if config.resume is None:
         return None
     try:
-        return read_meta(config.resume)
+        return read(config.resume)
     except CheckpointError as error:
         raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
 
 
 def _set_aside(folder: Path, config: Config) -> Config:
     """Keep an earlier folder of the same name, numbered; a checkpoint to resume from may move with it."""
-    _refuse_live(folder)
+    if folder in _locks:
+        _locks.pop(folder).release()
+    lock = _lock(folder)
     numbered = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     moved = next(path for path in numbered if not path.exists())
     folder.rename(moved)
+    lock.release()
+    print(f"the earlier run of this name is kept as {moved}", flush=True)
 
     if config.resume is not None and config.resume.absolute().is_relative_to(folder):
         return config.model_copy(update={"resume": moved / config.resume.absolute().relative_to(folder)})
@@ -210,7 +316,7 @@ def print_plan(checked: Preflight) -> None:
     console = Console(highlight=False)
     processes = Table("process", "module", "device", "cores", title=f"{len(checked.plan)} processes")
     for spec in checked.plan:
-        where = f"cuda:{','.join(map(str, spec.gpus))}" if spec.gpus else "cpu"
+        where = f"cuda:{','.join(spec.gpus)}" if spec.gpus else "cpu"
         cores = f"{spec.cores[0]}-{spec.cores[-1]}" if spec.cores else "shared"
         processes.add_row(spec.name, spec.module, where, cores)
     console.print(processes)
@@ -227,6 +333,8 @@ def print_plan(checked: Preflight) -> None:
         sockets.add_row(name, endpoint)
     console.print(sockets)
 
+    for need in checked.memory:
+        console.print(f"memory ({need.where}): {need}", markup=False, soft_wrap=True)
     for line in checked.unchecked:
         console.print(f"not checked here: {line}", markup=False)
     console.print("dry run: the configuration is valid; nothing was started")

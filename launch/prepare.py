@@ -11,10 +11,18 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-from rl.core.config import Config, ConfigError
+from pydantic import ValidationError
+
+from envs.registry import demonstrator
+from launch.fork_server import PREPARE, PREPARE_IMPORTS, ForkServer
+from rl.core.config import Config, ConfigError, nearest
+from rl.core.config_algo import AlgoConfig
+from rl.core.digests import DIGESTS, damage
 from rl.core.process import die_with_parent
 
 
@@ -24,25 +32,47 @@ class Prepared:
     weight_bytes: int  # one copy of the weights in the engine's dtype
 
 
-def prepare(config: Config, *, resolve_model: bool = True) -> Prepared:
+def prepare(config: Config, *, resolve_model: bool = True, forks: ForkServer | None = None) -> Prepared:
     """Resolve the model and validate the algorithm. Raises ConfigError with one line."""
-    if config.learner.kind == "simulated" and config.generator.engine == "simulated":
+    simulated = config.learner.kind == "simulated" and config.generator.engine == "simulated"
+    if simulated and not needs_validation(config):
         return Prepared(None, config.learner.simulated_weight_bytes)
+    resolve_model = resolve_model and not simulated
 
-    child = subprocess.run(
-        [sys.executable, "-m", "launch.prepare", "1" if resolve_model else "0"],
-        input=config.model_dump_json().encode(),
-        stdout=subprocess.PIPE,
-        env=os.environ | {"FRESCO_PARENT_PID": str(os.getpid())},
-    )
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
+        asked.write(config.model_dump_json().encode())
+        asked.seek(0)
+        code = _run_child(["1" if resolve_model else "0"], (asked, answered, sys.stderr), forks)
+        answered.seek(0)
+        words = answered.read()
+
     try:
-        answer = json.loads(child.stdout.splitlines()[-1])
+        answer = json.loads(words.splitlines()[-1])
     except (IndexError, ValueError):
-        raise ConfigError(f"preparing the model failed (exit code {child.returncode}); see the lines above") from None
+        raise ConfigError(f"preparing the model failed (exit code {code}); see the lines above") from None
 
     if "error" in answer:
         raise ConfigError(answer["error"])
+    if simulated:
+        return Prepared(None, config.learner.simulated_weight_bytes)
     return Prepared(Path(answer["folder"]) if answer["folder"] else None, answer["weight_bytes"])
+
+
+def needs_validation(config: Config) -> bool:
+    """A simulated learner runs no loss, but what a recipe says of one is checked as if it did."""
+    return config.learner.kind == "fsdp" or config.algo != AlgoConfig()
+
+
+def _run_child(arguments: list[str], files: tuple[IO[Any], IO[Any], IO[Any]], forks: ForkServer | None) -> int | None:
+    """Its exit code."""
+    child = forks.begin(PREPARE, arguments, files, imports=PREPARE_IMPORTS) if forks is not None else None
+    if child is not None:
+        return child.wait()
+
+    stdin, stdout, stderr = files
+    environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid())}
+    command = [sys.executable, "-m", PREPARE, *arguments]
+    return subprocess.run(command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment).returncode
 
 
 def _model_folder(config: Config) -> Path:
@@ -64,10 +94,12 @@ def _base_folder(config: Config) -> Path:
     if folder.exists():
         if not (folder / "config.json").exists():
             raise ConfigError(f"model.path={path!r}: no config.json in this folder")
+        if (folder / DIGESTS).exists() and (changed := damage(folder, folder / DIGESTS)):
+            raise ConfigError(
+                f"model.path={path!r}: {changed.name} was damaged or removed since the model was exported"
+            )
         return folder.resolve()
 
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model.path={path!r}: no such folder")
     from huggingface_hub import snapshot_download
 
     try:
@@ -92,6 +124,12 @@ def _weight_bytes(folder: Path, dtype: str) -> int:
     return sum(sizes.values()) * (4 if dtype == "float32" else 2)
 
 
+def validate(config: Config) -> None:
+    """What can be said of `algo` and `model` before anything is fetched or made. Raises ConfigError."""
+    _check_algorithm(config)
+    _check_model(config)
+
+
 def _check_algorithm(config: Config) -> None:
     from rl.learner.algorithm import make_algorithm
 
@@ -101,14 +139,49 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(f"algo: {error}") from None
 
 
-def _main() -> None:
+def _check_model(config: Config) -> None:
+    if config.model.path == "tiny":
+        from launch.warm_start.tiny import TinyRecipe
+
+        try:
+            TinyRecipe.model_validate(config.model.tiny)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0])
+            hint = nearest(key, list(TinyRecipe.model_fields)) if first["type"] == "extra_forbidden" else ""
+            raise ConfigError(f"model.tiny.{key}={first['input']!r}: {first['msg']}{hint}") from None
+    elif not Path(config.model.path).exists() and not _may_be_on_hub(config.model.path):
+        raise ConfigError(f"model.path={config.model.path!r}: no such folder, and no hub name (owner/name)")
+
+    if config.model.warm_start.demonstrations:
+        demonstrator(config.env.name)
+
+
+def check_model_is_trainable(config: Config, folder: Path) -> None:
+    """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong."""
+    if config.learner.kind != "fsdp":
+        return
+    from rl.learner.policy import check_trainable
+
+    try:
+        check_trainable(folder)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path!r} cannot be trained: {error}") from None
+
+
+def _may_be_on_hub(path: str) -> bool:
+    return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
+def main() -> None:
     die_with_parent()
     config = Config.model_validate_json(sys.stdin.read())
     answer: dict[str, object] = {"folder": None, "weight_bytes": 0}
     try:
-        _check_algorithm(config)
+        validate(config)
         if sys.argv[1] == "1":
             folder = _model_folder(config)
+            check_model_is_trainable(config, folder)
             answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
     except ConfigError as error:
         answer = {"error": str(error)}
@@ -116,4 +189,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    main()

@@ -1,21 +1,20 @@
 """`fresco run`: from a recipe to the end of a run.
 
-A run goes on from its newest checkpoint when broker, proxy or learner was killed (docs/operations.md). What a
-checkpoint holds continues: weights, optimizer, RNG, and the broker's journal with its ledger. The earlier part's folder
-is kept beside the run's, numbered. A Python exception is not retried: it would come again.
+With `resume` it goes on from a checkpoint: weights, optimizer, RNG, and the broker's journal with its ledger. An
+earlier folder of the same name is kept beside the run's, numbered.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 
 import yaml
 
+from launch.fork_server import ForkServer, fork_server
+from launch.origin import write_origin
 from launch.preflight import Preflight, check, make_run, print_plan
 from launch.supervisor import Supervisor
-from rl.core.checkpoint_folder import latest, read_meta
 from rl.core.config import load_config
 from rl.core.run import RunFile
 
@@ -24,27 +23,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code of `execute`, 0 after a dry run. Raises ConfigError."""
     started = time.time()
     config = load_config(arguments.recipe, arguments.overrides)
-    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
-    checked = check(config, dry=arguments.dry_run)
-
     if arguments.dry_run:
-        print_plan(checked)
+        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+        print_plan(check(config, dry=True))
         return 0
-    return execute(make_run(checked, started), checked)
+
+    changes = " ".join(arguments.overrides)
+    print(f"{arguments.recipe}{' with ' if changes else ''}{changes}", flush=True)
+    with fork_server(config) as forks:
+        checked = check(config, dry=False, forks=forks)
+        run = make_run(checked, started)
+        write_origin(run.folder, arguments.recipe, config)
+        print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
+        return execute(run, checked, forks)
 
 
-def execute(run: RunFile, checked: Preflight) -> int:
-    """Run to the end, with at most `learner.max_restarts` restarts. Returns the exit code: 0, 1 or 130."""
-    last_step = run.start_step + run.config.steps
-
-    for left in reversed(range(run.config.learner.max_restarts + 1)):
-        supervisor = Supervisor(run, checked.plan)
-        code = supervisor.execute()
-        checkpoint = latest(run.folder / "checkpoints")
-        if not supervisor.lost or not left or checkpoint is None or (done := read_meta(checkpoint).step) >= last_step:
-            return code
-
-        print(f"going on from {checkpoint.name} ({left} restarts left: learner.max_restarts)", flush=True)
-        config = run.config.model_copy(update={"resume": checkpoint, "steps": last_step - done})
-        run = make_run(replace(checked, config=config), run.started_at)
-    return code
+def execute(run: RunFile, checked: Preflight, forks: ForkServer | None) -> int:
+    """Run to the end. Returns the exit code: 0, 1 or 130."""
+    return Supervisor(run, checked.plan, forks).execute()

@@ -1,29 +1,47 @@
 # Sourced by every launch script: a local virtual environment with pinned packages, made once.
 # FRESCO_REQUIREMENTS names another pin list (requirements/gpu.txt on GPU machines).
+# A dry run needs neither engine nor torch: before they are installed it has a small environment of its own.
 set -euo pipefail
 FRESCO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$FRESCO_ROOT"
 _pins="${FRESCO_REQUIREMENTS:-requirements/cpu.txt}"
+_venv=.venv
+_size="a few minutes, about 3 GB"
 # What is installed depends on the pins and on the package's metadata, not on the settings of tools below it.
-_stamp=".venv/.installed-$({ cat "$_pins"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; } | sha256sum | cut -c1-16)"
+_metadata="$(sed '/^\[tool\.ruff\]/,$d' pyproject.toml)"
+_stamp_of() { echo "$1/.installed-$({ cat "$2"; echo "$_metadata"; } | sha256sum | cut -c1-16)"; }
+_stamp="$(_stamp_of "$_venv" "$_pins")"
+if [[ ! -e "$_stamp" && " $* " == *" --dry-run "* ]]; then
+    _pins=requirements/dry_run.txt
+    _venv=.venv-dry-run
+    _size="a minute, about 180 MB"
+    _stamp="$(_stamp_of "$_venv" "$_pins")"
+fi
 if [ ! -e "$_stamp" ]; then
     _python="${FRESCO_PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
     [ -n "$_python" ] || { echo "fresco: no python3.11 found; install it (apt-get install python3.11-venv)" >&2; exit 1; }
     "$_python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
         || { echo "fresco: $_python is $("$_python" -V); the pinned packages need Python 3.11 (set FRESCO_PYTHON)" >&2; exit 1; }
-    echo "fresco: installing pinned packages into .venv (once; a few minutes, about 3 GB) ..." >&2
-    if [ ! -x .venv/bin/python ]; then
-        "$_python" -m venv .venv \
-            || { rm -rf .venv; echo "fresco: cannot make .venv; apt-get install python3.11-venv" >&2; exit 1; }
+    echo "fresco: installing pinned packages into $_venv (once; $_size) ..." >&2
+    if [ ! -x "$_venv/bin/python" ]; then
+        "$_python" -m venv "$_venv" \
+            || { rm -rf "$_venv"; echo "fresco: cannot make $_venv; apt-get install python3.11-venv" >&2; exit 1; }
     fi
     # The CPU list is complete; vLLM's own dependencies would bring packages that break transformers.
     case "$_pins" in *cpu.txt) _deps=--no-deps ;; *) _deps= ;; esac
     # fast-downward (ALFWorld's engine) is compiled, by a script that calls `python`: it must be this one.
-    PATH="$FRESCO_ROOT/.venv/bin:$PATH" .venv/bin/python -m pip install -q $_deps -r "$_pins" \
+    _all="$(grep -c '^[A-Za-z]' "$_pins")"
+    PATH="$FRESCO_ROOT/$_venv/bin:$PATH" PYTHONUNBUFFERED=1 "$_venv/bin/python" -m pip install $_deps -r "$_pins" \
+        | { _seen=0; while read -r _what _package _; do
+                case "$_what" in
+                    Collecting | Processing) _seen=$((_seen + 1)); printf '\r\033[Kfresco: %d of %d: %s' "$_seen" "$_all" "${_package##*/}" >&2 ;;
+                    Installing) printf '\r\033[Kfresco: unpacking %d packages ...\n' "$_seen" >&2 ;;
+                esac
+            done; } \
         || { echo "fresco: installing $_pins failed; the CPU build of torch needs PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL" >&2; exit 1; }
-    .venv/bin/python -m pip install -qqq --no-deps --no-build-isolation -e . \
-        || { echo "fresco: installing the fresco command into .venv failed (pip install --no-deps -e .)" >&2; exit 1; }
-    rm -f .venv/.installed-*
+    "$_venv/bin/python" -m pip install -qqq --no-deps --no-build-isolation -e . \
+        || { echo "fresco: installing the fresco command into $_venv failed (pip install --no-deps -e .)" >&2; exit 1; }
+    rm -f "$_venv"/.installed-*
     touch "$_stamp"
 fi
-export PATH="$FRESCO_ROOT/.venv/bin:$PATH" PYTHONPATH="$FRESCO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+export PATH="$FRESCO_ROOT/$_venv/bin:$PATH" PYTHONPATH="$FRESCO_ROOT${PYTHONPATH:+:$PYTHONPATH}"

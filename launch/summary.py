@@ -5,14 +5,29 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from launch.children import Child
+from rl.core.alarm_file import RaisedAlarm
 from rl.core.run import RunFile
 
 Children = dict[tuple[str, int], Child]
 """The living processes by role and index."""
-BROKER_KEYS = ("ledger_closed", "kept", "issued", "cut", "kept_against_cut", "hedged", "hedges_won", "quarantines")
+BROKER_KEYS = (
+    "ledger_closed",
+    "kept",
+    "issued",
+    "cut",
+    "kept_against_cut",
+    "useful_share",
+    "hedged",
+    "hedges_won",
+    "quarantines",
+    "refused_trajectories",
+)
 
 
 @dataclass
@@ -23,7 +38,18 @@ class Observed:
     step: int
     first_update_s: float | None = None
     evals: list[tuple[int, float]] = field(default_factory=list)
+    alarms: dict[str, RaisedAlarm] = field(default_factory=dict)  # by name
+    trained: tuple[float, int] = (-1.0, -1)
+    """Epoch and step of the newest row of a trained batch."""
     _dead_generators: list[dict[str, float]] = field(default_factory=list)
+
+    def is_news(self, step: int, values: dict[str, float]) -> bool:
+        """Whether this batch was not trained before. After a death the learner trains those since its checkpoint again,
+        and unless it begins a new epoch, everything comes out as it was.
+        """
+        before = self.trained
+        self.trained = max(before, (values["version/epoch"], step))
+        return self.trained > before
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """A row of metrics."""
@@ -86,6 +112,12 @@ def build_summary(
         "learner_wait_fraction": learner.get("wait_fraction"),
         "generator_idle_fraction": observed.idle_fraction(children),
         "weight_sync": learner.get("weight_sync"),
+        "alarms": {name: f"{each.when}, {each.who}: {each.detail}" for name, each in observed.alarms.items()},
         "broker": {key: broker[key] for key in BROKER_KEYS if key in broker},
     }
     return summary | ({"error": error} if error else {})
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Valid JSON whatever the numbers are: one that is not finite becomes null."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

@@ -1,36 +1,67 @@
 """The supervisor: starts every process of the plan, watches, restarts, tears down, reports.
 
 It is the one fence of a run: a process is dead when the kernel says so here, and only then do its peers
-hear `PeerDied`. A *killed* generator or environment server is started again (its work is issued again by
-broker and proxy); a Python exception in any role, or the death of broker, proxy or learner, ends the run
-with the first cause (`launch.run` goes on from a checkpoint after such a death). Every end - success,
-failure, Ctrl-C - leaves no process, socket or shared memory.
+hear `PeerDied`. What died is started again in its place, and all others go on. A Python exception is a death as
+well, unless the process had done nothing before, or it is one that would come again (`rl/core/failures.py`): that ends
+the run with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
 
+import psutil
 import zmq
 
-from launch.children import Child, adopt_orphans, descendants, end_all, end_descendants, log_tail, spawn
+from launch.children import Child, descendants, end_all, end_descendants, log_tail, spawn
+from launch.dashboard import open_dashboard
+from launch.fork_server import ForkServer
 from launch.live import Display
 from launch.plan import ProcessSpec
-from launch.summary import Children, Observed, build_summary
-from rl.core.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, ProtocolError, Register, Stop
+from launch.summary import Children, Observed, build_summary, write_summary
+from rl.core.alarm_file import RaisedAlarm, keep_alarm
+from rl.core.alarms import Clock, line
+from rl.core.messages import (
+    AlarmRaised,
+    Done,
+    Fatal,
+    Heartbeat,
+    Message,
+    Metrics,
+    PeerDied,
+    ProtocolError,
+    Register,
+    Spoken,
+    Stop,
+)
+from rl.core.moments import AlarmShown, ProcessDied, ProcessStarted, RunEnded
+from rl.core.process import adopt_orphans
+from rl.core.receiving import Malformed, Receiver
 from rl.core.run import RunFile
-from rl.core.sockets import PeerGone, identity, open_socket, receive_from, send_to
+from rl.core.sockets import PeerGone, open_socket, send_to
+from rl.core.trace import Trace
 from rl.core.tracking import Tracker
 from rl.weights.shm_file import remove_slots
 
-_REPLACEABLE = {"generator": "generator", "env_server": "env"}  # role -> section with max_restarts
-_HEARS_OF_DEATHS = ("broker", "proxy", "learner")
+_LIMITED_BY = {
+    "generator": "generator",
+    "env_server": "env",
+    "proxy": "learner",
+    "broker": "learner",
+    "learner": "learner",
+}
+"""The section with a role's max_restarts."""
+_WORKERS = ("generator", "env_server")
+_TOGETHER = "learner"  # its ranks train as one, and are replaced as one
+_SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
+_FENCE_S = 10.0  # for the kernel to end a killed process
 _CLOSING_REPORTS = {"broker", "learner"}
 _POLL_S = 0.05
 _CLOSING_REPORTS_S = 2.0
@@ -47,10 +78,9 @@ class RunFailed(RuntimeError):
 
 
 class Supervisor:
-    def __init__(self, run: RunFile, plan: list[ProcessSpec]) -> None:
-        self.lost = False
-        """Broker, proxy or learner was killed: the run may go on from a checkpoint."""
+    def __init__(self, run: RunFile, plan: list[ProcessSpec], forks: ForkServer | None = None) -> None:
         self._run = run
+        self._forks = forks
         self._config = run.config
         self._plan = plan
         self._others = descendants()  # of whoever runs this in a process of theirs
@@ -58,23 +88,31 @@ class Supervisor:
         self._restarts: Counter[str] = Counter()
         self._deaths: list[PeerDied] = []  # for whoever registers later
         self._reports: dict[str, bytes] = {}  # closing reports by role
+        self._ending = False
+        self._save_until: float | None = None  # since the first Ctrl-C
+        self._saver: Child | None = None  # the broker that was told of it
 
         self._socket = open_socket(zmq.ROUTER, run, "control", bind=True)
-        settings = run.config.model_dump(mode="json")
-        self._tracker = Tracker(run.config.tracking, run.folder, run.config.name, settings)
+        self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"))
+        self._tracker = Tracker(run.folder, open_dashboard(run))
         self._observed = Observed(run.started_at, run.start_step)
         self._display = Display(run, self._observed)
+        self._trace = Trace(run.folder, "supervisor", 0, 0, run.config.tracking.trace)
+        self._clock = Clock(time.time(), time.monotonic())
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code: 0 success, 1 failure, 130 interrupted."""
         error: RunFailed | None = None
         interrupted = False
         adopt_orphans()
-        stops = (signal.SIGINT, signal.SIGTERM)
-        handlers = {number: signal.signal(number, signal.default_int_handler) for number in stops}
+        stops = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            stops.append(signal.SIGHUP)
+        handlers = {number: signal.signal(number, self._interrupt) for number in stops}
 
         try:
-            for spec in self._plan:
+            # Those that the fork server begins come last: it may still be importing.
+            for spec in sorted(self._plan, key=lambda each: bool(each.imports)):
                 self._spawn(spec, 0)
             self._watch()
 
@@ -82,80 +120,137 @@ class Supervisor:
             error = failure
         except KeyboardInterrupt:
             interrupted = True
+        except OSError as failure:  # a full disk, for instance
+            error = RunFailed(f"the supervisor cannot write: {failure}")
+        except SystemExit:  # rich's answer to a broken pipe
+            error = RunFailed("standard output was closed")
 
         finally:
             for number in handlers:  # a second Ctrl-C must not interrupt the clean-up
                 signal.signal(number, signal.SIG_IGN)
             reason = "interrupted" if interrupted else str(error) if error else "finished"
-            self._tear_down(reason, _TRACKER_S if reason == "finished" else _TRACKER_HURRIED_S)
+            self._tear_down(reason)
 
         summary = build_summary(self._run, self._reports, self._observed, str(error or ""), self._children)
-        (self._run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        summary["dashboard"] = self._tracker.dashboard.describe()
+        try:
+            write_summary(self._run.folder / "summary.json", summary)
+        except OSError as failure:
+            error = error or RunFailed(f"summary.json: {failure}")
+
+        self._close_tracker(hurried=bool(error) or interrupted)
+        end_descendants(spared=self._others)
         self._display.close(summary, error, interrupted)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         return 130 if interrupted else 1 if error else 0
 
+    def _interrupt(self, number: int, _frame: object) -> None:
+        if number == signal.SIGHUP and sys.stdout.isatty():  # the terminal is gone
+            self._display.mute()
+        trained = self._observed.step > self._run.start_step
+        if self._save_until is not None or not trained:
+            raise KeyboardInterrupt
+        self._save_until = time.monotonic() + self._config.timeouts.save_s
+
     # ------------------------------------------------------------ start and watch
 
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
-        self._children[spec.role, spec.index] = spawn(spec, self._run, incarnation)
+        child = spawn(spec, self._run, incarnation, self._forks)
+        self._children[spec.role, spec.index] = child
+        self._trace.add(ProcessStarted(spec.role, spec.index, incarnation, child.popen.pid))
 
     def _watch(self) -> None:
         while not self._reports.keys() >= _CLOSING_REPORTS:
             self._drain(_POLL_S)
             self._check_children()
+            self._check_clock()
             self._display.refresh(self._children)
+            if self._save_until is not None:
+                self._await_checkpoint(self._save_until)
+
+    def _await_checkpoint(self, until: float) -> None:
+        """Raises KeyboardInterrupt once the learner has saved what it had, or its time is over."""
+        broker = self._children["broker", 0]
+        if self._saver is not broker and broker.registered:
+            self._saver = broker
+            self._send(broker, Stop("interrupted", save_first=True))
+            self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
+        if "learner" in self._reports or time.monotonic() > until:
+            raise KeyboardInterrupt
+
+    def _check_clock(self) -> None:
+        jump_s = self._clock.jump_s(time.time(), time.monotonic())
+        if jump_s > self._config.alarms.clock_s:
+            self._raise_alarm("supervisor", "clock", f"a jump of {jump_s:.0f} s")
 
     def _drain(self, patience_s: float = 0.0) -> None:
-        for message in self._messages(patience_s):
-            self._handle(message)
+        """What has come, and what comes first within `patience_s`."""
+        self._receiver.wait(patience_s)
+        self._receiver.drain()
 
-    def _messages(self, patience_s: float) -> Iterator[Message]:
-        """What has come and what comes within `patience_s`."""
-        deadline = time.monotonic() + patience_s
-        while self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-            try:
-                _peer, message = receive_from(self._socket)
-            except ProtocolError as error:
-                raise RunFailed(f"supervisor received a malformed control message: {error}") from None
-            yield message
+    def _handle(self, message: Message, peer: bytes) -> None:
+        """The sender is known by its identity, never by what its message says."""
+        child = self._child(peer)
+        if isinstance(message, Spoken):
+            if message.seq in child.heard:
+                return
+            child.heard.add(message.seq)
 
-    def _handle(self, message: Message) -> None:
+        if self._ending and not isinstance(message, Done):
+            return
         match message:
             case Heartbeat():
-                self._beat(message)
+                self._beat(child, message)
             case Register():
-                if child := self._child(message):
-                    child.registered = True
-                    child.last_beat = time.monotonic()
-                    self._tell_of_deaths(child, self._deaths)
+                child.registered = True
+                child.last_beat = time.monotonic()
+                self._tell_of_deaths(child, self._deaths)
 
             case Metrics():
                 self._record(message)
+            case AlarmRaised():
+                self._raise_alarm(message.who, message.name, message.detail)
             case Fatal():
-                raise RunFailed(f"{message.role}.{message.index}: {message.message}", message.detail)
+                self._gave_up(child, message)
             case Done():
-                self._reports[message.role] = message.report
+                self._reports[child.spec.role] = message.report
+            case _:
+                raise ProtocolError(f"{type(message).__name__} on the control socket")
 
-    def _child(self, message: Heartbeat | Register) -> Child | None:
-        """The sender, unless it has been replaced."""
-        child = self._children.get((message.role, message.index))
-        return child if child is not None and child.incarnation == message.incarnation else None
+    def _child(self, peer: bytes) -> Child:
+        """Raises ProtocolError for a stranger, and for a process that has been replaced."""
+        for child in self._children.values():
+            if child.identity == peer:
+                return child
+        raise ProtocolError(f"stranger {peer!r} on the control socket")
 
-    def _beat(self, beat: Heartbeat) -> None:
-        child = self._child(beat)
-        if child is None:
-            return
-
+    def _beat(self, child: Child, beat: Heartbeat) -> None:
         child.last_beat = time.monotonic()
         if beat.progress != child.beat.progress or not beat.busy:
             child.progressed = child.last_beat
         child.beat = beat
 
+    def _raise_alarm(self, who: str, name: str, detail: str) -> None:
+        """Shown once, whoever raises it first; counted as often as that process raises it."""
+        step = self._observed.step
+        known = self._observed.alarms.get(name)
+        if known is not None:
+            if known.who == who:
+                keep_alarm(self._run.folder, known.again(step))
+            return
+
+        alarm = self._observed.alarms[name] = RaisedAlarm.of(name, step, who, detail)
+        keep_alarm(self._run.folder, alarm)
+        self._tracker.alert(name, line(name, f"{alarm.when}, {who}: {detail}"))
+        self._display.note(line(name, f"{who}: {detail}"))
+        self._trace.add(AlarmShown(name, f"{who}: {detail}"))
+
     def _record(self, row: Metrics) -> None:
         values = dict(row.values)
         if "train/loss" in values:
+            if not self._observed.is_news(row.step, values):
+                return
             values |= self._observed.step_values(self._children)
 
         self._observed.add(row.step, values)
@@ -169,8 +264,14 @@ class Supervisor:
         now = time.monotonic()
 
         for child in list(self._children.values()):
+            if child is not self._children[child.spec.role, child.spec.index]:
+                continue  # replaced meanwhile, with another rank
+
             if child.popen.poll() is not None:
                 self._drain()  # what it sent before its death may be the first cause
+                while child.says_more(now):
+                    self._drain(_POLL_S)
+
                 self._child_ended(child)
             elif not child.registered:
                 if now - child.started > limits.start_s:
@@ -181,36 +282,73 @@ class Supervisor:
             elif child.beat.busy and now - child.progressed > limits.hang_s:
                 child.kill(f"busy without progress for {limits.hang_s:g} s")
 
+    def _gave_up(self, child: Child, message: Fatal) -> None:
+        """An exception. It ends the run if it would come again (`ends_run`), or if the process had done nothing before.
+        Any other one is a death, and so is a worker's, and a rank's that follows from the death of another rank: the
+        process ends by itself.
+        """
+        child.last_words = message
+        worked = child.incarnation > 0 or child.beat.progress > 0
+        stays = message.ends_run and child.spec.role not in _WORKERS
+        if (stays or not worked) and not self._rank_killed_beside(child):
+            raise RunFailed(f"{child.name}: {message.message}", message.detail)
+
+    def _rank_killed_beside(self, child: Child) -> bool:
+        """Whether another rank ended without an exception of its own; the kernel may be about to say so."""
+        others = [each for each in self._unit(child) if each is not child and each.last_words is None]
+        psutil.wait_procs([other.popen for other in others], timeout=_SAME_DEATH_S)
+        return any(other.why_killed or other.popen.poll() not in (None, 0, 1) for other in others)
+
+    def _unit(self, child: Child) -> list[Child]:
+        """What is replaced when this process has died."""
+        if child.spec.role != _TOGETHER:
+            return [child]
+        return [each for each in self._children.values() if each.spec.role == _TOGETHER]
+
     def _child_ended(self, child: Child) -> None:
         """Replace it, or raise RunFailed."""
-        code = child.popen.returncode
-        killed = code < 0 or bool(child.why_killed)
-        how = child.why_killed or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        how, detail = child.how_it_ended()
         ended = f"{child.name} ended: {how}"
-        role = child.spec.role
-        self.lost = killed and role not in _REPLACEABLE
-        if not killed or self.lost:
-            raise RunFailed(ended, log_tail(child.log))
+        self._trace_death(child, how)
 
-        used = self._restarts[child.name]
-        allowed = getattr(self._config, _REPLACEABLE[role]).max_restarts
+        unit = self._unit(child)
+        used = self._restarts[unit[0].name]
+        allowed = getattr(self._config, _LIMITED_BY[child.spec.role]).max_restarts
         if used >= allowed:
-            raise RunFailed(f"{ended}; it was restarted {used} times already", log_tail(child.log))
-        self._restarts[child.name] += 1
-        child.kill()  # what is left of its process group
+            raise RunFailed(f"{ended}; it was restarted {used} times already", detail)
+        self._restarts[unit[0].name] += 1
+        self._raise_alarm("supervisor", "process-died", f"{child.name} {how}; it is started again")
         self._display.note(f"{child.name} {how}; starting it again ({used + 1} of {allowed})")
-        self._observed.child_died(child)
+        if child.last_words is not None:
+            self._display.note(detail)
 
-        death = PeerDied(role, child.spec.index, child.incarnation)
-        self._deaths.append(death)
+        for other in unit:
+            if other is not child:
+                self._trace_death(other, f"replaced together with {child.name}")
+        self._replace(unit)
+
+    def _trace_death(self, child: Child, how: str) -> None:
+        self._trace.add(ProcessDied(child.spec.role, child.spec.index, child.incarnation, how))
+
+    def _replace(self, unit: list[Child]) -> None:
+        """Fence these processes, tell everyone, and start their next incarnations."""
+        for child in unit:
+            child.kill()  # also what is left of its process group
+            self._observed.child_died(child)
+        _ended, alive = psutil.wait_procs([child.popen for child in unit], timeout=_FENCE_S)
+        if alive:
+            raise RunFailed(f"{unit[0].name} cannot be replaced: process {alive[0].pid} survives SIGKILL")
+
+        deaths = [PeerDied(child.spec.role, child.spec.index, child.incarnation) for child in unit]
+        self._deaths += deaths
         for peer in self._children.values():
-            if peer.registered:
-                self._tell_of_deaths(peer, [death])
-        self._spawn(child.spec, child.incarnation + 1)
+            if peer.registered and peer not in unit:
+                self._tell_of_deaths(peer, deaths)
+        for child in unit:
+            self._spawn(child.spec, child.incarnation + 1)
 
     def _tell_of_deaths(self, peer: Child, deaths: list[PeerDied]) -> None:
-        """Broker, proxy and every learner rank hear of generators and environment servers that died."""
-        for death in deaths if peer.spec.role in _HEARS_OF_DEATHS else ():
+        for death in deaths:
             self._send(peer, death)
 
     def _collect_reports(self) -> None:
@@ -218,22 +356,19 @@ class Supervisor:
 
         Their senders have ended, but the last bytes may still be on their way to this socket.
         """
-        if self._reports.keys() >= _CLOSING_REPORTS:
-            return
-        with contextlib.suppress(RunFailed):
-            for message in self._messages(_CLOSING_REPORTS_S):
-                if isinstance(message, Done):
-                    self._reports.setdefault(message.role, message.report)
-                    if self._reports.keys() >= _CLOSING_REPORTS:
-                        return
+        deadline = time.monotonic() + _CLOSING_REPORTS_S
+        while not self._reports.keys() >= _CLOSING_REPORTS and time.monotonic() < deadline:
+            self._drain(_POLL_S)
 
     def _send(self, child: Child, message: Message) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
-            send_to(self._socket, identity(child.spec.role, child.spec.index, child.incarnation), message)
+            send_to(self._socket, child.identity, message)
 
     # ------------------------------------------------------------ end
 
-    def _tear_down(self, reason: str, tracker_s: float) -> None:
+    def _tear_down(self, reason: str) -> None:
+        self._ending = True
+        self._trace.add(RunEnded(reason))
         self._display.ending(reason)
         children = list(self._children.values())
         for child in children:
@@ -249,7 +384,15 @@ class Supervisor:
 
         remove_slots(self._run.run_id)
         shutil.rmtree(self._run.socket_folder, ignore_errors=True)
-        (self._run.folder / "pid").unlink(missing_ok=True)
-        if not self._tracker.close(tracker_s):
-            self._display.note(f"the tracker did not finish within {tracker_s:g} s; metrics.jsonl has every row")
-        end_descendants(spared=self._others)
+
+    def _close_tracker(self, *, hurried: bool) -> None:
+        """The dashboard gets the run's report, where there is time for it."""
+
+        def report() -> Path:
+            write_report = resolve_name("launch.report.command:write_report")  # only now, as the command line does
+            written: Path = write_report([self._run.folder])
+            return written
+
+        deadline_s = _TRACKER_HURRIED_S if hurried else _TRACKER_S
+        if not self._tracker.close(deadline_s, None if hurried else report):
+            self._display.note(f"the tracker did not finish within {deadline_s:g} s; metrics.jsonl has every row")

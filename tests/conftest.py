@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -11,13 +13,43 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rl.core.config import load_config
 from rl.core.run import RunFile
+from rl.core.sockets import make_curve_key
+from tests.cutting import only_new_connections
+
+__all__ = ["MakeRun", "only_new_connections", "save_run"]
 
 MakeRun = Callable[..., RunFile]
-BASE_PORT = 20_000 + os.getpid() % 600 * 20
-"""Twenty ports of this test process alone, below those the kernel gives to outgoing connections."""
+# How long an example takes is the machine's.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+def _free_ports(count: int = 20) -> int:
+    """The first of so many ports in a row that nobody holds; each test process looks elsewhere first."""
+    begin = os.getpid() % 600
+    for block in itertools.chain(range(begin, 600), range(begin)):
+        first = 20_000 + count * block  # below those that the kernel gives to outgoing connections
+        if all(map(_is_free, range(first, first + count))):
+            return first
+    raise RuntimeError(f"no {count} free ports between 20000 and {20_000 + 600 * count}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+BASE_PORT = _free_ports()
+"""Of twenty ports of this test process alone."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,30 +61,35 @@ def own_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+def save_run(*overrides: str, **fields: object) -> RunFile:
+    """A saved RunFile in a new folder with a short path; the caller removes the folder."""
+    folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))
+    values: dict[str, object] = {
+        "config": load_config(None, list(overrides)),
+        "run_id": uuid.uuid4().hex[:8],
+        "folder": folder,
+        "socket_folder": folder,
+        "device": "cpu",
+        "train_tasks": 1000,
+        "eval_tasks": 16,
+        "started_at": time.time(),
+    }
+
+    run = RunFile.model_validate(values | fields)
+    make_curve_key(run.folder)
+    run.save()
+    return run
+
+
 @pytest.fixture
 def make_run() -> Iterator[MakeRun]:
     """`make_run("rollout.alpha=2", train_tasks=100)`: a saved RunFile whose folders vanish after the test."""
-    folders: list[Path] = []
+    runs: list[RunFile] = []
 
     def make(*overrides: str, **fields: object) -> RunFile:
-        folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))
-        folders.append(folder)
-
-        values: dict[str, object] = {
-            "config": load_config(None, list(overrides)),
-            "run_id": uuid.uuid4().hex[:8],
-            "folder": folder,
-            "socket_folder": folder,
-            "device": "cpu",
-            "train_tasks": 1000,
-            "eval_tasks": 16,
-            "started_at": time.time(),
-        }
-
-        run = RunFile.model_validate(values | fields)
-        run.save()
-        return run
+        runs.append(save_run(*overrides, **fields))
+        return runs[-1]
 
     yield make
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    for run in runs:
+        shutil.rmtree(run.folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 # Usage: bash tests/run.sh [pytest arguments]
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 source launch/sandbox.sh
+source tests/browser.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 ruff check .
 ruff format --check .

@@ -46,7 +46,7 @@ def run(recipe: str, folder: Path, cache: Path, *overrides: str) -> tuple[str, d
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=290,
+        timeout=800,
     )
 
     assert done.returncode == 0, done.stdout[-5000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,17 +18,20 @@ import pytest
 from tests.conftest import BASE_PORT
 
 ROOT = Path(__file__).parent.parent
-SAMPLE_STATES = ("queued", "running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed")
-TOKEN_STATES = ("running", "waiting", "batched", "trained", "stale", "filtered", "redundant", "failed", "lost")
+ENDS = ["trained", "stale", "filtered", "settled", "redundant", "failed"]
+SAMPLE_STATES = ["queued", "running", "waiting", "batched", *ENDS]
+TOKEN_STATES = [*SAMPLE_STATES[1:], "lost"]
 
 
 def start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", f"runs={tmp_path}", *overrides]
+    """A busy machine may take its time for an orderly end: what is killed has no closing report."""
+    settings = [f"runs={tmp_path}", "timeouts.stop_s=60", *overrides]
+    command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", *settings]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen[str], tmp_path: Path, code: int = 0) -> dict[str, Any]:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == code, output[-4000:]
     summary: dict[str, Any] = json.loads((tmp_path / "simulated" / "summary.json").read_text())
     run = json.loads((tmp_path / "simulated" / "run.json").read_text())
@@ -40,6 +44,10 @@ def finish(process: subprocess.Popen[str], tmp_path: Path, code: int = 0) -> dic
     assert not left, "processes were left behind"
 
     return summary
+
+
+def metrics_rows(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_books(summary: dict[str, Any], steps: int) -> None:
@@ -73,7 +81,7 @@ def test_a_run_closes_its_books(tmp_path: Path, alpha: float) -> None:
     ):
         assert summary[key] is not None, key
 
-    rows = [json.loads(line) for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_rows(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 21))
 
 
@@ -91,21 +99,45 @@ def test_redundancy_and_tcp_with_curve(tmp_path: Path) -> None:
     assert summary["ledger"]["samples"]["redundant"] > 0
 
 
-def pid_of(tmp_path: Path, role: str, index: int = 0) -> int:
-    """The process of a role, once its log exists and it has registered."""
-    deadline = time.monotonic() + 30
+def test_turns_on_generators_of_different_versions_never_go_backwards(tmp_path: Path) -> None:
+    """Six small generators that load slowly, one after another: an episode's turns hop between them."""
+    overrides = (
+        "steps=5",
+        "eval.tasks=0",
+        "rollout.groups_per_batch=8",
+        "rollout.group_size=2",
+        "generator.count=6",
+        "generator.max_num_seqs=2",
+        "generator.simulated.load_s=0.4",
+        "generator.simulated.decode_base_s=0.003",
+        "generator.simulated.length_mean=16",
+        "env.max_turns=6",
+        "env.options.turns=6",
+        "learner.simulated_step_s=0.2",
+    )
+
+    summary = finish(start(tmp_path, *overrides), tmp_path)
+    check_books(summary, steps=5)
+    assert summary["staleness"]["max"] == 1
+    assert summary["ledger"]["tokens"]["failed"] == 0, "a trajectory was refused"
+
+
+def pid_of(tmp_path: Path, role: str, index: int = 0, incarnation: int = 0) -> int:
+    """The process of a role, once it has been started."""
+    wanted = [f"-m {role}", f"--index {index}", f"--incarnation {incarnation}"]
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for process in psutil.process_iter(["pid", "cmdline"]):
             line = " ".join(process.info["cmdline"] or [])
-            if str(tmp_path) in line and f"-m {role}" in line and f"--index {index}" in line:
+            if str(tmp_path) in line and all(part in line for part in wanted):
                 return int(process.info["pid"])
         time.sleep(0.05)
 
     raise AssertionError(f"{role} did not appear")
 
 
-def wait_for_step(tmp_path: Path, step: int, deadline_s: float = 30) -> None:
-    path = tmp_path / "simulated" / "metrics.jsonl"
+def wait_for_step(tmp_path: Path, step: int, deadline_s: float = 240, name: str = "simulated") -> None:
+    path = tmp_path / name / "metrics.jsonl"
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         if path.exists() and f'"step": {step},' in path.read_text():
@@ -116,49 +148,63 @@ def wait_for_step(tmp_path: Path, step: int, deadline_s: float = 30) -> None:
 
 @pytest.mark.parametrize("role", ["rollout.generator.process", "envs.server"])
 def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, role: str) -> None:
-    process = start(tmp_path, "steps=40")
+    process = start(tmp_path, "steps=40", "learner.simulated_step_s=0.1")
     wait_for_step(tmp_path, 5)
     os.kill(pid_of(tmp_path, role), signal.SIGKILL)
     summary = finish(process, tmp_path)
     check_books(summary, steps=40)
 
 
-@pytest.mark.parametrize("role", ["rollout.broker.process", "rollout.proxy.process", "rl.learner.simulated"])
-def test_the_death_of_a_single_role_names_the_first_cause(tmp_path: Path, role: str) -> None:
-    process = start(tmp_path, "steps=1000")
+def test_a_death_that_is_one_too_many_names_the_cause(tmp_path: Path) -> None:
+    process = start(tmp_path, "steps=1000", "learner.max_restarts=0")
     wait_for_step(tmp_path, 2)
-    os.kill(pid_of(tmp_path, role), signal.SIGKILL)
+    os.kill(pid_of(tmp_path, "rl.learner.simulated"), signal.SIGKILL)
     summary = finish(process, tmp_path, code=1)
     assert "killed by SIGKILL" in summary["error"]
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """After the death of a role that cannot be replaced: the ledger rolls back with the checkpoint, and closes."""
-    process = start(tmp_path, "steps=40", "learner.checkpoint_every=5")
-    wait_for_step(tmp_path, 8)
-    os.kill(pid_of(tmp_path, "rollout.broker.process"), signal.SIGKILL)
-    summary = finish(process, tmp_path)
-    assert summary["start_step"] in (5, 10)
-
-    summary["steps"] += summary["start_step"]
-    check_books(summary, steps=40)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
-
-    assert min(steps) >= summary["start_step"] and max(steps) == 40
-    assert (tmp_path / "simulated.1" / "metrics.jsonl").exists()
-
-
-def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path: Path) -> None:
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     process = start(tmp_path, "steps=1000")
-    wait_for_step(tmp_path, 2)
-    begin = time.monotonic()
+    wait_for_step(tmp_path, 3)  # the broker has heard of version 2
     process.send_signal(signal.SIGINT)
     summary = finish(process, tmp_path, code=130)
-    assert time.monotonic() - begin < 10
 
     samples = summary["ledger"]["samples"]  # also an interrupted run has its books
     assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES) and samples["trained"] >= 32
     assert summary["weight_sync"]["count"] > 0
+
+
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "steps=1000", "rollout.alpha=2", "name=run one")
+    wait_for_step(tmp_path, 3, name="run one")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 130, output[-2000:]
+
+    (line,) = [line for line in output.splitlines() if line.startswith("to go on from step ")]
+    head, _, pasted = line.partition(": ")
+    step = int(head.split()[-1])
+    command = f"{sys.executable} -m launch.cli run simulated runs={shlex.quote(str(tmp_path))} steps=2 {pasted}"
+    again = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stdout[-2000:] + again.stderr
+    summary = json.loads((tmp_path / "simulated" / "summary.json").read_text())
+    assert step >= 3 and summary["start_step"] == step and summary["steps"] == 2
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """The learner is stopped, so the checkpoint that the first one asks for cannot be saved."""
+    process = start(tmp_path, "steps=1000", "timeouts.hang_s=500", "timeouts.save_s=500", "timeouts.stop_s=3")
+    wait_for_step(tmp_path, 3)
+    os.kill(pid_of(tmp_path, "rl.learner.simulated"), signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Ctrl-C again ends at once" in line:
+            break
+
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 130 and "to go on" not in output
 
 
 @pytest.mark.parametrize(
@@ -172,7 +218,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path: Path) -> None:
 )
 def test_bad_configuration_is_one_line_before_anything_starts(tmp_path: Path, override: str, text: str) -> None:
     process = start(tmp_path, override)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=240)
     (line,) = [line for line in output.splitlines() if line.startswith("fresco:")]
     assert process.returncode == 2 and text in line
     assert not (tmp_path / "simulated").exists()
@@ -187,12 +233,12 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> Non
         taken.bind(("127.0.0.1", BASE_PORT + 1))
         taken.listen()
         process = start(tmp_path, "network.transport=tcp", f"network.base_port={BASE_PORT}")
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=240)
 
     assert process.returncode == 2 and f"port {BASE_PORT + 1} " in output and "choose another base_port" in output
 
 
 def test_ports_beyond_the_last_one_are_one_line_before_anything_starts(tmp_path: Path) -> None:
     process = start(tmp_path, "network.transport=tcp", "network.base_port=65000", "generator.count=600")
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and "network.base_port=65000" in output and "at most 64924" in output

@@ -62,7 +62,7 @@ def test_modules_import_in_no_circle() -> None:
 def test_torch_is_not_imported(module: str) -> None:
     heavy = "' '.join({'torch', 'transformers', 'vllm'} & sys.modules.keys())"
     code = f"import sys, {module}; sys.exit({heavy} or 0)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, f"{module} imports {ended.stderr}"
 
 

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from algos.registry import NoOptions
 from algos.types import LossInputs, LossResult
+from rl.core.alarms import RunAlarm
 from rl.core.batch_files import read_shard_files, write_shard_file
 from rl.core.columns import COLUMNS, Column, register, register_configured
 from rl.core.config import ConfigError, load_config
@@ -27,7 +28,8 @@ from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
 from rl.learner.policy import PolicyOutput
 from rl.learner.update import loss_inputs
 from rollout.broker.actions import BatchSample, EmitBatch
-from rollout.broker.assembly import fault, make_shards, outcome_of
+from rollout.broker.assembly import make_shards, outcome_of
+from rollout.broker.validation import fault
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, Step
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
@@ -97,19 +99,27 @@ class Graded:
     async def reset(self, task: Any) -> list[ChatMessage]:
         return [ChatMessage("user", "1 2 3")]
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, truncated: bool = False) -> Step:
         self.turns += 1
         columns = {"grade": self.turns, "hints": 10 * self.turns, "difficulty": 0.25 * self.turns}
-        return Step([ChatMessage("user", "4")], 1.0, self.turns == 2, columns=columns | self.without)
+        return Step([ChatMessage("user", "4")], 1.0, self.turns == 2, True, columns=columns | self.without)
 
     async def close(self) -> None:
         pass
 
 
+def ticket_of(number: int) -> Ticket:
+    return Ticket(number, number, number // 2, 0, Version(0, 3))
+
+
+def complaint(trajectory: Trajectory) -> str:
+    """What the broker would say of it."""
+    return fault(trajectory, ticket_of(trajectory.ticket_id), newest=Version(0, 3), vocabulary=1 << 31)
+
+
 def play(ticket_id: int = 0, environment: Graded | None = None, generate: Any = answer) -> Trajectory:
     context = EpisodeContext(load_config(None, [*SETTINGS]), IdTokenizer(), generate)
-    ticket = Ticket(ticket_id, ticket_id, ticket_id // 2, 0, Version(0, 3))
-    return asyncio.run(run_episode(ticket, lambda: environment or Graded(), None, context))
+    return asyncio.run(run_episode(ticket_of(ticket_id), lambda: environment or Graded(), None, context))
 
 
 def shards_of(trajectories: list[Trajectory], ranks: int) -> list[Shard]:
@@ -129,7 +139,7 @@ def losses_of(pack: Pack) -> torch.Tensor:
 def test_from_a_reply_to_a_loss(tmp_path: Path) -> None:
     register_configured(load_config(None, [*SETTINGS]).algo.columns)
     trajectories = [play(i) for i in range(4)]
-    assert [fault(trajectory) for trajectory in trajectories] == [""] * 4
+    assert [complaint(trajectory) for trajectory in trajectories] == [""] * 4
     sent = [decode([bytes(frame) for frame in encode(trajectory)]) for trajectory in trajectories]
     received = [trajectory for trajectory in sent if isinstance(trajectory, Trajectory)]
 
@@ -193,10 +203,10 @@ def test_a_column_that_is_not_in_the_table_is_refused_everywhere() -> None:
         dummy_pack().with_columns(colour=torch.zeros(1))
 
     good = play()
-    assert "'colour' is not registered" in fault(with_sequence(good, colour=np.zeros(8, np.float32)))
+    assert "'colour' is not registered" in complaint(with_sequence(good, colour=np.zeros(8, np.float32)))
     (shard,) = shards_of([good, good], ranks=1)
     stranger = structs.replace(shard, columns=shard.columns | {"colour": np.zeros(16, np.float32)})
-    with pytest.raises(ValueError, match="contradicts itself: column 'colour' is not registered"):
+    with pytest.raises(RunAlarm, match="batch-contradicts: step 3: column 'colour' is not registered"):
         check_shard(stranger, step=3, rank=0, epoch=0, staleness_bound=0)
 
 
@@ -211,8 +221,8 @@ def test_a_registered_column_that_nobody_made_is_named() -> None:
         play(generate=forgetful)
 
     class Silent(Graded):
-        async def step(self, action: str) -> Step:
-            return Step([], 1.0, True)
+        async def step(self, action: str, truncated: bool = False) -> Step:
+            return Step([], 1.0, True, True)
 
     with pytest.raises(EpisodeFailed, match=r"step of turn 1 .*'grade' is missing: .*made by the environment"):
         play(environment=Silent())
@@ -221,14 +231,14 @@ def test_a_registered_column_that_nobody_made_is_named() -> None:
 
     good = play()
     without = {name: values for name, values in good.sequence.columns.items() if name != "teacher_logp"}
-    assert "'teacher_logp' is missing" in fault(
+    assert "'teacher_logp' is missing" in complaint(
         structs.replace(good, sequences=[structs.replace(good.sequence, columns=without)])
     )
     nan = with_sequence(good, teacher_logp=np.full(8, np.nan, np.float32))
-    assert fault(nan) == "teacher_logp is not finite"
-    assert "routed_experts is uint8(8,)" in fault(with_sequence(good, routed_experts=np.zeros(8, np.uint8)))
+    assert complaint(nan) == "teacher_logp is not finite"
+    assert "routed_experts is uint8(8,)" in complaint(with_sequence(good, routed_experts=np.zeros(8, np.uint8)))
     late = structs.replace(good, columns={"difficulty": np.zeros(2, np.float32)})
-    assert "difficulty is float32(2,), expected float32(1,)" in fault(late)
+    assert "difficulty is float32(2,), expected float32(1,)" in complaint(late)
 
 
 def test_the_loss_is_checked_against_the_table_before_anything_starts() -> None:
@@ -278,7 +288,7 @@ def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", f"runs={tmp_path}", "steps=3"]
     columns = f"algo.columns=[{MODULE}:TEACHER_LOGP, {MODULE}:ROUTED_EXPERTS]"
     done = subprocess.run(
-        [*command, columns, "tracking.save_batches=true"], cwd=root, capture_output=True, text=True, timeout=120
+        [*command, columns, "tracking.save_batches=true"], cwd=root, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert json.loads((tmp_path / "simulated" / "summary.json").read_text())["steps"] == 3

@@ -26,7 +26,6 @@ def test_the_laptop_recipe_imitates_an_agent_then_trains_in_sandboxes(tmp_path: 
         f"env.options.source={tmp_path / 'tasks.jsonl'}",
         f"env.options.repositories={tmp_path / 'repositories'}",
         "env.options.eval_count=1",
-        "env.options.turn_limit=3",
         "env.max_turns=3",
         "env.options.sandboxes=8",
         "env.episodes_per_server=8",

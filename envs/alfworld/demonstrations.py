@@ -63,7 +63,7 @@ async def play(
         explorer.observe(command, _text(step.messages))
         turns.append(DemonstratedTurn(written, not wrong, step.messages))
         if step.done:
-            return Demonstration(opening, turns) if step.reward > 0 else None
+            return Demonstration(opening, turns) if step.success else None
     return None
 
 

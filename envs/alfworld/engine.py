@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -30,12 +29,6 @@ from envs.alfworld.grammar import Context, Facts, Grammar
 from envs.alfworld.translation import GameFile, Translation, kept_translation, read_game
 
 NOTHING = "Nothing happens."
-_BLANKS = re.compile(r"\s+")
-
-
-def normal(command: str) -> str:
-    """Blanks collapsed and trimmed: a name of the engine may end in one."""
-    return _BLANKS.sub(" ", command).strip()
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ class Engine:
         game = self._game
         library = self._library
         assert game is not None, "load() comes before step()"
-        chosen = self._chosen.get(normal(command))
+        chosen = self._chosen.get(command.strip())
         if chosen is None:
             return Observation(NOTHING, self.observation.commands, self.observation.won, admissible=False)
 
@@ -196,13 +189,15 @@ class Engine:
         assert game is not None
         operators = (fast_downward.Operator * library.get_applicable_operators_count())()
         library.get_applicable_operators(operators)
-        self._chosen: dict[str, tuple[int, int, Move]] = {}  # by normal command: the first operator that has it
+        # By command without the blank that a name may end in: the first operator that has it. Inner blanks count, as in
+        # the stock engine.
+        self._chosen: dict[str, tuple[int, int, Move]] = {}
         commands = set()
 
         for operator in operators:
             move = game.move(operator.name, self.facts)
             command = game.command(move, self.facts)
             commands.add(command)
-            self._chosen.setdefault(normal(command), (operator.id, operator.nb_effect_atoms, move))
+            self._chosen.setdefault(command.strip(), (operator.id, operator.nb_effect_atoms, move))
         self.observation = Observation(text, tuple(sorted(commands)), bool(library.check_goal()))
         return self.observation

@@ -8,10 +8,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from envs.alfworld.expert import Explorer
 from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, games_made, list_games
 from envs.alfworld.requests import GameReply, GameRequest
-from envs.workers.pool import Pool, Session, WorkerKind
-from rollout.episodes.environment import ChatMessage, Step
+from envs.workers.pool import Pool, Session
+from envs.workers.process import WorkerKind
+from rollout.episodes.environment import ChatMessage, Needs, Step
 
 NOTHING = "Nothing happens."
 TAGS = "Answer with the next command between <action> and </action>; you may think before it."
@@ -53,8 +55,7 @@ class AlfworldOptions(BaseModel):
     kept_games: int = Field(2000, ge=1)
     """Translated games that a worker remembers, some 100 kB each."""
     request_deadline_s: float = Field(20.0, gt=0)
-    """A worker that takes longer over one command is killed; its other games are restored. Keep it below
-    `env.step_deadline_s`."""
+    """A worker that takes longer over one command is killed; its other games are restored."""
 
 
 class AlfworldFamily:
@@ -76,6 +77,11 @@ class AlfworldFamily:
             deadline_s=options.request_deadline_s,
         )
         self.pool: Pool[GameRequest, GameReply] = Pool(kind, options.workers)
+
+    @classmethod
+    def needs(cls, options: AlfworldOptions) -> Needs:
+        """Something is taken, and something done with it."""
+        return Needs(options.request_deadline_s, f"env.options.request_deadline_s={options.request_deadline_s:g}", 2)
 
     @classmethod
     def planned(cls, options: AlfworldOptions) -> dict[str, int] | None:
@@ -108,6 +114,7 @@ class AlfworldEnvironment:
         self._options = family.options
         self._game: Session[GameRequest, GameReply] | None = None
         self._past: list[str] = []
+        self._played: list[tuple[str, str]] = []
         self._steps = self._invalid = 0
         self._progressed = False
 
@@ -120,11 +127,13 @@ class AlfworldEnvironment:
             system = f"{system}\n{TAGS}".strip()
         opening = [ChatMessage("system", system)] if system else []
         self._shown = reply
-        return [*opening, ChatMessage("user", self._observation(_WELCOME.sub("", reply.text)))]
+        self._opening = self._observation(_WELCOME.sub("", reply.text))
+        return [*opening, ChatMessage("user", self._opening)]
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, truncated: bool = False) -> Step:
         assert self._game is not None, "reset() comes before step()"
-        command = parse_action(action, self._options.action)
+        # The last command of a turn that was cut off is half a command, or not the one that was to be the last.
+        command = "" if truncated else parse_action(action, self._options.action)
         self._steps += 1
         if command:
             reply = await self._game.ask(GameRequest("step", command), remember=_is_admissible)
@@ -135,7 +144,6 @@ class AlfworldEnvironment:
         self._invalid += not reply.admissible
         done = reply.won or self._steps >= self._options.max_steps
         info = {
-            "success": float(reply.won),
             f"success_{self._task.task_type}": float(reply.won),
             "invalid_actions": float(self._invalid),
             "invalid_share": self._invalid / self._steps,
@@ -143,10 +151,20 @@ class AlfworldEnvironment:
         }
         reward = float(reply.won) + self._shaping(reply)
         messages = [ChatMessage("user", self._observation(reply.text))]
+        self._played.append((command, messages[0].content))
 
         if self._options.history:
             self._past.append(f"> {command}\n{reply.text}")
-        return Step(messages, reward, done, info)
+        return Step(messages, reward, done, reply.won, info)
+
+    async def gold(self) -> str | None:
+        """The next command of the demonstrator, who has read what the model has and nothing else."""
+        explorer = Explorer(self._opening)
+        for command, answer in self._played:
+            explorer.next_command()
+            explorer.observe(command, answer)
+        command = explorer.next_command()
+        return command if self._options.action == "line" else f"<action>{command}</action>"
 
     def _shaping(self, reply: GameReply) -> float:
         """What a turn earns apart from success."""
@@ -180,12 +198,12 @@ def object_kind(game: GameEntry) -> str:
 
 
 def parse_action(text: str, form: str) -> str:
-    """The command in what the model wrote, in lower case; empty if there is none."""
+    """The command in what the model wrote, in lower case; empty if there is none. Inner blanks stay as they are."""
     if form == "tag":
         found = _TAGGED.findall(text)
-        return " ".join(found[-1].split()).lower() if found else ""
+        return found[-1].strip().lower() if found else ""
     lines = text.rstrip().splitlines()
-    return " ".join(lines[-1].split()).lower().removeprefix("> ") if lines else ""
+    return lines[-1].strip().lower().removeprefix("> ") if lines else ""
 
 
 def _is_admissible(reply: GameReply) -> bool:

@@ -113,7 +113,7 @@ def ensure_games(
         if target.exists() and any(target.iterdir()) and _fingerprint_of(target) is None:
             raise GamesError(f"{target} holds files that were not made here; choose another folder")
 
-        _make(recipe, draft, workers or os.cpu_count() or 1, log)
+        _make(recipe, draft, workers or len(os.sched_getaffinity(0)), log)
         (draft / RECIPE_FILE).write_text(json.dumps({"fingerprint": fingerprint, **recipe.model_dump()}))
 
     return made_once(target, make, fits=lambda folder: _fingerprint_of(folder) == fingerprint)

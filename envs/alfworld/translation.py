@@ -18,10 +18,12 @@ from pathlib import Path
 
 import fast_downward
 import msgspec
+import xxhash
 
 from rl.core.made_once import cache_folder
 
-_FORMAT = 1  # of a kept translation
+_FORMAT = 2  # of a kept translation: the digest of the rest, and the rest
+_DIGEST_BYTES = 16
 
 
 class GameError(ValueError):
@@ -68,13 +70,16 @@ def kept_translation(game: GameFile, cache: Path | None = None) -> Translation:
     digest = hashlib.sha256(f"{_FORMAT}\0{game.domain}\0{game.problem}".encode()).hexdigest()
     path = (cache or cache_folder()) / "alfworld-translations" / digest[:2] / digest[2:34]
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.msgpack.decode(path.read_bytes(), type=Translation)
+        kept = path.read_bytes()
+        if xxhash.xxh3_128_digest(kept[_DIGEST_BYTES:]) == kept[:_DIGEST_BYTES]:  # else it is damaged
+            return msgspec.msgpack.decode(kept[_DIGEST_BYTES:], type=Translation)
 
     made = translate(game)
     with contextlib.suppress(OSError):  # a full or read-only disk costs time, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(msgspec.msgpack.encode(made))
+        encoded = msgspec.msgpack.encode(made)
+        draft.write_bytes(xxhash.xxh3_128_digest(encoded) + encoded)
         draft.replace(path)
     return made
 

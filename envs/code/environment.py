@@ -17,7 +17,7 @@ from envs.sandbox import BackendName, Limits, Template
 from envs.sandbox.runtime import default_runtime
 from envs.sandbox.service import SandboxService
 from envs.sources import SourceOptions, split_tasks
-from rollout.episodes.environment import ChatMessage, Step
+from rollout.episodes.environment import ChatMessage, Needs, Step
 
 
 class CodeOptions(SourceOptions):
@@ -37,10 +37,12 @@ class CodeOptions(SourceOptions):
     """`bubblewrap` or `auto`; code runs on the host's Python, so `docker` cannot serve."""
     threads: int = Field(4, ge=1)
     """Solutions verified at once by one server."""
-    timeout_s: float = Field(10.0, gt=0)
-    """Of all tests of one solution."""
-    case_s: float = Field(4.0, gt=0)
-    """Of one input of a program."""
+    cpu_s: int = Field(4, ge=1)
+    """CPU seconds of a solution, or of a program for one input: what decides, however busy the machine is."""
+    timeout_s: float = Field(25.0, gt=0)
+    """Of all tests of one solution, by the clock: for what waits."""
+    case_s: float = Field(15.0, gt=0)
+    """Of one input of a program, by the clock."""
     memory_mb: int = Field(512, ge=32)
     """Of a solution and whatever it starts."""
 
@@ -75,6 +77,10 @@ class CodeFamily:
         self._empty = tempfile.TemporaryDirectory(prefix="fresco-code-")
         Path(self._empty.name).chmod(0o777)
 
+    @classmethod
+    def needs(cls, options: CodeOptions) -> Needs:
+        return Needs(options.timeout_s, f"env.options.timeout_s={options.timeout_s:g}")
+
     def task_count(self, split: str) -> int:
         return self._count[split]
 
@@ -98,6 +104,7 @@ class CodeFamily:
         options = self.options
         limits = Limits(
             timeout_s=options.timeout_s,
+            cpu_s=options.cpu_s,
             memory_bytes=options.memory_mb << 20,
             processes=32,
             disk_bytes=64 << 20,
@@ -123,17 +130,22 @@ class CodeEnvironment:
         opening = [ChatMessage("system", options.system_prompt)] if options.system_prompt else []
         return [*opening, ChatMessage("user", task.question + options.instruction)]
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, truncated: bool = False) -> Step:
         verdict = await self._family.verify(self._problem, action)
         info = {
             "solved": float(verdict.solved),
             "tests_passed": verdict.fraction,
             "no_code": float(verdict.no_code),
+            "invalid_share": float(verdict.no_code),
             "timed_out": float(verdict.timed_out),
             "out_of_memory": float(verdict.out_of_memory),
         }
         reward = verdict.fraction if self._family.options.reward == "fraction" else info["solved"]
-        return Step([], reward, done=True, info=info)
+        return Step([], reward, done=True, success=verdict.solved, info=info)
+
+    async def gold(self) -> str | None:
+        solution = self._problem.solution
+        return f"```python\n{solution}\n```" if solution else None
 
     async def close(self) -> None:
         pass

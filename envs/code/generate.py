@@ -105,7 +105,7 @@ def _problem(pipeline: Pipeline, rng: random.Random, problem_id: str) -> CodePro
     if not pipeline.program:
         question = f"Write a Python function `solve(numbers)` that returns {task}."
         asserts = tuple(f"assert solve({numbers!r}) == {result}" for numbers, result in examples)
-        return CodeProblem(problem_id, question, asserts, solution=function)
+        return CodeProblem(problem_id, question, asserts, functions=("solve",), solution=function)
 
     question = (
         f"Write a Python program that reads integers, separated by blanks, from one line of standard input "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +14,19 @@ MAX_CASES = 64
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """Scored by `asserts` (statements run after the solution) or by `cases` (input, expected output)."""
+    """Scored by `asserts` (statements), by `calls` (an expression, the values that are right) or by `cases` (input,
+    expected output)."""
 
     problem_id: str
     question: str
     asserts: tuple[str, ...] = ()
+    calls: tuple[tuple[str, tuple[object, ...]], ...] = ()
     cases: tuple[tuple[str, str], ...] = ()
+    functions: tuple[str, ...] = ()
+    """What asserts take from the solution, whatever Python or the prelude calls by that name. They take from it too
+    what neither knows."""
     prelude: str = ""
-    """Put before the solution: imports, the head of a function to complete."""
+    """Put before the solution, and before the asserts: imports, the head of a function to complete."""
     solution: str = ""
     """A reference, where the data set has one."""
 
@@ -54,6 +60,7 @@ def _humaneval(row: Row) -> CodeProblem:
         str(row.values.get("task_id", row.where)),
         f"Complete this Python function. Answer with the whole function.\n\n{prompt}",
         asserts=(f"{row.text('test')}\n\ncheck({entry_point})\n",),
+        functions=(entry_point,),
         prelude=prompt,
         solution=prompt + row.text("canonical_solution", default=""),
     )
@@ -64,13 +71,25 @@ def _mbpp(row: Row) -> CodeProblem:
     tests = row.strings("test_list")
     if not tests:
         row.fail("test_list", "is empty")
+
+    solution = row.text("code", default="")
     return CodeProblem(
         str(row.values.get("task_id", row.where)),
         f"{row.text('text', 'prompt')}\nYour code should pass this test:\n{tests[0]}",
         asserts=tuple(tests),
+        functions=defined_in(solution),
         prelude=row.text("test_setup_code", default="") or "\n".join(row.strings("test_imports", default=[])),
-        solution=row.text("code", default=""),
+        solution=solution,
     )
+
+
+def defined_in(code: str) -> tuple[str, ...]:
+    """The functions and classes that a program defines; none if it is no Python 3."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
 
 
 def _apps(row: Row) -> CodeProblem:
@@ -100,22 +119,16 @@ def _apps(row: Row) -> CodeProblem:
         return replace(problem, cases=tuple((_joined(given), _joined(expected)) for given, expected in pairs))
     if not isinstance(name, str) or not name.isidentifier():
         row.fail("input_output", f"fn_name={name!r} is not a name")
-    return replace(problem, asserts=_call_asserts(row, name, pairs))
+    return replace(problem, calls=tuple(_call(row, name, *pair) for pair in pairs))
 
 
-def _call_asserts(row: Row, name: str, pairs: list[tuple[Any, Any]]) -> tuple[str, ...]:
-    """Call-based tests as statements; `Solution().f` where the solution is a class, tuples equal to lists."""
+def _call(row: Row, name: str, arguments: Any, expected: Any) -> tuple[str, tuple[object, ...]]:
+    """`Solution().f` where the solution is a class; some rows have the value alone, some in a list."""
+    if not isinstance(arguments, list):
+        row.fail("input_output", f"inputs of {name} must be lists of arguments, not {type(arguments).__name__}")
     target = f"(Solution().{name} if 'Solution' in globals() else {name})"
-    plain = "import json; _plain = lambda v: json.loads(json.dumps(v))"
-    asserts = []
-    for arguments, expected in pairs:
-        if not isinstance(arguments, list):
-            row.fail("input_output", f"inputs of {name} must be lists of arguments, not {type(arguments).__name__}")
-        only = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
-        asserts.append(
-            f"{plain}; _got = _plain({target}(*{arguments!r})); assert _got == {only!r} or _got == {expected!r}"
-        )
-    return tuple(asserts)
+    only = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
+    return f"{target}(*{arguments!r})", (only, expected)
 
 
 def _joined(value: Any) -> str:

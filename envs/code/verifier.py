@@ -1,14 +1,21 @@
-"""Verifies a response by running its code against a problem's tests in a fresh sandbox."""
+"""Verifies a response by running its code against a problem's tests in a fresh sandbox.
+
+What comes out of the sandbox is, for a call and for a program, what it gave: it is compared here, with expected values
+that never went in. For any other test it is whether it held, as a process says that runs none of the solution.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NoReturn
 
+from envs.code.harness.run_code import decoded
 from envs.code.problems import CodeProblem
 from envs.sandbox import Backend, Command, Limits, Result, Template
 from envs.sandbox.runtime import HARNESS
@@ -16,11 +23,8 @@ from envs.sandbox.runtime import HARNESS
 _FENCE = r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)^[ \t]*```"
 _BLOCK = re.compile(_FENCE, re.DOTALL | re.MULTILINE | re.IGNORECASE)
 MAX_CODE_CHARS = 100_000
-_CONTAINERS: dict[str, Callable[[list[object]], object]] = {
-    kind.__name__: kind for kind in (list, tuple, set, frozenset)
-}
 Test = tuple[str, str, object]
-"""(value, an expression, what it must be) or (assert, a statement, None)"""
+"""(value, an expression, what it must be), (call, an expression, what it may be) or (assert, a statement, None)"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class CodeVerifier:
 
     def verify(self, problem: CodeProblem, response: str) -> Verdict:
         """Blocks for one sandbox and one Python. Raises SandboxError for faults of the host only."""
-        total = len(problem.asserts) or len(problem.cases)
+        total = len(problem.asserts) + len(problem.calls) + len(problem.cases)
         code = extract_code(response)
         if code is None:
             return Verdict(0, total, no_code=True)
@@ -76,59 +80,58 @@ class CodeVerifier:
             sandbox.close()
 
         results = _results(result, key, total)
-        if problem.asserts:
-            tests = map(split_assert, problem.asserts)
-            passed = sum(_holds(got, test) for got, test in zip(results, tests, strict=True))
-        else:
+        if problem.cases:
             pairs = zip(results, problem.cases, strict=True)
             passed = sum(isinstance(got, str) and same_output(got, expected) for got, (_, expected) in pairs)
+        else:
+            passed = sum(_holds(got, test) for got, test in zip(results, tests_of(problem), strict=True))
         return Verdict(passed, total, result.timed_out, result.out_of_memory)
 
 
 def job_of(problem: CodeProblem, code: str, key: str, case_s: float) -> dict[str, object]:
     """What `envs/code/harness/run_code.py` reads on its standard input."""
-    job: dict[str, object] = {"code": f"{problem.prelude}\n{code}", "key": key, "case_s": case_s}
-    if problem.asserts:
-        return job | {"tests": [[kind, text] for kind, text, _ in map(split_assert, problem.asserts)]}
-    return job | {"inputs": [given for given, _ in problem.cases]}
+    job: dict[str, object] = {"code": f"{problem.prelude}\n{code}", "key": key}
+    if problem.cases:
+        return job | {"case_s": case_s, "inputs": [given for given, _ in problem.cases]}
+    tests = [[kind, text] for kind, text, _ in tests_of(problem)]
+    return job | {"prelude": problem.prelude, "functions": problem.functions, "tests": tests}
 
 
-def split_assert(text: str) -> Test:
-    """`assert CALL == LITERAL` as its two sides, so that the solution's process never holds the expected value."""
+def tests_of(problem: CodeProblem) -> list[Test]:
+    calls: list[Test] = [("call", text, right) for text, right in problem.calls]
+    return [*(split_assert(text, problem.functions) for text in problem.asserts), *calls]
+
+
+def split_assert(text: str, functions: Collection[str]) -> Test:
+    """`assert CALL == LITERAL` as its two sides, where the call is of one of `functions`."""
     try:
         (statement,) = ast.parse(text.strip()).body
-        if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-            compared = statement.test
-            if len(compared.ops) == 1 and isinstance(compared.ops[0], ast.Eq):
-                return "value", ast.unparse(compared.left), ast.literal_eval(compared.comparators[0])
-    except (SyntaxError, ValueError, TypeError):
-        pass
+    except (SyntaxError, ValueError):
+        return "assert", text, None
+
+    match statement:
+        case ast.Assert(ast.Compare(ast.Call(ast.Name(name)) as call, [ast.Eq()], [literal])) if name in functions:
+            with contextlib.suppress(ValueError, TypeError):
+                return "value", ast.unparse(call), ast.literal_eval(literal)
     return "assert", text, None
 
 
 def _holds(got: object, test: Test) -> bool:
     kind, _, expected = test
-    if kind == "assert":
-        return got is True
+    if kind == "assert" or not isinstance(got, dict):
+        return got is True and kind == "assert"
     try:
-        return bool(_decoded(got) == expected)
-    except (ValueError, TypeError, RecursionError):
+        value = decoded(got["value"], _refuse)
+        if kind == "call" and isinstance(expected, tuple):
+            # As APPS compares: a tuple is a list, and keys are texts.
+            return json.loads(json.dumps(value)) in expected
+        return bool(value == expected)
+    except (KeyError, ValueError, TypeError, RecursionError):
         return False
 
 
-def _decoded(value: object) -> object:
-    """The plain Python value that the harness wrote: scalars as they are, containers as [kind, items]."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
-        raise ValueError("no value")
-    kind = value[0]
-    items = [_decoded(item) for item in value[1]]
-    if kind == "dict":
-        return dict(zip(items[::2], items[1::2], strict=True))
-    if not isinstance(kind, str) or kind not in _CONTAINERS:
-        raise ValueError("no value")
-    return _CONTAINERS[kind](items)
+def _refuse(_: int) -> NoReturn:
+    raise ValueError("no plain value")
 
 
 def same_output(got: str, expected: str) -> bool:

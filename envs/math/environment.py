@@ -43,8 +43,8 @@ class MathOptions(BaseModel):
     """Appended to each question on a line of its own; None: asks for a box, nothing for `arithmetic`."""
     verifier_workers: int = Field(1, ge=1)
     """Processes per server for symbolic answers; they start when the first such answer comes."""
-    verify_deadline_s: float = Field(5.0, gt=0)
-    """A comparison that takes longer is killed, and its answer wrong."""
+    verify_cpu_s: float = Field(2.0, gt=0)
+    """CPU seconds of one comparison; an answer that needs more is wrong."""
 
 
 class MathFamily:
@@ -67,7 +67,7 @@ class MathFamily:
             asks = INSTRUCTION if asks is None else asks
 
         self.suffix = f"\n{asks}" if asks else ""
-        self.verifier = Verifier(options.verifier_workers, options.verify_deadline_s)
+        self.verifier = Verifier(options.verifier_workers, options.verify_cpu_s)
 
     def task_count(self, split: str) -> int:
         return self._count[split]
@@ -92,15 +92,24 @@ class MathEnvironment:
         self._family = family
 
     async def reset(self, task: Problem) -> list[ChatMessage]:
-        self._gold = task.answer
+        self._task = task
+        self._kind = getattr(task, "kind", "")
         system = self._family.options.system_prompt
         opening = [ChatMessage("system", system)] if system else []
         return [*opening, ChatMessage("user", task.question + self._family.suffix)]
 
-    async def step(self, action: str) -> Step:
-        verdict = await self._family.verifier.verify(self._gold, action)
+    async def step(self, action: str, truncated: bool = False) -> Step:
+        verdict = await self._family.verifier.verify(self._task.answer, action)
         info = {name: float(value) for name, value in asdict(verdict).items()}
-        return Step([], info["correct"], done=True, info=info)
+        info["invalid_share"] = float(not verdict.boxed)
+        if self._kind:
+            info[f"success_{self._kind}"] = info["correct"]
+        return Step([], info["correct"], done=True, success=verdict.correct, info=info)
+
+    async def gold(self) -> str | None:
+        if isinstance(self._task, arithmetic.ArithmeticProblem):
+            return arithmetic.solution(self._task)
+        return f"\\boxed{{{self._task.answer}}}"
 
     async def close(self) -> None:
         pass

@@ -1,7 +1,8 @@
 """Right or wrong, for a response in full: extraction, the fast path, and a pool of processes for symbolic answers.
 
-An answer that hangs its worker, or kills a fresh one too, is wrong (`unverifiable`): failing the ticket instead would
-let a model escape its own bad answers by trying again. Workers start when the first answer needs one.
+An answer that uses up its CPU time, or kills a fresh worker too, is wrong (`unverifiable`): failing the ticket instead
+would let a model escape its own bad answers by trying again. A worker that does not answer and uses no CPU time either
+is the machine's fault, and fails the ticket. Neither is remembered. Workers start when the first answer needs one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from envs.math.answers import Symbolic, judge, last_box
-from envs.workers.pool import Pool, RequestLost, WorkerKind, WorkerNotStarted
+from envs.workers.pool import Pool
+from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
 
 _CACHE_SIZE = 8192
 
@@ -20,20 +22,22 @@ _CACHE_SIZE = 8192
 class Verdict:
     correct: bool
     boxed: bool  # there was a complete last box
-    unverifiable: bool = False  # it hung or crashed the verifier
+    unverifiable: bool = False  # it needed too much CPU time, or crashed the verifier
 
 
 class Verifier:
-    def __init__(self, workers: int = 1, deadline_s: float = 5.0) -> None:
-        kind = WorkerKind("a maths verifier", "envs.math.worker", bool, deadline_s, keeps_state=False)
+    """`cpu_s`: of one comparison; `hang_s`: by the clock, for a worker that gets no CPU time or waits for ever."""
+
+    def __init__(self, workers: int = 1, cpu_s: float = 2.0, hang_s: float = 120.0) -> None:
+        kind = WorkerKind("a maths verifier", "envs.math.worker", bool, hang_s, [str(cpu_s)], keeps_state=False)
         self.pool: Pool[Symbolic, bool] = Pool(kind, workers)
         self.symbolic = 0  # answers that needed a worker
         # One answer a worker: what is cancelled while it waits costs none, and none waits behind one that hangs.
         self._free = asyncio.Semaphore(workers)
-        self._cache: OrderedDict[Symbolic, bool | None] = OrderedDict()
+        self._cache: OrderedDict[Symbolic, bool] = OrderedDict()
 
     async def verify(self, gold: str, response: str) -> Verdict:
-        """Whether the last box of `response` holds `gold`. Raises WorkerNotStarted."""
+        """Whether the last box of `response` holds `gold`. Raises WorkerNotStarted or WorkerHung."""
         answer = last_box(response)
         if answer is None:
             return Verdict(False, boxed=False)
@@ -41,12 +45,16 @@ class Verifier:
         if isinstance(question, bool):
             return Verdict(question, boxed=True)
 
-        if question not in self._cache:
-            self._cache[question] = await self._ask(question)
-            if len(self._cache) > _CACHE_SIZE:
-                self._cache.popitem(last=False)
-        correct = self._cache[question]
-        return Verdict(bool(correct), boxed=True, unverifiable=correct is None)
+        correct = self._cache.get(question)
+        if correct is None:
+            correct = await self._ask(question)
+        if correct is None:
+            return Verdict(False, boxed=True, unverifiable=True)
+
+        self._cache[question] = correct
+        if len(self._cache) > _CACHE_SIZE:
+            self._cache.popitem(last=False)
+        return Verdict(correct, boxed=True)
 
     async def stop(self) -> None:
         """Kill and reap every worker."""
@@ -60,7 +68,7 @@ class Verifier:
             session = self.pool.open()
             try:
                 return await session.ask(question)
-            except WorkerNotStarted:
+            except (WorkerNotStarted, WorkerHung):
                 raise
             except RequestLost:
                 return None

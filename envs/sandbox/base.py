@@ -26,6 +26,8 @@ class Limits:
 
     timeout_s: float = 30.0
     """Of one command, unless the command says less."""
+    cpu_s: int | None = None
+    """CPU seconds of each of its processes; bubblewrap only. What ends by it ends so on a busy machine as well."""
     memory_bytes: int = 1 << 30
     """Of the whole process tree."""
     processes: int = 64
@@ -69,6 +71,8 @@ class Template:
     image: str | None = None
     workspace: str = WORKSPACE
     """Where the repository stands inside an image."""
+    visible: tuple[Path, ...] = ()
+    """Further folders of the host, read-only at their own paths: a virtual environment. Bubblewrap only."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class Command:
     """None: the sandbox's limit, which it can never exceed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     separate_stderr: bool = False
+    read_only: Sequence[str] = ()
+    """Files of the workspace that cannot change while it runs, nor the names of the folders they are in; links are left
+    out. Bubblewrap only."""
+    run_folder: Path | None = None
+    """A folder of the host that is shown as /run, read-only: sockets in it can be connected to. Bubblewrap only."""
 
     def deadline_s(self, limits: Limits) -> float:
         return min(limits.timeout_s, self.timeout_s or limits.timeout_s)

@@ -19,14 +19,14 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from envs.sandbox import memory, syscalls
-from envs.sandbox.base import WORKSPACE, Command, Limits, Result, Sandbox, SandboxError, Template
+from envs.sandbox.base import WORKSPACE, Command, Limits, Result, Sandbox, SandboxError, Template, last_line
 from envs.sandbox.process import run_command
 from envs.sandbox.runtime import HOME, UID, build_root, default_runtime
 
@@ -86,7 +86,7 @@ class BubblewrapBackend:
             raise SandboxError(f"no sandbox slot became free within {_SLOT_DEADLINE_S:.0f} s") from None
 
         try:
-            sandbox = self.run_in_thread(lambda: BubblewrapSandbox(self, slot, folder, limits))
+            sandbox = self.run_in_thread(lambda: BubblewrapSandbox(self, slot, folder, limits, template.visible))
         except BaseException:
             self._free_slots.put(slot)
             raise
@@ -157,6 +157,13 @@ class BubblewrapBackend:
                 self._templates[folder] = target
             return self._templates[folder]
 
+    def show(self, folder: Path) -> tuple[Path, Path]:
+        """(mount, path inside) of a folder that sandboxes see at its own path; what the runtime has there stays."""
+        inside = folder.absolute()
+        target = STATE / "root" / str(inside).lstrip("/")
+        target.mkdir(mode=0o755, parents=True, exist_ok=True)
+        return self.lower(folder), inside
+
     def released(self, sandbox: BubblewrapSandbox, slot: int) -> None:
         self._live.discard(sandbox)
         self._free_slots.put(slot)
@@ -174,7 +181,9 @@ class BubblewrapBackend:
 class BubblewrapSandbox:
     """Made and used through the backend's threads."""
 
-    def __init__(self, backend: BubblewrapBackend, slot: int, template: Path, limits: Limits) -> None:
+    def __init__(
+        self, backend: BubblewrapBackend, slot: int, template: Path, limits: Limits, visible: Sequence[Path] = ()
+    ) -> None:
         self.limits = limits
         self._backend = backend
         self._slot = slot
@@ -185,8 +194,10 @@ class BubblewrapSandbox:
         self._namespace = -1
         self._lock = threading.Lock()
         self._open = True
+        self._ending = False
 
         lower = backend.lower(template)
+        self._visible = [backend.show(folder) for folder in visible]
         try:
             with backend.returning():
                 self._namespace = self._mount(lower)
@@ -196,9 +207,14 @@ class BubblewrapSandbox:
 
     def run(self, command: Command) -> Result:
         with self._lock:
-            if not self._open:
+            if not self._open or self._ending:
                 raise SandboxError("this sandbox is closed")
             return self._backend.run_in_thread(lambda: self._run(command))
+
+    def kill(self) -> None:
+        """From any thread: end what runs, and let nothing begin any more."""
+        self._ending = True
+        memory.kill_tree(self._tree)
 
     def close(self) -> None:
         with self._lock:
@@ -212,13 +228,18 @@ class BubblewrapSandbox:
         watched = self._tree.watched
         syscalls.reap_orphans(self._uid)
 
-        with self._backend.inside(self._namespace):
+        status = os.memfd_create("status")
+        with os.fdopen(status, "rb") as told, self._backend.inside(self._namespace):
             # An earlier command may have locked these folders.
             for name in ("merged", "disk/tmp", "disk/home", "disk/shm"):
                 (self._folder / name).chmod(0o755)
+            if command.run_folder is not None:
+                # Mounted here, because the folders above it may be closed to the slot's uid.
+                (self._folder / "run").mkdir(exist_ok=True)
+                syscalls.bind(command.run_folder, self._folder / "run", read_only=True)
 
             result = run_command(
-                self._wrapped(command),
+                self._wrapped(command, status),
                 command.stdin,
                 command.deadline_s(self.limits),
                 self.limits.output_bytes,
@@ -226,32 +247,55 @@ class BubblewrapSandbox:
                 environment={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
                 kill=lambda: memory.kill_tree(self._tree),
                 exceeded=self._tree.exceeded if watched else None,
+                status=status,
             )
+
+            told.seek(0)
+            began = b"exit-code" in told.read()
 
         if not watched and self._tree.exceeded():
             result = replace(result, out_of_memory=True)
+        if not began and not result.timed_out and not result.out_of_memory:
+            why = last_line(result.stderr if command.separate_stderr else result.output)
+            raise SandboxError(f"a command of a sandbox did not start: {why}")
         return result
 
-    def _wrapped(self, command: Command) -> list[str]:
+    def _wrapped(self, command: Command, status: int) -> list[str]:
         """The command behind the tools that limit it, drop root and enter its namespaces."""
         limits = self.limits
         uid = self._uid
+        cpu = f"--cpu={limits.cpu_s}" if limits.cpu_s else ""
 
         chain = f"""
             prlimit --nproc={limits.processes} --fsize={limits.file_bytes} --nofile={limits.open_files}
-                --core=0 --memlock=65536 --rttime=1000000
+                --core=0 --memlock=65536 --rttime=1000000 {cpu}
             setpriv --reuid={uid} --regid={uid} --clear-groups --pdeathsig=KILL
-            bwrap --unshare-all --unshare-user --disable-userns --die-with-parent --new-session
-                --cap-drop ALL --clearenv --uid {UID} --gid {UID} --hostname sandbox
+            bwrap --json-status-fd {status} --unshare-all --unshare-user --disable-userns --die-with-parent
+                --new-session --cap-drop ALL --clearenv --uid {UID} --gid {UID} --hostname sandbox
                 --ro-bind {STATE}/root / --proc /proc --dev /dev
                 --bind {self._folder}/disk/shm /dev/shm --remount-ro /dev
                 --bind {self._folder}/disk/tmp /tmp --bind {self._folder}/disk/home {HOME}
                 --bind {self._folder}/merged {WORKSPACE} --chdir {WORKSPACE}
         """.split()
 
+        chain += self._read_only(command.read_only)
+        for source, inside in self._visible:
+            chain += ["--ro-bind", str(source), str(inside)]
+        if command.run_folder is not None:
+            chain += ["--ro-bind", f"{self._folder}/run", "/run"]
         for name, value in (self._backend.runtime.environment() | dict(command.environment)).items():
             chain += ["--setenv", name, value]
         return [*self._tree.command_prefix(), *chain, "--", *command.argv]
+
+    def _read_only(self, files: Sequence[str]) -> list[str]:
+        """A mount of each file and of each folder above it: what is mounted upon cannot be renamed or removed."""
+        merged = self._folder / "merged"
+        there = [merged / name for name in files if (merged / name).is_file()]
+        plain = [path for path in there if path.resolve() == path]
+        folders = sorted({folder for path in plain for folder in path.parents if merged in folder.parents})
+
+        binds = [("--bind", folder) for folder in folders] + [("--ro-bind", path) for path in plain]
+        return [word for kind, path in binds for word in (kind, str(path), f"{WORKSPACE}/{path.relative_to(merged)}")]
 
     def _mount(self, lower: Path) -> int:
         """Make the slot's mounts, in a new namespace whose descriptor is returned."""

@@ -80,10 +80,12 @@ def run_command(
     environment: dict[str, str],
     kill: Callable[[], None],
     exceeded: Callable[[], bool] | None = None,
+    status: int = -1,
 ) -> Result:
     """Run `argv` on the host; `kill` ends everything it started, and is always called before this returns.
 
-    `exceeded` is asked every `WATCH_S` seconds where given; when it says yes the command is killed.
+    `exceeded` is asked every `WATCH_S` seconds where given; when it says yes the command is killed. `status`: a
+    descriptor that it inherits.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -93,6 +95,7 @@ def run_command(
         stderr=subprocess.PIPE if separate_stderr else subprocess.STDOUT,
         env=environment,
         cwd="/",
+        pass_fds=[status] if status >= 0 else [],
     )
     pipes = _Pipes(process, stdin, output_bytes)
 

@@ -28,15 +28,34 @@ class SandboxService:
         assert self._backend is not None, "start() comes first"
         return self._backend
 
+    def open(self) -> None:
+        """Blocks. Raises SandboxError, one line, where no sandbox can run."""
+        self._backend = make_backend(self._name, self._slots, self._thread_count)
+
     async def start(self) -> None:
-        """Raises SandboxError, one line, where no sandbox can run."""
-        self._backend = await asyncio.to_thread(make_backend, self._name, self._slots, self._thread_count)
+        """As `open`."""
+        await asyncio.to_thread(self.open)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Wait for blocking work. It goes on in its thread when the caller is cancelled meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+    async def entered(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
+        """As `run`; what work has made although the caller was cancelled meanwhile is undone."""
+        making = asyncio.ensure_future(self.run(work))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            made = await making
+            await self.run(lambda: undo(made))
+            raise
+
+    def close(self) -> None:
+        """Blocks until what runs has ended."""
+        self._threads.shutdown(cancel_futures=True)
         if self._backend is not None:
-            await asyncio.to_thread(self._backend.close)
+            self._backend.close()
+
+    async def stop(self) -> None:
+        """As `close`."""
+        await asyncio.to_thread(self.close)

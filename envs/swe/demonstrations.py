@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from envs.swe.environment import SweFamily, SweOptions
+from envs.swe.gold import gold_turns
 from envs.swe.tasks import SweTask
 from envs.swe.tool_calls import ToolCall, render_call
 from rollout.episodes.environment import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily
@@ -53,7 +54,7 @@ async def demonstrate(
 async def play(
     make: Callable[[], Environment], task: SweTask, malformed: Sequence[str], turns: Sequence[str]
 ) -> Demonstration | None:
-    """One episode, in which `malformed` come before `turns`; None if it earned nothing."""
+    """One episode, in which `malformed` come before `turns`; None if it did not solve the task."""
     environment = make()
     try:
         opening = await environment.reset(task)
@@ -62,35 +63,10 @@ async def play(
             step = await environment.step(action)
             shown.append(DemonstratedTurn(action, number >= len(malformed), step.messages))
             if step.done:
-                return Demonstration(opening, shown) if step.reward > 0 else None
+                return Demonstration(opening, shown) if step.success else None
         return None
     finally:
         await environment.close()
-
-
-def gold_turns(task: SweTask) -> list[str] | None:
-    """The gold patch as edits, one hunk each, and a submit; None for a patch that creates or deletes files."""
-    if "/dev/null" in task.gold_patch:
-        return None
-
-    turns: list[str] = []
-    path = old = new = ""
-    for line in [*task.gold_patch.splitlines(keepends=True), "@@ end"]:
-        if line.startswith(("@@ ", "diff --git ")):
-            if old != new:
-                edit = ToolCall("edit", {"path": path, "old": old.rstrip("\n"), "new": new.rstrip("\n")})
-                turns.append(render_call(edit))
-            old = new = ""
-
-        elif line.startswith("+++ "):
-            path = line[len("+++ b/") :].rstrip("\n")
-        elif line.startswith(("--- ", "index ", "\\")):
-            continue
-        else:
-            old += line[1:] if line[:1] in (" ", "-") else ""
-            new += line[1:] if line[:1] in (" ", "+") else ""
-
-    return [*turns, render_call(ToolCall("submit", {}))] if turns else None
 
 
 def main(argv: Sequence[str]) -> None:

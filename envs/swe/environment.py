@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from envs.rows import RowError
 from envs.sandbox import BackendName, Limits, Sandbox
@@ -16,16 +16,20 @@ from envs.swe.checkout import Checkout, open_checkout
 from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, evaluate
 from envs.swe.generate import generated_tasks
+from envs.swe.gold import gold_turns
 from envs.swe.packages import PACKAGES
 from envs.swe.tasks import SweTask, load_tasks
-from envs.swe.tool_calls import Malformed, ToolCall, parse_calls, tools_text
+from envs.swe.tool_calls import MAX_CALLS, BadCall, ToolCall, parse_calls, tools_text
 from envs.swe.tools import Toolbox, extract_diff
-from rollout.episodes.environment import ChatMessage, Step
+from rollout.episodes.environment import ChatMessage, Needs, Step
 
 SYSTEM_PROMPT = (
     "You are a software engineer. Fix the issue in the repository in your working directory, then call submit. "
     "The work is judged by the repository's tests; changes to tests and to their configuration are not counted.\n\n"
 )
+
+
+CUT_OFF = BadCall("the turn was cut off at its longest length, and none of its calls was made; write less at once")
 
 
 class SweOptions(SourceOptions):
@@ -42,19 +46,17 @@ class SweOptions(SourceOptions):
     sandbox: BackendName = "auto"
     """`bubblewrap`, `docker` (images per task, as SWE-bench publishes them), or what this machine has."""
     sandboxes: int = Field(64, ge=1)
-    """Alive at once in one server: one for each episode, further episodes wait."""
+    """Alive at once in one server: one for each episode."""
     threads: int = Field(4, ge=1)
     """Commands and evaluations running at once in one server."""
     partial_reward: bool = False
     """Reward the share of FAIL_TO_PASS that passes, as long as every PASS_TO_PASS does; else all or nothing."""
-    turn_limit: int = Field(30, ge=1)
-    """Turns after which the work is evaluated as it stands; env.max_turns should be as large."""
     output_bytes: int = Field(8192, ge=64)
     """Longest answer of a tool; the middle is left out."""
     command_s: float = Field(30.0, gt=0)
-    """Longest command of the agent."""
+    """Longest command of the agent; a turn has at most eight."""
     test_s: float = Field(300.0, gt=0)
-    """Longest run of the tests; env.step_deadline_s should be larger."""
+    """Longest run of the tests, that of the copies which must fail included."""
     memory_mb: int = Field(2048, ge=64)
     """Of all processes of one sandbox."""
     statement_chars: int = Field(20_000, ge=100)
@@ -64,7 +66,7 @@ class SweOptions(SourceOptions):
 class SweFamily:
     """The tasks and the sandboxes of one environment server."""
 
-    Options = SweOptions
+    Options: type[BaseModel] = SweOptions
 
     def __init__(self, options: SweOptions, seed: int) -> None:
         """Raises RowError or ValueError for a source that cannot be used."""
@@ -90,6 +92,13 @@ class SweFamily:
         slots = options.sandboxes + options.threads
         self.sandboxes = SandboxService(options.sandbox, slots, options.threads)
         self.episode_slots = asyncio.Semaphore(options.sandboxes)
+
+    @classmethod
+    def needs(cls, options: SweOptions) -> Needs:
+        """A turn to work and one to submit; commands, and then the tests, within one step."""
+        why = f"{MAX_CALLS} commands of env.options.command_s={options.command_s:g}, tests of test_s={options.test_s:g}"
+        step_s = MAX_CALLS * options.command_s + options.test_s
+        return Needs(step_s, why, 2, options.sandboxes, f"env.options.sandboxes={options.sandboxes}")
 
     def task_count(self, split: str) -> int:
         if self._tasks is not None:
@@ -132,7 +141,7 @@ class SweFamily:
 
 
 class SweEnvironment:
-    """reset → (bash | view | edit)* → submit, or the turn limit: then the work is evaluated as it stands."""
+    """reset → (bash | view | edit)* → submit. Work that is cut before is evaluated as it stands."""
 
     def __init__(self, family: SweFamily) -> None:
         self._family = family
@@ -140,7 +149,7 @@ class SweEnvironment:
         self._has_slot = False
         self._closed = False
         self._turns = 0
-        self._counts = {"tool_calls": 0.0, "malformed_calls": 0.0, "failed_calls": 0.0}
+        self._counts = {"tool_calls": 0.0, "malformed_calls": 0.0, "failed_calls": 0.0, "invalid_share": 0.0}
 
     async def reset(self, task: SweTask) -> list[ChatMessage]:
         options = self._family.options
@@ -157,17 +166,21 @@ class SweEnvironment:
             statement = f"{statement[:half]}\n[... {left_out} characters left out ...]\n{statement[-half:]}"
         return [ChatMessage("system", SYSTEM_PROMPT + tools_text()), ChatMessage("user", statement)]
 
-    async def step(self, action: str) -> Step:
+    async def gold(self) -> str | None:
+        turns = gold_turns(self._task)
+        return turns[self._turns] if turns is not None and self._turns < len(turns) else None
+
+    async def step(self, action: str, truncated: bool = False) -> Step:
         self._turns += 1
         answers: list[ChatMessage] = []
-        for call in parse_calls(action):
+        for call in [CUT_OFF] if truncated else parse_calls(action):
             if isinstance(call, ToolCall) and call.name == "submit":
-                return await self._last_step(submitted=True)
+                return await self._evaluated(submitted=True)
             answers.append(ChatMessage("tool", await self._answer(call)))
+        return Step(answers, 0.0, done=False, success=False, info=self._counts)
 
-        if self._turns >= self._family.options.turn_limit:
-            return await self._last_step(submitted=False)
-        return Step(answers, 0.0, done=False, info=self._counts)
+    async def finish(self) -> Step:
+        return await self._evaluated(submitted=False)
 
     async def close(self) -> None:
         self._closed = True
@@ -186,31 +199,32 @@ class SweEnvironment:
             sandbox.close()
         return checkout, sandbox
 
-    async def _answer(self, call: ToolCall | Malformed) -> str:
+    async def _answer(self, call: ToolCall | BadCall) -> str:
         self._counts["tool_calls"] += 1
-        if isinstance(call, Malformed):
-            self._counts["malformed_calls"] += 1
+        self._counts["malformed_calls"] += isinstance(call, BadCall)
+        self._counts["invalid_share"] = self._counts["malformed_calls"] / self._counts["tool_calls"]
+        if isinstance(call, BadCall):
             return f"Error: {call.why}"
         result = await self._family.sandboxes.run(lambda: self._tools.call(call))
         self._counts["failed_calls"] += not result.ok
         return result.text
 
-    async def _last_step(self, *, submitted: bool) -> Step:
+    async def _evaluated(self, *, submitted: bool) -> Step:
         outcome, diff = await self._family.sandboxes.run(self._evaluate)
         reward = outcome.reward(partial=self._family.options.partial_reward)
 
-        info = {
-            **self._counts,
+        info = self._counts | {
             "resolved": float(outcome.resolved),
             "submitted": float(submitted),
             "fail_to_pass": outcome.fail_to_pass,
             "pass_to_pass": outcome.pass_to_pass,
+            "tampered": float(outcome.tampered),
             "diff_applied": float(outcome.applied),
             "diff_chars": float(len(diff)),
             "turns": float(self._turns),
             "restored_files": float(len(outcome.restored)),
         }
-        return Step([], reward, done=True, info=info)
+        return Step([], reward, done=True, success=outcome.resolved, info=info)
 
     def _evaluate(self) -> tuple[Outcome, str]:
         """The agent's sandbox ends before the tests begin: a server needs no more of them than episodes."""

@@ -1,24 +1,29 @@
 """The reward: a submitted diff, applied in a fresh sandbox, against FAIL_TO_PASS and PASS_TO_PASS.
 
 Nothing of the sandbox in which the agent worked is used but the text of its diff. Tests, their configuration and what
-could shadow their tools are put back before anything runs (`harness/apply_diff.py`). A test counts as passed only if
-the harness says so, with its random key, at the end of a whole run whose canaries failed. Limit: tests and code under
-test share a process, so code written against this very harness could forge its report; code that ends the process,
-prints results or patches pytest as a whole cannot.
+could shadow their tools are put back before anything runs (`harness/apply_diff.py`); the files of the tests cannot
+change while they run. A test counts as passed only if the harness says so, with its random key, at the end of a whole
+run whose canaries failed. What would be rewarded is tried a second time, with tests of the same names that must fail
+(`must_fail.py`). Limit: tests and code under test share a process; docs/swe.md says what stays open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
-from envs.sandbox import Backend, Command, Limits, Result, Sandbox
+import msgspec
+
+from envs.sandbox import Backend, Command, Limits, Result, Sandbox, SandboxError, read_file, write_file
 from envs.sandbox.runtime import HARNESS
 from envs.swe.checkout import Checkout, open_checkout
-from envs.swe.runners import RUNNERS, RunnerName, protected_paths, share_passed
+from envs.swe.must_fail import must_fail_copy
+from envs.swe.runners import RUNNERS, RunnerName, changed_paths, files_of, must_fail_name, protected_paths, share_passed
 from envs.swe.tasks import SweTask
 
 MAX_DIFF_CHARS = 1_000_000
@@ -35,7 +40,9 @@ class Outcome:
     """Share of these tests that still pass."""
     applied: bool
     why: str = ""
-    """The diff does not apply, the run did not end, or a canary passed."""
+    """The diff does not apply, a run did not end, or tests or their machinery were tampered with."""
+    tampered: bool = False
+    """Tests that must fail passed, or files of tests changed while they ran."""
     restored: tuple[str, ...] = ()
     """Paths that were put back before the tests ran."""
 
@@ -56,10 +63,11 @@ class TestRun:
 
     # Tells pytest that this class holds no tests.
     __test__ = False
-    outcomes: dict[str, str] = field(default_factory=dict)
+    outcomes: Mapping[str, str] = field(default_factory=dict)
     output: str = ""
     why: str = ""
     seconds: float = 0.0
+    tampered: bool = False
 
     def passed(self, tests: Sequence[str]) -> float:
         """Share of `tests` that passed; 1 of none."""
@@ -71,52 +79,116 @@ def evaluate(backend: Backend, checkout: Checkout, task: SweTask, diff: str, lim
     if len(diff) > MAX_DIFF_CHARS:
         return Outcome(0, 0, applied=False, why=f"the diff has {len(diff)} characters, more than {MAX_DIFF_CHARS}")
 
+    applied, run = _attempt(backend, checkout, task, diff, limits)
+    if not applied["applied"]:
+        return Outcome(0, 0, applied=False, why=f"the diff does not apply: {applied['error']}")
+
+    restored = tuple(applied["restored"])
+    fail_to_pass = run.passed(task.fail_to_pass)
+    if not run.why and fail_to_pass:
+        left_s = max(limits.timeout_s - run.seconds, 0.001)
+        _, broken = _attempt(backend, checkout, task, diff, limits, broken_s=left_s)
+        run = replace(run, why=broken.why, tampered=broken.tampered)
+
+    if run.why:
+        return Outcome(0, 0, applied=True, why=run.why, tampered=run.tampered, restored=restored)
+    return Outcome(fail_to_pass, run.passed(task.pass_to_pass), applied=True, restored=restored)
+
+
+def _attempt(
+    backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits, *, broken_s: float | None = None
+) -> tuple[dict[str, Any], TestRun]:
+    """What `apply_diff` says, and the run of the tests; `broken_s`: for so long, of copies of them that must fail."""
     checkout, sandbox = open_checkout(backend, checkout, limits)
     try:
-        machinery = protected_paths(task.runner, task.gold_patch)
-        applied = apply_diff(sandbox, checkout, diff, task.test_patch, machinery)
+        machinery = protected_paths(task.runner, task.gold_patch, task.test_files, task.test_patch)
+        fixed = changed_paths(task.gold_patch)
+        applied = apply_diff(sandbox, checkout, diff, task.test_patch, machinery, fixed)
         if not applied["applied"]:
-            return Outcome(0, 0, applied=False, why=f"the diff does not apply: {applied['error']}")
-        run = run_tests(sandbox, checkout, task.test_files, runner=task.runner)
+            return applied, TestRun(why="the diff does not apply")
+
+        must_fail = break_tests(sandbox, task) if broken_s else ()
+        if broken_s and not must_fail:
+            return applied, TestRun()
+
+        before = _digests(sandbox, applied["kept"])
+        read_only = beside(task.test_files, applied["kept"])
+        run = run_tests(sandbox, checkout, task.test_files, runner=task.runner, read_only=read_only, timeout_s=broken_s)
+
+        if must_fail and run.passed(must_fail):
+            return applied, replace(run, why="tests passed that must fail", tampered=True)
+        if run.passed(task.fail_to_pass) and _digests(sandbox, applied["kept"]) != before:
+            return applied, replace(run, why="files of the tests changed while they ran", tampered=True)
+        return applied, run
     finally:
         sandbox.close()
 
-    restored = tuple(applied["restored"])
-    if run.why:
-        return Outcome(0, 0, applied=True, why=run.why, restored=restored)
-    return Outcome(run.passed(task.fail_to_pass), run.passed(task.pass_to_pass), applied=True, restored=restored)
+
+def break_tests(sandbox: Sandbox, task: SweTask) -> tuple[str, ...]:
+    """Put copies that must fail in the place of the files of FAIL_TO_PASS; which of the task's tests those are."""
+    listed = (*task.fail_to_pass, *task.pass_to_pass)
+    known = [{must_fail_name(test) for test in tests} for tests in (task.fail_to_pass, task.pass_to_pass)]
+    names: set[tuple[str, str]] = set()
+
+    for path in files_of(task.fail_to_pass) or task.test_files:
+        source = read_file(sandbox, path)
+        with contextlib.suppress(UnicodeDecodeError):
+            copy = must_fail_copy((source or b"").decode(), *known)
+            if copy.names and not write_file(sandbox, path, copy.text.encode()):
+                raise SandboxError(f"{task.instance_id}: {path} cannot be written in a fresh sandbox")
+            names |= {(path if task.runner == "pytest" else "", name) for name in copy.names}
+
+    return tuple(test for test in listed if (next(iter(files_of([test])), ""), must_fail_name(test)) in names)
+
+
+def beside(test_files: Sequence[str], kept: Sequence[str]) -> list[str]:
+    """The files of tests, and what else is kept in their folders and in those above."""
+    folders = {str(folder) for path in test_files for folder in PurePosixPath(path).parents}
+    return sorted({*test_files, *(path for path in kept if str(PurePosixPath(path).parent) in folders)})
 
 
 def apply_diff(
-    sandbox: Sandbox, checkout: Checkout, diff: str, test_patch: str = "", machinery: Sequence[str] = ()
+    sandbox: Sandbox,
+    checkout: Checkout,
+    diff: str,
+    test_patch: str = "",
+    machinery: Sequence[str] = (),
+    fixed: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What the harness says of the diff: applied, restored, error. `machinery`: put back too, beside tests."""
+    """What the harness says of the diff: applied, restored, kept, error. `machinery`: put back too, beside tests."""
     job = {
         "base": checkout.base,
         "diff": diff,
         "test_patch": test_patch,
         "import_roots": ["" if folder == "." else folder for folder in checkout.python_path],
         "machinery": list(machinery),
+        "fixed": list(fixed),
     }
 
     result = _harness(sandbox, checkout, "apply_diff.py", job)
     try:
         answer = json.loads(result.output)
     except ValueError:
-        answer = {"applied": False, "restored": [], "error": result.text()[-500:]}
+        answer = {"applied": False, "restored": [], "kept": [], "error": result.text()[-500:]}
     return dict(answer)
 
 
 def run_tests(
-    sandbox: Sandbox, checkout: Checkout, files: Sequence[str], seed: int = 0, runner: RunnerName = "pytest"
+    sandbox: Sandbox,
+    checkout: Checkout,
+    files: Sequence[str],
+    seed: int = 0,
+    runner: RunnerName = "pytest",
+    read_only: Sequence[str] = (),
+    timeout_s: float | None = None,
 ) -> TestRun:
     """All tests of these files (pytest: or folders), once; `seed` is that of Python's hashes."""
     key = secrets.token_hex(16)
     test_runner = RUNNERS[runner]
     job = {"key": key, "files": list(files), "python_path": list(checkout.python_path)}
     environment = test_runner.environment | {"PYTHONHASHSEED": str(seed)}
-    result = _harness(sandbox, checkout, test_runner.script, job, environment)
-    output, found, line = result.text().rstrip().rpartition("\n")
+    result = _harness(sandbox, checkout, test_runner.script, job, environment, read_only, timeout_s)
+    output, _, line = result.text().rstrip().rpartition("\n")
 
     if result.timed_out:
         return TestRun(why="the tests ran out of time", output=output)
@@ -124,18 +196,39 @@ def run_tests(
         return TestRun(why="the tests ran out of memory", output=output)
 
     try:
-        report = json.loads(line) if found else {}
+        report = msgspec.convert(json.loads(line), _Report)
     except (ValueError, RecursionError):
-        report = {}
-    if not isinstance(report, dict) or report.get("key") != key:
+        report = _Report("", [], {})
+    if report.key != key:
         return TestRun(why="the test run did not come to its end", output=output)
-    if report["canaries"] != ["failed"] * test_runner.canaries:
-        return TestRun(why="tests that must fail passed: the test machinery was tampered with", output=output)
-    return TestRun(dict(report["outcomes"]), output, seconds=result.seconds)
+    if report.canaries != ["failed"] * test_runner.canaries:
+        why = "tests that must fail passed: the test machinery was tampered with"
+        return TestRun(why=why, output=output, tampered=True)
+    return TestRun(report.outcomes, output, seconds=result.seconds)
+
+
+class _Report(msgspec.Struct):
+    """The line of the harness, as hostile as whatever runs beside it."""
+
+    key: str
+    canaries: list[str]
+    outcomes: dict[str, Literal["passed", "failed", "skipped", "xfailed"]]
+
+
+def _digests(sandbox: Sandbox, files: Sequence[str]) -> bytes:
+    given = "\0".join(files).encode(errors="surrogateescape")
+    return sandbox.run(Command(["xargs", "--null", "--no-run-if-empty", "sha256sum", "--"], given)).output
 
 
 def _harness(
-    sandbox: Sandbox, checkout: Checkout, script: str, job: object, environment: dict[str, str] | None = None
+    sandbox: Sandbox,
+    checkout: Checkout,
+    script: str,
+    job: object,
+    environment: dict[str, str] | None = None,
+    read_only: Sequence[str] = (),
+    timeout_s: float | None = None,
 ) -> Result:
     argv = [checkout.python, "-s", f"{HARNESS}/{script}"]
-    return sandbox.run(Command(argv, json.dumps(job).encode(), environment=environment or {}))
+    given = json.dumps(job).encode()
+    return sandbox.run(Command(argv, given, timeout_s, environment or {}, read_only=read_only))

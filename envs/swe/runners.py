@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from envs.swe.harness.apply_diff import is_test_file
 from envs.swe.harness.fresco_report import worst
 
 RunnerName = Literal["pytest", "django", "sympy"]
@@ -20,6 +21,7 @@ _REPOSITORIES: dict[str, RunnerName] = {"django/django": "django", "sympy/sympy"
 _CHANGED = re.compile(r"^\+\+\+ b/(.+?)\t?$", re.MULTILINE)
 _PROGRESS = re.compile(r"^\[\s*\d*%?\]?$")
 _OPTION = re.compile(r"^(.*?)\[(/[^/*][^*]*)\]$")
+_DESCRIBED = re.compile(r"^(\w+) \(([\w.]+\.\w+)\)$")
 _MOUSE_BUTTONS = {"MouseButton.LEFT": "1", "MouseButton.RIGHT": "3"}
 
 
@@ -37,7 +39,7 @@ class TestRunner:
 
 
 RUNNERS: dict[RunnerName, TestRunner] = {
-    "pytest": TestRunner("run_tests.py", canaries=2),
+    "pytest": TestRunner("run_tests.py", canaries=6),
     "django": TestRunner(
         "run_django.py",
         canaries=12,
@@ -59,7 +61,7 @@ def runner_of(repo: str) -> RunnerName:
 
 def changed_tests(runner: RunnerName, test_patch: str) -> tuple[str, ...]:
     """The test files that a row's patch leaves there changed, of the forms that the runner takes."""
-    paths = [path for path in dict.fromkeys(_CHANGED.findall(test_patch)) if path.endswith(".py")]
+    paths = [path for path in dict.fromkeys(changed_paths(test_patch)) if path.endswith(".py")]
     if runner == "django":
         return tuple(path for path in paths if path.startswith("tests/") and path.count("/") > 1)
     return tuple(path for path in paths if path.rpartition("/")[2].startswith("test_"))
@@ -80,14 +82,36 @@ def is_progress(test: str) -> bool:
     return bool(_PROGRESS.match(test))
 
 
-def protected_paths(runner: RunnerName, gold_patch: str) -> tuple[str, ...]:
-    """The runner's machinery, unless that is what the task is about."""
-    changed = _CHANGED.findall(gold_patch)
+def changed_paths(patch: str) -> list[str]:
+    """The files that a patch leaves there changed."""
+    return _CHANGED.findall(patch)
+
+
+def protected_paths(
+    runner: RunnerName, gold_patch: str, test_files: Sequence[str] = (), test_patch: str = ""
+) -> list[str]:
+    """What a diff cannot change, unless that is what the task is about: the runner's machinery, the files that the task
+    names or brings, and the folders of such files whose own names do not show that they are tests."""
+    named = [*test_files, *changed_paths(test_patch)]
+    folders = [f"{path.rpartition('/')[0]}/" for path in test_files if "/" in path and not is_test_file(path)]
+    changed = changed_paths(gold_patch)
 
     def is_the_task(kept: str) -> bool:
         return any(path == kept or (kept.endswith("/") and path.startswith(kept)) for path in changed)
 
-    return tuple(kept for kept in RUNNERS[runner].machinery if not is_the_task(kept))
+    return [kept for kept in dict.fromkeys([*RUNNERS[runner].machinery, *named, *folders]) if not is_the_task(kept)]
+
+
+def must_fail_name(test: str) -> str:
+    """The name by which `must_fail` knows a test: the part of pytest's id below the file, without parameters;
+    `Class::test_a` of Django's `test_a (module.Class)` or `test_a (module.Class.test_a)`."""
+    if has_file(test):
+        return test.partition("::")[2].split("[")[0]
+    found = _DESCRIBED.match(test)
+    if found is None:
+        return test
+    name, where = found[1], found[2].removesuffix(f".{found[1]}")
+    return f"{where.rpartition('.')[2]}::{name}"
 
 
 def share_passed(outcomes: Mapping[str, str], tests: Sequence[str]) -> float:

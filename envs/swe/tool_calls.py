@@ -3,7 +3,7 @@
     <tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>        ```bash
                                                                                    ls
                                                                                    ```
-A call that cannot be understood becomes a `Malformed`, whose text tells the model what to write instead.
+A call that cannot be understood becomes a `BadCall`, whose text tells the model what to write instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Malformed:
+class BadCall:
     """A call that cannot be made, and what the model is told."""
 
     why: str
@@ -101,31 +101,31 @@ def render_call(call: ToolCall) -> str:
     return f"<tool_call>\n{written}\n</tool_call>"
 
 
-def parse_calls(text: str) -> list[ToolCall | Malformed]:
-    """The calls of one turn, in order; never empty: a turn without any is one Malformed. Never raises."""
-    found: list[ToolCall | Malformed] = []
+def parse_calls(text: str) -> list[ToolCall | BadCall]:
+    """The calls of one turn, in order; never empty: a turn without any is one BadCall. Never raises."""
+    found: list[ToolCall | BadCall] = []
     if "<tool_call>" in text:
         found = [_parse(body) for body in _CALL.findall(text)]
         if text.count("<tool_call>") > len(found):
-            found.append(Malformed("a <tool_call> is not closed by </tool_call>"))
+            found.append(BadCall("a <tool_call> is not closed by </tool_call>"))
     else:
         for kind, body in _FENCE.findall(text):
             found.append(ToolCall("submit", {}) if kind == "submit" else ToolCall("bash", {"command": body}))
 
     if not found:
-        return [Malformed(f"no tool call found. Call a tool like this:\n{_EXAMPLE}")]
+        return [BadCall(f"no tool call found. Call a tool like this:\n{_EXAMPLE}")]
     if len(found) > MAX_CALLS:
-        return [*found[:MAX_CALLS], Malformed(f"only the first {MAX_CALLS} calls of a turn are made")]
+        return [*found[:MAX_CALLS], BadCall(f"only the first {MAX_CALLS} calls of a turn are made")]
     return found
 
 
-def _parse(body: str) -> ToolCall | Malformed:
+def _parse(body: str) -> ToolCall | BadCall:
     try:
         value = json.loads(body, strict=False)
     except (ValueError, RecursionError) as error:
-        return Malformed(f"the text of the <tool_call> is not JSON ({error}). Write:\n{_EXAMPLE}")
+        return BadCall(f"the text of the <tool_call> is not JSON ({error}). Write:\n{_EXAMPLE}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return Malformed(f'a <tool_call> needs "name" and "arguments". Write:\n{_EXAMPLE}')
+        return BadCall(f'a <tool_call> needs "name" and "arguments". Write:\n{_EXAMPLE}')
 
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
@@ -134,26 +134,26 @@ def _parse(body: str) -> ToolCall | Malformed:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return Malformed('"arguments" must be a JSON object')
+        return BadCall('"arguments" must be a JSON object')
     return _checked(value["name"], arguments)
 
 
-def _checked(name: str, arguments: dict[str, object]) -> ToolCall | Malformed:
+def _checked(name: str, arguments: dict[str, object]) -> ToolCall | BadCall:
     tool = _BY_NAME.get(name)
     if tool is None:
-        return Malformed(f"there is no tool {name[:40]!r}; the tools are {', '.join(_BY_NAME)}")
+        return BadCall(f"there is no tool {name[:40]!r}; the tools are {', '.join(_BY_NAME)}")
 
     for argument, (kind, _, required) in tool.parameters.items():
         if argument not in arguments:
             if required:
-                return Malformed(f"{name} needs the argument {argument!r}")
+                return BadCall(f"{name} needs the argument {argument!r}")
             continue
         value = arguments[argument]
         if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
-            return Malformed(f"{name}: {argument!r} must be of type {kind}")
+            return BadCall(f"{name}: {argument!r} must be of type {kind}")
 
     unknown = [argument for argument in arguments if argument not in tool.parameters]
     if unknown:
         known = ", ".join(tool.parameters) or "none"
-        return Malformed(f"{name} has no argument {unknown[0][:40]!r}; it has: {known}")
+        return BadCall(f"{name} has no argument {unknown[0][:40]!r}; it has: {known}")
     return ToolCall(name, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envs.sandbox import Command, Result, Sandbox, SandboxError, read_file, write_file
+from envs.sandbox import Command, Result, Sandbox, read_file, write_file
 from envs.sandbox.process import cut_middle
 from envs.sandbox.runtime import HARNESS
 from envs.swe.checkout import Checkout
@@ -110,17 +110,15 @@ class Toolbox:
 def extract_diff(sandbox: Sandbox, base: str, limit: int) -> str:
     """All changes since `base`, new files included, as the sandbox's own git tells them; empty if it cannot.
 
-    Hostile text: the agent may have done anything to its git. It is only ever applied in another sandbox.
+    Hostile text: the agent may have done anything to its git. It is only ever applied in another sandbox. Raises
+    SandboxError for faults of the host: what it lost was perhaps a solution.
     """
     git = "git -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.quotePath=false"
     script = (
         f"{git} add --all >/dev/null 2>&1; "
         f"exec {git} diff --cached --binary --no-renames --no-color --no-ext-diff --no-textconv {base}"
     )
-    try:
-        result = sandbox.run(Command(["sh", "-c", script], separate_stderr=True))
-    except SandboxError:
-        return ""
+    result = sandbox.run(Command(["sh", "-c", script], separate_stderr=True))
     whole = result.ok and not result.left_out_bytes and len(result.output) <= limit
     return result.output.decode(errors="replace") if whole else ""
 

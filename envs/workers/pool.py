@@ -1,46 +1,30 @@
 """Sessions over worker processes. A worker that hangs or dies is replaced, and its sessions are restored by replay.
 
-A worker answers requests in order and says which one it works on. If it hangs, the session of that request is lost, as
-RequestLost, and no other; if it dies, the session is tried once more, since the worker may have been killed from
-outside. Of every other session of the worker the requests that it remembers are made again in a new process, and its
-waiting request is sent again; the caller notices only the time. Answers must depend on a session's requests alone.
+A worker answers requests in order and says which one it works on. If it hangs, or uses up the CPU time that it allows a
+request (SIGPROF), the session of that request is lost, as RequestLost, and no other; if it dies, the session is tried
+once more, since the worker may have been killed from outside. Of every other session of the worker the requests that it
+remembers are made again in a new process, and its waiting request is sent again; the caller notices only the time.
+Answers must depend on a session's requests alone.
 
-A process is there from `start` or from the first request on; one that ends is replaced once there is a session.
+A process is there from `start` or from the first request on; one that ends is replaced once there is a session. One
+that cannot be started is tried again for as long as the pool is there; after a few times those who wait are told, and
+until it serves new sessions go elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import sys
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic
 
-from envs.workers.wire import CHUNK, Body, CurrentRequest, FrameReader, Result, WorkerReply, WorkerRequest, frame
+from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted, WorkerProcess
+from envs.workers.wire import Body, Result, WorkerReply, WorkerRequest
 
-START_DEADLINE_S = 120.0  # importing a large library on a busy machine
-
-
-class RequestLost(RuntimeError):
-    """The worker hung or died over this request, or refused it; the message says which."""
-
-
-class WorkerNotStarted(RequestLost):
-    """No process can be started."""
-
-
-@dataclass(frozen=True)
-class WorkerKind(Generic[Result]):
-    """What the processes of a pool run: `python -m module PAGE *arguments`, see `envs.workers.serving`."""
-
-    name: str  # for messages: "a game worker"
-    module: str
-    result: type[Result]
-    deadline_s: float  # of a request, from when it became the oldest; past it the process is killed
-    arguments: Sequence[str] = ()
-    keeps_state: bool = True  # of sessions, so that the worker has to hear of their end
+START_TRIES = 3  # before those who wait are told
+FIRST_PAUSE_S = 0.2  # between two tries, twice as long each time
+LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(eq=False)
@@ -64,7 +48,7 @@ class Session(Generic[Body, Result]):
 
 
 class Pool(Generic[Body, Result]):
-    """Sessions spread over `workers` processes, each new one where the fewest are."""
+    """Sessions spread over `workers` processes, each new one where the fewest are and nothing has to start first."""
 
     def __init__(self, kind: WorkerKind[Result], workers: int) -> None:
         self.workers: list[Worker[Body, Result]] = [Worker(kind) for _ in range(workers)]
@@ -85,7 +69,7 @@ class Pool(Generic[Body, Result]):
 
     def open(self) -> Session[Body, Result]:
         self._opened += 1
-        return min(self.workers, key=lambda worker: worker.load).open(self._opened)
+        return min(self.workers, key=lambda worker: (worker.starting, worker.load)).open(self._opened)
 
 
 @dataclass(slots=True)
@@ -106,14 +90,15 @@ class Worker(Generic[Body, Result]):
     def __init__(self, kind: WorkerKind[Result]) -> None:
         self.restarts = 0
         self._kind = kind
-        self._process: _Process[Body, Result] | None = None  # while there is one that serves
+        self._process: WorkerProcess[Body, Result] | None = None  # while there is one that serves
         self._sessions: dict[int, Session[Body, Result]] = {}
         self._pending: dict[int, _Pending[Body, Result]] = {}  # by number of the request, oldest first
         self._number = 0
 
         self._needed = asyncio.Event()
         self._settled = asyncio.Event()  # set once the first process serves or has failed to
-        self._failure: WorkerNotStarted | None = None
+        self._failed_starts = 0  # since the last process that served
+        self._failure: WorkerNotStarted | None = None  # of so many starts that those who waited were told
         self._oldest_since = 0.0  # loop time at which the oldest request became that
         self._alarm: asyncio.TimerHandle | None = None
         self._hung = False
@@ -122,6 +107,11 @@ class Worker(Generic[Body, Result]):
     @property
     def load(self) -> int:
         return len(self._sessions)
+
+    @property
+    def starting(self) -> bool:
+        """A process is wanted, and there is none yet."""
+        return self._needed.is_set() and self._process is None
 
     @property
     def pid(self) -> int | None:
@@ -217,19 +207,21 @@ class Worker(Generic[Body, Result]):
         """A process whenever one is needed, with the sessions restored in it."""
         while True:
             await self._needed.wait()
-            process: _Process[Body, Result] = _Process(self._kind, self._take)
-            self._failure = None
+            process: WorkerProcess[Body, Result] = WorkerProcess(self._kind, self._take)
             self._hung = False
+            failure = None
 
             try:
                 await process.start()
                 self._process = process
+                self._failed_starts = 0
+                self._failure = None
                 self._restore()
                 self._settled.set()
                 await process.ended.wait()
             except WorkerNotStarted as error:
-                self._failure = error
-                self._settled.set()
+                failure = error
+
             finally:
                 self._process = None
                 await process.close()
@@ -237,13 +229,24 @@ class Worker(Generic[Body, Result]):
             if self._alarm is not None:
                 self._alarm.cancel()
                 self._alarm = None
-            if self._failure is not None:
-                self._lose_all(str(self._failure))
-            else:
-                self.restarts += 1
-                self._lose(process.current.get())
+            if failure is not None:
+                await self._wait_after(failure)
+                continue
+
+            self.restarts += 1
+            self._lose(process)
             if not self._sessions:
                 self._needed.clear()
+
+    async def _wait_after(self, failure: WorkerNotStarted) -> None:
+        """Before the next start. Sessions keep their place through the first few failures."""
+        self._failed_starts += 1
+        if self._failed_starts >= START_TRIES:
+            self._failure = failure
+            self._lose_all(str(failure))
+            self._settled.set()
+        pause_s = FIRST_PAUSE_S * 2 ** min(self._failed_starts - 1, 20)
+        await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
 
     def _restore(self) -> None:
         """Every session's remembered requests again, then the one that waits."""
@@ -256,112 +259,29 @@ class Worker(Generic[Body, Result]):
             if number in waiting:
                 self._send(waiting[number])
 
-    def _lose(self, number: int) -> None:
-        """The process came to its end over this request: its session is lost, but for a first death."""
+    def _lose(self, process: WorkerProcess[Body, Result]) -> None:
+        """The process came to its end over one request: its session is lost, but for a first death."""
         if not self._pending:
             return
         # The process may have ended between two requests: then it is laid to the oldest.
-        at = self._pending.get(number) or next(iter(self._pending.values()))
-        if not self._hung:
+        at = self._pending.get(process.current.get()) or next(iter(self._pending.values()))
+        spent = process.exit_code == -signal.SIGPROF
+        if not self._hung and not spent:
             at.session.deaths += 1
             if at.session.deaths < 2:
                 return
 
         self._sessions.pop(at.session.number, None)
-        why = f"did not answer in {self._kind.deadline_s:g} s" if self._hung else "died"
+        why = "used up its CPU time" if spent else "died"
+        error = RequestLost(f"{self._kind.name} {why}, asked {at.body}")
+        if self._hung:
+            error = WorkerHung(f"{self._kind.name} did not answer in {self._kind.deadline_s:g} s, asked {at.body}")
         for each in self._pending.values():
             if each.session is at.session:
-                each.fail(RequestLost(f"{self._kind.name} {why}, asked {at.body}"))
+                each.fail(error)
 
     def _lose_all(self, why: str) -> None:
         self._sessions.clear()
         for each in self._pending.values():
             each.fail(WorkerNotStarted(why))
         self._pending.clear()
-
-
-class _Process(Generic[Body, Result]):
-    """One process: `take` is called with every reply, `ended` is set once no more can come."""
-
-    def __init__(self, kind: WorkerKind[Result], take: Callable[[WorkerReply[Result]], None]) -> None:
-        self.ended = asyncio.Event()
-        self.current = CurrentRequest()
-        self._kind = kind
-        self._take = take
-        self._reader: FrameReader[WorkerReply[Result]] = FrameReader(WorkerReply[kind.result])  # type: ignore[name-defined]
-        self._ready = asyncio.get_running_loop().create_future()
-        self._replies = -1  # the descriptor that replies arrive on, while it is open
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    async def start(self) -> None:
-        """Raises WorkerNotStarted. `close` comes after it in any case."""
-        name = self._kind.name
-        page = self.current.descriptor
-        variables = {"FRESCO_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        self._replies, theirs = os.pipe()
-
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self._kind.module, str(page), *self._kind.arguments),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=theirs,
-                pass_fds=(page,),
-                env=os.environ | variables,
-            )
-        except OSError as error:
-            raise WorkerNotStarted(f"{name} cannot be started: {error}") from error
-
-        finally:
-            os.close(theirs)
-            self.current.close_descriptor()
-
-        asyncio.get_running_loop().add_reader(self._replies, self._readable)
-        ready = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_DEADLINE_S):
-                ready = await self._ready
-        if not ready:
-            raise WorkerNotStarted(f"{name} did not start in {START_DEADLINE_S:g} s, or ended before it served")
-
-    def write(self, request: WorkerRequest[Body]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(frame(request))
-
-    def kill(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-
-    async def close(self) -> None:
-        """Kill it and reap it."""
-        self._close_replies()
-        self.kill()
-        if self._process is not None:
-            await self._process.wait()
-
-    def _readable(self) -> None:
-        """Called by the event loop: no task and no stream between the pipe and whoever waits."""
-        chunk = os.read(self._replies, CHUNK)
-        for reply in self._reader.feed(chunk):
-            if reply.number:
-                self._take(reply)
-            else:
-                self._ready.set_result(True)
-        if chunk:
-            return
-
-        self._close_replies()
-        self.ended.set()
-        if not self._ready.done():
-            self._ready.set_result(False)
-
-    def _close_replies(self) -> None:
-        if self._replies >= 0:
-            asyncio.get_running_loop().remove_reader(self._replies)
-            os.close(self._replies)
-        self._replies = -1

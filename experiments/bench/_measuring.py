@@ -20,6 +20,7 @@ from rl.core.columns import token_columns
 from rl.core.config import load_config
 from rl.core.messages import SampleRow, Shard
 from rl.core.run import RunFile
+from rl.core.sockets import make_curve_key
 
 Work = Callable[[], object]
 
@@ -112,6 +113,7 @@ def temporary_run(overrides: Sequence[str] = (), **fields: Any) -> Iterator[RunF
         }
 
         run = RunFile.model_validate(values | fields)
+        make_curve_key(run.folder)
         run.save()
 
         yield run

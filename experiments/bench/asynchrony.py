@@ -1,21 +1,20 @@
 """Environment-level asynchrony on the wall clock: per-environment progress against a per-turn barrier.
 
-    python -m experiments.bench asynchrony [--mean-s 0.5 --sigma-s 0.5 --turns 10] [--out FILE.json]
+    python -m experiments.bench asynchrony [--mean-s 0.5 --sigma-s 0.5 --turns 10] [--rounds 5] [--out FILE.json]
 
 The complete system of real processes with simulated engines, injected Gaussian latency of every environment step and
-synchronous training (alpha = 0): the same configuration twice, `rollout.turn_barrier` apart, each beside the
+synchronous training (alpha = 0): the same configuration twice, `rollout.turn_barrier` apart, in turns, each beside the
 simulator's prediction for the same draws. All environments are one server's, so one barrier holds them all.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from experiments.bench._measuring import parser_of, write
+from experiments.bench._measuring import Timing, parser_of, write
+from experiments.bench._ratios import Idle, provenance, ratio_of
 from experiments.paper.reality import COMMON, RECIPE, measure, predict
 from rl.core.config import load_config
 
@@ -26,13 +25,25 @@ SIDES = {"per-turn barrier": "rollout.turn_barrier=true", "per environment": "ro
 
 def main(argv: list[str]) -> None:
     options = _options(argv)
-    sides = {name: _side((*_overrides(options), setting)) for name, setting in SIDES.items()}
-    barrier, free = sides.values()
-    ratio = {key: barrier[key] / free[key] for key in ("measured_s", "predicted_s")}
-    print(f"barrier / per environment: measured {ratio['measured_s']:.2f}x, predicted {ratio['predicted_s']:.2f}x")
+    settings = {name: (*_overrides(options), setting) for name, setting in SIDES.items()}
+    predicted = {name: predict(load_config(RECIPE, [*COMMON, *each]), WARM_UP) for name, each in settings.items()}
+    measured: dict[str, list[Timing]] = {name: [] for name in SIDES}
+    with Idle() as idle:
+        for number in range(options.rounds):
+            for name in list(SIDES) if number % 2 == 0 else reversed(list(SIDES)):
+                measured[name].append(_step(name, settings[name]))
+
+    barrier, free = SIDES
+    ratio = ratio_of(measured[barrier], measured[free])
+    expected = predicted[barrier] / predicted[free]
+    refusal = idle.refusal(options.rounds)
+    print(f"seconds of a step, {barrier} over {free}: {ratio}; predicted {expected:.2f}")
+    print(f"no verdict: {refusal}" if refusal else "the machine was ours")
+
     parameters = {name: value for name, value in vars(options).items() if name != "out"}
-    result = {"parameters": parameters, "seconds_per_step": sides, "ratio": ratio, "load": os.getloadavg()[0]}
-    write(options.out, result)
+    steps = {"measured": measured, "predicted_s": predicted, "predicted_ratio": expected}
+    found = provenance(idle, {"barrier_over_free": ratio})
+    write(options.out, {"parameters": parameters, "steps": steps, "refusal": refusal} | found)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
@@ -42,6 +53,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--groups", type=int, default=16, help="of 4 episodes each, in one batch")
     parser.add_argument("--tokens", type=float, default=10.0, help="mean of a turn; a token takes 10 ms or more")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help=f"training steps, of which {WARM_UP} is not measured")
     parser.set_defaults(out=OUT)
 
@@ -65,9 +77,9 @@ def _overrides(options: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def _side(overrides: tuple[str, ...]) -> dict[str, Any]:
-    predicted = predict(load_config(RECIPE, [*COMMON, *overrides]), WARM_UP)
+def _step(name: str, overrides: tuple[str, ...]) -> Timing:
+    """Of one run, the mean."""
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
         measured, cpus = measure(overrides, Path(folder), WARM_UP)
-    print(f"{overrides[-1]}: {measured:.2f} s a step, predicted {predicted:.2f} s, {cpus:.2f} CPUs", flush=True)
-    return {"measured_s": measured, "predicted_s": predicted, "cpus": cpus}
+    print(f"{name}: {measured:.2f} s a step, {cpus:.2f} CPUs", flush=True)
+    return Timing(measured, cpus * measured)

@@ -1,21 +1,21 @@
 """Acknowledged trajectories per second through the real broker process, against a bare PULL loop.
 
-    python -m experiments.bench broker [--seconds 5] [--tokens 4096] [--out FILE.json]
+    python -m experiments.bench broker [--rounds 5] [--seconds 5] [--tokens 4096] [--out FILE.json]
 
 A producer process plays one environment server over ipc: it answers every ticket at once with a trajectory of
 `--tokens` tokens (13 bytes each: 54 kB at 4096) and its usage, and counts a trajectory when its acknowledgement
 arrives. This process plays supervisor and learner: it takes each batch and publishes the next version at once, so
 tickets, ledger, assembly and shards are part of what is measured. The limit is the same producer, with as many
-trajectories open, against a process that only receives and acknowledges. Also printed: CPU microseconds of both
-per trajectory (the steadier numbers on a busy machine), the broker's memory before any data and, without sockets,
-how many events the core handles in a second with 100 000 live episodes.
+trajectories open, against a process that only receives and acknowledges; the two take turns. Also printed: the
+broker's memory before any data and, without sockets, how many events the core handles in a second with 100 000 live
+episodes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +28,8 @@ import numpy as np
 import psutil
 import zmq
 
-from experiments.bench._measuring import parser_of, temporary_run, write
+from experiments.bench._measuring import Timing, parser_of, temporary_run, write
+from experiments.bench._ratios import Idle, provenance, ratio_of
 from rl.core.columns import token_columns
 from rl.core.messages import (
     AckTickets,
@@ -49,7 +50,7 @@ from rl.core.messages import (
 from rl.core.run import RunFile
 from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
 from rollout.broker import BrokerCore, Rules
-from rollout.broker.actions import EmitBatch, IssueTicket, Outcome
+from rollout.broker.actions import EmitBatch, EpisodeOutcome, IssueTicket
 from rollout.broker.memory import tune_memory
 
 OPEN = 512  # tickets that the producer holds at once
@@ -57,21 +58,21 @@ SETTINGS = ["rollout.groups_per_batch=16", "rollout.group_size=8", "rollout.alph
 
 
 class Encoded:
-    """Trajectories encoded once per policy version: of each, only two numbers in the header are its own."""
+    """Trajectories encoded once per policy version: of each, only a few numbers in the header are its own."""
 
-    MARKS = (1 << 62, 1 << 61)  # stand for ticket id and sequence number: MessagePack writes them as 8 bytes, too
+    MARKS = tuple(1 << bit for bit in range(58, 63))  # stand for these numbers: MessagePack writes each in 8 bytes
 
     def __init__(self, version: Version, tokens: int) -> None:
-        ticket_id, seq = self.MARKS
+        ticket_id, sample_id, group_id, task_index, seq = self.MARKS
         header, *self.arrays = encode(
             Trajectory(
                 server=0,
                 incarnation=0,
                 seq=seq,
                 ticket_id=ticket_id,
-                sample_id=0,
-                group_id=0,
-                task_index=0,
+                sample_id=sample_id,
+                group_id=group_id,
+                task_index=task_index,
                 kind="train",
                 epoch=version.epoch,
                 sequences=[
@@ -81,6 +82,7 @@ class Encoded:
                     )
                 ],
                 reward=1.0,
+                success=True,
                 stop_reason="done",
                 tokens_generated=tokens,
                 seconds=0.0,
@@ -89,10 +91,11 @@ class Encoded:
 
         self.header = bytes(header)
 
-    def send(self, socket: zmq.Socket[bytes], ticket_id: int, seq: int) -> None:
-        """Its frames, with ticket id and sequence number written into the header."""
+    def send(self, socket: zmq.Socket[bytes], ticket: Ticket, seq: int) -> None:
+        """Its frames, with the ticket's ids and the sequence number written into the header."""
         header = self.header
-        for mark, value in zip(self.MARKS, (ticket_id, seq), strict=True):
+        own = (ticket.ticket_id, ticket.sample_id, ticket.group_id, ticket.task_index, seq)
+        for mark, value in zip(self.MARKS, own, strict=True):
             header = header.replace(mark.to_bytes(8, "big"), value.to_bytes(8, "big"))
         frames = [header, *self.arrays]
         for index, frame in enumerate(frames):
@@ -115,13 +118,13 @@ def produce(run: RunFile, seconds: float, tokens: int, bare: bool) -> None:
 
         for message in drain(tickets):
             match message:
-                case Ticket(ticket_id=ticket_id, version=version):
+                case Ticket(ticket_id=ticket_id, version=version) as ticket:
                     if version not in encoded:
                         encoded = {version: Encoded(version, tokens)}
                     seq += 1
                     if not bare:
                         send(usage, Usage(ticket_id, tokens))
-                    encoded[version].send(results, ticket_id, seq)
+                    encoded[version].send(results, ticket, seq)
                 case AckTickets(ticket_ids):
                     acknowledged += len(ticket_ids)
 
@@ -255,7 +258,7 @@ def core_events_per_s(episodes: int = 100_000, live: int = 100_000) -> float:
         taken += 1
         core.first_token(ticket.ticket_id, ticket.version, 0.0)
         core.usage(ticket.ticket_id, 10, False, 0.0)
-        actions = core.finished(ticket.ticket_id, Outcome(0, ticket.version.n, 1.0, 10), 0.0)
+        actions = core.finished(ticket.ticket_id, EpisodeOutcome(0, ticket.version.n, 1.0, 10), 0.0)
         events += 3
 
         if any(isinstance(action, EmitBatch) for action in actions):
@@ -268,8 +271,14 @@ def core_events_per_s(episodes: int = 100_000, live: int = 100_000) -> float:
     return events / (time.perf_counter() - begin)
 
 
+def _of_one(found: list[dict[str, float]]) -> list[Timing]:
+    """Seconds of one trajectory."""
+    return [Timing(1 / each["per_s"], 1e-6 * each["cpu_us_per_trajectory"]) for each in found]
+
+
 def main(argv: list[str]) -> None:
     parser = parser_of("broker", __doc__)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--produce", metavar="RUN", help=argparse.SUPPRESS)
@@ -286,19 +295,23 @@ def main(argv: list[str]) -> None:
         amount = ["--seconds", str(options.seconds), "--tokens", str(options.tokens)]
         return [sys.executable, "-m", "experiments.bench", "broker", "--produce", str(run.folder), *amount]
 
-    with temporary_run(SETTINGS) as run:
-        limit = measure_limit(run, producer(run))
-    with temporary_run(SETTINGS) as run:
-        broker = serve_broker(run, producer(run))
+    found: dict[str, list[dict[str, float]]] = {"broker": [], "bare_pull": []}
+    with Idle() as idle:
+        for _ in range(options.rounds):
+            with temporary_run(SETTINGS) as run:
+                found["bare_pull"].append(measure_limit(run, producer(run)))
+            with temporary_run(SETTINGS) as run:
+                found["broker"].append(serve_broker(run, producer(run)))
 
+    ratio = ratio_of(_of_one(found["broker"]), _of_one(found["bare_pull"]))
     result: dict[str, Any] = {
         "trajectory_bytes": 13 * options.tokens,
-        "broker": {name: round(value, 1) for name, value in broker.items()},
-        "bare_pull": {name: round(value, 1) for name, value in limit.items()},
-        "ratio": round(broker["per_s"] / limit["per_s"], 3),
+        "broker": {name: statistics.median(each[name] for each in found["broker"]) for name in found["broker"][0]},
+        "bare_pull": {name: statistics.median(each[name] for each in found["bare_pull"]) for name in ("per_s",)},
+        "seconds_of_one": str(ratio),
         "core_events_per_s": round(core_events_per_s()),
-        "cores": os.cpu_count(),
-    }
+        "refusal": idle.refusal(options.rounds),
+    } | provenance(idle, {"broker_over_bare_pull": ratio})
 
     print(json.dumps(result, indent=2))
     write(options.out, result)

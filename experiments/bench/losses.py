@@ -12,7 +12,6 @@ has one: its step's own log-probabilities are those); `decoupled_ppo` with `prox
 from __future__ import annotations
 
 import itertools
-import statistics
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch
 from algos.registry import Loss, loss_names, make_loss
 from algos.types import LossInputs
 from experiments.bench._measuring import Work, alternate, parser_of, random_shard, write
+from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.core.config import load_config
 from rl.core.messages import Shard
@@ -48,20 +48,21 @@ def main(argv: list[str]) -> None:
     trainer = Trainer(config, ensure_tiny_model(TinyRecipe(sft_steps=0)), last_step=10_000)
     vocabulary = trainer.policy.model.config.vocab_size
     shard = random_shard(config.rollout.groups_per_batch, config.rollout.group_size, 24, (8, 24), vocabulary)
-    medians = shares_of_step(trainer, shard, config.sampling.temperature, arguments.rounds)
+    with Idle() as idle:
+        shares = shares_of_step(trainer, shard, config.sampling.temperature, arguments.rounds)
 
     print(f"{len(shard.rows)} samples, {sum(shard.lengths)} tokens; share of a learner step")
-    for name in sorted(medians, key=medians.__getitem__):
-        print(f"  {name:14} {medians[name]:.4f}")
+    for name in sorted(shares, key=lambda name: shares[name].cpu.median):
+        print(f"  {name:14} {shares[name]}")
 
-    worst = max(value for name, value in medians.items() if name != "proximal")
-    print(f"largest share of a loss {worst:.4f}; target {TARGET} {'met' if worst <= TARGET else 'missed'}")
-    result = {"share_of_step": medians, "largest": worst, "target": TARGET, "rounds": arguments.rounds}
-    write(arguments.out, result)
+    worst = max(set(shares) - {"proximal"}, key=lambda name: shares[name].cpu.median)
+    verdict = shares[worst].verdict(at_most=TARGET, of="cpu", idle=idle)
+    print(f"the dearest loss is {worst}: {verdict}")
+    write(arguments.out, {"dearest": worst, "verdict": verdict} | provenance(idle, shares))
 
 
-def shares_of_step(trainer: Trainer, shard: Shard, temperature: float, rounds: int) -> dict[str, float]:
-    """Median over the rounds of each loss's seconds over those of the step beside it."""
+def shares_of_step(trainer: Trainer, shard: Shard, temperature: float, rounds: int) -> dict[str, Ratio]:
+    """Each loss's seconds over those of the step beside it."""
     minibatch = trainer.minibatches(shard)[0]
 
     def proximal() -> list[Pack]:
@@ -80,7 +81,4 @@ def shares_of_step(trainer: Trainer, shard: Shard, temperature: float, rounds: i
     measured = alternate(works, rounds, warm_up=1)
 
     step = measured.pop("step")
-    return {
-        name: statistics.median(one.wall_s / whole.wall_s for one, whole in zip(values, step, strict=True))
-        for name, values in measured.items()
-    }
+    return {name: ratio_of(values, step) for name, values in measured.items()}

@@ -5,8 +5,8 @@
 A: `AsyncLLM.generate` in this process. B: client -> proxy process -> generator process -> vLLM and back, over
 ipc sockets. Same prompts, concurrency, sampling parameters, model shape and dtype; A and B alternate, so drift of
 the machine hits both. Each engine core is pinned to the first core and everything else to the last one (the
-front end of A's vLLM as well as B's client, proxy and generator). Reported: medians over rounds, and the ratios;
-CPU microseconds per token, of the engine core and of everything else, are the steadier number on a busy machine.
+front end of A's vLLM as well as B's client, proxy and generator). Reported: medians over rounds, and the ratio of the
+seconds of a token, by the clock and by the CPU of all processes. Target: at most 1 / 0.9 by the clock.
 Every response runs to `--tokens`, so both sides do the same work whatever the weights are.
 """
 
@@ -30,9 +30,10 @@ import numpy as np
 import psutil
 import zmq
 
-from experiments.bench._measuring import parser_of, temporary_run, write
+from experiments.bench._measuring import Timing, parser_of, temporary_run, write
+from experiments.bench._ratios import Idle, provenance, ratio_of
 from rl.core.messages import ClientHello, Generate, Generated, Message, Version, WeightNotice
-from rl.core.receiving import Port, fatal
+from rl.core.receiving import Malformed, Port
 from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import identity, open_socket, send
 from rl.weights import Manifest, WeightWriter, make_writer
@@ -51,6 +52,7 @@ _SHAPE: dict[str, Any] = {
 }
 _PROMPT_TOKENS = 64
 _START_S = 180.0
+TARGET = round(1 / 0.9, 2)
 _VERSION = Version(0, 0)
 
 
@@ -78,6 +80,11 @@ class Measured:
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(values) for name, values in vars(self).items()}
 
+    def timings(self) -> list[Timing]:
+        """Of one token, all processes together."""
+        columns = zip(self.tokens_per_s, self.engine_cpu_us, self.other_cpu_us, strict=True)
+        return [Timing(1 / rate, 1e-6 * (engine + other)) for rate, engine, other in columns]
+
 
 def main(argv: list[str]) -> None:
     options = _options(argv)
@@ -94,7 +101,9 @@ def main(argv: list[str]) -> None:
         temporary_run(overrides, model_folder=_save_model(Path(folder))) as run,
     ):
         os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
-        asyncio.run(_measure(run, options, cores[0]))
+        with Idle() as idle:
+            measured = asyncio.run(_measure(run, options, cores[0]))
+        _report(measured, idle, options)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
@@ -115,7 +124,7 @@ def _save_model(folder: Path) -> Path:
     return folder
 
 
-async def _measure(run: RunFile, options: argparse.Namespace, engine_core: int) -> None:
+async def _measure(run: RunFile, options: argparse.Namespace, engine_core: int) -> dict[str, Measured]:
     async with contextlib.AsyncExitStack() as stack:
         bare = stack.enter_context(_bare(run))
         path = await stack.enter_async_context(_whole_path(run))
@@ -140,22 +149,20 @@ async def _measure(run: RunFile, options: argparse.Namespace, engine_core: int) 
                     flush=True,
                 )
 
-    _report(measured, options)
+    return measured
 
 
-def _report(measured: dict[str, Measured], options: argparse.Namespace) -> None:
+def _report(measured: dict[str, Measured], idle: Idle, options: argparse.Namespace) -> None:
     medians = {name: values.medians() for name, values in measured.items()}
     for name, values in medians.items():
         print(f"median {name}: " + ", ".join(f"{key} {value:.0f}" for key, value in values.items()))
-    pairs = zip(measured["path"].tokens_per_s, measured["bare"].tokens_per_s, strict=True)
-    ratio = {key: medians["path"][key] / medians["bare"][key] for key in medians["bare"]}
-    ratio["tokens_per_s_paired"] = statistics.median(path / bare for path, bare in pairs)
-    print(
-        "path / bare: " + ", ".join(f"{key} {value:.3f}" for key, value in ratio.items()) + " (tokens: target >= 0.90)"
-    )
+    ratio = ratio_of(measured["path"].timings(), measured["bare"].timings())
+    verdict = ratio.verdict(at_most=TARGET, of="wall", idle=idle)
+    print(f"seconds of a token, path over bare: {ratio}; {verdict}")
 
     rounds = {name: vars(values) for name, values in measured.items()}
-    write(options.out, {"rounds": rounds, "median": medians, "ratio": ratio})
+    result = {"rounds": rounds, "median": medians, "verdict": verdict}
+    write(options.out, result | provenance(idle, {"path_over_bare": ratio}))
 
 
 async def _round(side: Side, round_number: int, options: argparse.Namespace) -> tuple[float, float, float]:
@@ -195,7 +202,7 @@ def _bare(run: RunFile) -> Iterator[Side]:
     from vllm.inputs.engine import tokens_input
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.generator.engines.vllm import engine_arguments, sampling_params
+    from rollout.generator.engines.vllm_settings import engine_arguments, sampling_params
 
     engine = AsyncLLM.from_engine_args(engine_arguments(ProcessContext(run, 1, 0))[0])
 
@@ -238,7 +245,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
         raise error
 
     socket = open_socket(zmq.DEALER, run, "frontend", identity=identity("env_server", 0))
-    frontend = Port(socket, answered, fatal, failed)
+    frontend = Port(socket, answered, Malformed("bench"), failed)
     client = GenerationClient(frontend.send, 30.0)
 
     try:

@@ -7,6 +7,7 @@ import importlib
 
 NAMES = (
     "rlvr",
+    "admission",
     "alfworld",
     "swe",
     "queueing",

@@ -22,7 +22,12 @@ PIECE = r"\d{1,3}| ?\\[A-Za-z]+\{?| ?[A-Za-z]+(?: (?=\d)|\n)?| ?[^\sA-Za-z\d]+(?
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{- \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )

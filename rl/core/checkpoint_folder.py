@@ -4,8 +4,9 @@
         meta.json        step, epoch, ranks (small and readable; planning a resumed run needs nothing else)
         journal.msgpack  the broker's journal at this version: data cursor, open tasks, ledger
         state/           model, optimizer and RNG (`rl.learner.checkpoint`; absent from simulated learners)
+        digests.json     of every other file
 
-A folder without the suffix `.tmp` is complete.
+A folder without the suffix `.tmp` is complete, and whole if its files are as their digests say.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rl.core.digests import DIGESTS, damage, write_digests, write_synced
+from rl.core.failures import EndsRun
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(EndsRun, RuntimeError):
     """A checkpoint that is missing, incomplete or damaged: one line with its path."""
+
+    one_line = True
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,19 @@ def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint in `<run>/checkpoints`, or None."""
     complete = _complete(folder)
     return complete[-1] if complete else None
+
+
+def verify(checkpoint: Path) -> Meta:
+    """Every file is as it was written. Raises CheckpointError, which names another checkpoint that is whole."""
+    changed = damage(checkpoint, checkpoint / DIGESTS)
+    begun = any((checkpoint / name).exists() for name in ("meta.json", DIGESTS))
+    if changed is None or not begun:
+        return read_meta(checkpoint)
+
+    others = [path for path in reversed(_complete(checkpoint.parent)) if path != checkpoint]
+    whole = next((path for path in others if damage(path, path / DIGESTS) is None), None)
+    remedy = f"resume={whole} is whole" if whole else "no other checkpoint beside it is whole: begin anew"
+    raise CheckpointError(f"{changed} was damaged or removed since it was written; {remedy}")
 
 
 def read_meta(checkpoint: Path) -> Meta:
@@ -67,8 +86,9 @@ def partial_path(folder: Path, step: int) -> Path:
 def commit(folder: Path, meta: Meta, journal: bytes, keep: int) -> Path:
     """Complete what `begin` began and everyone has written; then only the newest `keep` checkpoints stay."""
     partial = partial_path(folder, meta.step)
-    _write(partial / "journal.msgpack", journal)
-    _write(partial / "meta.json", json.dumps(asdict(meta)).encode())
+    write_synced(partial / "journal.msgpack", journal)
+    write_synced(partial / "meta.json", json.dumps(asdict(meta)).encode())
+    write_digests(partial, partial / DIGESTS)
     _sync_folder(partial)
     target = partial.with_suffix("")
     partial.rename(target)
@@ -81,13 +101,6 @@ def commit(folder: Path, meta: Meta, journal: bytes, keep: int) -> Path:
 def _complete(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("step-*") if path.suffix != ".tmp" and (path / "meta.json").exists()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

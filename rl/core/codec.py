@@ -21,6 +21,8 @@ from rl.core.columns import WIRE_DTYPES
 PROTOCOL = 2
 _JOINED_BYTES = 1 << 16  # smaller arrays share a frame: a copy of them costs less than a frame each
 _ALIGNMENT = 8
+MAX_FRAME_BYTES = 1 << 30
+"""Of one frame. The largest is one column of a rank's shard (256 M tokens of 4 bytes); a chunk of weights has 4 MB."""
 
 Frames = Sequence[bytes | memoryview]
 T = TypeVar("T")
@@ -51,6 +53,8 @@ def _array_to_header(value: object) -> object:
 
     size = value.nbytes
     data = np.ascontiguousarray(value).data.cast("B") if size else b""
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"an array of {size} bytes is larger than a frame may be ({MAX_FRAME_BYTES} bytes)")
     if size >= _JOINED_BYTES:
         _buffers.large.append(data)
         return 1 + len(_buffers.large), 0, dtype, value.shape
@@ -69,6 +73,8 @@ def _header_to_array(kind: type, value: Any) -> object:
     dtype = WIRE_DTYPES.get(name)
     if dtype is None or not 0 < index < len(_buffers.frames):
         raise ProtocolError(f"array frame {index} of dtype {name!r} does not exist")
+    if offset < 0 or min(shape, default=0) < 0:  # numpy would read what lies before the frame
+        raise ProtocolError(f"an array of shape {shape} at offset {offset} does not exist")
     return np.ndarray(shape, dtype, _buffers.frames[index], offset)  # raises TypeError beyond the frame's end
 
 
@@ -108,8 +114,8 @@ class Codec(Generic[T]):
         """The message of these frames. Raises ProtocolError for anything that is not one."""
         _buffers.frames = frames
         try:
-            envelope: _Envelope[T] = self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            envelope: _Envelope[T] = self._decoder.decode(frames[0] if frames else b"")
+        except (msgspec.MsgspecError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
         finally:
             _buffers.frames = ()

@@ -8,20 +8,22 @@ the plug-in's own model when the run is planned, before any process starts.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from rl.core.config_alarms import AlarmsConfig
 from rl.core.config_algo import AlgoConfig
+from rl.core.config_chat import ChatConfig
 from rl.core.config_rollout import RolloutConfig
 from rl.core.config_section import Section
+from rl.core.config_tree import OPTIONS_OF, apply_override, forget_options, read_recipe
+from rl.core.config_tree import ConfigError as ConfigError
+from rl.core.config_tree import nearest as nearest
 
-
-class ConfigError(ValueError):
-    """Bad configuration: one line naming the field, the value and the fix."""
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class WarmStartConfig(Section):
@@ -41,7 +43,7 @@ class WarmStartConfig(Section):
     read_weight: float = Field(0.0, ge=0)
     """Weight of the loss on the environment's text, beside that on the imitated commands: answers repeat names from the
     commands, so a small model learns sooner to copy. 0 for a model that can read already."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the demonstrations, their order, and a tiny model's initial weights."""
 
 
@@ -58,7 +60,7 @@ class ModelConfig(Section):
 class SamplingConfig(Section):
     max_tokens: int = Field(256, ge=1)
     """Longest response of one turn, in tokens."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature; the learner divides its logits by the same number."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Must be 1 in training: a truncated distribution biases every importance ratio."""
@@ -81,7 +83,7 @@ class SimulatedEngineConfig(Section):
     """Sigma of the log-normal length distribution (0: constant length)."""
     load_s: float = Field(0.0, ge=0)
     """Seconds that a weight load takes."""
-    vocab_size: int = Field(128, ge=2)
+    vocab_size: int = Field(128, ge=2, lt=1 << 31)
     """Ids are drawn uniformly from [1, vocab_size)."""
 
 
@@ -98,10 +100,13 @@ class GeneratorConfig(Section):
     """Longest context (prompt and response), in tokens."""
     max_num_seqs: int = Field(64, ge=1)
     """Sequences decoded together by one engine."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = Field(None, ge=1)
     """Tokens of one engine step; None: large enough for a whole context."""
     kv_cache_bytes: int | None = Field(64 << 20, ge=1)
     """KV cache of one engine; None (GPU only): what gpu_memory_utilization leaves."""
+    kv_admission: Literal["expected", "whole"] = "expected"
+    """What a request reserves of it: prompt and mean response (vLLM pre-empts and recomputes where that is too
+    little), or prompt and max_tokens."""
     kv_block: int | None = Field(None, ge=16, multiple_of=16)
     """Tokens of one KV block, the grain of prefix reuse between the turns of an episode; None: 32 on CPU (vLLM's own
     128 there is longer than many an episode), vLLM's default on GPUs."""
@@ -127,7 +132,7 @@ class EnvConfig(Section):
     servers: int = Field(1, ge=1)
     """Environment server processes."""
     episodes_per_server: int = Field(64, ge=1)
-    """Episodes that one server runs at once (its credit)."""
+    """Episodes that one server runs at once (its seats)."""
     max_turns: int = Field(1, ge=1)
     """Turns after which an episode is cut."""
     step_deadline_s: float = Field(30.0, gt=0)
@@ -155,7 +160,7 @@ class LearnerConfig(Section):
     """What the learning rate does after the warm-up, until the last step."""
     min_lr_fraction: float = Field(0.0, ge=0, le=1)
     """Final learning rate of `linear` and `cosine`, as a fraction of lr."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
@@ -178,7 +183,7 @@ class LearnerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     max_restarts: int = Field(3, ge=0)
-    """How often the run goes on from its newest checkpoint after broker, proxy or learner was killed."""
+    """Times that the ranks, all together, are started again after a death; also those of broker and of proxy."""
     batch_deadline_s: float = Field(900.0, gt=0)
     """Longest wait for a batch before the run stops and says for whom it waited."""
 
@@ -188,12 +193,12 @@ class WeightsConfig(Section):
     """`shm`: one node. `zmq`: tcp frames, works without shared memory."""
     slots: int = Field(3, ge=2)
     """Versions held at once; two suffice, three never make the learner wait for a slow reader."""
-    deadline_s: float = Field(120.0, gt=0)
-    """Longest load of one generator, and longest wait for a free slot."""
+    deadline_s: float = Field(30.0, gt=0)
+    """Longest standstill of a load (no byte read, checked or loaded, no token sampled), and longest wait for a slot."""
     probe: bool = True
-    """Compare the engine's log-probabilities of a fixed prompt with the learner's after each update."""
+    """Compare the engine's log-probabilities of a short text of the run with the learner's after each update."""
     probe_tolerance: float | None = None
-    """Largest accepted mean |difference| in nats; None: 1e-3 for float32, 0.25 for bfloat16."""
+    """Largest accepted mean |difference| in nats; None: 1e-3 for float32, 0.1 for bfloat16 (rl/weights/proof.py)."""
 
 
 class EvalConfig(Section):
@@ -212,8 +217,20 @@ class TrackingConfig(Section):
     """wandb project."""
     save_batches: bool = False
     """Keep every trained batch as `<run>/batches/<step>.<rank>.msgpack` (rl/core/batch_files.py reads them)."""
+    samples: float = Field(0.05, ge=0, le=1)
+    """Share of training groups whose conversations are kept in `<run>/samples` (`fresco show` prints them); those of
+    evaluations are kept in full."""
+    trace: Literal["off", "steps", "full"] = "full"
+    """What each process writes of its life to `<run>/trace` (`fresco trace`, `fresco top`). `steps`: the learner's
+    waits and phases, weight loads, deaths; `full`: also every ticket's moments."""
     live: bool = True
     """Progress table in the terminal (plain lines when it is not a terminal)."""
+
+    @field_validator("trace", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads `off` as false."""
+        return "off" if value is False else value
 
 
 class NetworkConfig(Section):
@@ -225,16 +242,19 @@ class NetworkConfig(Section):
     """First of the consecutive ports used by tcp. Keep them below those the kernel gives to outgoing connections
     (on Linux from 32 768 on): there, any program may hold one for a moment."""
     curve: bool = True
-    """Encrypt and authenticate tcp sockets with per-run CURVE keys."""
+    """Encrypt and authenticate every socket with a CURVE key of the run. Without it, whoever reaches one may speak."""
 
 
 class TimeoutsConfig(Section):
     start_s: float = Field(180.0, gt=0)
-    """Longest start of one process."""
+    """Longest time until a process registers; an engine starts after that (`hang_s`)."""
     heartbeat_s: float = Field(0.5, gt=0)
     """Period of heartbeats."""
     hang_s: float = Field(60.0, gt=0)
-    """A process whose heartbeats stop, or which is busy without progress for this long, is killed."""
+    """A process whose heartbeats stop, or which is busy without progress for this long, is killed. An engine that
+    starts makes progress while it uses the processor or reads."""
+    save_s: float = Field(120.0, gt=0)
+    """Longest wait after Ctrl-C for the step that is being trained and its checkpoint; a second Ctrl-C ends at once."""
     stop_s: float = Field(6.0, gt=0)
     """Orderly shutdown before what is left is killed."""
 
@@ -244,9 +264,9 @@ class Config(Section):
     """Name of the run; its folder is `<runs>/<name>`."""
     runs: Path = Path("runs")
     """Folder of all runs."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of data order, sampling seeds and initialisation."""
-    steps: int = Field(100, ge=0)
+    steps: int = Field(100, ge=0, le=1_000_000_000)
     """Batches to train; a run with `resume` trains as many more. 0: evaluate only (what `fresco eval` does)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
@@ -264,6 +284,8 @@ class Config(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    alarms: AlarmsConfig = Field(default_factory=AlarmsConfig)
+    chat: ChatConfig = Field(default_factory=ChatConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -271,6 +293,8 @@ class Config(Section):
             raise ValueError(
                 f"name={self.name!r} names a folder below runs={str(self.runs)!r}: one name without a slash"
             )
+        if len(self.name.encode()) > 200 or not self.name.isprintable():
+            raise ValueError(f"name={self.name!r} is no name for a folder: at most 200 bytes of printable characters")
 
         if self.sampling.top_p != 1 or self.sampling.top_k != 0:
             raise ValueError(
@@ -284,10 +308,35 @@ class Config(Section):
                 f"generator.max_model_len={self.generator.max_model_len}"
             )
 
+        if self.alarms.exact is not None and self.generator.on_update == "keep":
+            raise ValueError(
+                f"alarms.exact={self.alarms.exact}: generator.on_update=keep reads keys and values of older weights, "
+                "so no token is exact; set generator.on_update=recompute"
+            )
+
+        if self.timeouts.heartbeat_s >= self.timeouts.hang_s:
+            raise ValueError(
+                f"timeouts.heartbeat_s={self.timeouts.heartbeat_s}: every process would be taken for hanging; "
+                f"it must be well below timeouts.hang_s={self.timeouts.hang_s}"
+            )
+
+        if (self.generator.max_num_batched_tokens or self.generator.max_num_seqs) < self.generator.max_num_seqs:
+            raise ValueError(
+                f"generator.max_num_batched_tokens={self.generator.max_num_batched_tokens}: one engine step needs a "
+                f"token for each of generator.max_num_seqs={self.generator.max_num_seqs} sequences"
+            )
+
         if self.rollout.groups_per_batch % self.learner.minibatches:
             raise ValueError(
                 f"learner.minibatches={self.learner.minibatches} must divide "
                 f"rollout.groups_per_batch={self.rollout.groups_per_batch}"
+            )
+
+        first = self.rollout.first_episodes
+        if first and not (self.rollout.filter_constant_groups and 2 <= first < self.rollout.group_size):
+            raise ValueError(
+                f"rollout.first_episodes={first} needs rollout.filter_constant_groups=true, and must be 0, or at least "
+                f"2 and less than rollout.group_size={self.rollout.group_size}"
             )
         return self
 
@@ -303,7 +352,11 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     A recipe may name another one under `base:` (relative to itself) whose values it extends.
     Raises ConfigError with one line that names the field, the value and the fix.
     """
-    tree = _read_recipe(Path(path)) if path is not None else {}
+    tree = read_recipe(Path(path)) if path is not None else {}
+    for item in overrides or []:
+        name, _, value = item.partition("=")
+        if name in OPTIONS_OF:
+            forget_options(tree, name, value)
     for item in overrides or []:
         apply_override(tree, item)
     return validate(tree)
@@ -314,58 +367,6 @@ def validate(tree: dict[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_describe(error)) from None
-
-
-def nearest(key: str, valid: list[str]) -> str:
-    """The end of an error message: the nearest valid name, or all of them."""
-    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid))}"
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {str(path)!r} does not exist") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {str(path)!r} is not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"recipe {str(path)!r} must be a mapping of sections")
-    base = tree.pop("base", None)
-    return _merge(_read_recipe(path.parent / base), tree) if base else tree
-
-
-def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(low)
-    for key, value in high.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def apply_override(tree: dict[str, Any], item: str) -> None:
-    """Set what `section.key=value` says in a tree of sections. Raises ConfigError."""
-    key, separator, text = item.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"override {item!r} is not of the form key=value")
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    if isinstance(value, str):  # YAML reads 1e-4 as a string
-        try:
-            value = float(value)
-        except ValueError:
-            pass
-
-    *parents, leaf = key.split(".")
-    node = tree
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {item!r}: {parent!r} is a value, not a section")
-    node[leaf] = value
 
 
 def _describe(error: ValidationError) -> str:

@@ -15,7 +15,7 @@ class RolloutConfig(Section):
     """B: whole groups in one training batch; N = B * group_size samples."""
     group_size: int = Field(8, ge=1)
     """G: episodes of one task that form a group."""
-    alpha: float = Field(1.0, ge=0, allow_inf_nan=False)
+    alpha: float = Field(1.0, ge=0)
     """Asynchronous ratio: at most floor((1 + alpha) * B) + R groups are open at once; staleness <= ceil(alpha)."""
     redundant_groups: int = Field(0, ge=0)
     """R: groups in flight beyond what admission allows."""
@@ -24,7 +24,7 @@ class RolloutConfig(Section):
     surplus: Literal["keep", "cancel"] = "keep"
     """Unfinished groups beyond the need when a batch is complete: `keep` for the next batch where alpha allows it, or
     `cancel` the oldest ones, at most redundant_groups (not those that hold_patience protects)."""
-    hold_patience: float = Field(1, ge=0)
+    hold_patience: float = Field(1, ge=0, allow_inf_nan=True)
     """P: a batch waits for a group that would expire once it has been expired P times (inf: never wait)."""
     hold_deadline_s: float = Field(120.0, gt=0)
     """Longest time a batch is held open for such a group."""
@@ -42,6 +42,9 @@ class RolloutConfig(Section):
     """First quarantine of a server."""
     filter_constant_groups: bool = False
     """Drop groups whose rewards are all equal (dynamic filtering) and start replacements."""
+    first_episodes: int = Field(0, ge=0)
+    """With filter_constant_groups: so many episodes of a group begin first, the rest only if their rewards differ. A
+    group that is dropped then costs fewer tokens, and one that is trained takes two rounds. 0: all begin at once."""
     max_filtered_per_step: int = Field(64, ge=0)
     """Constant groups dropped per step; further ones are kept, so that a batch always has B whole groups."""
     priority: str = "oldest"

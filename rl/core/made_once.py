@@ -3,8 +3,9 @@
     folder = cache_folder() / f"tiny-{digest(recipe.model_dump_json(), __file__)}"
     made_once(folder, lambda draft: train(recipe, draft))
 
-Invariants: what stands under the final name is whole, because it appears there by one rename; what a killed maker has
-left is removed by the next one.
+Invariants: what stands under the final name is whole, because it appears there by one rename, and is as it was made:
+digests of its files stand beside it, and what was damaged since is made again. What a killed maker has left is removed
+by the next one.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
+
+from rl.core.digests import damage, write_digests
 
 
 def cache_folder() -> Path:
@@ -37,14 +41,15 @@ def made_once(target: Path, make: Callable[[Path], object], fits: Callable[[Path
     """`target`, a file or a folder, made first unless it is there and fits.
 
     `make(draft)` makes it at a path where nothing is yet, in a folder of its own that is removed afterwards. What
-    stands at `target` and does not fit is replaced. Raises what `make` raises; `target` is then as it was.
+    stands at `target` and does not fit, or is damaged, is replaced. Raises what `make` raises; `target` is then as it
+    was.
     """
-    if fits(target):
+    if fits(target) and _is_whole(target):
         return target
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target):
-        if not fits(target):  # another process may have made it meanwhile
+        if not (fits(target) and _is_whole(target)):  # another process may have made it meanwhile
             _make(target, make)
 
     return target
@@ -72,8 +77,31 @@ def _make(target: Path, make: Callable[[Path], object]) -> None:
     try:
         draft = scratch / target.name
         make(draft)
+        digests = scratch / "digests"
+        write_digests(draft, digests)
+
         if target.is_dir():
             shutil.rmtree(target)
+        target.unlink(missing_ok=True)
+        digests.replace(_digests_of(target))  # what is under the final name is never without its digests
         draft.replace(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _digests_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.digests")
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether its files are as they were made."""
+    digests = _digests_of(target)
+    return digests.exists() and _undamaged(target, digests.stat().st_mtime_ns)
+
+
+@cache
+def _undamaged(target: Path, _digests_from: int) -> bool:
+    """Found out once by each process: environments ask before every episode."""
+    if changed := damage(target, _digests_of(target)):
+        to_stderr(f"{changed} was damaged since it was made: {target.name} is made again")
+    return changed is None

@@ -6,12 +6,24 @@ A trajectory, a shard and a generator's reply carry mappings of columns, which `
 from __future__ import annotations
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from rl.core.codec import Codec
 from rl.core.codec import Frames as Frames
 from rl.core.codec import ProtocolError as ProtocolError
-from rl.core.columns import Accessor, Scope
+from rl.core.columns import Scope
+from rl.core.messages_control import AlarmRaised as AlarmRaised
+from rl.core.messages_control import Done as Done
+from rl.core.messages_control import Fatal as Fatal
+from rl.core.messages_control import Heartbeat as Heartbeat
+from rl.core.messages_control import Metrics as Metrics
+from rl.core.messages_control import PeerDied as PeerDied
+from rl.core.messages_control import Register as Register
+from rl.core.messages_control import Spoken as Spoken
+from rl.core.messages_control import Stop as Stop
+from rl.core.sequences import TokenColumns
+from rl.core.sequences import TokenSequence as TokenSequence
+from rl.core.sequences import Turn as Turn
 
 
 class Version(Struct, frozen=True, order=True, array_like=True):
@@ -19,17 +31,6 @@ class Version(Struct, frozen=True, order=True, array_like=True):
 
     epoch: int
     n: int
-
-
-class TokenColumns(Struct, frozen=True, kw_only=True):
-    """A mapping of column to array, as `rl.core.columns` declares them, with short names for the well-known ones."""
-
-    columns: dict[str, np.ndarray]
-
-    token_ids = Accessor[np.ndarray]()
-    loss_mask = Accessor[np.ndarray]()
-    logp_behavior = Accessor[np.ndarray]()
-    policy_version = Accessor[np.ndarray]()
 
 
 # ---------------------------------------------------------------- tickets: broker <-> environment server
@@ -49,12 +50,19 @@ class Ticket(Struct, frozen=True, tag="ticket"):
     seed: int = 0
     temperature: float = 1.0
 
+    def gate(self, newest: int) -> Version:
+        """F2: the oldest version that may answer a request, so that versions never go backwards inside an episode.
+
+        newest: of the tokens in the request's history; -1: there are none."""
+        return Version(self.version.epoch, max(self.version.n, newest))
+
 
 class ServerHello(Struct, frozen=True, tag="server_hello"):
     server: int
     incarnation: int
-    capacity: int  # episodes at once = tickets by credit
+    capacity: int  # seats: episodes at once
     seq: int = 0
+    tickets: list[int] = []  # that it holds: whose episode runs, or whose end is not acknowledged
 
 
 class CancelTickets(Struct, frozen=True, tag="cancel"):
@@ -86,38 +94,8 @@ class TicketCancelled(Struct, frozen=True, tag="cancelled"):
     turns: int = 0  # begun by then
 
 
-class Turn(Struct, frozen=True, array_like=True):
-    """One generate -> step round. Positions index the token axis of its sequence."""
-
-    start: int  # first generated token
-    end: int  # one past the last generated token
-    reward: float
-    generate_s: float
-    env_s: float
-    finish_reason: str  # stop | length | abort
-    generator: int
-
-
-class TokenSequence(TokenColumns, frozen=True, kw_only=True):
-    """T tokens, prompt and observations included (token in, token out), and the turns that generated some of them.
-
-    `columns` holds every column of a token (T, ...), a turn (len(turns), ...) and the sequence (1, ...).
-    """
-
-    turns: list[Turn]
-
-    @property
-    def first_version(self) -> int:
-        """Version of the first generated token (F3); -1 when nothing was generated."""
-        mask = self.loss_mask
-        if not mask.size:
-            return -1
-        first = mask.argmax()
-        return int(self.policy_version[first]) if mask[first] else -1
-
-
 class Trajectory(Struct, frozen=True, tag="trajectory"):
-    """One finished episode: its sequences in the order in which they began (today exactly one)."""
+    """One finished episode: its sequences in the order in which they began; several if its history forked."""
 
     server: int
     incarnation: int
@@ -130,17 +108,24 @@ class Trajectory(Struct, frozen=True, tag="trajectory"):
     epoch: int
     sequences: list[TokenSequence]
     reward: float
+    success: bool  # as the environment said at its end
     stop_reason: str  # done | length | context | max_turns
     tokens_generated: int  # as the generators reported, aborted parts included
     seconds: float
     columns: dict[str, np.ndarray] = {}  # those of the sample, (1, ...) each
     info: dict[str, float] = {}  # numbers of the environment, averaged into metrics
+    label: str = ""  # which environment of several it was
 
     @property
     def sequence(self) -> TokenSequence:
         """The only one. Raises ValueError when there are several."""
         (sequence,) = self.sequences
         return sequence
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Of all sequences."""
+        return [turn for sequence in self.sequences for turn in sequence.turns]
 
 
 # ---------------------------------------------------------------- generation: env server <-> proxy <-> generator
@@ -152,7 +137,7 @@ class Generate(Struct, frozen=True, tag="generate"):
     request_id: int  # unique within the client
     session: int
     kind: str  # train | eval
-    version: Version  # gate F2: held by the generator until it has loaded this version
+    version: Version  # `Ticket.gate` (F2): held by the generator until it has loaded this version
     prompt_ids: np.ndarray  # (P,) int32, the whole context
     max_tokens: int
     temperature: float
@@ -160,6 +145,8 @@ class Generate(Struct, frozen=True, tag="generate"):
     stop_token_ids: list[int]
     seed: int | None = None
     priority: int = 0  # lower first; the group's issue number
+    stop: list[str] = []  # texts that end it, in an engine that reads text: the last token completes the first one
+    stream: bool = False  # its client reads along: `Grown`
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -183,6 +170,16 @@ class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
     error: str = ""
 
 
+Growth = dict[int, tuple[int, dict[str, np.ndarray]]]
+"""By request id: the place of the first new token in the response, and the columns of the new ones."""
+
+
+class Grown(Struct, frozen=True, tag="grown"):
+    """Generator -> proxy -> client: what requests with `stream` have grown by. Their answers hold it again."""
+
+    requests: Growth
+
+
 class ClientHello(Struct, frozen=True, tag="client_hello"):
     server: int
     incarnation: int
@@ -195,6 +192,7 @@ class GeneratorHello(Struct, frozen=True, tag="generator_hello"):
     max_num_seqs: int
     max_model_len: int
     version: Version
+    requests: list[int] = []  # that have no answer yet: what else the proxy had asked for is lost
 
 
 class FirstToken(Struct, frozen=True, tag="first_token"):
@@ -206,12 +204,13 @@ class FirstToken(Struct, frozen=True, tag="first_token"):
 
 
 class GeneratorStatus(Struct, frozen=True, tag="generator_status"):
-    """Periodic: tokens sampled so far per running request (what is `lost` if the generator dies)."""
+    """Periodic, of running requests by id. What was not in `grown` is lost if the generator dies."""
 
     generator: int
     incarnation: int
     version: Version
-    running: dict[int, int]  # request id -> tokens sampled
+    running: dict[int, int]  # tokens sampled
+    grown: Growth = {}  # seldom, in bulk
 
 
 class Usage(Struct, frozen=True, tag="usage"):
@@ -220,6 +219,10 @@ class Usage(Struct, frozen=True, tag="usage"):
     session: int
     tokens: int
     lost: bool = False  # by a generator that died
+
+
+class ReportsLost(Struct, frozen=True, tag="reports_lost"):
+    """Proxy -> broker: a connection broke, and with it perhaps reports of what live tickets have sampled."""
 
 
 # ---------------------------------------------------------------- batches: broker <-> learner
@@ -259,19 +262,22 @@ class SampleRow(Struct, frozen=True, array_like=True):
     sample_id: int
     group_id: int
     reward: float
-    tokens: int  # T
+    tokens: int  # of all its sequences
     loss_tokens: int
     version: int  # v(group)
     truncated: bool = False  # cut by a limit of length or turns instead of ending by itself
     turn_rewards: list[float] = []  # `reward` is their sum; empty: all of it is the last turn's
     turn_states: list[int] = []  # a hash of what each turn answers: equal within a group where the same was observed
+    ticket_id: int = -1
 
 
 class Shard(TokenColumns, frozen=True, kw_only=True, tag="shard"):
-    """One rank's part of the batch of `step`; `rows` lists the whole batch, ordered by sample id.
+    """One rank's part of the batch of `step`; `rows` lists the whole batch, ordered by sample id. Without rows:
+    there is no such batch, and none after it, because the run is to be saved.
 
-    The sequences follow as one concatenation: `lengths[i]` tokens for `members[i]`, an index into rows. `columns` holds
-    every carried column, with one entry per token, turn or sequence; what a sample has once stands with each sequence.
+    The sequences follow as one concatenation: `lengths[i]` tokens of the sample `members[i]`, an index into rows; a
+    sample's stand side by side. `columns` has every carried column, an entry per token, turn or sequence; what a sample
+    has once stands with each sequence.
     """
 
     step: int
@@ -280,12 +286,12 @@ class Shard(TokenColumns, frozen=True, kw_only=True, tag="shard"):
     rows: list[SampleRow]
     members: list[int]
     lengths: list[int]
-    turn_starts: list[list[int]]  # per member: start of each generated span
+    turn_starts: list[list[int]]  # per sequence: start of each generated span
     loss_tokens: int  # of the whole batch: the global normaliser
-    metrics: dict[str, float] = {}  # the broker's view of this batch (staleness, queue, waits)
+    metrics: dict[str, float] = field(default_factory=dict)  # the broker's view of this batch (staleness, queue, waits)
 
     def entries(self) -> dict[Scope, list[int]]:
-        """Of each scope: how many entries each member has."""
+        """Of each scope: how many entries each sequence has."""
         one_each = [1] * len(self.members)
         turns = [len(starts) for starts in self.turn_starts]
         return {"token": self.lengths, "turn": turns, "sequence": one_each, "sample": one_each}
@@ -308,77 +314,29 @@ class WeightStatus(Struct, frozen=True, tag="weight_status"):
     incarnation: int
     version: Version
     checksum: int = 0  # of the bytes received for `version`
+    probe_ids: list[int] = []  # that the notice asked for; a newer version may have come with others
     probe_logp: list[float] = []  # log-probabilities of probe_ids[1:] under the loaded weights
-    wait_s: float = 0.0  # phases of the last load
-    pause_s: float = 0.0
-    copy_s: float = 0.0
-    load_s: float = 0.0
+    seconds: dict[str, float] = {}  # of the last load's phases: wait, pause, copy, load
+    loading: bool = False  # a load is under way: `version` is what the engine had before
     error: str = ""
 
 
-# ---------------------------------------------------------------- control: every process <-> supervisor
-
-
-class Register(Struct, frozen=True, tag="register"):
-    role: str
-    index: int
-    incarnation: int
-    pid: int
-
-
-class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """From a thread; `progress` is counted by the main loop, so a hung loop is noticed."""
-
-    role: str
-    index: int
-    incarnation: int
-    progress: int
-    busy: bool
-    stats: dict[str, float] = {}
-    waits: dict[str, float] = {}  # seconds waited so far, by whom was waited for
-
-
-class Metrics(Struct, frozen=True, tag="metrics"):
-    """A row for the tracker. `step` is the number of batches trained."""
-
-    step: int
-    values: dict[str, float]
-    histograms: dict[str, list[float]] = {}
-
-
-class Fatal(Struct, frozen=True, tag="fatal"):
-    """A process gives up: `message` is the one line, `detail` the traceback or state dump."""
-
-    role: str
-    index: int
-    message: str
-    detail: str = ""
-
-
-class Done(Struct, frozen=True, tag="done"):
-    """The learner has finished; or the broker's closing report (`report` is its JSON)."""
-
-    role: str
-    report: bytes = b""
-
-
-class PeerDied(Struct, frozen=True, tag="peer_died"):
-    """The supervisor has fenced this incarnation: it is dead for certain."""
-
-    role: str
-    index: int
-    incarnation: int
-
-
-class Stop(Struct, frozen=True, tag="stop"):
-    reason: str
-
-
 TicketMessage = Ticket | ServerHello | CancelTickets | AckTickets | TicketFailed | TicketCancelled | Trajectory
-RequestMessage = Generate | Abort | Generated | ClientHello | GeneratorHello | FirstToken | GeneratorStatus | Usage
+RequestMessage = (
+    Generate
+    | Abort
+    | Generated
+    | Grown
+    | ClientHello
+    | GeneratorHello
+    | FirstToken
+    | GeneratorStatus
+    | Usage
+    | ReportsLost
+)
 BatchMessage = BatchRequest | Published | EvalRequest | SaveRequest | Journal | Shard
 WeightMessage = WeightNotice | WeightStatus
-ControlMessage = Register | Heartbeat | Metrics | Fatal | Done | PeerDied | Stop
+ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | Stop
 Message = TicketMessage | RequestMessage | BatchMessage | WeightMessage | ControlMessage
 
 

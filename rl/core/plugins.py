@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
         close = nearest(name, list(known))
         raise ConfigError(f"{field}={name!r} is not a registered name{close}; your own is written package.module:Name")
 
-    _search_working_folder()
+    search_working_folder()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -45,9 +45,14 @@ def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
     return getattr(module, attribute)
 
 
-def make(field: str, name: str, known: Mapping[str, Any], **arguments: Any) -> Any:
-    """An instance of the class that `field` names. Raises ConfigError, also when the class refuses its arguments."""
+def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] = (), **arguments: Any) -> Any:
+    """An instance of the class that `field` names, which has the methods that it `needs`.
+
+    Raises ConfigError, also when the class refuses its arguments.
+    """
     kind = load(field, name, known)
+    if missing := [method for method in needs if not callable(getattr(kind, method, None))]:
+        raise ConfigError(f"{field}={name!r} is no class for this: it has no method {missing[0]!r}")
     try:
         return kind(**arguments)
     except (TypeError, ValueError) as error:
@@ -68,7 +73,8 @@ def own_packages_first() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # `python -m` does not put the working folder first
 
 
-def _search_working_folder() -> None:
+def search_working_folder() -> None:
+    """Last of all, so that a name of ours is always ours."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 

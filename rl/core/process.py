@@ -8,6 +8,8 @@
 A thread owns the control socket: it registers, sends heartbeats (with the main loop's progress
 counter) and receives. Messages for the main loop are queued in `process.inbox` and announced on
 `process.wake_fd` (readable while the inbox may hold something), which poll loops and asyncio can watch.
+A connection that broke is made again: then this process registers anew and repeats its last words, each of which counts
+once, and the supervisor does the same.
 The process dies with its parent (PR_SET_PDEATHSIG). An exception that leaves the block travels to the
 supervisor as `Fatal` before the process exits non-zero.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import queue
@@ -24,18 +27,40 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
 import zmq
+from msgspec.structs import replace
 
-from rl.core.messages import Done, Fatal, Heartbeat, Message, Metrics, PeerDied, Register, Stop
-from rl.core.receiving import Receiver, fatal
+from rl.core.alarms import Alarms, RunAlarm
+from rl.core.failures import EndsRun, ends_run
+from rl.core.messages import (
+    AlarmRaised,
+    Done,
+    Fatal,
+    Heartbeat,
+    Message,
+    Metrics,
+    PeerDied,
+    ProtocolError,
+    Register,
+    Stop,
+)
+from rl.core.moments import Pulse
+from rl.core.receiving import Malformed, Receiver
 from rl.core.run import ProcessContext
 from rl.core.sockets import identity, open_socket, send
+from rl.core.trace import Trace
 
 _PR_SET_PDEATHSIG = 1
+_PULSE_S = 1.0
+_PR_SET_CHILD_SUBREAPER = 36
+FORKED_VARIABLE = "FRESCO_FORKED"
+"""Set in processes that began as copies of a fork server: they may fork again, because nothing has run in them."""
+_REPEATED = 256  # last words to the supervisor, of which some may be lost with a connection
 
 M = TypeVar("M")
 
@@ -46,6 +71,11 @@ def die_with_parent(parent: int | str | None = None) -> None:
     parent = parent or os.environ.get("FRESCO_PARENT_PID")
     if parent is not None and os.getppid() != int(parent):  # it died before the call
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of grandchildren whose own parent dies (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Waits:
@@ -66,7 +96,7 @@ class Waits:
         self.seconds[whom] = self.seconds.get(whom, 0.0) + seconds
 
 
-class WaitExpired(TimeoutError):
+class WaitExpired(EndsRun, TimeoutError):
     """A wait ran past its deadline; the message says who waited for whom."""
 
 
@@ -88,11 +118,19 @@ class Process:
         self.stats: dict[str, float] = {}
         self.waits = Waits()
         self.stopping = False
+        self.alarms = Alarms(
+            self.config.alarms, lambda name, detail: self.send(AlarmRaised(f"{role}.{self.index}", name, detail))
+        )
+        self.trace = Trace(self.run.folder, role, self.index, self.incarnation, self.config.tracking.trace)
+        self._next_pulse = 0.0
         self.closing_report: Callable[[], dict[str, Any]] | None = None
 
         self.inbox: queue.SimpleQueue[PeerDied | Stop] = queue.SimpleQueue()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._deaths: set[PeerDied] = set()  # that were put into the inbox
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._told: deque[Message] = deque(maxlen=_REPEATED)
+        self._tellings = itertools.count(1)
         self._outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._finished = False
         self._thread = threading.Thread(target=self._serve_control, name="control", daemon=True)
@@ -108,22 +146,25 @@ class Process:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not self.stopping:
-            detail = "".join(traceback.format_exception(kind, error, trace))
-            self.send(Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail))
+            if isinstance(error, RunAlarm):
+                self.send(AlarmRaised(f"{self.role}.{self.index}", error.name, error.detail))
+            says_all = isinstance(error, EndsRun) and error.one_line
+            detail = "" if says_all else "".join(traceback.format_exception(kind, error, trace))
+            self.send(Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail, ends_run(error)))
         self.send_closing_report()
 
         self._finished = True
         os.eventfd_write(self._outbox_fd, 1)
-        self._thread.join(timeout=2)
+        self._thread.join(timeout=10)  # it tells what is left to be told
 
         if error is not None:
             traceback.print_exception(kind, error, trace)
             sys.stderr.flush()
             os._exit(0 if self.stopping else 1)  # threads of libraries must not keep a failed process alive
 
-    def send(self, message: Metrics | Fatal | Done) -> None:
+    def send(self, message: Metrics | Fatal | AlarmRaised | Done) -> None:
         """To the supervisor; from any thread."""
-        self._outbox.put(message)
+        self._outbox.put(replace(message, seq=next(self._tellings)))
         os.eventfd_write(self._outbox_fd, 1)
 
     def send_closing_report(self) -> None:
@@ -146,8 +187,15 @@ class Process:
         context = zmq.Context()  # its own, so that ending it means that the last words have left
         name = identity(self.role, self.index, self.incarnation)
         socket = open_socket(zmq.DEALER, self.run, "control", identity=name, context=context)
-        send(socket, Register(self.role, self.index, self.incarnation, os.getpid()))
-        receiver = Receiver({socket: self._from_supervisor}, fatal, self._outbox_fd)
+        register = Register(self.role, self.index, self.incarnation, os.getpid())
+        send(socket, register)
+
+        def again() -> None:
+            for message in (register, *self._told):
+                send(socket, message)
+
+        handlers = {socket: self._from_supervisor}
+        receiver = Receiver(handlers, Malformed(self.role), self._outbox_fd, again={socket: again})
         next_beat = time.monotonic()
 
         while not self._finished:
@@ -158,25 +206,37 @@ class Process:
             receiver.wait(max(0.0, next_beat - now))
             receiver.drain()
             clear_event(self._outbox_fd)
-            for message in _drained(self._outbox):
-                send(socket, message)
+            self._speak(socket)
 
-        for message in _drained(self._outbox):  # what was put there before `_finished` was set
-            send(socket, message)
+        self._speak(socket)  # what was put there before `_finished` was set
         send(socket, self._heartbeat())
-        socket.close(linger=1000)
+        socket.close(linger=5000)
         context.term()
 
+    def _speak(self, socket: zmq.SyncSocket) -> None:
+        for message in _drained(self._outbox):
+            self._told.append(message)
+            send(socket, message)
+
     def _from_supervisor(self, message: Message, _peer: bytes) -> None:
-        assert isinstance(message, PeerDied | Stop)
-        self.inbox.put(message)
+        if not isinstance(message, PeerDied | Stop):
+            raise ProtocolError(f"{type(message).__name__} from the supervisor")
         if isinstance(message, Stop):
-            self.stopping = True
+            self.stopping = self.stopping or not message.save_first
+        elif message in self._deaths:  # told again after a connection broke
+            return
+        else:
+            self._deaths.add(message)
+        self.inbox.put(message)
         os.eventfd_write(self.wake_fd, 1)
 
     def _heartbeat(self) -> Heartbeat:
         stats = dict(self.stats)
         waits = dict(self.waits.seconds)
+        if time.monotonic() >= self._next_pulse:
+            self._next_pulse = time.monotonic() + _PULSE_S
+            cpu_s = time.process_time()
+            self.trace.add(Pulse(self.busy, self.progress, cpu_s, waits, stats, self.trace.cpu_s))
         return Heartbeat(self.role, self.index, self.incarnation, self.progress, self.busy, stats, waits)
 
 

@@ -2,45 +2,49 @@
 
 `Receiver` is for poll loops, `Port` for asyncio. Both hand each message to the handler of its socket, with the
 sender's identity (empty unless the socket is a ROUTER). A handler raises ProtocolError for a message that makes no
-sense from this sender. That, and frames that are no message, go to `malformed`: a `Malformed` drops and counts them, so
-that they cost their sender an answer and not everyone the process; `fatal` is for peers that are trusted.
+sense from this sender. That, and frames that are no message, are dropped and counted by a `Malformed`, so that they
+cost their sender an answer and nobody a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Mapping
 
 import zmq
 
 from rl.core.messages import Message, ProtocolError, decode
-from rl.core.sockets import receive_frames, send
+from rl.core.sockets import Connection, close_at_once, made_again, receive_frames, send
 
 Handler = Callable[[Message, bytes], None]
-OnMalformed = Callable[[ProtocolError], None]
-
 MESSAGES_PER_TURN = 512  # of one socket, so that none starves the others
-_LOGGED = 20  # of the messages dropped; then every thousandth
+_QUIET_S = 10.0  # between two lines on the same kind of what was dropped
 _MESSAGES_PER_CALLBACK = 64
 
 
 class Malformed:
-    """Drops what is no message; counts it, and logs it at a limited rate."""
+    """Drops what is no message, and counts it. Each kind, which is an error's first word, has a line now and then."""
 
     def __init__(self, owner: str) -> None:
         self.count = 0
         self._owner = owner
+        self._logged: dict[str, tuple[float, int]] = {}  # kind -> when it may be logged again, how many came since
 
     def __call__(self, error: ProtocolError) -> None:
         self.count += 1
-        if self.count <= _LOGGED or self.count % 1000 == 0:
-            print(f"{self._owner}: dropped message {self.count}: {error!s:.300}", file=sys.stderr, flush=True)
+        text = f"{error!s:.300}"
+        kind = text.partition(" ")[0]
+        quiet_until, since = self._logged.get(kind, (0.0, 0))
 
-
-def fatal(error: ProtocolError) -> None:
-    """A malformed message of a trusted peer is a bug: the process ends."""
-    raise error
+        now = time.monotonic()
+        if now < quiet_until:
+            self._logged[kind] = quiet_until, since + 1
+            return
+        self._logged[kind] = now + _QUIET_S, 0
+        more = f" (and {since} like it before)" if since else ""
+        print(f"{self._owner}: dropped message {self.count}: {text}{more}", file=sys.stderr, flush=True)
 
 
 class Receiver:
@@ -52,22 +56,27 @@ class Receiver:
             receiver.drain()
 
     `wake_fd` ends a wait as well; its owner reads it. At most `limit` messages of each socket are handled in a turn.
+    again: of sockets that connect, whether they receive or not: called when their connection has been made again.
     """
 
     def __init__(
         self,
         handlers: Mapping[zmq.SyncSocket, Handler],
-        malformed: OnMalformed,
+        malformed: Malformed,
         wake_fd: int | None = None,
         limit: int = MESSAGES_PER_TURN,
+        again: Mapping[zmq.SyncSocket, Callable[[], None]] | None = None,
     ) -> None:
         self._sources = [(socket, handle, socket.type == zmq.ROUTER) for socket, handle in handlers.items()]
+        self._again = {socket: call for socket, call in (again or {}).items() if isinstance(socket, Connection)}
         self._malformed = malformed
         self._limit = limit
 
         self._poller = zmq.Poller()
         for source in handlers if wake_fd is None else (wake_fd, *handlers):
             self._poller.register(source, zmq.POLLIN)
+        for connection in self._again:
+            self._poller.register(connection.news, zmq.POLLIN)
 
     def wait(self, seconds: float) -> bool:
         """Until a message has arrived, `wake_fd` is readable or the time is over (then False)."""
@@ -75,6 +84,10 @@ class Receiver:
 
     def drain(self) -> None:
         """Handle what has arrived. Raises what a handler raises."""
+        for connection, call in self._again.items():
+            if connection.made_again():
+                call()
+
         for socket, handle, addressed in self._sources:
             for _ in range(self._limit):
                 if not _take(socket, handle, addressed, self._malformed):
@@ -82,32 +95,55 @@ class Receiver:
 
 
 class Port:
-    """A socket on the asyncio loop. What its handler raises goes to `failed`.
+    """A socket on the asyncio loop. What its handler raises goes to `failed`. `again` is called when its connection has
+    been made again.
 
     The file descriptor of a ZeroMQ socket is edge-triggered and any operation may consume the edge, so after each one
     the socket is asked again whether it is readable.
     """
 
     def __init__(
-        self, socket: zmq.SyncSocket, handle: Handler, malformed: OnMalformed, failed: Callable[[Exception], None]
+        self,
+        socket: zmq.SyncSocket,
+        handle: Handler,
+        malformed: Malformed,
+        failed: Callable[[Exception], None],
+        again: Callable[[], None] | None = None,
     ) -> None:
         self._socket = socket
         self._handle = handle
         self._malformed = malformed
         self._failed = failed
+
         self._loop = asyncio.get_running_loop()
         self._descriptor = socket.fileno()
         self._scheduled = False
         self._loop.add_reader(self._descriptor, self._drain)
+
+        self._again = again
+        self._news = socket.news.fileno() if again is not None and isinstance(socket, Connection) else None
+        if self._news is not None:
+            self._loop.add_reader(self._news, self._look)
+            self._look()  # as with every socket: who has never looked is not told
         self._schedule()
 
     def send(self, message: Message) -> None:
         send(self._socket, message)
         self._schedule()
 
-    def close(self) -> None:
+    def close(self, *, peer_died: bool = False) -> None:
+        """`peer_died`: another socket of this name meets its successor, and this one must not reach it as well."""
         self._loop.remove_reader(self._descriptor)
-        self._socket.close()
+        if self._news is not None:
+            self._loop.remove_reader(self._news)
+        if peer_died:
+            close_at_once(self._socket)
+        else:
+            self._socket.close()
+
+    def _look(self) -> None:
+        if self._again is not None and made_again(self._socket):
+            self._again()
 
     def _schedule(self) -> None:
         if not self._scheduled and self._readable():
@@ -130,7 +166,7 @@ class Port:
         self._schedule()
 
 
-def _take(socket: zmq.SyncSocket, handle: Handler, addressed: bool, malformed: OnMalformed) -> bool:
+def _take(socket: zmq.SyncSocket, handle: Handler, addressed: bool, malformed: Malformed) -> bool:
     """Handle the next message; False if there is none."""
     try:
         frames = receive_frames(socket)

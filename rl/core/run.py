@@ -47,6 +47,11 @@ class RunFile(BaseModel):
     def save(self) -> None:
         (self.folder / "run.json").write_text(self.model_dump_json(indent=2))
 
+    @property
+    def learner_device(self) -> str:
+        """Without a step to train the learner only hands out weights: it leaves the GPUs to the engines."""
+        return self.device if self.config.steps else "cpu"
+
     def endpoint(self, name: str, index: int | None = None) -> str:
         """ZeroMQ endpoint of a named socket.
 

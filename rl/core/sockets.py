@@ -1,18 +1,28 @@
-"""ZeroMQ sockets as every process opens them: limits, linger, heartbeats, CURVE, and typed messages.
+"""ZeroMQ sockets as every process opens them: limits, linger, heartbeats, the run's key, and typed messages.
+
+A run has one CURVE key pair, in a file that only its owner can read. Both ends of every connection use it, over ipc
+and tcp: who does not have it is refused in the handshake, before any message, and can neither read nor pose as a peer.
+Within the run a ROUTER knows its peers by their identities, which `sender` reads.
 
 Payload goes over PUSH/PULL (one pair per receiver: a PUSH to many hands each message to one of them);
 what needs an address or an answer over ROUTER/DEALER. PULL of a dead process loses what was in flight,
 so whatever must not be lost is acknowledged and sent again by its sender.
+
+A connection that breaks is made again by ZeroMQ, which tells nobody; what was on its way in either direction is lost.
+So every socket that connects counts its handshakes (`made_again`), and whoever owns it says anew what it holds and
+asks for, as it does to the successor of a process that died.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import zmq
 
-from rl.core.messages import Frames, Message, decode, encode
+from rl.core.codec import MAX_FRAME_BYTES
+from rl.core.messages import Frames, Message, ProtocolError, decode, encode
 from rl.core.run import RunFile
 
 HIGH_WATER_MARK = 100_000  # messages; flow control is by credit, not by blocking sockets
@@ -20,36 +30,63 @@ HIGH_WATER_MARK = 100_000  # messages; flow control is by credit, not by blockin
 _DONTWAIT = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _COPIED_BYTES = 1 << 14  # smaller frames share a receive buffer: a view would keep it alive, and may be unaligned
-_SHARED_SERVER_KEY = "curve.server"
-_SHARED_CLIENT_KEY = "curve.client"
+_KEY_FILE = "curve.key"
+_UNIQUE = itertools.count()
+_CLOSE_S = 5.0  # what ZeroMQ's thread may take to close a connection; it takes a millisecond
 
 
 class PeerGone(ConnectionError):
     """A ROUTER was asked to send to a peer that is not connected."""
 
 
-def make_curve_keys(folder: Path) -> None:
-    """Per-run CURVE key pairs, readable by the owner only. The server's public key is the shared secret."""
-    for name in (_SHARED_SERVER_KEY, _SHARED_CLIENT_KEY):
-        public, secret = zmq.curve_keypair()
-        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(public + b"\n" + secret)
+def make_curve_key(folder: Path) -> None:
+    """The run's key pair, readable by the owner only. Its public half is secret as well: to know it is to be a peer."""
+    descriptor = os.open(folder / _KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(b"\n".join(zmq.curve_keypair()))
 
 
 def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
-    if run.config.network.transport != "tcp" or not run.config.network.curve:
+    if not run.config.network.curve:
         return
-    server_public, server_secret = (run.folder / _SHARED_SERVER_KEY).read_bytes().split(b"\n")
-    client_public, client_secret = (run.folder / _SHARED_CLIENT_KEY).read_bytes().split(b"\n")
+
+    public, secret = (run.folder / _KEY_FILE).read_bytes().split(b"\n")
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
     if server:
         socket.curve_server = True
-        socket.curve_publickey = server_public
-        socket.curve_secretkey = server_secret
     else:
-        socket.curve_serverkey = server_public
-        socket.curve_publickey = client_public
-        socket.curve_secretkey = client_secret
+        socket.curve_serverkey = public
+
+
+class Connection(zmq.Socket[bytes]):
+    """A socket that connects to one endpoint."""
+
+    _handshakes = 0  # pyzmq wants the attributes of a socket declared
+    news: zmq.SyncSocket
+    """Readable when `made_again` may have something to say."""
+
+    def count_handshakes(self) -> None:
+        """From now on; before it connects."""
+        address = f"inproc://handshakes-{next(_UNIQUE)}"
+        self.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.news = self.context.socket(zmq.PAIR)
+        self.news.rcvhwm = 0  # ZeroMQ's own thread writes here, and must never wait for somebody to read
+        self.news.connect(address)
+
+    def made_again(self) -> bool:
+        """Whether the connection broke and was made again since the last call."""
+        before = self._handshakes
+        while self.news.poll(0):
+            self.news.recv_multipart()
+            self._handshakes += 1
+        return self._handshakes > max(before, 1)
+
+    def close(self, linger: int | None = None) -> None:
+        if not self.closed:
+            self.disable_monitor()  # first: an event that nobody can take would stop ZeroMQ's thread
+        super().close(linger)
+        self.news.close(linger=0)
 
 
 def open_socket(
@@ -63,9 +100,11 @@ def open_socket(
     context: zmq.SyncContext | None = None,
 ) -> zmq.SyncSocket:
     """A socket bound or connected to `run.endpoint(name, index)`. ROUTERs are mandatory: unknown peers raise."""
-    socket = (context or zmq.Context.instance()).socket(kind)
+    context = context or zmq.Context.instance()
+    socket = context.socket(kind) if bind else context.socket(kind, socket_class=Connection)
     socket.linger = 500
     socket.set_hwm(HIGH_WATER_MARK)
+    socket.maxmsgsize = MAX_FRAME_BYTES  # a larger one closes the connection before memory is taken for it
 
     if kind == zmq.ROUTER:
         socket.router_mandatory = True
@@ -78,11 +117,36 @@ def open_socket(
     _secure(socket, run, server=bind)
 
     endpoint = run.endpoint(name, index)
-    if bind:
-        socket.bind(endpoint)
-    else:
+    if isinstance(socket, Connection):
+        socket.count_handshakes()
         socket.connect(endpoint)
+    else:
+        socket.bind(endpoint)
     return socket
+
+
+def close_at_once(socket: zmq.SyncSocket) -> None:
+    """Close, and return when nothing of it is left: no message still to be sent, no connection still to be made.
+
+    `close` alone only asks ZeroMQ's own thread to, which may first connect once more and send what waits.
+    """
+    context = socket.context
+    address = f"inproc://closed-{next(_UNIQUE)}"
+    socket.monitor(address, zmq.EVENT_MONITOR_STOPPED)
+    closed = context.socket(zmq.PAIR)
+    closed.connect(address)
+
+    zmq.Socket.close(socket, linger=0)
+    if not closed.poll(int(1000 * _CLOSE_S)):
+        raise TimeoutError(f"a socket was not closed within {_CLOSE_S:g} s")
+    closed.close(linger=0)
+    if isinstance(socket, Connection):
+        socket.news.close(linger=0)
+
+
+def made_again(socket: zmq.SyncSocket) -> bool:
+    """Of a socket that connects: whether its connection broke and was made again since the last call."""
+    return isinstance(socket, Connection) and socket.made_again()
 
 
 def send(socket: zmq.SyncSocket, message: Message) -> None:
@@ -131,3 +195,12 @@ def receive_frames(socket: zmq.SyncSocket) -> list[bytes | memoryview]:
 def identity(role: str, index: int, incarnation: int = 0) -> bytes:
     """Socket identity of a process, e.g. `generator.0.2`."""
     return f"{role}.{index}.{incarnation}".encode()
+
+
+def sender(peer: bytes, role: str, count: int) -> tuple[int, int]:
+    """(index, incarnation) of the peer of a ROUTER. Raises ProtocolError unless it is one of `count` of this role."""
+    match peer.split(b"."):
+        case [name, index, incarnation] if name == role.encode() and index.isdigit() and incarnation.isdigit():
+            if int(index) < count:
+                return int(index), int(incarnation)
+    raise ProtocolError(f"stranger {peer!r} where {count} {role}s are known")

@@ -6,38 +6,98 @@ the versions of its own tokens. A violation ends the run: it is a bug, never a c
 
 from __future__ import annotations
 
+import math
+from itertools import groupby
+
+import numpy as np
+
+from rl.core.alarms import RunAlarm
 from rl.core.columns import mismatch
 from rl.core.messages import Shard
 
 
-class StaleBatch(AssertionError):
-    """A batch with samples older than the bound S = ceil(alpha): the broker has a bug, training must not go on."""
-
-
 def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bound: int) -> None:
-    """Raises StaleBatch for old samples, ValueError for a shard that is another one or contradicts itself."""
+    """Raises RunAlarm for old samples and a shard that contradicts itself, ValueError for another one."""
     if (shard.epoch, shard.step, shard.rank) != (epoch, step, rank):
         raise ValueError(
             f"learner.{rank} expected its shard of step {step} in epoch {epoch}, received the one of "
             f"rank {shard.rank}, step {shard.step}, epoch {shard.epoch}"
         )
 
+    if wrong := contradiction(shard):
+        raise RunAlarm("batch-contradicts", f"step {step}: {wrong}")
+
+    _check_freshness(shard, step, staleness_bound)
+
+
+def contradiction(shard: Shard) -> str:
+    """What disagrees within a shard, in one line, or the empty string."""
     counts = [len(shard.members), len(shard.lengths), len(shard.turn_starts)]
     if len(set(counts)) > 1:
-        raise ValueError(f"the shard of step {step} contradicts itself: {counts} members, lengths and turns")
+        return f"{counts} members, lengths and turns"
     if wrong := mismatch(shard.columns, {scope: sum(counts) for scope, counts in shard.entries().items()}):
-        raise ValueError(f"the shard of step {step} contradicts itself: {wrong}")
-
-    oldest = step - staleness_bound
-    stale = [row for row in shard.rows if row.version < oldest]
-    generated = shard.policy_version[shard.loss_mask != 0]
-    if stale or (generated.size and int(generated.min()) < oldest):
-        versions = sorted({row.version for row in stale}) or [int(generated.min())]
-        raise StaleBatch(
-            f"the batch of step {step} holds {len(stale)} of {len(shard.rows)} samples that are too old "
-            f"(versions {versions}): staleness may be at most {staleness_bound}"
-        )
+        return wrong
 
     samples = [row.sample_id for row in shard.rows]
     if samples != sorted(set(samples)):
-        raise ValueError(f"the batch of step {step} is not ordered by sample id, or has a sample twice")
+        return "rows are not ordered by sample id, or hold a sample twice"
+    return _of_tokens(shard) or _of_rows(shard)
+
+
+def _of_tokens(shard: Shard) -> str:
+    """Trained tokens are exactly the sampled ones, and as many as the rows say."""
+    mask = shard.loss_mask != 0
+    wrong = np.count_nonzero(mask != (shard.policy_version >= 0))
+    if wrong:
+        return f"{wrong} tokens are trained and were not sampled, or the other way round"
+
+    ends = np.cumsum(shard.lengths)
+    counted = np.diff(np.concatenate([[0], np.cumsum(mask)])[np.concatenate([[0], ends]).astype(int)])
+    members = [member for member, _ in groupby(shard.members)]
+    if len(members) > len(set(members)):
+        return "the sequences of a sample stand apart"
+
+    of_sample = np.zeros((len(shard.rows), 2), np.int64)
+    np.add.at(of_sample, shard.members, np.stack([np.array(shard.lengths, np.int64), counted], 1))
+    for member in members:
+        length, tokens = of_sample[member].tolist()
+        row = shard.rows[member]
+        if (row.tokens, row.loss_tokens) != (length, tokens):
+            return f"sample {row.sample_id} has {tokens} of {length} tokens, its row {row.loss_tokens} of {row.tokens}"
+    return ""
+
+
+def _of_rows(shard: Shard) -> str:
+    """Rewards of turns add up, and the broker's means are those of the rows."""
+    for row in shard.rows:
+        if row.turn_rewards and not math.isclose(math.fsum(row.turn_rewards), row.reward, rel_tol=1e-6, abs_tol=1e-6):
+            return f"the turns of sample {row.sample_id} earned {math.fsum(row.turn_rewards):g}, its row {row.reward:g}"
+    total = sum(row.loss_tokens for row in shard.rows)
+    if total != shard.loss_tokens:
+        return f"{total} loss tokens in its rows, {shard.loss_tokens} as a whole"
+
+    means = {"reward": math.fsum(row.reward for row in shard.rows), "length": float(total)}
+    for name, summed in means.items():
+        told = shard.metrics.get(f"rollout/{name}", summed / len(shard.rows))
+        if not math.isclose(told, summed / len(shard.rows), rel_tol=1e-6, abs_tol=1e-6):
+            return f"its rows have a mean {name} of {summed / len(shard.rows):g}, the broker says {told:g}"
+    return ""
+
+
+def _check_freshness(shard: Shard, step: int, staleness_bound: int) -> None:
+    """By what the rows of the whole batch say, and by each token of this rank's own samples."""
+    oldest = step - staleness_bound
+    versions = [row.version for row in shard.rows]
+    old_tokens = (shard.loss_mask != 0) & (shard.policy_version < oldest)
+    if old_tokens.any():
+        members = np.repeat(shard.members, shard.lengths)[old_tokens]
+        for member, version in zip(members.tolist(), shard.policy_version[old_tokens].tolist(), strict=True):
+            versions[member] = min(versions[member], version)
+
+    stale = [version for version in versions if version < oldest]
+    if stale:
+        raise RunAlarm(
+            "stale-batch",
+            f"the batch of step {step} holds {len(stale)} of {len(shard.rows)} samples that are too old "
+            f"(versions {sorted(set(stale))}): staleness may be at most {staleness_bound}",
+        )

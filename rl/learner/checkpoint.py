@@ -19,16 +19,19 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from rl.core.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
+from rl.core.digests import DIGESTS, write_digests
 from rl.learner.policy import Policy, export_entries
 
 _MODEL_FILE_BYTES = 4 << 30
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")  # weights of the source model
+_CUDA_RNG = "cuda_rng"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", DIGESTS)  # weights of the source model
 
 
 Trained = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # policy, critic
@@ -53,6 +56,9 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
     meta = read_meta(checkpoint)
     state = _state(trained)
     try:
+        saved = FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
+        if _CUDA_RNG not in saved:  # it was saved without a GPU
+            state.pop(_CUDA_RNG, None)
         load_state(state, checkpoint_id=checkpoint / "state")
     except (Exception, CheckpointException) as error:  # the latter is no Exception; damage has many types
         raise CheckpointError(f"{checkpoint} cannot be loaded: {_reason(error)}") from error
@@ -63,6 +69,8 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
         for group, values in zip(adamw.param_groups, configured, strict=True):
             group.update(values)
     torch.set_rng_state(state["rng"])
+    if _CUDA_RNG in state:
+        torch.cuda.set_rng_state(state[_CUDA_RNG])
     return meta
 
 
@@ -70,7 +78,7 @@ def export_hf(policy: Policy, folder: Path, source: Path) -> None:
     """The policy as a model folder that transformers and vLLM load; all ranks call it together.
 
     Weights in the dtype of the source model's files, everything else (configuration, tokenizer, chat template)
-    copied from `source`. The folder appears by one rename and replaces an earlier export.
+    copied from `source`, and digests of all. The folder appears by one rename and replaces an earlier export.
     """
     partial = folder.with_name(folder.name + ".tmp")
     if dist.get_rank() == 0:
@@ -82,6 +90,7 @@ def export_hf(policy: Policy, folder: Path, source: Path) -> None:
 
     _write_weights(policy, partial, _source_dtype(source))
     if dist.get_rank() == 0:
+        write_digests(partial, partial / DIGESTS)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     dist.barrier()
@@ -128,6 +137,8 @@ def _reason(error: BaseException) -> str:
 
 def _state(trained: Trained) -> dict[str, Any]:
     state: dict[str, Any] = {"rng": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[_CUDA_RNG] = torch.cuda.get_rng_state()
     for name, (model, adamw) in trained.items():
         weights, optimizer = get_state_dict(model, adamw)
         state[name] = {"model": weights, "optimizer": optimizer}

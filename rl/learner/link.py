@@ -1,10 +1,10 @@
 """The learner's side of its protocol with broker, generators and supervisor, without torch.
 
-    link = LearnerLink(process, manifest)
-    link.publish(link.version(link.first_step), write)  # the initial weights reach the engines this way
+    link = LearnerLink(process, manifest, first_step)
+    link.publish(first_step, write)              # the initial weights reach the engines this way
     for shard in link.batches():                 # requested, awaited, checked
         ...train...
-        link.publish(link.version(shard.step + 1), write)
+        link.publish(shard.step + 1, write)
         link.report(shard, values)
     link.finish()
 
@@ -17,13 +17,17 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 import zmq
 
-from rl.core.batch_files import write_shard_file
+from rl.core import moments
+from rl.core.checkpoint_folder import latest, read_meta, verify
 from rl.core.messages import (
     BatchRequest,
     EvalRequest,
@@ -31,6 +35,7 @@ from rl.core.messages import (
     Message,
     Metrics,
     PeerDied,
+    ProtocolError,
     Published,
     SaveRequest,
     Shard,
@@ -38,13 +43,18 @@ from rl.core.messages import (
     Version,
 )
 from rl.core.process import Process, WaitExpired
-from rl.core.sockets import identity, open_socket, receive, send
+from rl.core.receiving import Malformed, Receiver
+from rl.core.sockets import open_socket
 from rl.learner.batches import check_shard
+from rl.learner.broker_line import BrokerLine
+from rl.learner.publications import Publications
 from rl.weights import make_writer
 from rl.weights.layout import Manifest, Segment
 from rl.weights.service import UpdaterService
+from rl.weights.slots import draft_of
 
 T = TypeVar("T")
+M = TypeVar("M", Shard, Journal)
 _POLL_MS = 100  # how soon a failed weight update is noticed while waiting
 
 
@@ -52,98 +62,134 @@ class Stopped(Exception):
     """The supervisor has told this process to stop."""
 
 
+def begin_from(process: Process) -> tuple[Path | None, int]:
+    """The checkpoint to begin from, and its step: the run's newest after a death, else `resume`; None: the start model.
+
+    Raises CheckpointError if it is damaged.
+    """
+    run = process.run
+    newest = latest(run.folder / "checkpoints")
+    if newest is None:
+        return run.config.resume, run.start_step
+    return newest, (verify if process.index == 0 else read_meta)(newest).step
+
+
 class LearnerLink:
     """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
 
-    def __init__(self, process: Process, manifest: Manifest) -> None:
+    def __init__(self, process: Process, manifest: Manifest, first_step: int) -> None:
         self.process = process
         self.run = process.run
         self.config = process.config
         self.rank = process.index
-        self.first_step = self.run.start_step
+        self.first_step = first_step
         self.last_step = self.run.start_step + self.config.steps  # one past the last batch
         self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
         self._writer = make_writer(self.run, self.rank, manifest)
         self._writer.open()
+        self._publications = Publications(self.run.folder, self.run.epoch)
 
-        self._steps: zmq.Socket[bytes] | None = None
+        self._step = first_step
+        self._requested = first_step - 1  # the newest batch asked for
+        self._ended_at = self.last_step
+
+        self._broker: BrokerLine | None = None
+        self._broker_since = 0.0
         self._service: UpdaterService | None = None
         if self.rank == 0:
-            name = identity("learner", 0, process.incarnation)
-            self._steps = open_socket(zmq.DEALER, self.run, "steps", identity=name)
+            self._broker = BrokerLine(process)
             self._service = UpdaterService(self.run, process, manifest.total_bytes)
             self._service.start()
             process.closing_report = self._closing_report
 
+        self._malformed = Malformed(f"learner.{self.rank}")
         self._waited_s = 0.0  # for the current batch
         self._began = self._reported = time.monotonic()
         self._summary: dict[str, Any] = {"steps": 0}
 
-    # ------------------------------------------------------------ batches
+    @property
+    def epoch(self) -> int:
+        """Of what rank 0 publishes now."""
+        return self._publications.epoch
 
-    def version(self, n: int) -> Version:
-        """Version `n` of this start of the run."""
-        return Version(self.run.epoch, n)
+    # ------------------------------------------------------------ batches
 
     def batches(self) -> Iterator[Shard]:
         """This rank's shard of every remaining step, in order.
 
-        The next batch is requested as soon as one has arrived, so it is assembled and sent during training.
-        Raises WaitExpired after `learner.batch_deadline_s`, Stopped when told to stop, StaleBatch, ValueError.
+        The next batch is requested as soon as one has arrived, so it is assembled and sent during training. Only where
+        its version was published before, it is requested after that: it may come out otherwise this time, and the
+        batch with it. Raises WaitExpired after `learner.batch_deadline_s`, Stopped when told to stop, RunAlarm,
+        ValueError.
         """
-        self._request(self.first_step)
         for step in range(self.first_step, self.last_step):
+            self._step = step
+            self._request(step)
             shard = self._receive(step)
-            self._request(step + 1)
+            if not shard.rows:
+                self._ended_at = step
+                return
+            if step >= self._publications.newest:
+                self._request(step + 1)
             self.process.busy = True
             yield shard
 
     def _request(self, step: int) -> None:
-        if self._steps is not None and step < self.last_step:
-            send(self._steps, BatchRequest(step))
+        """Once each."""
+        if self._broker is not None and self._requested < step < self.last_step:
+            self._requested = step
+            self._broker.tell(BatchRequest(step))
 
     def _receive(self, step: int) -> Shard:
         begin = time.monotonic()
         deadline_s = self.config.learner.batch_deadline_s
-        message = self._wait(self._shards, "broker", deadline_s, f"batch {step} (learner.batch_deadline_s)")
-        self._waited_s = time.monotonic() - begin
-        if not isinstance(message, Shard):
-            raise ValueError(f"learner.{self.rank} waited for a shard and received {type(message).__name__}")
+        what = f"batch {step} (learner.batch_deadline_s)"
 
+        while True:
+            shard = self._wait(lambda: self._shards, Shard, "broker", deadline_s, what)
+            if shard.step == step:  # else it was sent to an earlier incarnation, or again after the broker's death
+                break
+        self._waited_s = time.monotonic() - begin
+        if self._broker is not None:
+            self._broker.answered(BatchRequest(step))
+
+        if not shard.rows:
+            return shard
         bound = self.config.rollout.staleness_bound
-        check_shard(message, step=step, rank=self.rank, epoch=self.run.epoch, staleness_bound=bound)
-        if self.config.tracking.save_batches:
-            write_shard_file(self.run.folder, message)
-        return message
+        epoch = self.epoch if self.rank == 0 and step >= self._publications.newest else shard.epoch
+        check_shard(shard, step=step, rank=self.rank, epoch=epoch, staleness_bound=bound)
+        return shard
 
     # ------------------------------------------------------------ weights, journal, metrics
 
     def publish(
         self,
-        version: Version,
+        n: int,
         write: Callable[[memoryview], Iterable[Segment]],
         probe_ids: Sequence[int] = (),
         probe_logp: Sequence[float] = (),
     ) -> None:
-        """Offer `version` to the generators, tell the broker, ask for an evaluation when one is due.
+        """Offer version `n` to the generators, tell the broker, ask for an evaluation when one is due.
 
         `write` copies this rank's part into the slot and returns the byte ranges written. Rank 0 waits until
         every rank has committed, and no rank waits for a generator. Raises WaitExpired, WeightsError.
         """
         self.process.busy = False  # every wait from here on has a deadline of its own
-        self._writer.commit(
-            write(self._wait_while_listening("slot", lambda wait_s: self._writer.begin(version, wait_s)))
-        )
-        if self._steps is None or self._service is None:
+        draft = draft_of(n)
+        self._writer.commit(write(self._wait_while_listening("slot", lambda wait_s: self._writer.begin(draft, wait_s))))
+        if self._broker is None or self._service is None:
             return
 
-        checksum = self._wait_while_listening(
-            "other ranks' part", lambda wait_s: self._writer.checksum(version, wait_s)
-        )
-        self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
-        send(self._steps, Published(version))
-        if self._evaluation_due(version.n):
-            send(self._steps, EvalRequest(version, self.config.eval.tasks))
+        checksum = self._wait_while_listening("other ranks' part", lambda wait_s: self._writer.checksum(draft, wait_s))
+        version = self._publications.add(n, checksum)
+        if n == self._publications.newest:  # else a later one is out there already
+            self._writer.name(draft, version)
+            self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
+
+        self._broker.tell(Published(version))
+        self.process.trace.add(moments.Published(version.epoch, version.n))
+        if self._evaluation_due(n):
+            self._broker.tell(EvalRequest(version, self.config.eval.tasks))
 
     def _wait_while_listening(self, part: str, ask: Callable[[float], T]) -> T:
         """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.
@@ -153,17 +199,18 @@ class LearnerLink:
         """
         deadline_s = self.config.weights.deadline_s
         deadline = time.monotonic() + deadline_s
-        while True:
-            self.listen()
-            try:
-                return ask(_POLL_MS / 1000)
-            except WaitExpired as error:
-                if time.monotonic() >= deadline:
-                    raise WaitExpired(f"no {part} within weights.deadline_s={deadline_s:g} s: {error}") from None
+        with self.span(f"wait {part}"):
+            while True:
+                self.listen()
+                try:
+                    return ask(_POLL_MS / 1000)
+                except WaitExpired as error:
+                    if time.monotonic() >= deadline:
+                        raise WaitExpired(f"no {part} within weights.deadline_s={deadline_s:g} s: {error}") from None
 
     def _evaluation_due(self, n: int) -> bool:
         every = self.config.eval.every
-        ends = n in (self.first_step, self.last_step)
+        ends = n in (self.run.start_step, self.last_step)
         return self.config.eval.tasks > 0 and (ends or (every > 0 and n % every == 0))
 
     def checkpoint_due(self, n: int) -> bool:
@@ -171,18 +218,35 @@ class LearnerLink:
         every = self.config.learner.checkpoint_every
         return n == self.last_step or (every > 0 and n % every == 0)
 
-    def journal(self, version: Version) -> bytes:
-        """The broker's journal at this version; empty on other ranks. Raises WaitExpired after timeouts.hang_s."""
-        if self._steps is None:
-            return b""
-        send(self._steps, SaveRequest(version))
-        deadline_s = self.config.timeouts.hang_s
-        message = self._wait(self._steps, "broker", deadline_s, f"journal of version {version.n} (timeouts.hang_s)")
-        if not isinstance(message, Journal) or message.version != version:
-            raise ValueError(f"asked the broker for its journal of {version}, received {message!r:.200}")
-        return message.state
+    @property
+    def to_be_saved(self) -> int | None:
+        """The step at which the run was asked to end; None if a checkpoint has it, or there is nothing to save."""
+        step = self._ended_at
+        is_new = self.first_step < step < self.last_step
+        return step if is_new and not self.checkpoint_due(step) else None
 
-    def report(self, shard: Shard, values: dict[str, float]) -> None:
+    def journal(self, n: int) -> bytes:
+        """The broker's journal at version `n`; empty on other ranks. Raises WaitExpired.
+
+        A broker that hangs is found after timeouts.hang_s, and its successor has timeouts.start_s to begin.
+        """
+        if self._broker is None:
+            return b""
+        version = Version(self.epoch, n)
+        broker = self._broker
+        broker.tell(SaveRequest(version))
+        deadline_s = self.config.timeouts.hang_s + self.config.timeouts.start_s
+        what = f"journal of version {n} (timeouts.hang_s and start_s)"
+
+        while True:
+            journal = self._wait(lambda: broker.socket, Journal, "broker", deadline_s, what)
+            if journal.version == version:  # else it was asked for twice
+                broker.answered(SaveRequest(version))
+                return journal.state
+
+    def report(
+        self, shard: Shard, values: dict[str, float], histograms: Mapping[str, list[float]] = MappingProxyType({})
+    ) -> None:
         """The metrics row of one trained batch: the broker's view, `values`, and what the protocol itself took."""
         now = time.monotonic()
         step_s = now - self._reported
@@ -194,14 +258,20 @@ class LearnerLink:
             "train/reward": float(np.mean([row.reward for row in shard.rows])),
             "time/step": step_s,
             "time/wait_batch": self._waited_s,
+            "version/epoch": float(self.epoch),
             "tokens/trained": tokens,
             "tokens_per_second": tokens / step_s,
         }
 
         if self._service is not None:
             row |= {f"weight_sync/{key}": value for key, value in self._service.stats().items()}
-            staleness = [float(shard.step - sample.version) for sample in shard.rows]
-            self.process.send(Metrics(shard.step + 1, row, {"staleness": staleness}))
+            spread = {
+                "staleness": [float(shard.step - sample.version) for sample in shard.rows],
+                "histogram/length": [float(sample.loss_tokens) for sample in shard.rows],
+                "histogram/reward": [sample.reward for sample in shard.rows],
+            }
+            self.process.send(Metrics(shard.step + 1, row, spread | dict(histograms)))
+            self._check_starved(shard.step, step_s)
 
         ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
         self._summary.setdefault("first", ends)
@@ -209,6 +279,16 @@ class LearnerLink:
         self._summary["steps"] += 1
         self.process.progress += 1
         self.listen()
+
+    def _check_starved(self, step: int, step_s: float) -> None:
+        """A learner on CPUs shares them: while it waits, they do the work that it waits for."""
+        if self.config.learner.kind == "fsdp" and self.run.learner_device == "cpu":
+            return
+
+        limits = self.config.alarms
+        starved = self._waited_s > max(limits.starved_s, limits.starved * step_s)
+        found = f"{self._waited_s:.1f} of the {step_s:.1f} s of step {step} it waited for its batch"
+        self.process.alarms.check("learner-starved", starved, found)
 
     def _closing_report(self) -> dict[str, Any]:
         assert self._service is not None
@@ -233,39 +313,60 @@ class LearnerLink:
 
     # ------------------------------------------------------------ waiting
 
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """What is done in the block, for the trace."""
+        return self.process.trace.span(name, self._step)
+
     def listen(self) -> None:
         """Act on what the supervisor said, and on a weight update that failed. Raises Stopped, or that failure."""
         for message in self.process.received():
             if isinstance(message, Stop):
                 raise Stopped(message.reason)
-            if isinstance(message, PeerDied) and message.role == "generator":
-                self._writer.end_leases(f"generator-{message.index}", message.incarnation)
-                if self._service is not None:
-                    self._service.peer_died(message)
+            self._peer_died(message)
         if self.process.stopping:
             raise Stopped("stopping")
+        if self._broker is not None:
+            self._broker.mend()
         if self._service is not None:
             self._service.raise_if_failed()
 
-    def _wait(self, socket: zmq.Socket[bytes], whom: str, deadline_s: float, what: str) -> Message:
-        """The next message of `socket`, honouring Stop and failures of the weight updates meanwhile."""
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self.process.wake_fd, zmq.POLLIN)
-        deadline = time.monotonic() + deadline_s
-        with self.process.waits.on(whom):
-            while True:
-                self.listen()
-                if dict(poller.poll(_POLL_MS)).get(socket):
-                    return receive(socket)
-                if time.monotonic() >= deadline:
+    def _peer_died(self, died: PeerDied) -> None:
+        if died.role == "broker":
+            self._broker_since = time.monotonic()
+            if self._broker is not None:
+                self._broker.reopen()
+        elif died.role == "generator":
+            self._writer.end_leases(f"generator-{died.index}", died.incarnation)
+            if self._service is not None:
+                self._service.peer_died(died)
+
+    def _wait(
+        self, socket_of: Callable[[], zmq.SyncSocket], kind: type[M], whom: str, deadline_s: float, what: str
+    ) -> M:
+        """The next message of this kind, honouring Stop, failures of the weight updates and a new broker meanwhile."""
+        begin = time.monotonic()
+        arrived: list[M] = []
+
+        def take(message: Message, peer: bytes) -> None:
+            if not isinstance(message, kind):
+                raise ProtocolError(f"{type(message).__name__} instead of the {what}")
+            arrived.append(message)
+
+        with self.process.waits.on(whom), self.span(f"wait {whom}"):
+            while not arrived:
+                if time.monotonic() >= max(begin, self._broker_since) + deadline_s:
                     raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {whom}: {what}")
+                self.listen()
+                receiver = Receiver({socket_of(): take}, self._malformed, self.process.wake_fd, limit=1)
+                receiver.wait(_POLL_MS / 1000)
+                receiver.drain()
+        return arrived[0]
 
     def close(self) -> None:
         """Close the sockets, end the weight updater and free the slots."""
         if self._service is not None:
             self._service.stop()
-        for socket in (self._shards, self._steps):
-            if socket is not None:
-                socket.close(linger=500)
+        self._shards.close(linger=500)
+        if self._broker is not None:
+            self._broker.socket.close(linger=500)
         self._writer.close()

@@ -46,7 +46,7 @@ class Optimizer:
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.weight_decay}]
         if vectors:
             groups.append({"params": vectors, "weight_decay": 0.0})
-        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
     def step(self, batch_step: int) -> tuple[float, float]:
         """One update with the accumulated gradients. Returns (gradient norm before clipping, learning rate).

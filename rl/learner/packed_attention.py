@@ -1,12 +1,13 @@
 """Attention over a pack, sample by sample, for machines without FlashAttention.
 
-transformers' `sdpa` gives a pack one mask of (T, T): its cost grows with the square of the pack. Here each sample is a
-causal call of its own, so a pack costs what its samples cost.
+transformers' `sdpa` gives a pack one mask of (T, T): its cost grows with the square of the pack. Here each run of
+samples of equal length is a causal call of its own, so a pack costs what its samples cost. `make_packs` puts equal
+lengths side by side.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,11 +36,18 @@ def packed_sdpa(
         raise ValueError(f"{NAME} needs the bounds of the samples (cu_seq_lens_q) and takes no mask")
 
     shared = query.shape[1] != key.shape[1]
+    lengths = cu_seq_lens_q.diff().tolist()
+    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
+
+    # One split of each tensor: a slice for each sample would let its backward write a tensor of the whole pack.
+    sizes = [length * count for length, count in runs]
     parts = []
-    for begin, end in pairwise(cu_seq_lens_q.tolist()):
-        q, k, v = (states[:, :, begin:end] for states in (query, key, value))
-        parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared))
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    split = [states.transpose(1, 2)[0].split(sizes) for states in (query, key, value)]  # of (tokens, heads, d)
+    for (length, count), *states in zip(runs, *split, strict=True):
+        q, k, v = (tokens.unflatten(0, (count, length)).transpose(1, 2) for tokens in states)
+        found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared)
+        parts.append(found.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)[None], None
 
 
 def pack_bounds(position_ids: Tensor) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import methodcaller
 from typing import get_args
 
@@ -22,14 +23,15 @@ from rl.core.messages import Shard
 
 @dataclass(frozen=True)
 class Pack:
-    """T tokens of n samples, one sample after another.
+    """T tokens of n samples, one sample after another; the sequences of a sample, if it has several, side by side.
 
+    So what a loss computes of a whole sample does not depend on the sequences into which its history forked.
     `columns` (T, ...) are those of the table (`rl.core.columns`), whatever their scope: a turn's or a sample's entry
     stands at each of its tokens. Integers are int64, the mask bool. The learner's own join them as they are computed.
     """
 
     columns: dict[str, Tensor]
-    position_ids: Tensor  # (T,) int64, restarting at 0 with each sample
+    position_ids: Tensor  # (T,) int64, restarting at 0 with each sequence
     sample: Tensor  # (T,) int64, 0 .. n - 1
     turn: Tensor  # (T,) int64, turn within the sample; a prompt or observation belongs to the turn before it, if any
     rewards: Tensor  # (n,) float32
@@ -85,14 +87,19 @@ def make_packs(shard: Shard, max_tokens: int, version: int) -> list[Pack]:
     columns = _spread(shard)
     ends = np.cumsum(shard.lengths, dtype=np.int64)
     spans = [slice(end - length, end) for length, end in zip(shard.lengths, ends, strict=True)]
-    return [_pack(shard, columns, spans, chosen, version) for chosen in assign(shard.lengths, max_tokens)]
+
+    samples = [list(own) for _, own in groupby(range(len(shard.members)), shard.members.__getitem__)]
+    lengths = [sum(shard.lengths[i] for i in own) for own in samples]
+    packs = [[samples[k] for k in chosen] for chosen in assign(lengths, max_tokens)]
+    return [_pack(shard, columns, spans, chosen, version) for chosen in packs]
 
 
 def assign(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices of the samples of each pack.
 
     First-fit-decreasing says how many packs are needed; then each sample, longest first, goes to the emptiest of
-    that many. Should this overflow one, the first-fit packs stand.
+    that many. Should this overflow one, the first-fit packs stand. Within a pack the longest samples come first, and
+    those of equal length side by side (`packed_attention` computes them together).
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     alone = [[i] for i in order if lengths[i] > max_tokens]
@@ -115,7 +122,7 @@ def assign(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         balanced[where].append(i)
         loads[where] += lengths[i]
     packs = balanced if all(load <= max_tokens for load in loads) else fitted
-    return alone + [sorted(pack) for pack in packs]
+    return alone + packs
 
 
 def pad_packs(packs: list[Pack], count: int) -> list[Pack]:
@@ -181,10 +188,14 @@ def _spread(shard: Shard) -> dict[str, np.ndarray]:
     return columns
 
 
-def _pack(shard: Shard, columns: dict[str, np.ndarray], spans: list[slice], chosen: list[int], version: int) -> Pack:
-    """The samples `chosen`, of whose tokens `spans` says where they stand in `columns`."""
-    members = [shard.members[i] for i in chosen]
+def _pack(
+    shard: Shard, columns: dict[str, np.ndarray], spans: list[slice], samples: list[list[int]], version: int
+) -> Pack:
+    """`samples` lists the sequences of each sample; `spans` says where the tokens of each stand in `columns`."""
+    chosen = [i for own in samples for i in own]
+    members = [shard.members[own[0]] for own in samples]
     lengths = torch.tensor([shard.lengths[i] for i in chosen])
+    tokens = torch.tensor([sum(shard.lengths[i] for i in own) for own in samples])
     found = _tensors({name: np.concatenate([values[spans[i]] for i in chosen]) for name, values in columns.items()})
 
     mask = found["loss_mask"]
@@ -194,8 +205,8 @@ def _pack(shard: Shard, columns: dict[str, np.ndarray], spans: list[slice], chos
     return Pack(
         columns=found,
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        sample=torch.arange(len(chosen)).repeat_interleave(lengths),
-        turn=torch.from_numpy(np.concatenate([_turns(shard.lengths[i], shard.turn_starts[i]) for i in chosen])),
+        sample=torch.arange(len(samples)).repeat_interleave(tokens),
+        turn=torch.from_numpy(np.concatenate([_sample_turns(shard, own) for own in samples])),
         rewards=torch.tensor([shard.rows[i].reward for i in members], dtype=torch.float32),
         members=tuple(members),
     )
@@ -205,6 +216,14 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     """int32 becomes int64, the dtype of indices in torch, and the mask bool."""
     wide = {name: array.astype(np.int64) if array.dtype == np.int32 else array for name, array in arrays.items()}
     return {name: torch.from_numpy(array) for name, array in (wide | {"loss_mask": wide["loss_mask"] != 0}).items()}
+
+
+def _sample_turns(shard: Shard, sequences: list[int]) -> np.ndarray:
+    """(T,) int64: `_turns` of a sample's sequences, counted on from one to the next."""
+    before = np.cumsum([0, *(len(shard.turn_starts[i]) for i in sequences)])
+    return np.concatenate(
+        [begun + _turns(shard.lengths[i], shard.turn_starts[i]) for begun, i in zip(before, sequences, strict=False)]
+    )
 
 
 def _turns(length: int, starts: list[int]) -> np.ndarray:

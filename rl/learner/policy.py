@@ -83,6 +83,8 @@ class Policy(PackedModel):
         changed = [name for name in _LOGIT_CHANGES if getattr(self.model.config, name, None) not in (None, 1, 1.0)]
         if head is None or getattr(head, "bias", None) is not None or changed:
             raise ValueError(f"{type(model).__name__}: the logits must be a plain product ({changed or 'bias'})")
+        if not hasattr(self.decoder, "layers"):
+            raise ValueError(f"{type(model).__name__}: its decoder has no `layers` that could be sharded one by one")
 
     @property
     def tied(self) -> bool:
@@ -143,11 +145,7 @@ def load_policy(
             attention = packed_attention.NAME if can_pack(AutoConfig.from_pretrained(str(folder))) else "sdpa"
 
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation=attention)
-    if get_checkpoint_conversion_mapping(model.config.model_type):
-        raise ValueError(
-            f"{model.config.model_type}: transformers keeps its parameters under other names and shapes than its "
-            "checkpoints, so engines could not load an export; dense models are supported"
-        )
+    _refuse_converted(model.config)
 
     modules: Iterator[Any] = model.modules()
     for module in modules:  # train mode is needed for activation checkpointing, dropout never is
@@ -156,6 +154,22 @@ def load_policy(
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     return Policy(model, logprob_chunk=logprob_chunk).train()
+
+
+def check_trainable(folder: str | Path) -> None:
+    """Raises ValueError, as `load_policy` would, without reading any weights."""
+    config = AutoConfig.from_pretrained(str(folder))
+    _refuse_converted(config)
+    with torch.device("meta"):
+        Policy(AutoModelForCausalLM.from_config(config))
+
+
+def _refuse_converted(config: Any) -> None:
+    if get_checkpoint_conversion_mapping(config.model_type):
+        raise ValueError(
+            f"{config.model_type}: transformers keeps its parameters under other names and shapes than its "
+            "checkpoints, so engines could not load an export; dense models are supported"
+        )
 
 
 def shard_policy(

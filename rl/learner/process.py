@@ -9,9 +9,11 @@ generated tokens.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.core.checkpoint_folder import CheckpointError, Meta
 from rl.core.process import Process
-from rl.core.run import RunFile, context_from_command_line
+from rl.core.run import context_from_command_line
 from rl.learner import checkpoint
-from rl.learner.link import LearnerLink, Stopped
+from rl.learner.exact import ExactCheck
+from rl.learner.guards import StepGuards
+from rl.learner.kept import KeptTokens
+from rl.learner.link import LearnerLink, Stopped, begin_from
 from rl.learner.publish import Publisher, weight_manifest
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
@@ -30,23 +35,40 @@ from rl.learner.update import UpdateStats
 def train(learner: Learner, link: LearnerLink) -> None:
     """From the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, learner.manifest, link)
-    publisher.publish(link.version(link.first_step))
+    publisher.publish(link.first_step)
     for shard in link.batches():  # step s: samples of versions s - ceil(alpha) .. s
         begin = time.monotonic()
+        with link.span("prepare"):
+            minibatches = learner.trainer.minibatches(shard)
+            learner.guards.batch(shard, minibatches)
+            compared = learner.exact.batch(shard.step, minibatches)
+            learner.kept.batch(shard)
+
         stats = UpdateStats()
-        for minibatch in learner.trainer.minibatches(shard):
-            stats.add(learner.trainer.update(minibatch, shard.step))
-        stats.all_reduce()
-        values = stats.metrics()
+        with link.span("train"):
+            for minibatch in minibatches:
+                update = learner.trainer.update(minibatch, shard.step)
+                learner.guards.updated(minibatch, update)
+                stats.add(update)
+
+            stats.all_reduce()
+        values = stats.metrics() | compared
+        learner.guards.trained(values)
         values["train/loss"] = values.get("loss/objective", 0.0)
         trained = time.monotonic()
 
-        publisher.publish(link.version(shard.step + 1))
+        publisher.publish(shard.step + 1, shard)
         values |= {"time/train": trained - begin, "time/publish": time.monotonic() - trained}
-        link.report(shard, values)
+        link.report(shard, values, stats.histograms())
         if link.checkpoint_due(shard.step + 1):
-            learner.save(link, shard.step + 1)
-    learner.export()
+            with link.span("save"):
+                learner.save(link, shard.step + 1)
+
+    if (step := link.to_be_saved) is not None:
+        with link.span("save"):
+            learner.save(link, step)
+    with link.span("export"):
+        learner.export()
     link.finish()
 
 
@@ -63,19 +85,26 @@ class Learner:
 
         torch.set_num_threads(self.config.learner.threads)
         torch.manual_seed(self.config.seed)
+        me = f"learner.{process.index}.{process.incarnation}"
+        self.kept = KeptTokens(run.folder, me, run.config.tracking.samples)
+
         self.trainer = Trainer(
             self.config,
             run.model_folder,
             last_step=run.start_step + self.config.steps,
-            mesh=_join_ranks(run, process.index),
-            device=run.device,
+            mesh=_join_ranks(process),
+            device=run.learner_device,
             before_forward=self._advance,
+            observe=self.kept,
         )
 
         self.policy = self.trainer.policy
         self.manifest = weight_manifest(self.policy, run)
-        if self.config.resume is not None:
-            self._resume()
+        begin, self.first_step = begin_from(process)
+        if begin is not None:
+            self._load(begin)
+        self.guards = StepGuards(self.trainer, self.config, process.alarms, first_step=run.start_step)
+        self.exact = ExactCheck(self.policy, self.config, process.alarms)
 
     def _advance(self, *_: object) -> None:
         """Before every forward: one pack is the grain at which a hang is noticed and a stop is obeyed."""
@@ -83,18 +112,15 @@ class Learner:
         if self._process.stopping:
             raise Stopped("told to stop during training")
 
-    def _resume(self) -> None:
-        assert self.config.resume is not None
-        meta = checkpoint.load(self.config.resume, self.trainer.trained())
-        if meta.step != self.run.start_step:
-            raise CheckpointError(
-                f"{self.config.resume} is of step {meta.step}, this run starts at step {self.run.start_step}"
-            )
+    def _load(self, saved: Path) -> None:
+        meta = checkpoint.load(saved, self.trainer.trained())
+        if meta.step != self.first_step:
+            raise CheckpointError(f"{saved} is of step {meta.step}, this run starts at step {self.first_step}")
 
     def save(self, link: LearnerLink, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""
-        journal = link.journal(link.version(step))
-        meta = Meta(step, self.run.epoch, self.config.learner.ranks)
+        journal = link.journal(step)
+        meta = Meta(step, link.epoch, self.config.learner.ranks)
         keep = self.config.learner.keep_checkpoints
         checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
@@ -104,31 +130,31 @@ class Learner:
         checkpoint.export_hf(self.policy, self.run.folder / "model", self.run.model_folder)
 
 
-def _join_ranks(run: RunFile, rank: int) -> DeviceMesh:
-    """Join the process group of this start of the run, through a file in its folder.
+def _join_ranks(process: Process) -> DeviceMesh | None:
+    """Join the process group of this incarnation of the ranks, through a file in the run's folder.
 
+    None where there is nothing to shard and nothing to cast: wrapping costs a single rank 4 % of its time.
     A rank may wait as long as another one waits for its batch, and then some: that wait is the one to report.
     """
+    run = process.run
     ranks = run.config.learner.ranks
     if run.device == "cpu":  # ranks share a machine; the host's name may not resolve on it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "gloo" if run.device == "cpu" else "cpu:gloo,cuda:nccl"
-    store = dist.FileStore(str(run.folder / f"ranks-{run.run_id}-{run.epoch}"), ranks)
+    backend = "gloo" if run.learner_device == "cpu" else "cpu:gloo,cuda:nccl"
+    store = dist.FileStore(str(run.folder / f"ranks-{run.run_id}-{process.incarnation}"), ranks)
     timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    return init_device_mesh(run.device, (ranks,))
+    dist.init_process_group(backend, store=store, rank=process.index, world_size=ranks, timeout=timeout)
+    alone = ranks == 1 and run.config.model.dtype == "float32"
+    return None if alone else init_device_mesh(run.learner_device, (ranks,))
 
 
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         learner = Learner(process)
-        link = LearnerLink(process, learner.manifest)
-        try:
+        link = LearnerLink(process, learner.manifest, learner.first_step)
+        with contextlib.suppress(Stopped):  # an orderly end; after a failure the weights stay for the next incarnation
             train(learner, link)
-        except Stopped:
-            pass  # an orderly end
-        finally:
-            link.close()
+        link.close()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ weights are a function of their version, the loss is a function of the batch.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
@@ -17,7 +18,7 @@ from rl.core.checkpoint_folder import Meta, begin, commit
 from rl.core.messages import Shard, Version
 from rl.core.process import Process
 from rl.core.run import context_from_command_line
-from rl.learner.link import LearnerLink, Stopped
+from rl.learner.link import LearnerLink, Stopped, begin_from
 from rl.weights.layout import Manifest, Segment
 
 NAME = "simulated.weight"
@@ -52,45 +53,52 @@ def write_rows(view: memoryview, manifest: Manifest, version: Version, rank: int
 
 def save(process: Process, link: LearnerLink, step: int) -> None:
     """A checkpoint that holds the broker's journal only: there is nothing else to continue from."""
-    journal = link.journal(link.version(step))
-    if process.index == 0:
-        folder = process.run.folder / "checkpoints"
-        learner = process.config.learner
-        begin(folder, step)
-        commit(folder, Meta(step, process.run.epoch, learner.ranks), journal, learner.keep_checkpoints)
+    with link.span("save"):
+        journal = link.journal(step)
+        if process.index == 0:
+            folder = process.run.folder / "checkpoints"
+            learner = process.config.learner
+            begin(folder, step)
+            commit(folder, Meta(step, link.epoch, learner.ranks), journal, learner.keep_checkpoints)
 
 
 def train(process: Process, link: LearnerLink, manifest: Manifest) -> None:
     """As `rl.learner.process.train`, with a sleep in the place of training."""
     config = process.config.learner
 
-    def publish(version: Version) -> None:
-        link.publish(version, lambda view: write_rows(view, manifest, version, process.index, config.ranks))
+    def publish(n: int) -> None:
+        version = Version(process.run.epoch, n)
+        with link.span("publish"):
+            link.publish(n, lambda view: write_rows(view, manifest, version, process.index, config.ranks))
 
-    publish(link.version(link.first_step))
+    publish(link.first_step)
+
     for shard in link.batches():
         begin = time.monotonic()
-        time.sleep(config.simulated_step_s)
+        with link.span("train"):
+            time.sleep(config.simulated_step_s)
         trained = time.monotonic()
-        publish(link.version(shard.step + 1))
+
+        publish(shard.step + 1)
         published = time.monotonic()
         times = {"time/train": trained - begin, "time/publish": published - trained}
         link.report(shard, {"train/loss": simulated_loss(shard)} | times)
         if link.checkpoint_due(shard.step + 1):
             save(process, link, shard.step + 1)
+
+    if (step := link.to_be_saved) is not None:
+        save(process, link, step)
     link.finish()
 
 
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         manifest = simulated_manifest(process.config.learner.simulated_weight_bytes)
-        link = LearnerLink(process, manifest)
-        try:
+        _, first_step = begin_from(process)
+        link = LearnerLink(process, manifest, first_step)
+        with contextlib.suppress(Stopped):  # an orderly end
             train(process, link, manifest)
-        except Stopped:
-            pass  # an orderly end
-        finally:
-            link.close()
+        link.close()
 
 
 if __name__ == "__main__":

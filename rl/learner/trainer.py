@@ -21,7 +21,7 @@ from rl.learner.critic import Critic, accumulate_critic, load_critic, with_value
 from rl.learner.optimizer import Optimizer
 from rl.learner.packing import make_packs, pad_packs, split_minibatches
 from rl.learner.policy import M, PackedModel, Policy, load_policy, shard_policy
-from rl.learner.update import UpdateStats, accumulate_gradients, with_logp
+from rl.learner.update import Observer, UpdateStats, accumulate_gradients, unobserved, with_logp
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,12 +38,17 @@ class Trainer:
         mesh: DeviceMesh | None = None,
         device: str = "cpu",
         before_forward: Callable[..., None] | None = None,
+        observe: Observer = unobserved,
     ) -> None:
-        """folder: the starting weights. Raises ValueError for settings or models that do not fit together."""
+        """folder: the starting weights. observe: sees every pack of the policy's update.
+
+        Raises ValueError for settings or models that do not fit together.
+        """
         self._config = config
         self._folder = folder
         self._mesh = mesh
         self._device = device
+        self._observe = observe
         self._ranks = 1 if mesh is None else mesh.size()
 
         self.algorithm = make_algorithm(config)
@@ -103,6 +108,7 @@ class Trainer:
             global_tokens=minibatch.loss_tokens,
             world_size=self._ranks,
             first_step=self._config.learner.minibatches == 1,
+            observe=self._observe,
         )
 
     def update(self, minibatch: Minibatch, step: int) -> UpdateStats:

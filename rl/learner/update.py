@@ -6,19 +6,21 @@ only a way to spread one sum. FSDP averages gradients over ranks; multiplying by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from algos.diagnostics import Diagnostics
-from algos.types import LossInputs
+from algos.types import LossInputs, LossResult
 from rl.core.columns import BUILT_IN
 from rl.learner.algorithm import Algorithm
 from rl.learner.critic import CriticStats
 from rl.learner.packing import Pack
 from rl.learner.policy import Policy, PolicyOutput
+
+Observer = Callable[[Pack, LossInputs, LossResult], None]
 
 
 @dataclass
@@ -43,6 +45,13 @@ class UpdateStats:
         steps = {name: sum(values) / len(values) for name, values in self.steps.items()}
         return self.diagnostics.metrics() | self.critic.metrics() | steps
 
+    def histograms(self) -> dict[str, list[float]]:
+        return self.diagnostics.histograms()
+
+
+def unobserved(pack: Pack, inputs: LossInputs, result: LossResult) -> None:
+    """Nobody asked."""
+
 
 def accumulate_gradients(
     policy: Policy,
@@ -53,6 +62,7 @@ def accumulate_gradients(
     global_tokens: int,
     world_size: int = 1,
     first_step: bool = False,
+    observe: Observer = unobserved,
 ) -> UpdateStats:
     """Add this rank's part of the minibatch's gradient to `policy`.
 
@@ -60,6 +70,7 @@ def accumulate_gradients(
     current one and costs no forward of its own.
     global_tokens: loss tokens of the minibatch over all ranks. Under FSDP every rank needs equally many packs
     (`pad_packs`).
+    observe: called with each pack, without its gradient.
     """
     device = next(policy.parameters()).device
     stats = UpdateStats()
@@ -78,6 +89,8 @@ def accumulate_gradients(
         total = (inputs.masked(result.per_token) * pack.weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
         stats.diagnostics.update(inputs, result)
+        with torch.no_grad():
+            observe(pack, inputs, result)
     return stats
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 import threading
 import time
 import traceback
@@ -32,6 +31,7 @@ import zmq
 
 from rl.core.codec import ProtocolError
 from rl.core.messages import Version
+from rl.core.receiving import Malformed
 from rl.core.run import RunFile
 from rl.core.sockets import open_socket
 from rl.weights import wire
@@ -78,7 +78,7 @@ class PrivateSlots:
             row = table.register(ask.reader, ask.incarnation, 0, 0)
             lease = table.lease(row, ask.incarnation, ask.at_least)
             if lease is None:
-                return wire.NotYet(table.progress())
+                return wire.NotYet(table.progress(), len(table.leased()))
             self._held[peer] = _Held(lease, time.monotonic())
             ranks = range(table.geometry.ranks)
             segments = [[tuple(row) for row in table.segments(lease.slot, rank).tolist()] for rank in ranks]
@@ -111,6 +111,7 @@ class _Server:
     def __init__(self, run: RunFile, rank: int, slots: PrivateSlots) -> None:
         self.failed: str | None = None
         self._slots = slots
+        self._malformed = Malformed("weights")
         self._stopping = False
         self._socket = open_socket(zmq.ROUTER, run, "blobs", rank, bind=True)
         self._thread = threading.Thread(target=self._serve, name=f"weights.{rank}", daemon=True)
@@ -136,22 +137,22 @@ class _Server:
         try:
             asked = wire.codec.decode(frames)
         except ProtocolError as error:  # one reader's fault, not the others'
-            print(f"weights: ignored a message of {peer!r}: {error}", file=sys.stderr)
+            self._malformed(error)
             return
 
         self._slots.saw(peer)
         try:
             answer = self._answer(peer, asked.message)
-        except WeightsError as error:
+        except (WeightsError, IndexError, OverflowError) as error:  # the latter two: a number beyond the table
             answer = wire.Refused(str(error))
 
         answered = wire.codec.encode(wire.Numbered(asked.number, answer))
         try:
             self._socket.send_multipart([peer, *answered], zmq.DONTWAIT, copy=False)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._slots.release(peer)  # it has gone; its lease ends with it
+            self._slots.release(peer)  # it has gone, or does not read; its lease ends with it
 
     def _answer(self, peer: bytes, question: wire.Question | wire.Answer) -> wire.Answer:
         """Raises WeightsError for what cannot be answered."""
@@ -167,6 +168,8 @@ class _Server:
                 return wire.NotYet("rank 0 to choose it") if found is None else wire.Slot(found)
 
             case wire.Commit(rank, slot, segments):
+                if not peer.startswith(b"learner-%d." % rank):
+                    raise WeightsError(f"{peer!r} commits in the name of rank {rank}")
                 with slots.lock() as table:
                     table.commit(slot, rank, segments)
                 return wire.Slot(slot)

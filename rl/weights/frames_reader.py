@@ -20,6 +20,7 @@ from rl.weights.transport import WeightReader, wait_for
 CHUNK_BYTES = 4 << 20
 CREDIT = 4  # chunks asked for and not received, per rank
 _ASK_AGAIN_S = 0.01
+_SILENCE_S = 3.0  # after so long all is asked again: a learner that was replaced knows nothing of it
 
 
 class _Stream:
@@ -42,14 +43,17 @@ class _Stream:
     def fetched(self) -> bool:
         return not self._coming
 
-    def receive(self) -> None:
-        """One message, which is there."""
+    def receive(self) -> int:
+        """One message, which is there; how many bytes it brought."""
         chunk = self.connection.receive()
-        if isinstance(chunk, wire.Chunk):
-            offset, length = self._coming.popleft()
-            self._into[offset : offset + length] = chunk.data
-            self.verifier.advance(offset + length)
-            self._ask_next()
+        if not isinstance(chunk, wire.Chunk):
+            return 0
+
+        offset, length = self._coming.popleft()
+        self._into[offset : offset + length] = chunk.data
+        self.verifier.advance(offset + length)
+        self._ask_next()
+        return length
 
     def _ask_next(self) -> None:
         piece = next(self._wanted, None)
@@ -104,29 +108,43 @@ class FramesReader(WeightReader):
         manifest = self.manifest
         assert self._memory is not None
         view = memoryview(self._memory)[: manifest.total_bytes]
-        until = time.monotonic() + deadline_s
         first = self._ranks[0]
         question = wire.AskLease(self._name, self._incarnation, at_least)
 
-        try:
-            while True:
+        silence_s = min(_SILENCE_S, deadline_s)
+
+        def attempt() -> wire.Granted | None:
+            granted = first.ask(question, wire.Granted, silence_s)
+            self.progress += 0 if granted else first.not_yet.leases
+            return granted
+
+        seen = self.progress
+        until = time.monotonic() + deadline_s
+        while True:
+            try:
                 granted = wait_for(
-                    lambda: first.ask(question, wire.Granted, _left_s(until)),
-                    _left_s(until),
-                    lambda: self._waiting(at_least, first.progress),
+                    attempt,
+                    deadline_s,
+                    lambda: self._waiting(at_least, first.not_yet.waiting),
                     _ASK_AGAIN_S,
+                    lambda: self.progress,
                 )
 
-                self._fetch(granted, view, until)
-                released = first.ask(wire.Release(), wire.Released, _left_s(until))
+                self._fetch(granted, view, silence_s)
+                released = first.ask(wire.Release(), wire.Released, silence_s)
                 if released is not None and released.intact:
                     return granted.version, view
-        except WaitExpired:
-            first.post(wire.Release())  # else rank 0 would keep the slot until its own deadline
-            raise
 
-    def _fetch(self, granted: wire.Granted, view: memoryview, until: float) -> None:
-        """Receive what every rank wrote. Raises WaitExpired naming the ranks that do not send."""
+            except WaitExpired:
+                if self.progress != seen:
+                    seen = self.progress
+                    until = time.monotonic() + deadline_s
+                if time.monotonic() >= until:
+                    first.post(wire.Release())  # else rank 0 would keep the slot until its own deadline
+                    raise
+
+    def _fetch(self, granted: wire.Granted, view: memoryview, deadline_s: float) -> None:
+        """Receive what every rank wrote. Raises WaitExpired naming the ranks that send nothing for `deadline_s`."""
         tables = [np.array(rows, np.uint64).reshape(-1, 3) for rows in granted.segments]
         self._segments = np.concatenate(tables)
         self._streams = [
@@ -138,13 +156,13 @@ class FramesReader(WeightReader):
             poller.register(stream.connection.socket, zmq.POLLIN)
 
         while waiting := [stream for stream in self._streams if not stream.fetched]:
-            ready = dict(poller.poll(wire.milliseconds_to(until)))
+            ready = dict(poller.poll(int(1000 * deadline_s)))
             if not ready:
                 ranks = ", ".join(str(stream.connection.rank) for stream in waiting)
                 raise WaitExpired(f"{self._name} waits for learner rank {ranks} to send {label(granted.version)}")
             for stream in self._streams:
                 if stream.connection.socket in ready:
-                    stream.receive()
+                    self.progress += stream.receive()
 
     def _verify(self) -> int:
         for stream in self._streams:
@@ -153,8 +171,3 @@ class FramesReader(WeightReader):
 
     def _end(self) -> bool:
         return True  # nobody else writes into this memory
-
-
-def _left_s(until: float) -> float:
-    """Long enough for one answer at least."""
-    return max(0.1, until - time.monotonic())

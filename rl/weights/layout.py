@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
+from rl.core.failures import EndsRun
 from rl.core.messages import Version
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
@@ -29,7 +30,7 @@ Segments = npt.NDArray[np.uint64]
 """(segments, 3): offset, length and digest of each, by offset."""
 
 
-class WeightsError(RuntimeError):
+class WeightsError(EndsRun, RuntimeError):
     """Weights did not reach an engine as published: one line that says which, and what to do."""
 
 

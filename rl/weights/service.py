@@ -8,7 +8,7 @@
 `notices` is one PUSH per generator (a PUSH connected to several hands each message to one of them),
 `weight_status` a ROUTER on which generators report. A PUSH is connected when its generator first reports: by then it
 listens, and what is sent cannot go into the connection of an earlier incarnation, whose end is yet to be noticed.
-A failure (weights that did not arrive as published, a load past its deadline) is kept in `failed`, raised in the main
+A failure (weights that did not arrive as published) is kept in `failed`, raised in the main
 thread, and told to the supervisor (`Fatal`) from the service's thread, so that it is known while the main thread waits
 or computes.
 """
@@ -26,18 +26,20 @@ from collections.abc import Callable
 
 import zmq
 
-from rl.core.messages import Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
+from rl.core.alarms import line
+from rl.core.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
 from rl.core.process import Process
 from rl.core.receiving import Malformed, Receiver
 from rl.core.run import RunFile
-from rl.core.sockets import open_socket, send
+from rl.core.sockets import open_socket, send, sender
 from rl.weights.layout import WeightsError
 from rl.weights.proof import TOLERANCE
-from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, Suspect, UpdaterCore
+from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
 
 _TICK_S = 0.25
 _STOP_S = 5.0
 _PHASES = ("pause", "wait", "copy", "load")
+_DIFFER = "weights-differ"
 
 
 class UpdaterService:
@@ -46,7 +48,6 @@ class UpdaterService:
     def __init__(self, run: RunFile, process: Process, version_bytes: int) -> None:
         config = run.config
         tolerance = config.weights.probe_tolerance
-        drain_s = config.generator.drain_deadline_s if config.generator.on_update == "drain" else 0.0
         self._run = run
         self._process = process
         self._version_bytes = version_bytes
@@ -54,7 +55,6 @@ class UpdaterService:
         self._core = UpdaterCore(
             generators=config.generator.count,
             rolling=config.rollout.alpha > 0,
-            deadline_s=config.weights.deadline_s + drain_s,
             tolerance=TOLERANCE[config.generator.dtype] if tolerance is None else tolerance,
             probe=config.weights.probe and config.generator.engine != "simulated",  # which has no such weights
         )
@@ -129,10 +129,10 @@ class UpdaterService:
             while not self._events.empty():
                 self._act(self._events.get()(now))
             receiver.drain()
-            self._act(self._core.tick(now))
 
     def _from_generator(self, message: Message, peer: bytes) -> None:
-        if not isinstance(message, WeightStatus) or not 0 <= message.generator < self._run.config.generator.count:
+        known = sender(peer, "generator", self._run.config.generator.count)
+        if not isinstance(message, WeightStatus) or (message.generator, message.incarnation) != known:
             raise ProtocolError(f"{type(message).__name__} from {peer!r} on weight_status")
         self._connect(message.generator, message.incarnation)
         self._act(self._core.status(time.monotonic(), message))
@@ -150,15 +150,17 @@ class UpdaterService:
                 case Notify(generator, notice):
                     send(self._notices[generator][1], notice)
                 case Loaded(status, seconds):
-                    self._count(count=1, total=seconds, **{phase: getattr(status, f"{phase}_s") for phase in _PHASES})
+                    self._count(count=1, total=seconds, **status.seconds)
                 case LoadedAll(version):
                     self.loaded_all = version
                 case LoadFailed(generator, message):
                     self._count(failed=1)
 
                     print(f"updater: generator {generator} failed to load: {message}", file=sys.stderr)
-                case Mismatch(_, message) | Suspect(_, _, message):
-                    self._fail(message)
+                case Mismatch(_, message):
+                    me = f"{self._process.role}.{self._process.index}"
+                    self._process.send(AlarmRaised(me, _DIFFER, message))
+                    self._fail(line(_DIFFER, message))
 
     def _count(self, **more: float) -> None:
         # Replaced and never changed, so that the main thread reads one moment's numbers without a lock.
@@ -169,4 +171,4 @@ class UpdaterService:
         if self.failed is None:
             self.failed = message
             state = "\n".join(f"generator {index}: {text}" for index, text in self._core.waiting_for().items())
-            self._process.send(Fatal(self._process.role, self._process.index, message, state))
+            self._process.send(Fatal(self._process.role, self._process.index, message, state, ends_run=True))

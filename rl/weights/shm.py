@@ -18,11 +18,11 @@ from rl.weights.transport import WeightReader, WeightWriter, wait_for
 
 
 class ShmWriter(WeightWriter):
-    """Rank 0 owns the file."""
+    """Rank 0 owns the file, also one that an earlier incarnation has made: readers keep what they have mapped."""
 
     def open(self) -> None:
         if self._rank == 0:
-            self._slots = SlotsFile.create(self._run, self._manifest)
+            self._slots = SlotsFile.adopt(self._run, self._manifest) or SlotsFile.create(self._run, self._manifest)
             return
 
         found = wait_for(
@@ -76,11 +76,17 @@ class ShmReader(WeightReader):
                 lease = table.lease(self._row, self._incarnation, at_least)
                 if lease is not None:
                     self._segments = table.segments(lease.slot)
+                self.progress += len(table.leased())
             if lease is None:
                 slots.end_dead()
             return lease
 
-        lease = wait_for(attempt, deadline_s, lambda: self._waiting(at_least, slots.table.progress()))
+        lease = wait_for(
+            attempt,
+            deadline_s,
+            lambda: self._waiting(at_least, slots.table.progress()),
+            progress=lambda: self.progress,
+        )
         self._lease = lease
         return lease.version, slots.view(lease.slot)
 
@@ -88,8 +94,13 @@ class ShmReader(WeightReader):
         slots = self._opened()
         assert self._lease is not None
         verifier = Verifier(slots.view(self._lease.slot), self._segments, slots.manifest)
+
         try:
+            for offset, length, _ in self._segments.tolist():
+                verifier.advance(offset + length)
+                self.progress += length
             verifier.finish()
+
         except WeightsCorrupt:
             with slots.lock() as table:
                 if not table.intact(self._lease):

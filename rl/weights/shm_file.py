@@ -1,12 +1,12 @@
 """Transport `shm`: all slots in one memory-mapped file, `/dev/shm/fresco-<run_id>-weights`, for the whole run.
 
-    page 0   owner (pid, start time), lock holder, size of the manifest; magic last, once the rest is valid
+    page 0   owner and supervisor (pid, start time), lock holder, size of the manifest; magic last, once all is valid
     then     the manifest, the slot table (`rl.weights.slots`) and the slots, each page-aligned
 
 Rank 0 makes the file with all its pages allocated and mapped (writing into fresh pages is ten times slower), and
-unlinks it on close. Nobody else unlinks it: the file is opened and mapped directly, because
-`multiprocessing.shared_memory` lets the resource tracker of a dying reader unlink it. What a killed run leaves is
-removed by `remove_slots` (its supervisor) or `sweep_stale` (the next run).
+unlinks it on close; its next incarnation adopts it. Nobody else unlinks it: the file is opened and mapped directly,
+because `multiprocessing.shared_memory` lets the resource tracker of a dying reader unlink it. What a killed run leaves
+is removed by `remove_slots` (its supervisor) or `sweep_stale` (the next run).
 
 Decisions are taken under `flock` on the file, which the kernel frees when its holder dies.
 Readers map the slots read-only, so no reader can damage weights.
@@ -34,9 +34,10 @@ from rl.weights.slots import SlotTable
 from rl.weights.transport import slot_geometry
 
 FOLDER = Path("/dev/shm")
-_MAGIC = 0x0002_6F63_7365_7266  # "fresco" and the layout's version
+_MAGIC = 0x0003_6F63_7365_7266  # "fresco" and the layout's version
 _PAGE = mmap.PAGESIZE
-_HEAD = np.dtype([(name, "<u8") for name in ("magic", "owner_pid", "owner_started", "lock_pid", "manifest_bytes")])
+_FIELDS = ("magic", "owner_pid", "owner_started", "lock_pid", "manifest_bytes", "run_pid", "run_started")
+_HEAD = np.dtype([(name, "<u8") for name in _FIELDS])
 _LOCK_POLL_S = 0.0001
 _LOCK_DEADLINE_S = 30.0  # critical sections take microseconds; only a stopped process holds longer
 _DEAD_CHECK_S = 0.25
@@ -75,14 +76,14 @@ def check_space(manifest_bytes: int, slots: int) -> None:
 
 
 def sweep_stale() -> list[Path]:
-    """Remove the files of runs whose owner is dead; what was removed."""
+    """Remove the files of runs that are dead; what was removed. A learner that died may be about to come back."""
     removed = []
     for path in FOLDER.glob("fresco-*-weights"):
         with contextlib.suppress(FileNotFoundError, PermissionError):  # ended meanwhile; another user's
             with path.open("rb") as file:
                 head = _read_head(file.fileno())
             unfinished = head is None and time.time() - path.stat().st_mtime > _UNFINISHED_S
-            if unfinished or (head is not None and not _owned(head)):
+            if unfinished or (head is not None and not _owned(head) and not _owned(head, "run")):
                 path.unlink()
                 removed.append(path)
     return removed
@@ -94,9 +95,17 @@ def _read_head(descriptor: int) -> np.void | None:
     return np.frombuffer(raw, _HEAD, 1)[0] if len(raw) == _HEAD.itemsize else None
 
 
-def _owned(head: np.void) -> bool:
-    """Whether the process that made the file lives."""
-    return _alive(int(head["owner_pid"]), int(head["owner_started"]))
+def _own(head: np.ndarray) -> None:
+    """This process is the owner, in the run of its supervisor."""
+    pids = {"owner": os.getpid(), "run": int(os.environ.get("FRESCO_PARENT_PID", os.getpid()))}
+    for name, pid in pids.items():
+        head[f"{name}_pid"] = pid
+        head[f"{name}_started"] = process_started(pid) or 0
+
+
+def _owned(head: np.void, name: str = "owner") -> bool:
+    """Whether the process that made the file, or its supervisor (`run`), lives."""
+    return _alive(int(head[f"{name}_pid"]), int(head[f"{name}_started"]))
 
 
 def _pages(nbytes: int) -> int:
@@ -142,8 +151,7 @@ class SlotsFile:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         encoded = manifest.encode()
         head = np.zeros(1, _HEAD)
-        head["owner_pid"] = os.getpid()
-        head["owner_started"] = process_started(os.getpid())
+        _own(head)
         head["manifest_bytes"] = len(encoded)
         os.write(descriptor, head.tobytes())  # from here on `sweep_stale` knows whose it is
 
@@ -165,15 +173,26 @@ class SlotsFile:
         return made
 
     @classmethod
-    def attach(cls, run: RunFile, *, writable: bool) -> SlotsFile | None:
-        """The file, if its owner lives and has finished making it."""
+    def adopt(cls, run: RunFile, manifest: Manifest) -> SlotsFile | None:
+        """The file of an owner that died, with all that was published, for a new owner; None if it is not whole."""
+        found = cls.attach(run, writable=True, owned=False)
+        if found is None or found.manifest != manifest:
+            return None
+        with found.lock() as table:
+            table.give_up_drafts()
+        _own(found.head)
+        return found
+
+    @classmethod
+    def attach(cls, run: RunFile, *, writable: bool, owned: bool = True) -> SlotsFile | None:
+        """The file, if it has been finished and (`owned`) its owner lives."""
         path = slots_path(run.run_id)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         head = _read_head(descriptor)
-        if head is None or head["magic"] != _MAGIC or not _owned(head):
+        if head is None or head["magic"] != _MAGIC or (owned and not _owned(head)):
             os.close(descriptor)
             return None
         encoded = os.pread(descriptor, int(head["manifest_bytes"]), _PAGE)

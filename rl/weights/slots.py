@@ -8,6 +8,8 @@ lock of the block's owner**, so all decisions are atomic and ordered on every ar
     sequence:  0                odd                              even              odd
 
 * Rank 0 claims; the other ranks find the slot through its version. Versions only grow.
+* A draft (`draft_of`) is a version that no reader may lease. Rank 0 looks at its bytes and then names it (`name`): so
+  nobody reads a version before the learner has noted what its bytes are.
 * `claim` never takes the newest ready slot, nor a leased one. So two slots always hold a complete version.
 * `lease` gives the newest ready slot, as long as at most `slots - 2` different slots are leased: hence with
   three slots a claim always finds one, however slow the readers. A reader that would lease one slot too many
@@ -32,6 +34,11 @@ from rl.weights.layout import Segments, WeightsError, label
 _NAME_BYTES = 48
 
 
+def draft_of(n: int) -> Version:
+    """Version `n` before it has a name: older than any that a reader asks for."""
+    return Version(-1, n)
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of the shared block; the same in every process that maps it."""
@@ -39,7 +46,7 @@ class Geometry:
     slots: int
     ranks: int
     segments: int  # byte ranges that one rank may publish per version
-    readers: int = 256
+    readers: int = 256  # names that may be registered
 
     @cached_property
     def slot_dtype(self) -> np.dtype[np.void]:
@@ -89,8 +96,8 @@ class SlotTable:
     def claim(self, version: Version) -> int | None:
         """Rank 0: the slot to write `version` into; None if there is none now (`blockers` says why)."""
         newest = self.newest()
-        if newest is not None and version <= self.version(newest):
-            raise WeightsError(f"version {label(version)} after {label(self.version(newest))}: versions only grow")
+        if version.epoch >= 0:
+            self._check_growth(version)
         if self.writing() is not None:
             return None
         leased = set(self._leases["slot"].tolist())
@@ -100,11 +107,32 @@ class SlotTable:
 
         slot = min(free, key=lambda i: (self.version(i), i) if self.sequence(i) else (Version(-1, -1), i))
         row = self._slots[slot]
+        row["sequence"] += 1  # first: if this process dies here, nobody takes the old bytes for the new version
         row["done"][:] = 0
         row["epoch"] = version.epoch
         row["n"] = version.n
-        row["sequence"] += 1
         return slot
+
+    def name(self, draft: Version, version: Version) -> None:
+        """Rank 0: the draft, which is ready, is this version from now on. Nothing if a slot holds it already."""
+        slots = [slot for slot in range(self.geometry.slots) if self._ready(slot)]
+        if any(self.version(slot) == version for slot in slots):
+            return
+        self._check_growth(version)
+        slot = next(slot for slot in slots if self.version(slot) == draft)
+        self._slots[slot]["n"] = version.n
+        self._slots[slot]["epoch"] = version.epoch
+
+    def give_up_drafts(self) -> None:
+        """The writers died: what they had not published is empty again."""
+        for slot in range(self.geometry.slots):
+            if self.sequence(slot) % 2 or self.version(slot).epoch < 0:
+                self._slots[slot]["sequence"] = 0
+
+    def _check_growth(self, version: Version) -> None:
+        newest = self.newest()
+        if newest is not None and version <= self.version(newest):
+            raise WeightsError(f"version {label(version)} after {label(self.version(newest))}: versions only grow")
 
     def writing(self, version: Version | None = None) -> int | None:
         """The slot that is being written, by rank 0's choice (only if it is for `version`, when given)."""

@@ -38,21 +38,36 @@ _POLL_S = 0.001
 
 
 def wait_for(
-    attempt: Callable[[], _Found | None], deadline_s: float, waiting: Callable[[], str], every_s: float = _POLL_S
+    attempt: Callable[[], _Found | None],
+    deadline_s: float,
+    waiting: Callable[[], str],
+    every_s: float = _POLL_S,
+    progress: Callable[[], int] = int,
 ) -> _Found:
-    """Poll until `attempt` finds something; WaitExpired with the text of `waiting` after `deadline_s`."""
+    """Poll until `attempt` finds something.
+
+    Raises WaitExpired with the text of `waiting` when `progress` has stayed the same for `deadline_s`.
+    """
+    seen = progress()
     until = time.monotonic() + deadline_s
+
     while (found := attempt()) is None:
+        if (now_at := progress()) != seen:
+            seen = now_at
+            until = time.monotonic() + deadline_s
         if time.monotonic() > until:
             raise WaitExpired(f"{waiting()} ({deadline_s:g} s)")
         time.sleep(every_s)
+
     return found
 
 
 def slot_geometry(run: RunFile, manifest: Manifest) -> Geometry:
     """Sizes of the slot table, the same in every process of the run."""
     # A rank writes one segment per tensor; the reserve is for writers that split large ones.
-    return Geometry(run.config.weights.slots, run.config.learner.ranks, len(manifest.tensors) + 64)
+    config = run.config
+    readers = max(256, config.generator.count * config.generator.tensor_parallel)
+    return Geometry(config.weights.slots, config.learner.ranks, len(manifest.tensors) + 64, readers)
 
 
 class Slots(Protocol):
@@ -145,6 +160,11 @@ class WeightWriter(ABC):
 
         return combined_checksum(wait_for(ready, deadline_s, waiting))
 
+    def name(self, draft: Version, version: Version) -> None:
+        """Let readers have `draft`, which is ready, as `version`. For rank 0."""
+        with self._opened().lock() as table:
+            table.name(draft, version)
+
     def end_leases(self, reader: str, incarnation: int) -> None:
         """The reader `reader` (or every reader named `reader-...`) of this or an earlier incarnation is dead."""
         with self._opened().lock() as table:
@@ -191,6 +211,8 @@ class WeightReader(ABC):
         self._incarnation = incarnation
         self._manifest: Manifest | None = None
         self._leased: Version | None = None
+        self.progress = 0
+        """Grows while `lease` and `checksum` advance, by the bytes received or verified. Any thread may read it."""
 
     @property
     def manifest(self) -> Manifest:
@@ -207,7 +229,8 @@ class WeightReader(ABC):
         """The newest complete version, not older than `at_least`, and a read-only view of its bytes.
 
         The bytes stay as they are until `release()`, unless the writer was told that this reader is dead.
-        Raises WaitExpired naming who has not committed, or who holds the slots.
+        Raises WaitExpired, naming who has not committed or does not send, after `deadline_s` without progress. To wait
+        for another reader's lease is progress: that reader's load advances, or it ends.
         """
         if self._leased is not None:
             raise WeightsError(f"{self._name} already holds a lease")

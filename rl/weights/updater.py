@@ -1,6 +1,6 @@
 """Who is told to load weights, and when: a state machine without sockets, clock or threads.
 
-Events go in (`publish`, `status`, `peer_died`, `tick`), actions come out. It is level-triggered: statuses arrive
+Events go in (`publish`, `status`, `peer_died`), actions come out. It is level-triggered: statuses arrive
 with every heartbeat and say which version each generator *has*; whoever is behind the newest version, or on
 another epoch, is told to load the newest, versions between are skipped. Invariants:
 
@@ -9,7 +9,9 @@ another epoch, is told to load the newest, versions between are skipped. Invaria
   first. One that serves nothing yet (just started, or of another epoch) is told at once: it has no capacity to lose;
 * a generator that dies while loading, or reports that its load failed, frees the roll at once; it is told again
   when its next incarnation reports;
-* a load has a deadline; every load is proven once (`rl.weights.proof`).
+* who was told and does not load, because the notice was lost, is told again (`RETELL_S`). How long a load may take is
+  not decided here: a generator sees for itself whether its load advances, and ends when it does not;
+* every load is proven once (`rl.weights.proof`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import numpy as np
 from rl.core.messages import Version, WeightNotice, WeightStatus
 from rl.weights.layout import label
 from rl.weights.proof import Expected, LoadProof
+
+RETELL_S = 5.0  # many heartbeats, so that the one that says `loading` has had its time
 
 
 @dataclass(frozen=True)
@@ -60,23 +64,13 @@ class Mismatch:
     message: str
 
 
-@dataclass(frozen=True)
-class Suspect:
-    """A load ran past its deadline."""
-
-    generator: int
-    incarnation: int
-    message: str
-
-
-Action = Notify | Loaded | LoadedAll | LoadFailed | Mismatch | Suspect
+Action = Notify | Loaded | LoadedAll | LoadFailed | Mismatch
 
 
 @dataclass
 class _Load:
     target: Version
     since: float
-    suspected: bool = False
 
 
 @dataclass
@@ -89,12 +83,11 @@ class _Generator:
 
 
 class UpdaterCore:
-    """`generators`: how many the run has; `deadline_s`: longest load; `tolerance` and `probe`: of the proof."""
+    """`generators`: how many the run has; `tolerance` and `probe`: of the proof."""
 
-    def __init__(self, *, generators: int, rolling: bool, deadline_s: float, tolerance: float, probe: bool) -> None:
+    def __init__(self, *, generators: int, rolling: bool, tolerance: float, probe: bool) -> None:
         self._count = generators
         self._rolling = rolling
-        self._deadline_s = deadline_s
         self._proof = LoadProof(tolerance, probe=probe)
         self._newest: WeightNotice | None = None
         self._generators: dict[int, _Generator] = {}
@@ -139,6 +132,9 @@ class UpdaterCore:
             known.unproven = None
             if self._newest is None or status.version.epoch == self._newest.version.epoch:
                 actions += self._prove(now, known, status)
+
+        if known.load is not None and not status.loading and now - known.load.since > RETELL_S:
+            known.load = None
         return actions + self._advance(now)
 
     def peer_died(self, now: float, generator: int, incarnation: int) -> list[Action]:
@@ -148,21 +144,6 @@ class UpdaterCore:
         if known is not None and known.incarnation <= incarnation:
             del self._generators[generator]
         return self._advance(now)
-
-    def tick(self, now: float) -> list[Action]:
-        """Name loads that ran past their deadline, once each."""
-        actions: list[Action] = []
-        for index, generator in self._generators.items():
-            load = generator.load
-            if load is not None and not load.suspected and now - load.since > self._deadline_s:
-                load.suspected = True
-                who = f"generator {index} (incarnation {generator.incarnation})"
-                message = (
-                    f"learner waits for {who} to load weights {label(load.target)} since {now - load.since:.0f} s, "
-                    f"it has {label(generator.version)}; see its log, or raise weights.deadline_s"
-                )
-                actions.append(Suspect(index, generator.incarnation, message))
-        return actions
 
     @property
     def loading(self) -> list[int]:

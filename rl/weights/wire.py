@@ -12,9 +12,10 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from rl.core.codec import Codec
+from rl.core.codec import Codec, ProtocolError
 from rl.core.messages import Version
 from rl.core.process import WaitExpired
+from rl.core.receiving import Malformed
 from rl.core.run import RunFile
 from rl.core.sockets import open_socket
 from rl.weights.layout import Manifest, WeightsError
@@ -97,7 +98,8 @@ class Released(Struct, frozen=True, tag="released"):
 class NotYet(Struct, frozen=True, tag="not_yet"):
     """Answer to FindSlot and AskLease: ask again."""
 
-    progress: str  # who is waited for
+    waiting: str  # who is waited for
+    leases: int = 0  # slots that readers hold at this moment
 
 
 class Refused(Struct, frozen=True, tag="refused"):
@@ -126,9 +128,10 @@ class Connection:
 
     def __init__(self, run: RunFile, rank: int, name: str, incarnation: int = 0) -> None:
         self.rank = rank
-        self.progress = "it has not answered yet"  # who the server waited for at its last NotYet
+        self.not_yet = NotYet("it has not answered yet")  # the newest
         self.socket = open_socket(zmq.DEALER, run, "blobs", rank, identity=f"{name}.{incarnation}".encode())
         self._name = name
+        self._malformed = Malformed(name)
         self._number = 0
 
     def ask(self, question: Question, expected: type[_Expected], deadline_s: float) -> _Expected | None:
@@ -141,7 +144,7 @@ class Connection:
             if isinstance(answer, expected):
                 return answer
             if isinstance(answer, NotYet):
-                self.progress = answer.progress
+                self.not_yet = answer
                 return None
         what = type(question).__name__
         raise WaitExpired(f"{self._name} waits for learner rank {self.rank} to answer {what} ({deadline_s:g} s)")
@@ -157,7 +160,12 @@ class Connection:
     def receive(self) -> Question | Answer | None:
         """A message, which is there; None if it answers what was given up. Raises WeightsError if it is a refusal."""
         frames = self.socket.recv_multipart(copy=False)
-        answer = codec.decode([frame.buffer for frame in frames])
+        try:
+            answer = codec.decode([frame.buffer for frame in frames])
+        except ProtocolError as error:
+            self._malformed(error)
+            return None
+
         if answer.number != self._number:
             return None
         if isinstance(answer.message, Refused):

@@ -9,11 +9,11 @@ from msgspec import Struct
 from rl.core.messages import Ticket, Version
 
 
-class Outcome(Struct, frozen=True):
+class EpisodeOutcome(Struct, frozen=True):
     """What the core knows of a finished episode; `payload` (the trajectory) passes through untouched."""
 
     epoch: int
-    first_version: int  # of the first generated token; -1 when nothing was generated
+    version: int  # v(sample): the oldest of its tokens' versions
     reward: float
     tokens_generated: int  # as the generators told the environment server: the other half of the double entry
     length: int = 0  # generated tokens of the trajectory itself (the loss mask's sum)
@@ -21,6 +21,9 @@ class Outcome(Struct, frozen=True):
     success: float = 0.0
     seconds: float = 0.0
     payload: Any = None
+    newest_version: int | None = None  # of its tokens' versions; None: not known
+    label: str = ""  # which environment of several it was
+    info: dict[str, float] = {}  # the environment's own numbers
 
 
 class IssueTicket(Struct, frozen=True):
@@ -40,11 +43,11 @@ class BatchSample(Struct, frozen=True):
     group_id: int
     task_index: int
     version: int  # v(group)
-    outcome: Outcome
+    outcome: EpisodeOutcome
 
 
 class EmitBatch(Struct, frozen=True):
-    """B whole groups in the order of assembly (v, issue number); samples of a group by sample id."""
+    """B whole groups in the order of assembly (F4); samples of a group by sample id."""
 
     step: int
     samples: list[BatchSample]
@@ -56,9 +59,9 @@ class GroupRecord(Struct, frozen=True):
 
     group_id: int
     task_index: int
-    end: str  # trained | stale | filtered | redundant | failed
+    end: str  # trained | stale | filtered | settled | redundant | failed
     version: int | None
-    attempts: int  # times that the task had been cut off before
+    cut_offs: int  # of its task before
     rewards: list[float]  # of the members that finished
     seconds: float  # since it was opened
     success: float | None = None  # mean of the members that finished
@@ -73,7 +76,9 @@ class EvalEpisode(Struct, frozen=True):
     turns: int
     length: int  # generated tokens
     seconds: float
-    first_version: int
+    version: int  # the oldest of its tokens' versions
+    label: str = ""  # which environment of several it was
+    info: dict[str, float] = {}  # the environment's own numbers
 
 
 class EvalReport(Struct, frozen=True):

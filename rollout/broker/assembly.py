@@ -1,69 +1,34 @@
-"""From trajectories to the learner's shards, and what must be true of a trajectory before it counts."""
+"""From trajectories to the learner's shards."""
 
 from __future__ import annotations
 
 import heapq
-import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from rl.core.columns import carried, mismatch
+from rl.core.columns import carried
 from rl.core.messages import SampleRow, Shard, TokenSequence, Trajectory
-from rollout.broker.actions import BatchSample, EmitBatch, Outcome
+from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome
 
 
-def fault(trajectory: Trajectory) -> str:
-    """What is wrong with a trajectory, or the empty string.
-
-    Columns are those of the table, in its dtypes and shapes, and finite; turns are ascending spans within [0, T);
-    each generated token has a version; no more tokens stand in the loss mask than were generated.
-    """
-    if len(trajectory.sequences) != 1:
-        return f"{len(trajectory.sequences)} sequences: a trajectory has one"
-    sequence = trajectory.sequence
-    columns = sequence.columns | trajectory.columns
-    tokens = columns["token_ids"].size if "token_ids" in columns else 0
-    if wrong := mismatch(columns, {"token": tokens, "turn": len(sequence.turns), "sequence": 1, "sample": 1}):
-        return wrong
-
-    mask = sequence.loss_mask
-    if np.count_nonzero(mask > (sequence.policy_version >= 0).view(np.uint8)):  # one pass for both faults
-        if mask.max() > 1:
-            return "loss_mask holds values other than 0 and 1"
-        return "generated tokens without a policy version"
-    length = np.count_nonzero(mask)
-    if trajectory.tokens_generated < length:
-        return f"{length} tokens in the loss mask, {trajectory.tokens_generated} generated"
-
-    for name, array in columns.items():
-        if array.dtype.kind == "f" and np.count_nonzero(np.isfinite(array)) < array.size:
-            return f"{name} is not finite"
-    end = 0
-    for turn in sequence.turns:
-        if not end <= turn.start <= turn.end <= tokens:
-            return f"turn [{turn.start}, {turn.end}) after {end} of {tokens} tokens"
-        end = turn.end
-    if not math.isfinite(trajectory.reward):
-        return f"reward {trajectory.reward}"
-    return ""
-
-
-def outcome_of(trajectory: Trajectory) -> Outcome:
-    """What the core needs to know of a trajectory without fault.
-
-    Success is the environment's `info["success"]`, else a positive reward.
-    """
-    return Outcome(
+def outcome_of(trajectory: Trajectory) -> EpisodeOutcome:
+    """What the core needs to know of a trajectory that `validation.fault` has let pass."""
+    return EpisodeOutcome(
         epoch=trajectory.epoch,
-        first_version=trajectory.sequence.first_version,
+        version=min(sequence.oldest_version for sequence in trajectory.sequences),
         reward=trajectory.reward,
         tokens_generated=trajectory.tokens_generated,
-        length=int(np.count_nonzero(trajectory.sequence.loss_mask)),
-        turns=len(trajectory.sequence.turns),
-        success=float(trajectory.info.get("success", trajectory.reward > 0)),
+        length=sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in trajectory.sequences),
+        turns=len(trajectory.turns),
+        success=float(trajectory.success),
         seconds=trajectory.seconds,
         payload=trajectory,
+        newest_version=max(int(sequence.policy_version.max(initial=-1)) for sequence in trajectory.sequences),
+        label=trajectory.label,
+        info=trajectory.info,
     )
 
 
@@ -91,17 +56,17 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
 
     shards = []
     for rank, members in enumerate(balance([row.tokens for row in rows], ranks)):
-        chosen = [trajectories[member] for member in members]
+        sequences = [(member, each) for member in members for each in trajectories[member].sequences]
         shards.append(
             Shard(
                 step=batch.step,
                 rank=rank,
                 epoch=epoch,
                 rows=rows,
-                members=members,
-                lengths=[rows[member].tokens for member in members],
-                turn_starts=[[turn.start for turn in trajectory.sequence.turns] for trajectory in chosen],
-                columns=_joined(chosen),
+                members=[member for member, _ in sequences],
+                lengths=[len(sequence.token_ids) for _, sequence in sequences],
+                turn_starts=[[turn.start for turn in sequence.turns] for _, sequence in sequences],
+                columns=_joined([sequence.columns | trajectories[member].columns for member, sequence in sequences]),
                 loss_tokens=loss_tokens,
                 metrics=metrics,
             )
@@ -109,18 +74,26 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
     return shards
 
 
-def _joined(trajectories: list[Trajectory]) -> dict[str, np.ndarray]:
-    """Every carried column, one trajectory after another."""
-    parts = [trajectory.sequence.columns | trajectory.columns for trajectory in trajectories]
+def no_batch(step: int, epoch: int, rank: int) -> Shard:
+    """In the place of batch `step`: there is none, and none after it."""
+    nothing: Any = {"rows": [], "members": [], "lengths": [], "turn_starts": [], "loss_tokens": 0}
+    return Shard(step=step, rank=rank, epoch=epoch, columns=_joined([]), **nothing)
+
+
+def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Every carried column, one sequence after another."""
     return {
         column.name: np.concatenate([part[column.name] for part in parts] or [column.full(0)]) for column in carried()
     }
 
 
 def _turn_states(sequence: TokenSequence) -> list[int]:
-    """CRC-32 of the tokens between the end of the turn before (or the start) and each turn."""
+    """CRC-32 of the tokens between the end of the turn before (or the start) and each turn.
+
+    What a fork shares with an earlier sequence says nothing of the turn that it begins with.
+    """
     states = []
-    end = 0
+    end = sequence.shared
     for turn in sequence.turns:
         states.append(crc32(sequence.token_ids[end : turn.start].data))
         end = turn.end
@@ -129,31 +102,48 @@ def _turn_states(sequence: TokenSequence) -> list[int]:
 
 def _row(sample: BatchSample) -> SampleRow:
     trajectory: Trajectory = sample.outcome.payload
-    sequence = trajectory.sequence
 
     return SampleRow(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
         reward=trajectory.reward,
-        tokens=len(sequence.token_ids),
+        tokens=sum(len(sequence.token_ids) for sequence in trajectory.sequences),
         loss_tokens=sample.outcome.length,
         version=sample.version,
         truncated=trajectory.stop_reason != "done",
-        turn_rewards=[turn.reward for turn in sequence.turns],
-        turn_states=_turn_states(sequence),
+        turn_rewards=[turn.reward for turn in trajectory.turns],
+        turn_states=[state for sequence in trajectory.sequences for state in _turn_states(sequence)],
+        ticket_id=trajectory.ticket_id,
     )
 
 
-def _means(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Means of what the environments counted, over the samples that have it."""
-    sums: dict[str, list[float]] = {}  # of the environments' own numbers, where a sample has them
+def _solved(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Shares of the groups whose members all succeeded, or none: they teach a group-relative advantage little."""
+    groups: dict[int, list[bool]] = {}
     for trajectory in trajectories:
-        for name, value in trajectory.info.items():
+        groups.setdefault(trajectory.group_id, []).append(trajectory.success)
+    return {
+        "groups/solved": sum(all(members) for members in groups.values()) / len(groups),
+        "groups/unsolved": sum(not any(members) for members in groups.values()) / len(groups),
+    }
+
+
+def info_means(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """`env/...`: means of the environments' own numbers, each over the samples that have it."""
+    sums: dict[str, list[float]] = {}
+    for info in infos:
+        for name, value in info.items():
             sums.setdefault(f"env/{name}", []).append(value)
+    return {name: sum(values) / len(values) for name, values in sums.items()}
+
+
+def _means(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Means of what the environments counted, and of what turns took."""
     count = len(trajectories)
-    turns = [turn for trajectory in trajectories for turn in trajectory.sequence.turns]
-    return {name: sum(values) / len(values) for name, values in sums.items()} | {
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    means = info_means(trajectory.info for trajectory in trajectories) | {
         "rollout/truncated": sum([t.stop_reason != "done" for t in trajectories]) / count,
         "rollout/generate_s": sum([turn.generate_s for turn in turns]) / count,
         "rollout/env_s": sum([turn.env_s for turn in turns]) / count,
     }
+    return means | _solved(trajectories)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
-from rollout.broker.actions import BatchSample, EmitBatch, GroupRecord
+from rollout.broker.actions import EmitBatch, GroupRecord
 from rollout.broker.groups import Groups
-from rollout.broker.records import Group, Phase, Sample, State
+from rollout.broker.records import Group, Phase, State
 from rollout.broker.rules import Rules
 from rollout.broker.statistics import batch_metrics
-from rollout.broker.tasks import Assignment
+from rollout.broker.tasks import DrawnTask
 
 
 class Batches:
-    """`order` is that of consumption, by (v, assignment), lower first; ties go by issue number."""
+    """`order` is that of consumption, by (v, task), lower first; among equals the task cut off most often."""
 
-    def __init__(self, rules: Rules, groups: Groups, order: Callable[[int, Assignment], float]) -> None:
+    def __init__(self, rules: Rules, groups: Groups, order: Callable[[int, DrawnTask], float]) -> None:
         self.rules = rules
         self.groups = groups
         self._order = order
         self.size = rules.groups_per_batch  # B
-        self.requested: dict[int, float] = {}  # step -> when the learner asked
-        self.untrained: dict[int, list[Group]] = {}  # by step
-        self.held_since: float | None = None
-        self._ready: list[tuple[float, int, Group]] = []  # heap of (order, issue number); ended ones linger
+        self.held_since: float | None
+        self._ready: list[tuple[float, int, int, Group]] = []  # heap of (order, -cut-offs, number); ended ones linger
+        self.clear()
 
     def request(self, step: int, now: float) -> None:
         """The learner wants batch `step`; it may ask for the next one while it trains (prefetch)."""
@@ -37,13 +34,13 @@ class Batches:
         """A group has all its results."""
         assert group.version is not None
         self.groups.set_ready(group)
-        heapq.heappush(self._ready, (self._order(group.version, group.assignment), group.group_id, group))
+        order = self._order(group.version, group.task)
+        heapq.heappush(self._ready, (order, -group.task.cut_offs, group.group_id, group))
 
     def is_complete(self) -> bool:
         """The learner asked for it, and B groups are ready."""
         groups = self.groups
-        enough = groups.ready >= self.size
-        return enough and groups.e in self.requested and groups.e < self.rules.steps
+        return groups.ready >= self.size and groups.e in self.requested and groups.e < self.rules.steps
 
     def is_held(self, now: float) -> bool:
         """F5: it waits, as long as its deadline allows, for groups that would expire with it."""
@@ -54,16 +51,18 @@ class Batches:
         return now < self.held_since + self.rules.hold_deadline_s
 
     def assemble(self, now: float) -> EmitBatch:
-        """F4: the first B ready groups in their order, by default by (v, issue number)."""
+        """F4: the first B ready groups in their order."""
         step = self.groups.e
         groups: list[Group] = []
         while len(groups) < self.size:
-            _, _, group = heapq.heappop(self._ready)
+            _, _, _, group = heapq.heappop(self._ready)
             if group.phase is Phase.READY:
-                self.groups.take(group)
+                self.groups.leave(group, Phase.BATCHED)
                 groups.append(group)
 
-        samples = [self._batch(sample) for group in groups for sample in group.accepted()]
+        samples = [sample for group in groups for sample in group.accepted()]
+        self.groups.tickets.ledger.batched(step, samples)
+        batched = [sample.take_payload() for sample in samples]
         metrics = {
             "broker/wait_s": now - self.requested.pop(step),
             "broker/hold_s": 0.0 if self.held_since is None else now - self.held_since,
@@ -71,7 +70,7 @@ class Batches:
         self.untrained[step] = groups
         self.groups.advance_to(self.groups.n, step + 1)
         self.held_since = None
-        return EmitBatch(step, samples, batch_metrics(step, samples) | metrics)
+        return EmitBatch(step, batched, batch_metrics(step, batched) | metrics)
 
     def trained(self, now: float) -> list[GroupRecord]:
         """The learner has published the version that batch n made."""
@@ -81,10 +80,8 @@ class Batches:
         groups.advance_to(groups.n + 1, groups.e)
         return [record for group in batch for record in groups.end(group, State.TRAINED, now)]
 
-    def _batch(self, sample: Sample) -> BatchSample:
-        group = sample.group
-        outcome = sample.outcome
-        assert outcome is not None and group.version is not None
-        self.groups.tickets.ledger.move(sample, State.BATCHED)
-        sample.outcome = replace(outcome, payload=None)  # the payload leaves with the batch
-        return BatchSample(sample.sample_id, group.group_id, group.assignment.task_index, group.version, outcome)
+    def clear(self) -> None:
+        """No batch is requested, none is untrained."""
+        self.requested: dict[int, float] = {}  # step -> when the learner asked
+        self.untrained: dict[int, list[Group]] = {}  # by step
+        self.held_since = None

@@ -8,16 +8,16 @@ this same object.
     core.server_joined(0, 0, capacity=64, now=0.0)
     actions = core.published(Version(0, 0), now=0.0)      # the first version: IssueTicket(...) for F1's groups
     actions = core.batch_requested(0, now=0.1)            # nothing yet
-    actions = core.finished(ticket_id, Outcome(...), now=1.0)  # ..., EmitBatch once B groups are in
+    actions = core.finished(ticket_id, EpisodeOutcome(...), now=1.0)  # ..., EmitBatch once B groups are in
 
 n = published version = batches trained; e = the next step to be assembled (n <= e). The parts, and their rules:
 
 * **F1** `Groups.admit`: `Rules.admitted(n)` whole groups.
 * **F2** `Tickets.issue`: tickets carry the version at which they go out; none goes out while n < e - S.
 * **F3** `Groups.set_version`, `Groups.cut_off`: an unbatched group with v < e - S fits no later batch and ends `stale`,
-  its task in front again with attempts + 1. e >= n, so this is F3's bound n - S, applied as soon as it is certain (at
-  assembly), not only at publication.
-* **F4** `Batches.assemble`: B ready groups by (v, issue number), at the learner's request for step e.
+  its task in front again with one more cut-off. e >= n, so this is F3's bound n - S, applied as soon as it is certain
+  (at assembly), not only at publication.
+* **F4** `Batches.assemble`: B ready groups, by v, at the learner's request for step e.
 * **F5** `Batches.is_held`: a batch waits for groups that were cut off P times, at most `hold_deadline_s` from when it
   had its B groups and was requested.
 
@@ -27,16 +27,21 @@ after its end is dropped, so a sample counts once whatever is sent again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from rl.core.messages import Version
+from rl.core.messages import Ticket, Version
 from rollout.broker import journal
 from rollout.broker import policy as optional
-from rollout.broker.actions import Action, Finished, Outcome, StopRun
+from rollout.broker.actions import Action, EpisodeOutcome, Finished, StopRun
 from rollout.broker.batches import Batches
-from rollout.broker.evaluation import Evaluations
+from rollout.broker.copies import Copies
+from rollout.broker.deadlines import BACKSTOP_S
+from rollout.broker.ending import Ending
+from rollout.broker.evaluation import EvalAttempt, Evaluations
 from rollout.broker.groups import Groups
+from rollout.broker.hello import compare_tickets
+from rollout.broker.history import History
 from rollout.broker.ledger import Ledger, LedgerError
 from rollout.broker.policy import Proposals, SchedulingPolicy
 from rollout.broker.records import Attempt, Phase, State
@@ -44,7 +49,7 @@ from rollout.broker.rules import Rules
 from rollout.broker.servers import Servers
 from rollout.broker.statistics import Statistics, state_metrics
 from rollout.broker.tasks import TaskQueue, TaskSource
-from rollout.broker.tickets import BACKSTOP_S, Tickets
+from rollout.broker.tickets import Tickets
 
 
 class BrokerCore:
@@ -52,21 +57,21 @@ class BrokerCore:
 
     def __init__(self, rules: Rules, *, tasks: TaskSource | None = None, ledger: Ledger | None = None) -> None:
         self.rules = rules
-        self._steps = rules.steps
+        self._steps = rules.steps  # reading a pydantic field takes 0.1 us
         self.stopped = False
-        self.drain_since: float | None = None
-        self._closed = False
         self._out: list[Action] = []  # what this event led to so far
 
         priority = optional.make_priority(rules)
         self.ledger = ledger or Ledger()
         self.servers = Servers()
         self.tickets = Tickets(rules, self.ledger, self.servers)
+        self.copies = Copies(self.tickets)
         self.groups = Groups(rules, self.tickets, TaskQueue(tasks or optional.make_task_source(rules)), priority.issue)
         self.batches = Batches(rules, self.groups, priority.consume)
         self.evaluations = Evaluations(self.groups)
-        self.policies = optional.make_policies(self.groups)
-        self._hooks = optional.hooks_of(self.policies)
+        self.history = History(self.batches, self.evaluations)
+        self.ending = Ending(self.evaluations)
+        self.policies = optional.Policies(self.groups)
 
     @property
     def n(self) -> int:
@@ -89,12 +94,18 @@ class BrokerCore:
             if version.n != self.n:
                 self._stop(f"the learner starts at version {version.n}, the broker at {self.n}")
             self.tickets.begin(version.epoch)
-        elif version.epoch != self.epoch:
+
+        elif version.epoch < self.epoch:
             self._stop(f"the learner publishes in epoch {version.epoch}, this run is in epoch {self.epoch}")
-        elif version.n == self.n + 1 and self.n in self.batches.untrained:
-            self._out += self.batches.trained(now)
-        elif version.n > self.n:
-            self._stop(f"the learner publishes version {version.n} after {self.n} without that batch")
+        else:
+            if version.n == self.n + 1 and self.n in self.batches.untrained:
+                self._out += self.history.trained(now)
+            if version.n > self.n:
+                self._stop(f"the learner publishes version {version.n} after {self.n} without that batch")
+            elif version.epoch > self.epoch and (self.ending.has_come or version.n < self.history.since):
+                self._stop(f"the learner came back with another version {version.n}, which cannot be taken back now")
+            elif version.epoch > self.epoch:
+                self._out += self.history.roll_back(version, now)
         return self._after_event(now)
 
     def batch_requested(self, step: int, now: float) -> list[Action]:
@@ -108,8 +119,13 @@ class BrokerCore:
 
     # ------------------------------------------------------------ events: environment servers
 
-    def server_joined(self, server: int, incarnation: int, capacity: int, now: float) -> list[Action]:
-        """Idempotent; a newer incarnation replaces an older one whose death was not announced yet."""
+    def server_joined(
+        self, server: int, incarnation: int, capacity: int, now: float, held: Collection[int] = ()
+    ) -> list[Action]:
+        """Idempotent; a newer incarnation replaces an older one whose death was not announced yet.
+
+        held: its tickets. After the death of the broker's process others may never have arrived, and go out again.
+        """
         known = self.servers.by_index.get(server)
         if self.servers.is_dead(server, incarnation) or (known is not None and known.incarnation > incarnation):
             return []
@@ -118,6 +134,7 @@ class BrokerCore:
             self._lose_server(server, known.incarnation, now)
         if self.servers.join(server, incarnation, capacity):
             self._ask(SchedulingPolicy.server_joined, now, server)
+        self._out += compare_tickets(self.servers.by_index[server], held, self._attempt)
         self.servers.offer(server)
         return self._after_event(now)
 
@@ -126,7 +143,7 @@ class BrokerCore:
         self._lose_server(server, incarnation, now)
         return self._after_event(now)
 
-    def finished(self, ticket_id: int, outcome: Outcome, now: float) -> list[Action]:
+    def finished(self, ticket_id: int, outcome: EpisodeOutcome, now: float) -> list[Action]:
         if ticket_id in self.evaluations.running:
             self._out += self.evaluations.end(ticket_id, outcome, now)
             return self._after_event(now)
@@ -148,10 +165,17 @@ class BrokerCore:
 
     def failed(self, ticket_id: int, reason: str, now: float, turns: int | None = None) -> list[Action]:
         """The environment server could not bring the episode to its end; `turns`: begun by then, None: unknown."""
-        attempt = self.evaluations.running.get(ticket_id) or self.ledger.live(ticket_id)
-        if attempt is not None:
+        if (attempt := self._attempt(ticket_id)) is not None:
             self._ask(SchedulingPolicy.failed, now, attempt.server)
         return self._after_event(now) if self._end_without_result(ticket_id, reason, now, turns) else []
+
+    def refused(self, ticket_id: int, reason: str, now: float) -> list[Action]:
+        """Its trajectory cannot be true (`validation.fault`): the ticket has failed."""
+        if self.ticket(ticket_id) is None:
+            self.stats.duplicates += 1
+            return []
+        self.stats.refused_trajectories += 1
+        return self.failed(ticket_id, f"invalid trajectory: {reason}", now)
 
     def cancelled(self, ticket_id: int, now: float, turns: int | None = None) -> list[Action]:
         """The answer to a cancel; of a ticket that was not cancelled it is a failure."""
@@ -181,11 +205,11 @@ class BrokerCore:
             self.ledger.usage(ticket_id, tokens, lost)
         if attempt is not None and attempt.cut and not attempt.live and attempt.claimed < 0 and not lost:
             self.stats.cut_late(attempt.cut, tokens)
-        return self._after_event(now) if self.drain_since is not None else []
+        return self._after_event(now) if self.ending.since is not None else []
 
     def tick(self, now: float) -> list[Action]:
         """Deadlines; due at `next_deadline()`, harmless at any other time."""
-        for attempt in self.tickets.overdue(now):
+        for attempt in self.tickets.deadlines.overdue(now):
             if attempt is attempt.sample.attempt:
                 self.tickets.revoke(attempt, State.FAILED)
                 self._ask(SchedulingPolicy.failed, now, attempt.server)
@@ -194,13 +218,11 @@ class BrokerCore:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, as far as is known now."""
-        due = [self.tickets.next_deadline()]
+        due = [self.tickets.deadlines.next(), self.ending.next_deadline()]
         if self.batches.held_since is not None:
             due.append(self.batches.held_since + self.rules.hold_deadline_s)
-        if self.drain_since is not None and not self._closed:
-            due.append(self.drain_since + self.rules.drain_deadline_s)
         if self.epoch >= 0 and not self.stopped:
-            due += [policy.next_deadline() for policy in self.policies]
+            due += self.policies.deadlines()
         return min((each for each in due if each is not None), default=None)
 
     # ------------------------------------------------------------ after every event
@@ -213,31 +235,31 @@ class BrokerCore:
                 self._ask(SchedulingPolicy.event_begins, now)
             while (
                 self.batches.is_complete()
-                and self._may(SchedulingPolicy.may_assemble)
+                and self.policies.allow(SchedulingPolicy.may_assemble)
                 and not self.batches.is_held(now)
             ):
                 self._assemble(now)
 
             if (
                 len(groups.open) < groups.limit
-                and groups.e < self.rules.steps
-                and self._may(SchedulingPolicy.may_admit)
+                and groups.e < self._steps
+                and self.policies.allow(SchedulingPolicy.may_admit)
             ):
                 groups.admit(now)
 
             if self.evaluations.queue:
                 self._out += self.evaluations.issue()
-            issued = self.tickets.issue(groups.n, groups.floor, now)
+            issued = self.tickets.issue(groups.n, groups.oldest_useful, now)
             self._out += issued
             if self.policies:
                 for action in issued:
                     self._ask(SchedulingPolicy.issued, now, self.ledger.attempts[action.ticket.ticket_id])
                 self._ask(SchedulingPolicy.event_ends, now)
 
-            if groups.n == self._steps:
-                self._drain(now)
+            if groups.n == self._steps and self.ending.comes(now):
+                self._close()
 
-        self._out += self.tickets.revocations()
+        self._out += self.servers.revocations()
         out, self._out = self._out, []
         return out
 
@@ -248,26 +270,22 @@ class BrokerCore:
         self._out += [batch, *self.groups.cut_off(now)]
         self._ask(SchedulingPolicy.assembled, now)
 
-    def _may(self, hook: Callable[[Any], bool]) -> bool:
-        return all(may() for may in self._hooks[hook])
-
     def _ask(self, hook: Callable[..., Proposals], now: float, *what: object) -> None:
         """Tell the policies what happens, and carry out what they propose."""
-        for each in self._hooks[hook]:
-            for proposal in each(now, *what):
-                match proposal:
-                    case optional.EndGroup(group, end, put_back):
-                        self._out += self.groups.end(group, end, now, put_back=put_back)
-                    case optional.Suspend(server, suspended):
-                        self.servers.suspend(server, suspended)
-                    case optional.StartCopy(attempt):
-                        copies = self.tickets.copy(attempt, self.n, self.groups.floor, now)
-                        self.stats.hedged += len(copies)
-                        self._out += copies
+        for proposal in self.policies.propose(hook, now, *what):
+            match proposal:
+                case optional.EndGroup(group, end):
+                    self._out += self.groups.end(group, end, now)
+                case optional.Suspend(server, suspended):
+                    self.servers.suspend(server, suspended)
+                case optional.StartCopy(attempt):
+                    copies = self.copies.start(attempt, self.n, self.groups.oldest_useful, now)
+                    self.stats.hedged += len(copies)
+                    self._out += copies
 
     # ------------------------------------------------------------ ends of tickets
 
-    def _accept(self, attempt: Attempt, outcome: Outcome, now: float) -> None:
+    def _accept(self, attempt: Attempt, outcome: EpisodeOutcome, now: float) -> None:
         """The first result of a sample, which may complete its group."""
         group = attempt.sample.group
         if outcome.epoch != self.epoch:
@@ -276,12 +294,13 @@ class BrokerCore:
             return
 
         self.stats.hedges_won += attempt.spare
-        self.tickets.settle(attempt)
+        self.copies.settle(attempt)
         self._out += self.groups.accept(attempt, outcome, now)
-        if group.done == self.groups.size and group.phase is Phase.OPEN:
+        is_whole = group.done == self.groups.size
+        if group.phase is Phase.UNFINISHED and (is_whole or self.groups.first.have_answered(group)):
             self._ask(SchedulingPolicy.completed, now, group)
-            if group.phase is Phase.OPEN:
-                self.batches.add(group)
+            if group.phase is Phase.UNFINISHED:
+                self.batches.add(group) if is_whole else self.groups.first.widen(group)
 
     def _end_without_result(self, ticket_id: int, reason: str, now: float, turns: int | None = None) -> bool:
         """False if it had ended before."""
@@ -298,6 +317,12 @@ class BrokerCore:
         return True
 
     def _retry(self, attempt: Attempt, reason: str, now: float) -> None:
+        attempt.failure = reason
+        if self.copies.go_on(attempt):
+            group = attempt.sample.group
+            self._out += self.groups.set_version(group, group.live_version(), now)
+            return
+
         self._out += self.groups.retry(attempt, now)
         count = self.groups.given_up
         if count >= self.rules.max_groups_given_up:
@@ -312,19 +337,7 @@ class BrokerCore:
 
     # ------------------------------------------------------------ the end
 
-    def _drain(self, now: float) -> None:
-        """All steps are trained: the end comes with the last evaluation, ticket and usage, or by the deadline."""
-        awaited = self.rules.eval_tasks > 0 and self.rules.steps not in self.evaluations.requested
-        if self._closed or awaited or self.evaluations.pending:
-            return
-
-        if self.drain_since is None:
-            self.drain_since = now
-        settled = not self.servers.outstanding and not self.ledger.unreconciled
-        if not settled and now < self.drain_since + self.rules.drain_deadline_s:
-            return
-
-        self._closed = True
+    def _close(self) -> None:
         self.ledger.give_up_waiting()
         self._out.append(Finished(self.report()))
         if self.ledger.mismatches:
@@ -343,6 +356,14 @@ class BrokerCore:
 
     # ------------------------------------------------------------ what can be seen from outside
 
+    def ticket(self, ticket_id: int) -> Ticket | None:
+        """The live ticket of this id."""
+        attempt = self._attempt(ticket_id)
+        return attempt.ticket if attempt is not None else None
+
+    def _attempt(self, ticket_id: int) -> Attempt | EvalAttempt | None:
+        return self.evaluations.running.get(ticket_id) or self.ledger.live(ticket_id)
+
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint at version n (`journal.py`)."""
         return journal.snapshot(self.groups)
@@ -353,10 +374,7 @@ class BrokerCore:
 
     def _counts(self) -> dict[str, int]:
         """What policies did; 0 where one is off."""
-        counts = {"hedged_episodes": self.stats.hedged, "quarantines": 0, "filtered_groups": 0}
-        for policy in self.policies:
-            counts |= policy.counts()
-        return counts
+        return {"hedged_episodes": self.stats.hedged, **self.policies.counts()}
 
     def report(self) -> dict[str, Any]:
         """The closing report (`Statistics.report`), at any time."""

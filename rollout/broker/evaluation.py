@@ -1,4 +1,4 @@
-"""Evaluations: tickets of their own kind, outside admission and ledger, which take credit before training tickets.
+"""Evaluations: tickets of their own kind, outside admission and ledger, which take seats before training tickets.
 
 An episode that fails is tried again up to `max_attempts` times; after that its task counts as failed and
 stands outside the means.
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from rl.core.messages import Ticket, Version
 from rl.core.seeds import sample_seed
-from rollout.broker.actions import EvalEpisode, EvalReport, IssueTicket, Outcome
+from rollout.broker.actions import EpisodeOutcome, EvalEpisode, EvalReport, IssueTicket
 from rollout.broker.groups import Groups
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Evaluation:
     version: Version
     tasks: int
@@ -34,7 +34,7 @@ class Evaluation:
             reward=sum(each.reward for each in episodes) / answered,
             accuracy=sum(each.success for each in episodes) / answered,
             length=sum(each.length for each in episodes) / answered,
-            versions=dict(sorted(Counter(each.first_version for each in episodes).items())),
+            versions=dict(sorted(Counter(each.version for each in episodes).items())),
             seconds=now - self.began,
             episodes=sorted(episodes, key=lambda each: each.task_index),
         )
@@ -46,6 +46,8 @@ class EvalAttempt:
     task_index: int
     failures: int = 0
     server: int = -1
+    ticket: Ticket | None = None
+    is_running: bool = True  # an evaluation is never cut off
 
 
 class Evaluations:
@@ -57,18 +59,26 @@ class Evaluations:
         self.running: dict[int, EvalAttempt] = {}  # by ticket
         self.issued: set[int] = set()  # every ticket that went out, so that late usage of one is known
         self.requested: set[int] = set()  # versions
-        self.pending = 0  # evaluations
+        self.pending: list[Evaluation] = []
 
     def request(self, version: Version, tasks: int, now: float) -> None:
         if version.n in self.requested or tasks < 1:
             return
         self.requested.add(version.n)
-        self.pending += 1
         evaluation = Evaluation(version, tasks, now)
+        self.pending.append(evaluation)
         self.queue.extend(EvalAttempt(evaluation, task) for task in range(tasks))
 
+    def roll_back(self, version: Version) -> None:
+        """From `version` on all are others now: evaluations of those are dropped, earlier ones go on in its epoch."""
+        self.requested = {n for n in self.requested if n < version.n}
+        self.pending = [each for each in self.pending if each.version.n < version.n]
+        self.queue = deque(attempt for attempt in self.queue if attempt.evaluation in self.pending)
+        for evaluation in self.pending:
+            evaluation.version = Version(version.epoch, evaluation.version.n)
+
     def issue(self) -> list[IssueTicket]:
-        """Tickets while there is credit."""
+        """Tickets while there are seats."""
         issued: list[IssueTicket] = []
         while self.queue and (server := self.tickets.servers.next()) is not None:
             attempt = self.queue.popleft()
@@ -87,20 +97,27 @@ class Evaluations:
                 temperature=self.rules.eval_temperature,
             )
 
+            attempt.ticket = ticket
             self.running[ticket.ticket_id] = attempt
             self.issued.add(ticket.ticket_id)
             self.tickets.servers.take(server, ticket.ticket_id)
+            self.tickets.ledger.evaluation_started(ticket, server.index)
             issued.append(IssueTicket(server.index, ticket))
         return issued
 
-    def end(self, ticket_id: int, outcome: Outcome | None, now: float) -> list[EvalReport]:
+    def end(self, ticket_id: int, outcome: EpisodeOutcome | None, now: float) -> list[EvalReport]:
         """A ticket has ended, without a result if `outcome` is None; the report when it was the last."""
         attempt = self.running.pop(ticket_id)
         evaluation = attempt.evaluation
         self.tickets.servers.give_back(attempt.server, ticket_id)
+        if evaluation not in self.pending:
+            self.tickets.ledger.evaluation_ended(ticket_id, "stale")
+            return []
 
-        if outcome is not None and outcome.epoch == self.tickets.epoch:  # else weights of another epoch answered
-            shown = {name: getattr(outcome, name) for name in EvalEpisode.__struct_fields__ if name != "task_index"}
+        answered = outcome is not None and outcome.epoch == self.tickets.epoch  # else other weights answered
+        self.tickets.ledger.evaluation_ended(ticket_id, "evaluated" if answered else "failed")
+        if outcome is not None and answered:
+            shown = {name: getattr(outcome, name) for name in EvalEpisode.__struct_fields__ if hasattr(outcome, name)}
             evaluation.episodes.append(EvalEpisode(attempt.task_index, **shown))
         elif attempt.failures + 1 < self.rules.max_attempts:
             self.queue.appendleft(EvalAttempt(evaluation, attempt.task_index, attempt.failures + 1))
@@ -109,7 +126,7 @@ class Evaluations:
 
         if len(evaluation.episodes) + evaluation.failed < evaluation.tasks:
             return []
-        self.pending -= 1
+        self.pending.remove(evaluation)
         report = evaluation.report(now)
         self.groups.stats.evaluated(report)
         return [report]

@@ -1,7 +1,7 @@
 """The broker's part of a checkpoint at version n, as plain data that MessagePack can carry.
 
 Open groups (queued, running, waiting, batched) leave the ledger with their samples and tokens and stand
-in front of the data under their old ids, with their attempts: the restored core issues them anew, with the same
+in front of the data under their old ids, with their cut-offs: the restored core issues them anew, with the same
 seeds. What had ended stays counted. So the ledger closes before and after, and nothing trained can be trained again:
 tickets of the old epoch have ids that the new epoch does not know.
 Pending evaluations are not part of it; the learner asks for what it needs.
@@ -16,7 +16,7 @@ import msgspec
 from rollout.broker.groups import Groups
 from rollout.broker.statistics import Statistics
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def snapshot(groups: Groups) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def snapshot(groups: Groups) -> dict[str, Any]:
         "n": groups.n,
         "group_size": groups.rules.group_size,
         "members": groups.rules.members,
-        "tasks": groups.tasks.snapshot([(group.group_id, group.assignment) for group in groups.open.values()]),
+        "tasks": groups.tasks.snapshot([(group.group_id, group.task) for group in groups.open.values()]),
         "ledger": groups.tickets.ledger.snapshot(members),
         "stats": msgspec.to_builtins(groups.stats),
     }

@@ -2,10 +2,14 @@
 
     queued -> running -> waiting -> batched -> trained
        ^         |          |
-       +-retry---+          +--> stale | filtered | redundant | failed      (queued and running end so as well)
+       +-retry---+          +--> stale | filtered | settled | redundant | failed
+
+Queued and running ones end stale, redundant or failed as well. A constant group is `filtered` with all its results,
+`settled` with those of its first episodes, the others of which were never begun.
+After the death of the learner batched and trained ones may end stale (`history.py`).
 
 Invariants (`check`):
-* samples issued = sum over the nine states;
+* samples issued = sum over all states;
 * tokens generated = sum over the states + lost. Tokens are what generators report per ticket (`usage`, before or
   after the trajectory). A ticket's tokens stand in the state of its sample while it is the sample's
   current attempt; those of an attempt that failed stand under `failed`, also when the sample is tried again
@@ -13,7 +17,9 @@ Invariants (`check`):
   Tokens of a generator that died stand under `lost`, whatever became of the ticket;
 * a second copy of a slow episode is booked under `redundant` from its first token, and changes places with the first
   copy when it becomes the sample's current attempt (`promote`);
-* double entry: a trajectory's own `tokens_generated` equals the sum of its ticket's usage that was not lost.
+* double entry: a trajectory's own `tokens_generated` equals the sum of its ticket's usage that was not lost. Only for
+  tickets that were at hand when broker or proxy died, or a connection broke, the trajectory's count stands alone, and
+  from then on what is reported of tickets that are over is lost.
 
 All transitions pass through `move`, the only place that changes a state.
 """
@@ -24,15 +30,18 @@ from collections import deque
 from copy import copy
 from typing import Any
 
+from rl.core.messages import Ticket
+from rl.core.moments import Moment
 from rollout.broker.records import ENDS, NAMES, Attempt, Sample, State
 
 _CUT_OFF = {State.STALE, State.REDUNDANT, State.FAILED}
 _ALLOWED: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING} | _CUT_OFF),
     State.RUNNING: frozenset({State.QUEUED, State.WAITING} | _CUT_OFF),
-    State.WAITING: frozenset({State.BATCHED, State.FILTERED} | _CUT_OFF),
-    State.BATCHED: frozenset({State.TRAINED}),
+    State.WAITING: frozenset({State.BATCHED, State.FILTERED, State.SETTLED} | _CUT_OFF),
+    State.BATCHED: frozenset({State.TRAINED, State.STALE}),
 } | {end: frozenset() for end in ENDS}
+_ALLOWED[State.TRAINED] = frozenset({State.STALE})  # taken back: see history.py
 
 RETAINED_TICKETS = 32_768  # ended tickets whose late usage can still be attributed
 _COUNTERS = ("issued", "samples", "tokens", "generated", "lost", "attempts_with_tokens", "mismatches", "first_mismatch")
@@ -56,8 +65,11 @@ class Ledger:
         self.first_mismatch = ""
 
         self.attempts: dict[int, Attempt] = {}
+        self.spares = 0  # samples that have one
         self.unreconciled = 0  # trajectories whose usage has not all arrived
         self._ended: deque[int] = deque()
+        self._late: list[int] = []  # tokens of usage for tickets that are not open, each a mismatch
+        self._lossy = False  # reports were lost at a time
 
     def live(self, ticket_id: int) -> Attempt | None:
         attempt = self.attempts.get(ticket_id)
@@ -69,8 +81,10 @@ class Ledger:
 
     def start(self, attempt: Attempt) -> None:
         """A ticket goes out for a queued sample, or a spare one for a running sample."""
-        if attempt.spare:
+        if attempt.sample.state is State.RUNNING:
+            attempt.spare = True
             attempt.sample.spare = attempt
+            self.spares += 1
         else:
             self.move(attempt.sample, State.RUNNING)
             attempt.sample.attempt = attempt
@@ -90,12 +104,18 @@ class Ledger:
         self.tokens[State.REDUNDANT] -= second.tokens
         self.tokens[State.RUNNING] += second.tokens
         sample.attempt = second
+        self.drop_spare(sample)
+
+    def drop_spare(self, sample: Sample) -> None:
         sample.spare = None
+        self.spares -= 1
 
     def move(self, sample: Sample, state: State) -> None:
         old = sample.state
         if state not in _ALLOWED[old]:
             raise LedgerError(f"sample {sample.sample_id} cannot go from {old.name} to {state.name}")
+        if sample.spare is not None:  # a running sample has one, and goes on elsewhere
+            self.drop_spare(sample)
         sample.state = state
         self.samples[old] -= 1
         self.samples[state] += 1
@@ -103,6 +123,11 @@ class Ledger:
         if sample.attempt is not None and (tokens := sample.attempt.tokens):
             self.tokens[old] -= tokens
             self.tokens[state] += tokens
+
+    def batched(self, _step: int, samples: list[Sample]) -> None:
+        """The batch of this step is made of these samples."""
+        for sample in samples:
+            self.move(sample, State.BATCHED)
 
     def supersede(self, sample: Sample) -> None:
         """The current attempt failed: its tokens go to `failed`, the sample has none any more."""
@@ -117,7 +142,7 @@ class Ledger:
         attempt.live = False
         attempt.claimed = claimed
         self._ended.append(attempt.ticket_id)
-        if claimed >= 0:
+        if claimed >= 0 and not attempt.by_claim:
             self.unreconciled += 1
             self._reconcile(attempt)
         while len(self._ended) > RETAINED_TICKETS:
@@ -129,6 +154,9 @@ class Ledger:
         attempt = self.attempts.get(ticket_id)
         if attempt is None or tokens < 0:
             self._mismatch(f"usage of {tokens} tokens for ticket {ticket_id}, which is not open")
+            self._late.append(max(0, tokens))
+            if self._lossy:
+                self._forgive_late()
             return
         self.generated += tokens
         if lost:
@@ -139,8 +167,26 @@ class Ledger:
             self.attempts_with_tokens += 1
         attempt.tokens += tokens
         self.tokens[state_of(attempt)] += tokens
-        if attempt.claimed >= 0:
+        if attempt.claimed >= 0 and not attempt.by_claim:
             self._reconcile(attempt)
+
+    def reports_lost(self) -> None:
+        """Broker or proxy died, or a connection broke: reports of what was sampled for these tickets may be gone."""
+        for attempt in self.attempts.values():
+            self.unreconciled -= attempt.claimed >= 0 and not attempt.by_claim
+            attempt.by_claim = True
+        self._lossy = True
+        self._forgive_late()
+
+    def _forgive_late(self) -> None:
+        """Where answers were lost and asked for again, both may be reported: the later one when its ticket is over."""
+        tokens = sum(self._late)
+        self.generated += tokens
+        self.lost += tokens
+        self.mismatches -= len(self._late)
+        self._late.clear()
+        if not self.mismatches:
+            self.first_mismatch = ""
 
     def give_up_waiting(self) -> None:
         """At the end of the run: usage that has not arrived by now is missing."""
@@ -156,6 +202,26 @@ class Ledger:
             raise LedgerError(f"{self.generated} tokens generated, {self.lost} lost, states {self.tokens}")
         if self.tokens[State.QUEUED]:
             raise LedgerError(f"{self.tokens[State.QUEUED]} tokens of queued samples")
+
+    # ------------------------------------------------------------ for the trace: `TracedLedger` does something
+
+    def evaluation_started(self, ticket: Ticket, server: int) -> None:
+        """Evaluations stand outside the books."""
+
+    def evaluation_ended(self, ticket_id: int, end: str) -> None:
+        """end: `evaluated`, `failed`, or `stale` if the learner has taken the version back."""
+
+    def take_moments(self) -> list[Moment]:
+        """What has happened to tickets since the last call."""
+        return []
+
+    # ------------------------------------------------------------ what can be seen from outside
+
+    @property
+    def useful_share(self) -> float:
+        """The share that was trained, of all tokens that are lost or whose sample has ended; 0 before there are any."""
+        ended = sum(self.tokens[end] for end in ENDS) + self.lost
+        return self.tokens[State.TRAINED] / ended if ended else 0.0
 
     def report(self) -> dict[str, dict[str, int]]:
         samples = {"issued": self.issued} | dict(zip(NAMES, self.samples, strict=True))
@@ -187,11 +253,22 @@ class Ledger:
         if attempt.tokens < attempt.claimed and not is_last:
             return
         del self.attempts[attempt.ticket_id]
-        if attempt.claimed >= 0:
+        if attempt.claimed >= 0 and attempt.by_claim:
+            self._book_claim(attempt)
+        elif attempt.claimed >= 0:
             self.unreconciled -= 1
             if attempt.tokens != attempt.claimed:
                 claim = f"its trajectory claims {attempt.claimed} tokens, generators reported {attempt.tokens}"
                 self._mismatch(f"ticket {attempt.ticket_id}: {claim}")
+
+    def _book_claim(self, attempt: Attempt) -> None:
+        """Tokens of which no report came are generated; those reported beyond the claim were asked for again: lost."""
+        missing = attempt.claimed - attempt.tokens
+        self.attempts_with_tokens += attempt.tokens == 0 < missing
+        attempt.tokens = attempt.claimed
+        self.tokens[state_of(attempt)] += missing
+        self.generated += max(0, missing)
+        self.lost += max(0, -missing)
 
     def _mismatch(self, what: str) -> None:
         self.mismatches += 1

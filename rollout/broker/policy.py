@@ -14,7 +14,7 @@ from rl.core.plugins import load, make
 from rollout.broker.groups import Groups
 from rollout.broker.records import Attempt, Group, State
 from rollout.broker.rules import Rules
-from rollout.broker.tasks import Assignment, ShuffledTasks, TaskSource
+from rollout.broker.tasks import DrawnTask, ShuffledTasks, TaskSource
 
 _FOLDER = "rollout.broker.policies"
 
@@ -22,11 +22,10 @@ _FOLDER = "rollout.broker.policies"
 class EndGroup(Struct, frozen=True):
     group: Group
     end: State
-    put_back: bool  # its task comes back in front
 
 
 class StartCopy(Struct, frozen=True):
-    """A second ticket for this running attempt's sample, from credit that nothing new needs."""
+    """A second ticket for this running attempt's sample, on a seat that nothing new needs."""
 
     attempt: Attempt
 
@@ -77,7 +76,7 @@ class SchedulingPolicy:
         return ()
 
     def completed(self, now: float, group: Group) -> Proposals:
-        """All results of a group are in; it has not been counted as ready yet."""
+        """All results of a group, or of its first episodes, are in. It is not counted as ready, or widened, yet."""
         return ()
 
     def assembled(self, now: float) -> Proposals:
@@ -90,7 +89,7 @@ class SchedulingPolicy:
         return ()
 
     def event_ends(self, now: float) -> Proposals:
-        """Everything new that there was credit for has gone out."""
+        """Everything new that there was a seat for has gone out."""
         return ()
 
     def may_assemble(self) -> bool:
@@ -108,26 +107,44 @@ class SchedulingPolicy:
         return {}
 
 
-def make_policies(groups: Groups) -> list[SchedulingPolicy]:
+class Policies(list[SchedulingPolicy]):
     """Those that the rules ask for."""
-    rules = groups.rules
-    known = {
-        "quarantine:Quarantine": rules.quarantine_failures > 0,
-        "barrier:BatchBarrier": rules.batch_barrier,
-        "filtering:ConstantGroups": rules.filter_constant_groups and rules.group_size > 1,
-        "surplus:CancelSurplus": rules.surplus == "cancel",
-        "hedging:Hedging": rules.hedge_quantile > 0,
-    }
-    return [load("policy", f"{_FOLDER}.{name}", {})(groups) for name, wanted in known.items() if wanted]
 
+    def __init__(self, groups: Groups) -> None:
+        rules = groups.rules
+        known = {
+            "quarantine:Quarantine": rules.quarantine_failures > 0,
+            "barrier:BatchBarrier": rules.batch_barrier,
+            "filtering:ConstantGroups": rules.filter_constant_groups and rules.group_size > 1,
+            "surplus:CancelSurplus": rules.surplus == "cancel",
+            "hedging:Hedging": rules.hedge_quantile > 0,
+        }
+        super().__init__(load("policy", f"{_FOLDER}.{name}", {})(groups) for name, wanted in known.items() if wanted)
 
-def hooks_of(policies: list[SchedulingPolicy]) -> dict[object, list[Callable[..., Any]]]:
-    """By hook of `SchedulingPolicy`: the methods of those policies that have one of their own."""
-    return {
-        hook: [getattr(policy, name) for policy in policies if getattr(type(policy), name) is not hook]
-        for name, hook in vars(SchedulingPolicy).items()
-        if callable(hook)
-    }
+        # By hook of `SchedulingPolicy`: the methods of those policies that have one of their own.
+        self._hooks: dict[object, list[Callable[..., Any]]] = {
+            hook: [getattr(policy, name) for policy in self if getattr(type(policy), name) is not hook]
+            for name, hook in vars(SchedulingPolicy).items()
+            if callable(hook)
+        }
+
+    def propose(self, hook: Callable[..., Proposals], now: float, *what: object) -> Proposals:
+        """Tell them what happens; their proposals, one by one."""
+        for each in self._hooks[hook]:
+            yield from each(now, *what)
+
+    def allow(self, hook: Callable[[Any], bool]) -> bool:
+        return all(may() for may in self._hooks[hook])
+
+    def deadlines(self) -> list[float | None]:
+        return [policy.next_deadline() for policy in self]
+
+    def counts(self) -> dict[str, int]:
+        """What they did; 0 where one is off."""
+        counts = {"quarantines": 0, "filtered_groups": 0, "settled_groups": 0}
+        for policy in self:
+            counts |= policy.counts()
+        return counts
 
 
 class Priority(Protocol):
@@ -137,11 +154,11 @@ class Priority(Protocol):
     whatever it says, and a group that waits for its turn too long still expires (F3).
     """
 
-    def issue(self, assignment: Assignment) -> float:
+    def issue(self, task: DrawnTask) -> float:
         """Of a group that is about to be queued."""
         ...
 
-    def consume(self, version: int, assignment: Assignment) -> float:
+    def consume(self, version: int, task: DrawnTask) -> float:
         """Of a finished group with v(group) = `version`."""
         ...
 
@@ -149,13 +166,17 @@ class Priority(Protocol):
 def make_priority(rules: Rules) -> Priority:
     """Raises ConfigError."""
     known = {"oldest": f"{_FOLDER}.priorities:Oldest", "freshest": f"{_FOLDER}.priorities:Freshest"}
-    priority: Priority = make("rollout.priority", rules.priority, known)
+    priority: Priority = make("rollout.priority", rules.priority, known, ("issue", "consume"))
     return priority
 
 
 def make_task_source(rules: Rules) -> TaskSource:
     """Raises ConfigError."""
     known = {"shuffled": ShuffledTasks, "success": f"{_FOLDER}.curricula:SuccessWeighted"}
-    arguments = {"run_seed": rules.seed, "tasks": rules.train_tasks, **rules.curriculum_options}
-    source: TaskSource = make("rollout.curriculum", rules.curriculum, known, **arguments)
+    arguments: dict[str, Any] = {"run_seed": rules.seed, "tasks": rules.train_tasks}
+    if rules.curriculum == "success":
+        arguments["group_size"] = rules.group_size
+    arguments |= rules.curriculum_options
+    needs = ("next", "ended", "snapshot", "restore")
+    source: TaskSource = make("rollout.curriculum", rules.curriculum, known, needs, **arguments)
     return source

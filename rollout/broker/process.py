@@ -1,42 +1,53 @@
 """The broker process: BrokerCore behind its sockets (`python -m rollout.broker.process --run DIR`).
 
-One poll loop. Each turn drains every socket, turns messages into events of the core, carries out its actions,
-and then sends the servers their tickets, with one message each that acknowledges what was taken. Payloads stay where
-they were received: the core passes them through, and a batch concatenates them once.
+One poll loop. Each turn drains every socket, turns messages into events of the core, writes these to the log, carries
+out its actions, and sends the servers their tickets, with one message each that acknowledges what was taken. Payloads
+stay where they were received: the core passes them through, and a batch concatenates them once.
 
-What peers send is not trusted: a frame that is no message is counted and dropped, a trajectory that contradicts
-itself fails its ticket. A peer that is gone is the supervisor's to announce; until then its tickets stay open.
+What peers send is not trusted: what is no message, or not its sender's to say, is counted and dropped; a trajectory
+that cannot be true fails its ticket. A peer that is gone is the supervisor's to announce; until then its tickets stay
+open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
 
 import msgspec
 import zmq
 
 from rl.core import messages
-from rl.core.checkpoint_folder import read_journal
+from rl.core.batch_files import drop_shard_files, read_shard_file, write_shard_file
+from rl.core.checkpoint_folder import latest, read_journal, read_meta
+from rl.core.failures import EndsRun
 from rl.core.messages import Message, ProtocolError
+from rl.core.moments import Moment
 from rl.core.process import Process, WaitExpired
 from rl.core.receiving import Malformed, Receiver
 from rl.core.run import context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, send, send_to
+from rl.core.sockets import PeerGone, identity, open_socket, send, send_to, sender
+from rl.core.trace import told_since
 from rollout.broker import actions
-from rollout.broker.assembly import fault, make_shards, outcome_of
+from rollout.broker.assembly import info_means, make_shards, no_batch
 from rollout.broker.core import BrokerCore
+from rollout.broker.guards import BatchGuards
+from rollout.broker.intake import Intake, ProxyMessage, ServerMessage
+from rollout.broker.ledger import Ledger
 from rollout.broker.memory import tune_memory
-from rollout.broker.reorder import Reorder
 from rollout.broker.rules import Rules
+from rollout.broker.statistics import labelled_metrics
+from rollout.broker.traced_ledger import TracedLedger
+from rollout.broker.validation import vocabulary_of
+from rollout.broker.write_ahead import WriteAheadLog
 
 POLL_S = 0.1
 
-ServerMessage = messages.Trajectory | messages.TicketFailed | messages.TicketCancelled | messages.ServerHello
 
-
-class RunStopped(RuntimeError):
+class RunStopped(EndsRun, RuntimeError):
     """The core says that the run cannot go on."""
 
 
@@ -47,10 +58,14 @@ class Broker:
         self.process = process
         self.config = process.config
         run = process.run
-        self.core = BrokerCore(Rules.of(self.config, run.train_tasks, run.start_step))
-        process.closing_report = self.core.report
-        if self.config.resume is not None:
-            self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
+        rules = Rules.of(self.config, run.train_tasks, run.start_step)
+        self.guards = BatchGuards(rules, process.alarms)
+        ledger = TracedLedger() if self.config.tracking.trace == "full" else Ledger()
+        self.intake = Intake(BrokerCore(rules, ledger=ledger), vocabulary_of(run))
+        self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
+        self._later: list[actions.Action | messages.BatchRequest] = []  # for the end of the turn
+        self._evals = run.folder / "evals.jsonl"
+        self.log = WriteAheadLog(run.folder / "broker.log")
 
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
         self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
@@ -58,14 +73,26 @@ class Broker:
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True)
         self.batches = [open_socket(zmq.PUSH, run, "batches", rank) for rank in range(self.config.learner.ranks)]
 
+        self._no_more = False  # batches: the learner is to be told
         self._learner = b""  # address of rank 0, known from its first message
+        self._learner_incarnation = -1
         self._saves: list[messages.SaveRequest] = []  # of versions that are not published yet
-        self._orders: defaultdict[tuple[int, int], Reorder[ServerMessage]] = defaultdict(Reorder)  # by incarnation
-        self._acks: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
-        self._waiting_since = time.monotonic()  # the learner's earliest possible wait for batch n
-        self.counts = {"trajectories": 0, "invalid": 0, "tickets": 0, "cancels": 0}
+        self._now = time.monotonic()  # of this turn
+        self._waiting_since = self._now  # the learner's earliest possible wait for batch n
+        self.counts = {"tickets": 0, "cancels": 0}
         self._malformed = Malformed("broker")
+        process.closing_report = lambda: self.core.report()
+
+        if self.log.exists():
+            self._recover()
+        elif self.config.resume is not None:
+            self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
+            self.guards.restored(self.core)
+        self.log.begin(self.intake)
+
+    @property
+    def core(self) -> BrokerCore:
+        return self.intake.core
 
     # ------------------------------------------------------------ the loop
 
@@ -74,30 +101,32 @@ class Broker:
         # First tokens before results, results before deaths: as much as possible counts before it is tried again.
         handlers = {
             self.usage: self._from_proxy,
-            self.trajectories: self._from_server,
+            self.trajectories: self._result,
             self.tickets: self._from_server,
             self.steps: self._from_learner,
         }
-        receiver = Receiver(handlers, self._malformed, process.wake_fd)
+        again = {socket: partial(self._send_shards_again, rank) for rank, socket in enumerate(self.batches)}
+        receiver = Receiver(handlers, self._malformed, process.wake_fd, again=again)
 
         process.busy = True  # the loop turns even without messages: a frozen progress is a hang
         while not process.stopping:
             with process.waits.on("env_server" if self.core.batches.requested else "learner"):
                 receiver.wait(self._wait_s())
+            self._now = time.monotonic()
             receiver.drain()
-
             for message in process.received():
-                if isinstance(message, messages.PeerDied) and message.role == "env_server":
-                    self._orders.pop((message.index, message.incarnation), None)
-                    self._carry_out(self.core.server_left(message.index, message.incarnation, time.monotonic()))
-            self._carry_out(self.core.tick(time.monotonic()))
+                self._from_supervisor(message)
+            if (deadline := self.core.next_deadline()) is not None and deadline <= self._now:
+                self._take(None)
 
-            self._send_to_servers()
+            self._settle()
             self._watch()
             process.progress += 1
             process.stats = self._stats()
 
     def close(self) -> None:
+        self._drop_batches(before=self.core.groups.e)
+        self.log.close()
         for socket in (self.tickets, self.trajectories, self.usage, self.steps, *self.batches):
             socket.close()
 
@@ -108,69 +137,92 @@ class Broker:
     # ------------------------------------------------------------ messages to events
 
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
-        now = time.monotonic()
-        match message:
-            case messages.Usage(session, tokens, lost):
-                self._carry_out(self.core.usage(session, tokens, lost, now))
-            case messages.FirstToken(_, session, version):
-                self._carry_out(self.core.first_token(session, version, now))
-            case _:
-                raise ProtocolError(f"{type(message).__name__} on the usage socket")
+        if not isinstance(message, ProxyMessage):
+            raise ProtocolError(f"{type(message).__name__} on the usage socket")
+        self._take(message)
 
-    def _from_server(self, message: Message, _peer: bytes) -> None:
-        """Messages of one server, from either socket, in the order of their sequence numbers."""
-        if not isinstance(message, ServerMessage):
-            raise ProtocolError(f"{type(message).__name__} from an environment server")
+    def _result(self, message: Message, _peer: bytes) -> None:
+        """A trajectory, of a server that has said hello."""
+        if not isinstance(message, messages.Trajectory):
+            raise ProtocolError(f"{type(message).__name__} on the trajectories socket")
         key = (message.server, message.incarnation)
-        if isinstance(message, messages.Trajectory):  # also one that was taken before: its acknowledgement was lost
-            self._acks[key].append(message.ticket_id)
-        if self.core.servers.is_dead(*key):
-            return
+        if not self.intake.knows(*key):
+            raise ProtocolError(f"Trajectory of an unknown environment server {key}")
+        self._take(message)
 
-        try:
-            due = self._orders[key].push(message.seq, message)
-        except ValueError as error:
-            raise ProtocolError(f"environment server {key}: {error}") from None
-        for each in due:
-            self._server_event(each, time.monotonic())
-
-    def _server_event(self, message: ServerMessage, now: float) -> None:
-        core = self.core
-        match message:
-            case messages.Trajectory():
-                self.counts["trajectories"] += 1
-                wrong = fault(message)
-                if wrong:
-                    self.counts["invalid"] += 1
-                    self._carry_out(core.failed(message.ticket_id, f"invalid trajectory: {wrong}", now))
-                else:
-                    self._carry_out(core.finished(message.ticket_id, outcome_of(message), now))
-
-            case messages.TicketFailed(ticket_id=ticket_id, reason=reason, turns=turns):
-                self._carry_out(core.failed(ticket_id, reason, now, turns))
-            case messages.TicketCancelled(ticket_id=ticket_id, turns=turns):
-                self._carry_out(core.cancelled(ticket_id, now, turns))
-            case messages.ServerHello(server, incarnation, capacity):
-                self._carry_out(core.server_joined(server, incarnation, capacity, now))
+    def _from_server(self, message: Message, peer: bytes) -> None:
+        if not isinstance(message, ServerMessage) or isinstance(message, messages.Trajectory):
+            raise ProtocolError(f"{type(message).__name__} on the tickets socket")
+        if (message.server, message.incarnation) != sender(peer, "env_server", self.config.env.servers):
+            raise ProtocolError(f"{type(message).__name__} in the name of another than {peer!r}")
+        self._take(message)
 
     def _from_learner(self, message: Message, peer: bytes) -> None:
-        now = time.monotonic()
+        _, self._learner_incarnation = sender(peer, "learner", 1)
         self._learner = peer
         match message:
-            case messages.BatchRequest(step):
-                self._carry_out(self.core.batch_requested(step, now))
-            case messages.Published(version):
-                self._waiting_since = now
-                self._carry_out(self.core.published(version, now))
-                self._save()
-
-            case messages.EvalRequest(version, tasks):
-                self._carry_out(self.core.eval_requested(version, tasks, now))
             case messages.SaveRequest():
+                newest = latest(self.process.run.folder / "checkpoints")
+                if newest is not None:  # its batches are not trained again
+                    step = read_meta(newest).step
+                    self.core.history.forget(before=step)
+                    self._drop_batches(before=step)
                 self._saves.append(message)
-                self._save()
+
+            case messages.BatchRequest(step) if step < self.core.groups.e:
+                self._later.append(message)
+            case messages.BatchRequest() | messages.EvalRequest():
+                self._take(message)
+                self._no_more = self.intake.closed
+            case messages.Published():
+                self._waiting_since = self._now
+                self._take(message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} on the steps socket")
+
+    def _from_supervisor(self, message: messages.PeerDied | messages.Stop) -> None:
+        if isinstance(message, messages.PeerDied):
+            # Who begins late hears of earlier deaths too, maybe after the successor has asked.
+            if message.role == "learner" and message.incarnation >= self._learner_incarnation:
+                self._saves.clear()
+            self._take(message)
+        elif message.save_first:
+            self._take(message)
+            self._no_more = True
+
+    def _take(self, message: Message | None) -> None:
+        """An event; None: a deadline has passed."""
+        self.log.append(self._now, message)
+        self._carry_out(self.intake.take(message, self._now))
+
+    def _recover(self) -> None:
+        """What an earlier incarnation knew. Servers say hello and the learner asks again for what it did not send."""
+        self.intake, events = self.log.read()
+        since: float | None = None  # of the first event
+        for now, message in events:
+            since = now if since is None else since
+            with contextlib.suppress(ProtocolError):  # it was dropped the first time as well
+                self._carry_out(self.intake.take(message, now))
+        self._outgoing.clear()
+        self.intake.acks.clear()
+        self.intake.refused.clear()
+        if since is not None:
+            traced = told_since(self.process.run.folder, "broker", since)
+            self._trace(moment for moment in self.core.ledger.take_moments() if moment not in traced)
+
+        evals = self._evals.read_bytes().split(b"\n")[:-1] if self._evals.exists() else []
+        told = {json.loads(row)["version"] for row in evals}
+        self._later = [action for action in self._later if not self._was_told(action, told)]
+        self._carry_out_later()
+
+    def _was_told(self, action: actions.Action | messages.BatchRequest, evaluated: set[int]) -> bool:
+        """evaluated: versions whose episodes stand in the file."""
+        match action:
+            case actions.EvalReport():
+                return action.version.n in evaluated
+            case actions.EmitBatch():
+                return action.step < self.core.n
+        return False
 
     def _save(self) -> None:
         """Answer the requests for this version's journal; those for a later one wait for its publication."""
@@ -180,11 +232,28 @@ class Broker:
                 raise RunStopped(f"the learner asks for the journal of version {request.version.n} at version {n}")
             self._saves.remove(request)
             state = msgspec.msgpack.encode(self.core.snapshot())
-            send_to(self.steps, self._learner, messages.Journal(request.version, state))
+            with contextlib.suppress(PeerGone):  # it died: the next one asks again
+                send_to(self.steps, self._learner, messages.Journal(request.version, state))
+
+    def _send_again(self, step: int) -> None:
+        """To a learner that trains the batches since its checkpoint again; it drops what it does not await."""
+        for rank, socket in enumerate(self.batches):
+            send(socket, read_shard_file(self.process.run.folder, step, rank))
+
+    def _send_shards_again(self, rank: int) -> None:
+        """The connection to this rank broke: what it has not trained yet may be lost."""
+        for step in range(self.core.n, self.core.groups.e):
+            with contextlib.suppress(FileNotFoundError):  # assembled in this turn, not written yet
+                send(self.batches[rank], read_shard_file(self.process.run.folder, step, rank))
+
+    def _drop_batches(self, before: int) -> None:
+        if not self.config.tracking.save_batches:
+            drop_shard_files(self.process.run.folder, before)
 
     # ------------------------------------------------------------ actions to messages
 
     def _carry_out(self, wanted: list[actions.Action]) -> None:
+        """What is sent goes out at the end of the turn, once the log has the events that led to it."""
         for action in wanted:
             match action:
                 case actions.IssueTicket(server, ticket):
@@ -193,25 +262,62 @@ class Broker:
                 case actions.RevokeTickets(server, ticket_ids):
                     self.counts["cancels"] += len(ticket_ids)
                     self._tell(server, messages.CancelTickets(ticket_ids))
+                case actions.StopRun(reason):
+                    raise RunStopped(reason)
+                case _:
+                    self._later.append(action)
+
+    def _settle(self) -> None:
+        """The end of a turn."""
+        self.log.flush()
+        self._trace(self.core.ledger.take_moments())
+        self._carry_out_later()
+        for rank, socket in enumerate(self.batches) if self._no_more else ():
+            send(socket, no_batch(self.core.groups.e, self.core.epoch, rank))
+        self._no_more = False
+        for refused in self.intake.refused:
+            self._malformed(ProtocolError(refused))
+        self.intake.refused.clear()
+
+        self._save()
+        self._send_to_servers()
+        if self.log.is_long:
+            self.log.begin(self.intake)
+
+    def _trace(self, moments: Iterable[Moment]) -> None:
+        """Only what the log has: nothing else may be told twice, by this incarnation and by the next."""
+        self.process.trace.add(*moments)
+
+    def _carry_out_later(self) -> None:
+        later = self._later
+        self._later = []
+
+        for action in later:
+            match action:
+                case messages.BatchRequest(step):
+                    self._send_again(step)
                 case actions.EmitBatch():
+                    self.guards.batch(action, self.core.stats)
                     shards = make_shards(action, self.core.epoch, len(self.batches))
+
                     for socket, shard in zip(self.batches, shards, strict=True):
+                        write_shard_file(self.process.run.folder, shard)
                         send(socket, shard)
 
+                case actions.GroupRecord():
+                    self.guards.ended(action)
                 case actions.EvalReport():
+                    self.guards.evaluated(action)
                     self._keep_episodes(action)
                     self.process.send(messages.Metrics(action.version.n, _eval_metrics(action)))
                 case actions.Finished():
                     self.process.send_closing_report()
-                case actions.StopRun(reason):
-                    raise RunStopped(reason)
 
     def _keep_episodes(self, report: actions.EvalReport) -> None:
-        """`<run>/evals.jsonl`: one line per evaluated episode, in the order of the tasks."""
-        with (self.process.run.folder / "evals.jsonl").open("ab") as file:
-            for episode in report.episodes:
-                row = {"version": report.version.n, **msgspec.structs.asdict(episode)}
-                file.write(msgspec.json.encode(row) + b"\n")
+        """One line per evaluated episode, in the order of the tasks."""
+        rows = [{"version": report.version.n, **msgspec.structs.asdict(episode)} for episode in report.episodes]
+        with self._evals.open("ab") as file:
+            file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def _tell(self, index: int, message: Message) -> None:
         server = self.core.servers.by_index.get(index)
@@ -220,14 +326,14 @@ class Broker:
 
     def _send_to_servers(self) -> None:
         """All at once: the socket's thread is woken once, and writes many messages in one call."""
-        for (index, incarnation), ticket_ids in self._acks.items():
+        for (index, incarnation), ticket_ids in self.intake.acks.items():
             self._outgoing.append((index, incarnation, messages.AckTickets(ticket_ids)))
         for index, incarnation, message in self._outgoing:
             try:
                 send_to(self.tickets, identity("env_server", index, incarnation), message)
             except PeerGone:
                 pass  # it died: its PeerDied gives back what it held
-        self._acks.clear()
+        self.intake.acks.clear()
         self._outgoing.clear()
 
     # ------------------------------------------------------------ waiting
@@ -253,8 +359,7 @@ class Broker:
             return "the learner's first version"
         if not core.servers.by_index:
             return "an environment server"
-        late = {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}
-        if late:
+        if late := self.intake.late_servers():
             return f"missing messages of environment servers {late}"
         groups = f"{core.groups.ready} of {core.rules.groups_per_batch} groups ready"
         return f"{core.servers.outstanding} episodes of the environment servers ({groups})"
@@ -262,7 +367,11 @@ class Broker:
     def _stats(self) -> dict[str, float]:
         samples = self.core.ledger.report()["samples"]
         queue = {f"queue_{state}": float(samples[state]) for state in ("queued", "running", "waiting", "batched")}
-        others = {"outstanding": self.core.servers.outstanding, "malformed": self._malformed.count}
+        others = {
+            "trajectories": self.intake.trajectories,
+            "outstanding": self.core.servers.outstanding,
+            "malformed": self._malformed.count,
+        }
         return queue | self.counts | others
 
 
@@ -270,7 +379,9 @@ def _eval_metrics(report: actions.EvalReport) -> dict[str, float]:
     versions = list(report.versions) or [-1]
     values = {name: getattr(report, name) for name in ("reward", "accuracy", "length", "failed", "seconds")}
     values |= {"version_min": min(versions), "version_max": max(versions)}
-    return {f"eval/{name}": float(value) for name, value in values.items()}
+    values |= info_means(episode.info for episode in report.episodes)
+    every = {f"eval/{name}": float(value) for name, value in values.items()}
+    return every | labelled_metrics("eval", report.episodes)
 
 
 def main() -> None:

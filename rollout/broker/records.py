@@ -6,8 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
-from rollout.broker.actions import Outcome
-from rollout.broker.tasks import Assignment
+from msgspec.structs import replace
+
+from rl.core.messages import Ticket
+from rollout.broker.actions import BatchSample, EpisodeOutcome, GroupRecord
+from rollout.broker.tasks import DrawnTask
 
 
 class State(IntEnum):
@@ -18,17 +21,18 @@ class State(IntEnum):
     TRAINED = 4
     STALE = 5
     FILTERED = 6
-    REDUNDANT = 7
-    FAILED = 8
+    SETTLED = 7
+    REDUNDANT = 8
+    FAILED = 9
 
 
 NAMES = tuple(state.name.lower() for state in State)
-ENDS = frozenset({State.TRAINED, State.STALE, State.FILTERED, State.REDUNDANT, State.FAILED})
+ENDS = frozenset({State.TRAINED, State.STALE, State.FILTERED, State.REDUNDANT, State.FAILED, State.SETTLED})
 _LIVE = (State.RUNNING, State.WAITING)
 
 
 class Phase(Enum):
-    OPEN = auto()  # some of its G results are missing
+    UNFINISHED = auto()  # some of its G results are missing
     READY = auto()  # G results, not in a batch
     BATCHED = auto()
     ENDED = auto()
@@ -44,7 +48,21 @@ class Sample:
     attempt: Attempt | None = None
     spare: Attempt | None = None
     failures: int = 0
-    outcome: Outcome | None = None
+    outcome: EpisodeOutcome | None = None
+
+    def take_payload(self) -> BatchSample:
+        """For its batch; the outcome stays without it."""
+        group = self.group
+        outcome = self.outcome
+        assert outcome is not None and group.version is not None
+        self.outcome = replace(outcome, payload=None)
+        return BatchSample(self.sample_id, group.group_id, group.task.task_index, group.version, outcome)
+
+    def running(self) -> list[Attempt]:
+        """The attempts that it waits for."""
+        if self.state is not State.RUNNING:
+            return []
+        return [attempt for attempt in (self.attempt, self.spare) if attempt is not None and attempt.live]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +72,16 @@ class Attempt:
     ticket_id: int
     sample: Sample
     server: int
-    stamp: int  # the version at which it went out
+    ticket: Ticket
     issued_at: float
     spare: bool = False  # a copy that is not, or no longer, the sample's current attempt
-    version: int | None = None  # of its first token
+    version: int | None = None  # v(sample), as far as is known
     tokens: int = 0
     claimed: int = -1  # tokens by its trajectory's own count; -1: none came
+    by_claim: bool = False  # reports of its tokens may be lost: its trajectory's count stands
     live: bool = True  # until its one end
     cut: str = ""  # the end for which it was revoked, or `failed`
+    failure: str = ""  # why it failed
 
     @property
     def is_running(self) -> bool:
@@ -72,16 +92,16 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """G + g samples of one task."""
+    """G + g samples of one task, or the first of them: the rest joins when it is known to be worth it."""
 
     group_id: int  # also its issue number
-    assignment: Assignment
+    task: DrawnTask
     rank: float  # issue priority, lower first
     opened_at: float
     alive: int  # members that have not failed for good
     members: list[Sample] = field(default_factory=list)
-    phase: Phase = Phase.OPEN
-    version: int | None = None  # v(group): the smallest first-token version of its live members
+    phase: Phase = Phase.UNFINISHED
+    version: int | None = None  # v(group): the smallest version of its live members
     done: int = 0  # accepted results
 
     def live_version(self) -> int | None:
@@ -94,3 +114,16 @@ class Group:
 
     def accepted(self) -> list[Sample]:
         return [member for member in self.members if member.outcome is not None]
+
+    def record(self, end: State, now: float) -> GroupRecord:
+        outcomes = [member.outcome for member in self.members if member.outcome is not None]
+        return GroupRecord(
+            group_id=self.group_id,
+            task_index=self.task.task_index,
+            end=NAMES[end],
+            version=self.version,
+            cut_offs=self.task.cut_offs,
+            rewards=[outcome.reward for outcome in outcomes],
+            seconds=now - self.opened_at,
+            success=sum(outcome.success for outcome in outcomes) / len(outcomes) if outcomes else None,
+        )

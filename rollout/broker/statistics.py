@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct, field, structs
 
-from rollout.broker.actions import BatchSample, EmitBatch, EvalReport, Outcome
+from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome, EvalEpisode, EvalReport
 from rollout.broker.ledger import Ledger
 from rollout.broker.records import ENDS, NAMES, Attempt, Group, State
 
-_COUNTED = ("freshness_violations", "hedged", "hedges_won", "duplicates", "other_epoch")
+_COUNTED = ("freshness_violations", "hedged", "hedges_won", "duplicates", "other_epoch", "refused_trajectories")
 
 
 class Tally(Struct):
@@ -22,7 +23,7 @@ class Tally(Struct):
     length: int = 0  # generated tokens
     seconds: float = 0.0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: EpisodeOutcome) -> None:
         self.episodes += 1
         self.success += outcome.success
         self.turns += outcome.turns
@@ -65,7 +66,7 @@ class Statistics(Struct):
     """Plain data: it goes into the journal as it stands."""
 
     freshness_violations: int = 0
-    staleness: dict[int, int] = {}  # trained samples by staleness s - (version of their first token)
+    staleness: dict[int, int] = {}  # trained samples by staleness s - v(sample)
     kept: Tally = field(default_factory=Tally)
     issued: Tally = field(default_factory=Tally)  # every episode that finished, trained or not
     cut: dict[str, Cut] = {}
@@ -77,6 +78,7 @@ class Statistics(Struct):
     eval_last: EvalReport | None = None
     duplicates: int = 0  # results of tickets that had ended
     other_epoch: int = 0  # results begun by a policy of another epoch
+    refused_trajectories: int = 0  # by `validation.fault`
 
     def cut_running(self, attempt: Attempt, turns: int | None, now: float) -> None:
         """A ticket has ended without a result, `turns` into its episode; without a cancel it has failed."""
@@ -94,22 +96,22 @@ class Statistics(Struct):
         if end in self.cut:
             self.cut[end].tokens += tokens
 
-    def cut_finished(self, end: str, outcome: Outcome) -> None:
+    def cut_finished(self, end: str, outcome: EpisodeOutcome) -> None:
         self.cut.setdefault(end, Cut()).finished.add(outcome)
 
     def assembled(self, batch: EmitBatch, bound: int) -> None:
         """Independent of the broker's own versions: from what each episode says of itself."""
-        staleness = [batch.step - first_version(sample.outcome, sample.version) for sample in batch.samples]
+        staleness = [batch.step - sample.outcome.version for sample in batch.samples]
         self.freshness_violations += sum(each > bound for each in staleness)
 
     def trained(self, step: int, groups: list[Group]) -> None:
-        batch = [(group.version or 0, m.outcome) for group in groups for m in group.members if m.outcome is not None]
-        for version, outcome in batch:
-            staleness = step - first_version(outcome, version)
+        batch = [member.outcome for group in groups for member in group.members if member.outcome is not None]
+        for outcome in batch:
+            staleness = step - outcome.version
             self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
             self.kept.add(outcome)
 
-        reward = sum(outcome.reward for _, outcome in batch) / len(batch)
+        reward = sum(outcome.reward for outcome in batch) / len(batch)
         self.reward_first = reward if self.reward_first is None else self.reward_first
         self.reward_last = reward
 
@@ -142,6 +144,7 @@ class Statistics(Struct):
             "eval": {"first": _eval_report(self.eval_first), "last": _eval_report(self.eval_last)},
             "reward": {"first": self.reward_first, "last": self.reward_last},
             "useful_tokens": useful,
+            "useful_share": ledger.useful_share,
             "kept_over_issued_length": ratio,
             "kept": self.kept.means(),
             "issued": self.issued.means(),
@@ -152,10 +155,12 @@ class Statistics(Struct):
     def _kept_against_cut(self) -> dict[str, dict[str, float | None]]:
         """Length, turns and success of trained episodes, and of all that were cut; None: nothing is known.
 
+        What failed was not cut: nobody decided against it, and what it had generated is mostly not told.
+
         Those cut while they ran count with what they had by then, so a mean above that of the kept ones is certain
         evidence of a bias against long episodes; whether they would have succeeded is known of nobody.
         """
-        cuts = list(self.cut.values())
+        cuts = [cut for end, cut in self.cut.items() if end != NAMES[State.FAILED]]
         lost: dict[str, list[tuple[float, int]]] = {
             "length": [(cut.finished.length + cut.tokens, cut.finished.episodes + cut.running) for cut in cuts],
             "turns": [(cut.finished.turns + cut.turns, cut.finished.episodes + cut.told) for cut in cuts],
@@ -172,17 +177,14 @@ def _mean(sums: list[tuple[float, int]]) -> float | None:
     return sum(total for total, _ in sums) / count if count else None
 
 
-def first_version(outcome: Outcome, group_version: int) -> int:
-    """Of one trained sample's first token (an episode that generated nothing counts as its group)."""
-    return outcome.first_version if outcome.first_version >= 0 else group_version
-
-
 def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
     """Means over one batch, under the names that the tracker shows."""
     outcomes = [sample.outcome for sample in samples]
     count = len(samples)
-    staleness = [step - first_version(sample.outcome, sample.version) for sample in samples]
-    return {
+    staleness = [step - sample.outcome.version for sample in samples]
+    shares = {f"staleness/{k}": staleness.count(k) / count for k in sorted(set(staleness))}
+
+    means = {
         "rollout/reward": sum(o.reward for o in outcomes) / count,
         "rollout/accuracy": sum(o.success for o in outcomes) / count,
         "rollout/length": sum(o.length for o in outcomes) / count,
@@ -190,16 +192,30 @@ def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
         "rollout/episode_s": sum(o.seconds for o in outcomes) / count,
         "staleness/mean": sum(staleness) / count,
         "staleness/max": float(max(staleness)),
-    } | {f"staleness/{k}": staleness.count(k) / count for k in sorted(set(staleness))}
+    }
+    return means | shares | labelled_metrics("rollout", outcomes)
+
+
+def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisode]) -> dict[str, float]:
+    """Of each environment, where a run plays several: its episodes, and their means."""
+    metrics: dict[str, float] = {}
+    for label in sorted({each.label for each in episodes} - {""}):
+        chosen = [each for each in episodes if each.label == label]
+        names = {"reward": "reward", "accuracy": "success", "length": "length", "turns": "turns"}
+        means = {name: sum(getattr(each, of) for each in chosen) / len(chosen) for name, of in names.items()}
+        means["episodes"] = len(chosen)
+        metrics |= {f"{prefix}/{label}/{name}": float(value) for name, value in means.items()}
+    return metrics
 
 
 def state_metrics(ledger: Ledger, counts: dict[str, int]) -> dict[str, float]:
     """Samples by state, and what policies did."""
     queue = {f"queue/{NAMES[state]}": ledger.samples[state] for state in State if state not in ENDS}
-    ends = {
+    ends: dict[str, float] = {
         f"broker/{NAMES[state]}_samples": ledger.samples[state]
-        for state in (State.STALE, State.REDUNDANT, State.FAILED)
+        for state in (State.STALE, State.FILTERED, State.SETTLED, State.REDUNDANT, State.FAILED)
     }
+    ends["broker/useful_share"] = ledger.useful_share
     done = {f"broker/{name}": count for name, count in counts.items()}
     return {name: float(value) for name, value in (queue | ends | done).items()}
 

@@ -19,7 +19,7 @@ class TaskSource(Protocol):
     def next(self) -> int: ...
 
     def ended(self, record: GroupRecord) -> None:
-        """A group has ended (trained, stale, filtered, redundant or failed)."""
+        """A group has ended (trained, stale, filtered, settled, redundant or failed)."""
         ...
 
     def snapshot(self) -> Any: ...
@@ -60,39 +60,36 @@ class ShuffledTasks:
 
 
 @dataclass(slots=True, eq=False)
-class Assignment:
-    """A task on its way through the broker."""
+class DrawnTask:
+    """A task of the data on its way through the broker."""
 
     origin: int  # the first group that took it
     task_index: int
-    attempts: int  # how often it was cut off (F3)
+    cut_offs: int  # how often it was cut off (F3)
 
 
 class TaskQueue:
-    """Assignments in order: groups open at a restore under their old ids, tasks put back (oldest first), new ones."""
+    """Drawn tasks in order: groups open at a restore under their old ids, tasks put back (oldest first), new ones."""
 
     def __init__(self, source: TaskSource) -> None:
         self.source = source
         self.next_group = 0
-        self._front: list[tuple[bool, int, int, int, int]] = []  # (put back?, order, task, attempts, origin)
+        self._front: list[tuple[bool, int, int, int, int]] = []  # (put back?, order, task, cut-offs, origin)
 
-    def put_back(self, assignment: Assignment) -> None:
-        heapq.heappush(
-            self._front,
-            (True, assignment.origin, assignment.task_index, assignment.attempts + 1, assignment.origin),
-        )
+    def put_back(self, task: DrawnTask) -> None:
+        heapq.heappush(self._front, (True, task.origin, task.task_index, task.cut_offs + 1, task.origin))
 
-    def take(self) -> tuple[int, Assignment]:
+    def take(self) -> tuple[int, DrawnTask]:
         """The next group's id and what it works on."""
         if not self._front:
             group_id = self._new_id()
-            return group_id, Assignment(group_id, self.source.next(), 0)
-        put_back, order, task_index, attempts, origin = heapq.heappop(self._front)
-        return self._new_id() if put_back else order, Assignment(origin, task_index, attempts)
+            return group_id, DrawnTask(group_id, self.source.next(), 0)
+        put_back, order, task_index, cut_offs, origin = heapq.heappop(self._front)
+        return self._new_id() if put_back else order, DrawnTask(origin, task_index, cut_offs)
 
-    def snapshot(self, open_groups: list[tuple[int, Assignment]]) -> dict[str, Any]:
+    def snapshot(self, open_groups: list[tuple[int, DrawnTask]]) -> dict[str, Any]:
         """Open groups stand in front under their own ids, so that their samples keep ids and seeds."""
-        reopened = [(False, group_id, a.task_index, a.attempts, a.origin) for group_id, a in open_groups]
+        reopened = [(False, group_id, a.task_index, a.cut_offs, a.origin) for group_id, a in open_groups]
         return {
             "source": self.source.snapshot(),
             "next_group": self.next_group,

@@ -5,6 +5,7 @@ Ground level: imports nothing of the project, so that rollout and envs both may 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,20 +13,63 @@ from pydantic import BaseModel
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """`arguments` is JSON text; `id` is what the tool's answer names in `ChatMessage.call_id`."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class ChatMessage:
-    """One chat message; `role` is system, user or tool."""
+    """One chat message; `role` is system, user, assistant or tool."""
 
     role: str
-    content: str
+    content: str = ""
+    reasoning: str = ""
+    """Of an assistant: what it thought before it answered."""
+    calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""
+    call_id: str = ""
+    """Of a tool: the call that it answers."""
+    name: str = ""
+    """Of a tool: its name, where the client says it."""
+
+
+class TurnText(str):
+    """The text of a turn, special tokens included, with its parts: what `step` gets after an `Opening`."""
+
+    message: ChatMessage
+
+
+Tools = Sequence[Mapping[str, Any]]
+"""As OpenAI writes them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What `reset` may answer in the place of messages, in a family that says `tools = True`.
+
+    The chat template shows the tools to the model. `step` then gets a `TurnText`, whose `message` has the calls.
+    """
+
+    messages: list[ChatMessage]
+    tools: Tools = ()
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step answers: new messages (empty when done), this turn's reward, and whether it is over."""
+    """What a step answers: new messages (empty when done), this turn's reward, and whether it is over.
+
+    `success`: whether the task is solved as things stand now. The last one said is the episode's: accuracy, curricula
+    and statistics count it, whatever the rewards were.
+    """
 
     messages: list[ChatMessage]
     reward: float
     done: bool
+    success: bool
     info: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     """An entry of each registered column that environments make (`rl/core/columns.py`); none as a rule."""
@@ -56,11 +100,14 @@ class Environment(Protocol):
     """
 
     async def reset(self, task: Any) -> list[ChatMessage]:
-        """Begin the task; the messages that open the conversation."""
+        """Begin the task; the messages that open the conversation, or an `Opening` with tools."""
         ...
 
-    async def step(self, action: str) -> Step:
-        """Apply the model's decoded text of this turn. Never raises for bad model output."""
+    async def step(self, action: str, truncated: bool = False) -> Step:
+        """Apply the model's decoded text of this turn. Never raises for bad model output.
+
+        `truncated`: it was cut off by `sampling.max_tokens` or by the full context, so it may end within a command.
+        """
         ...
 
     async def close(self) -> None:
@@ -68,10 +115,113 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class FinishedOnDemand(Environment, Protocol):
+    """An environment that judges work as it stands, such as by tests, and not after every turn."""
+
+    async def finish(self) -> Step:
+        """The end of an episode that is cut before a step was `done` (full context, `env.max_turns`).
+
+        Its reward is added to that of the last turn; its `messages` and `done` say nothing.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EpisodeTerms:
+    """What one episode has of its own where a run plays several environments (`envs/mixture.py`).
+
+    Limits only narrow those of the run. None: the run's own.
+    """
+
+    label: str = ""
+    """Under which its metrics stand beside those of all: `rollout/<label>/reward`, `eval/<label>/accuracy`."""
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    """Of one turn."""
+    eval_temperature: float | None = None
+    """Of evaluations. Training has one temperature, by which the learner divides its logits."""
+
+
+@runtime_checkable
+class OnOwnTerms(Environment, Protocol):
+    """An environment whose episodes differ in their terms; read once `reset` has answered."""
+
+    terms: EpisodeTerms
+
+
+@runtime_checkable
+class Solvable(Environment, Protocol):
+    """An environment that knows how its task is solved: for `fresco env check` and for demonstrations."""
+
+    async def gold(self) -> str | None:
+        """What one who knows the solution writes in the next turn; None: nobody knows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Of one ticket. Clients of OpenAI take `base_url` + "/v1", those of Anthropic `base_url`; both take `api_key`."""
+
+    base_url: str
+    api_key: str
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """Arguments of `openai.OpenAI` and `openai.AsyncOpenAI`."""
+        return {"base_url": f"{self.base_url}/v1", "api_key": self.api_key}
+
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """Arguments of `anthropic.Anthropic` and `anthropic.AsyncAnthropic`."""
+        return {"base_url": self.base_url, "api_key": self.api_key}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an episode was worth: `reward` for all of it, and `rewards` of single responses by their `id`, added up."""
+
+    reward: float
+    success: bool
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class ForeignLoop(Protocol):
+    async def run(self, task: Any, endpoint: Endpoint) -> Outcome:
+        """Play the task to its end. Blocking work belongs in a process of its own (`envs/gateway/command.py`)."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the episode holds; called exactly once, also after a failure or a cancel."""
+        ...
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a family's options take for granted of the section `env`; anything else is refused at the start."""
+
+    step_s: float
+    """The longest step: `env.step_deadline_s` and `rollout.episode_deadline_s` must be longer."""
+    why: str
+    """The options behind `step_s`, with their values."""
+    turns: int = 1
+    """The fewest turns in which a task can be solved."""
+    episodes: int | None = None
+    """As many as a server can run at once, where more would wait for room within their `reset`."""
+    room: str = ""
+    """The option behind `episodes`, with its value."""
+    tokens: int = 1
+    """The longest turn that it names: `sampling.max_tokens` must not be less."""
+
+
 class EnvironmentFamily(Protocol):
     """One per environment server: tasks, shared workers, and a maker of episodes.
 
-    `Options` is the pydantic model that `env.options` is validated against (unknown keys refused).
+    With `tools = True` its episodes begin with an `Opening`, with `foreign = True` they are `ForeignLoop`s.
+    `Options` is the pydantic model that `env.options` is validated against (unknown keys refused). A class may also
+    have `needs(options) -> Needs`, and `planned(options)` where tasks take long to make (`envs/registry.py`).
     """
 
     Options: type[BaseModel]
@@ -91,7 +241,7 @@ class EnvironmentFamily(Protocol):
         ...
 
     def make(self) -> Environment:
-        """A fresh episode."""
+        """A fresh episode; a `ForeignLoop` from a family that says `foreign = True`."""
         ...
 
     async def stop(self) -> None: ...

@@ -2,7 +2,8 @@
 baseline `rollout.turn_barrier`).
 
 Stop reasons of a trajectory: `done` (the environment said so), `length` (it said so after a turn cut at
-`sampling.max_tokens`), `context` (`generator.max_model_len` is full), `max_turns`.
+`sampling.max_tokens`), `context` (`generator.max_model_len` is full), `max_turns`. Before the last two an environment
+that judges on demand is asked to (`FinishedOnDemand`).
 
 The environment is foreign code: each call runs in a task of its own with a deadline, and whatever it does (raise,
 hang, swallow its cancellation, answer nonsense) fails this episode only, as EpisodeFailed. It is closed exactly once,
@@ -15,32 +16,41 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
+import numpy as np
 
 from rl.core.config import Config
-from rl.core.messages import Generate, Generated, Ticket, Trajectory, Turn
-from rl.core.seeds import turn_seed
-from rollout.episodes.conversation import Conversation
-from rollout.episodes.environment import ChatMessage, Environment, Step
+from rl.core.messages import Ticket, Trajectory, Turn
+from rl.core.moments import ResetBegan, ResetEnded, StepBegan, StepEnded
+from rl.core.trace import NO_TRACE, Trace
+from rollout.episodes.bridge import BridgeRefused
+from rollout.episodes.conversation import Conversation, ToolConversation
+from rollout.episodes.environment import (
+    ChatMessage,
+    Environment,
+    EpisodeTerms,
+    FinishedOnDemand,
+    ForeignLoop,
+    OnOwnTerms,
+    Opening,
+    Step,
+)
+from rollout.episodes.foreign import ForeignContext, play
+from rollout.episodes.isolation import Overrun, isolated
+from rollout.episodes.parsing import TurnReader
 from rollout.episodes.tokenizer import ConversationTokenizer
 from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
+from rollout.episodes.turns import EpisodeFailed as EpisodeFailed
+from rollout.episodes.turns import GenerateCall, TurnSampler
 
-CANCEL_GRACE_S = 1.0  # for foreign code to honour its cancellation before it is abandoned
 CLOSE_DEADLINE_S = 10.0
 
-GenerateCall = Callable[[Generate], Awaitable[Generated]]
-"""Answers one request and assigns `request_id`. Cancelled, it aborts the request and waits for the answer first."""
-
 T = TypeVar("T")
-
-
-class EpisodeFailed(Exception):
-    """This ticket has no result; the message says what went wrong, in one line."""
 
 
 @dataclass
@@ -79,12 +89,15 @@ class EpisodeContext:
     tokenizer: ConversationTokenizer
     generate: GenerateCall
     activity: Activity = field(default_factory=Activity)
+    trace: Trace = NO_TRACE
     barrier: TurnBarrier[int] | None = None  # over tickets; waiting there counts towards the episode's deadline only
+    reader: TurnReader | None = None  # where the family has tools
+    foreign: ForeignContext | None = None  # where the family's agents own their loop
 
 
 async def run_episode(
     ticket: Ticket,
-    make: Callable[[], Environment],
+    make: Callable[[], Environment | ForeignLoop],
     task: Any,
     context: EpisodeContext,
     progress: Progress | None = None,
@@ -93,7 +106,12 @@ async def run_episode(
 
     Raises EpisodeFailed; CancelledError when cancelled, after the running generation was aborted.
     """
-    episode = _Episode(ticket, make(), context, progress or Progress())
+    environment = make()
+    progress = progress or Progress()
+    if isinstance(environment, ForeignLoop):
+        return await _run_foreign(ticket, environment, task, context, progress)
+
+    episode = _Episode(ticket, environment, context, progress)
     if context.barrier is not None:
         context.barrier.join(ticket.ticket_id)
     try:
@@ -101,7 +119,37 @@ async def run_episode(
     finally:
         if context.barrier is not None:
             context.barrier.leave(ticket.ticket_id)  # before closing, for which nobody else needs to wait
-        await episode.close()
+        await close(environment, ticket, context)
+
+
+async def _run_foreign(
+    ticket: Ticket, loop: ForeignLoop, task: Any, context: EpisodeContext, progress: Progress
+) -> Trajectory:
+    if context.foreign is None:
+        raise EpisodeFailed("environment: it has run(task, endpoint), and its family does not say foreign = True")
+
+    def begun(requests: int) -> None:
+        progress.turns = requests
+
+    try:
+        return await play(loop, task, ticket, context.foreign, _sampler(ticket, context), begun)
+    finally:
+        await close(loop, ticket, context)
+
+
+def _sampler(ticket: Ticket, context: EpisodeContext) -> TurnSampler:
+    during = partial(context.activity.during, "generate")
+    stop_ids = context.tokenizer.stop_ids
+    return TurnSampler(ticket, context.config, stop_ids, context.generate, during, context.trace)
+
+
+async def close(environment: Environment | ForeignLoop, ticket: Ticket, context: EpisodeContext) -> None:
+    """Close what the episode holds. A failure is counted: the episode's outcome stands without it."""
+    try:
+        await isolated(environment.close(), CLOSE_DEADLINE_S)
+    except Exception as error:
+        context.activity.close_failures += 1
+        print(f"ticket {ticket.ticket_id}: environment did not close: {error!r}", flush=True)
 
 
 @dataclass
@@ -111,14 +159,21 @@ class _Episode:
     context: EpisodeContext
     progress: Progress
     info: dict[str, float] = field(default_factory=dict)  # the last value of each number the environment reported
-    requests: int = 0
-    tokens_generated: int = 0
-    epoch: int = -1  # of the last generation
+    success: bool = False  # as the last step said
+    terms: EpisodeTerms = field(default_factory=EpisodeTerms)
+
+    def __post_init__(self) -> None:
+        self.sampler = _sampler(self.ticket, self.context)
 
     async def run(self, task: Any) -> Trajectory:
         begin = time.monotonic()
-        messages = _checked_messages(await self._call(self.environment.reset(task), "reset"), "reset")
-        conversation = Conversation(self.context.tokenizer, messages)
+        trace = self.context.trace
+        trace.add(ResetBegan(self.ticket.ticket_id))
+        opening = _checked_opening(await self._call(self.environment.reset(task), "reset"))
+        trace.add(ResetEnded(self.ticket.ticket_id))
+        if isinstance(self.environment, OnOwnTerms):
+            self._take(self.environment.terms)
+        conversation = self._conversation(opening)
 
         stop_reason = ""
         while not stop_reason:
@@ -133,15 +188,31 @@ class _Episode:
             group_id=self.ticket.group_id,
             task_index=self.ticket.task_index,
             kind=self.ticket.kind,
-            epoch=self.epoch,
+            epoch=self.sampler.epoch,
             sequences=[conversation.sequence()],
             columns=conversation.sample_columns(),
             reward=math.fsum(turn.reward for turn in conversation.turns),
+            success=self.success,
             stop_reason=stop_reason,
-            tokens_generated=self.tokens_generated,
+            tokens_generated=self.sampler.tokens_generated,
             seconds=time.monotonic() - begin,
             info=self.info,
+            label=self.terms.label,
         )
+
+    def _conversation(self, opening: Opening | list[ChatMessage]) -> Conversation:
+        if not isinstance(opening, Opening):
+            return Conversation(self.context.tokenizer, opening)
+        if self.context.reader is None:
+            raise EpisodeFailed("environment: reset answered an Opening, and its family does not say tools = True")
+        return ToolConversation(self.context.reader, opening)
+
+    def _take(self, terms: EpisodeTerms) -> None:
+        self.terms = terms
+        sampler = self.sampler
+        sampler.max_tokens = min(sampler.max_tokens, terms.max_tokens or sampler.max_tokens)
+        if self.ticket.kind == "eval" and terms.eval_temperature is not None:
+            sampler.temperature = terms.eval_temperature
 
     async def _turn(self, conversation: Conversation) -> str:
         """One generate → step round; the reason to stop, or the empty string."""
@@ -151,31 +222,55 @@ class _Episode:
         await self._barrier(GENERATE)
         self.progress.turns += 1
         begin = time.monotonic()
-        generated, cut_by_context = await self._generate_turn(conversation)
+        generated, cut_by_context = await self.sampler.turn(conversation)
         generate_s = time.monotonic() - begin
         end = len(conversation)
 
         await self._barrier(STEP)
         begin = time.monotonic()
-        step = _checked_step(await self._call(self.environment.step(conversation.text(start, end)), what), what)
-        env_s = time.monotonic() - begin
-        self.info.update(step.info)
-
+        self.context.trace.add(StepBegan(self.ticket.ticket_id, self.progress.turns))
         reason = generated.finish_reason
+        call = self.environment.step(conversation.text(start, end), truncated=reason == "length")
+        step = _checked_step(await self._call(call, what), what)
+
+        stop_reason = self._stop_reason(conversation, step, reason, cut_by_context)
+        if stop_reason and not step.done:
+            step = await self._finished(step)
+        env_s = time.monotonic() - begin
+        self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, step.reward))
+        self.info.update(step.info)
+        self.success = step.success
+
         turn = Turn(start, end, step.reward, generate_s, env_s, reason, generated.generator)
         try:
             conversation.end_turn(turn, step.columns)
         except ValueError as error:
             raise EpisodeFailed(f"environment: {what} answered {error}") from None
+        return stop_reason
 
+    def _stop_reason(self, conversation: Conversation, step: Step, reason: str, cut_by_context: bool) -> str:
+        """Why the episode ends with this step; the empty string: it goes on, with the step's messages appended."""
         if cut_by_context:
             return "context"
         if step.done:
             return "length" if reason == "length" else "done"
-        if len(conversation.turns) >= self.context.config.env.max_turns:
+        if len(conversation.turns) + 1 >= min(self.terms.max_turns or math.inf, self.context.config.env.max_turns):
             return "max_turns"
         room = self.context.config.generator.max_model_len - 1  # the next turn needs one id at least
-        return "" if conversation.append_messages(step.messages, limit=room) else "context"
+        try:
+            return "" if conversation.append_messages(step.messages, limit=room) else "context"
+        except BridgeRefused as error:
+            raise EpisodeFailed(f"environment: what follows the turn cannot be written: {error}") from None
+
+    async def _finished(self, step: Step) -> Step:
+        """The last step of an episode that is cut, with what an environment that judges on demand says of the work."""
+        if not isinstance(self.environment, FinishedOnDemand):
+            return step
+
+        end = _checked_step(await self._call(self.environment.finish(), "finish"), "finish")
+        info = {**step.info, **end.info}
+        columns = {**step.columns, **end.columns}
+        return Step([], step.reward + end.reward, True, end.success, info, columns)
 
     async def _barrier(self, phase: int) -> None:
         """With a per-turn barrier: wait until the server's other episodes are there as well."""
@@ -184,113 +279,22 @@ class _Episode:
             self.context.barrier.arrive(self.ticket.ticket_id, phase, released.set)
             await released.wait()
 
-    async def _generate_turn(self, conversation: Conversation) -> tuple[Generated, bool]:
-        """Generate one turn into the conversation; the last answer, and whether the context ended it.
-
-        A turn aborted on the generators' side (at a weight update) keeps what it has and goes on from there.
-        """
-        wanted = self.context.config.sampling.max_tokens
-        limit = self.context.config.generator.max_model_len
-        while True:
-            room = limit - len(conversation)
-            if room < 1:
-                raise EpisodeFailed(
-                    f"the prompt of {len(conversation)} tokens leaves no room in generator.max_model_len={limit}"
-                )
-
-            generated = await self._generate(conversation, min(wanted, room))
-            if generated.finish_reason == "error":
-                raise EpisodeFailed(f"generation failed: {generated.error}")
-            try:
-                start, end = conversation.append_generated(generated.columns)
-            except ValueError as error:
-                raise EpisodeFailed(f"generator {generated.generator} answered {error}") from None
-
-            wanted -= end - start
-            if generated.finish_reason != "abort":
-                if end == start:
-                    raise EpisodeFailed(f"generator {generated.generator} answered without a token")
-                return generated, generated.finish_reason == "length" and wanted > 0
-            if wanted < 1 or len(conversation) >= limit:
-                return replace(generated, finish_reason="length"), wanted > 0
-
-    async def _generate(self, conversation: Conversation, max_tokens: int) -> Generated:
-        ticket = self.ticket
-        sampling = self.context.config.sampling
-        request = Generate(
-            request_id=0,
-            session=ticket.ticket_id,
-            kind=ticket.kind,
-            version=ticket.version,
-            prompt_ids=conversation.context(),
-            max_tokens=max_tokens,
-            temperature=ticket.temperature,
-            top_p=sampling.top_p,
-            stop_token_ids=self.context.tokenizer.stop_ids,
-            seed=turn_seed(ticket.seed, self.requests) if sampling.seeded else None,
-            priority=ticket.group_id if ticket.kind == "train" else 0,
-        )
-        self.requests += 1
-
-        with self.context.activity.during("generate"):
-            generated = await self.context.generate(request)
-        self.tokens_generated += generated.tokens_generated
-        self.epoch = generated.epoch
-        return generated
-
     async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
         """Await foreign code within the step deadline."""
         deadline_s = self.context.config.env.step_deadline_s
         try:
             with self.context.activity.during("environment"):
-                return await _isolated(call, deadline_s)
-        except _Overrun:
+                return await isolated(call, deadline_s)
+        except Overrun:
             raise EpisodeFailed(f"environment: {what} ran past env.step_deadline_s={deadline_s:g}") from None
         except Exception as error:
             raise EpisodeFailed(f"environment: {what} raised {type(error).__name__}: {error}") from error
 
-    async def close(self) -> None:
-        """Close the environment. A failure is counted: the episode's outcome stands without it."""
-        try:
-            await _isolated(self.environment.close(), CLOSE_DEADLINE_S)
-        except Exception as error:
-            self.context.activity.close_failures += 1
-            print(f"ticket {self.ticket.ticket_id}: environment did not close: {error!r}", flush=True)
 
-
-class _Overrun(Exception):
-    """Foreign code ran past its deadline."""
-
-
-async def _isolated(call: Coroutine[Any, Any, T], deadline_s: float) -> T:
-    """Run foreign code in a task of its own: past the deadline it is cancelled, and abandoned if it resists."""
-
-    async def guarded() -> T:
-        try:
-            return await call
-        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let these end the whole server
-            raise RuntimeError(f"{type(error).__name__}({error})") from error
-
-    task = asyncio.ensure_future(guarded())
-    try:
-        await asyncio.wait({task}, timeout=deadline_s)
-        if not task.done():
-            raise _Overrun
-        if task.cancelled():
-            raise RuntimeError("it cancelled itself")
-        return task.result()
-
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(_forget)
-            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
-
-
-def _forget(task: asyncio.Task[Any]) -> None:
-    """Take the exception of an abandoned call, so that asyncio does not report it at collection."""
-    if not task.cancelled():
-        task.exception()
+def _checked_opening(answer: Any) -> Opening | list[ChatMessage]:
+    if isinstance(answer, Opening):
+        return Opening(_checked_messages(answer.messages, "reset"), answer.tools)
+    return _checked_messages(answer, "reset")
 
 
 def _checked_messages(answer: Any, what: str) -> list[ChatMessage]:
@@ -307,6 +311,11 @@ def _checked_step(answer: Any, what: str) -> Step:
         info = {str(name): float(value) for name, value in answer.info.items()}
     except (TypeError, ValueError) as error:
         raise EpisodeFailed(f"environment: {what} answered a reward or info that is no number: {error}") from None
-    if not math.isfinite(reward):
-        raise EpisodeFailed(f"environment: {what} answered the reward {reward}")
-    return Step(_checked_messages(answer.messages, what), reward, bool(answer.done), info, answer.columns)
+    for name, value in {"reward": reward, **info}.items():
+        if not math.isfinite(value):
+            raise EpisodeFailed(f"environment: {what} answered the {name} {value}")
+    if not isinstance(answer.success, bool | np.bool_):  # a share of tests passed is no success
+        raise EpisodeFailed(f"environment: {what} answered success={answer.success!r}: Step.success is True or False")
+
+    messages = _checked_messages(answer.messages, what)
+    return Step(messages, reward, bool(answer.done), bool(answer.success), info, answer.columns)

@@ -12,7 +12,7 @@ last turn differently (dropping its reasoning, say) never touch ids that were ge
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -22,10 +22,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from rollout.episodes.environment import ChatMessage
+from rollout.episodes.bridge import Closed, bridge_ids, closed_turn
+from rollout.episodes.environment import ChatMessage, ToolCall, Tools
 
 DUMMY_USER = "fresco dummy question"
 DUMMY_TURN = "fresco dummy answer"
+_CLOSED_CACHED = 1024  # sets of tools
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -49,11 +51,42 @@ class ConversationTokenizer(Protocol):
         """Text of a generated turn, special tokens left out. Never raises for ids that a model produced."""
         ...
 
+    def drift(self) -> str:
+        """Where ids of a conversation, put together turn by turn, are not what the template writes; empty: nowhere."""
+        ...
+
+
+class AgentTokenizer(ConversationTokenizer, Protocol):
+    """What a forest needs as well (`rollout/episodes/forest.py`)."""
+
+    def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
+        """Ids of the opening messages and of the first turn's opening. Raises TokenizerError."""
+        ...
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        """Likewise with special tokens (markers of tool calls are some), but without the one that ended the turn."""
+        ...
+
+    def bridge(
+        self, calls: Sequence[ToolCall], messages: Sequence[ChatMessage], last_id: int, tools: Tools = ()
+    ) -> list[int]:
+        """`glue` after a turn with these tool calls. Raises BridgeRefused where it cannot be known."""
+        ...
+
+    def written(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
+        """What the template writes for a whole conversation and the opening of the next turn. Raises TokenizerError."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as it stands; special tokens in it count as such."""
+        ...
+
 
 class ChatTokenizer:
     """The tokenizer and chat template of a model folder. Raises TokenizerError if the folder has none."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template_options: Mapping[str, Any] | None = None) -> None:
+        """template_options: further variables of the template, such as Qwen3's `enable_thinking`."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise TokenizerError(f"{path} does not exist: conversations need a fast tokenizer")
@@ -63,6 +96,8 @@ class ChatTokenizer:
 
         settings = _read_json(folder / "tokenizer_config.json")
         self._named = _named_tokens(_read_json(folder / "special_tokens_map.json") | settings)
+        self._options = dict(template_options or {})
+        self._closed: dict[str, Closed] = {}  # by tools: what follows a turn without calls
         self._template = _compile(_chat_template(folder, settings))
         special = {id: token for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special_texts = [token.content for token in special.values() if len(token.content.strip()) > 2]
@@ -79,8 +114,30 @@ class ChatTokenizer:
         if not self.stop_ids:
             raise TokenizerError(f"{folder} names no end-of-sequence token, nor does its chat template close turns")
 
-    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self._encode(self._render(self._plain(messages), opens_turn=True))
+    def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
+        return self._encode(self.written(messages, tools))
+
+    def written(self, messages: Sequence[ChatMessage], tools: Tools = (), *, opens_turn: bool = True) -> str:
+        """What the template writes. Arguments of calls go in as an object, or as text where it refuses that."""
+        try:
+            return self._render(self._plain(messages, as_text=False), tools, opens_turn=opens_turn)
+        except TokenizerError:
+            if not any(message.calls for message in messages):
+                raise
+            return self._render(self._plain(messages, as_text=True), tools, opens_turn=opens_turn)
+
+    def bridge(
+        self, calls: Sequence[ToolCall], messages: Sequence[ChatMessage], last_id: int, tools: Tools = ()
+    ) -> list[int]:
+        def render(asked: list[ChatMessage], opens_turn: bool) -> str:
+            return self.written(asked, tools, opens_turn=opens_turn)
+
+        # Half of the work is the same for every turn without calls, whose ids are new each time.
+        key = "" if calls else json.dumps(list(tools), default=str)
+        closed = self._closed.get(key) or closed_turn(render, self._encode, calls)
+        if key and len(self._closed) < _CLOSED_CACHED:
+            self._closed[key] = closed
+        return bridge_ids(render, self._encode, self.stop_ids, last_id, calls, messages, closed)
 
     def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         ids = self._encode(self._after_turn(self._plain(messages), opens_turn=True))
@@ -90,6 +147,18 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def turn_text(self, ids: Sequence[int]) -> str:
+        ends = len(ids) - (len(ids) > 0 and ids[-1] in self.stop_ids)
+        return self._tokenizer.decode(list(ids[:ends]), skip_special_tokens=False)
+
+    def drift(self) -> str:
+        user = ChatMessage("user", DUMMY_USER)
+        turn = self.encode(DUMMY_TURN)
+        joined = [*self.prompt([user]), *turn, *self.glue([user], last_id=turn[-1])]
+        written = self.prompt([user, ChatMessage("assistant", DUMMY_TURN), user])
+        ours, theirs = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (joined, written))
+        return "" if ours == theirs else f"turn by turn {ours!r}, as a whole {theirs!r}"
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, as it would stand within a turn."""
@@ -106,23 +175,23 @@ class ChatTokenizer:
             raise TokenizerError("the chat template does not keep an assistant turn in its place")
         return after
 
-    def _plain(self, messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    def _plain(self, messages: Sequence[ChatMessage], *, as_text: bool = False) -> list[dict[str, Any]]:
         """Messages with the texts of special tokens broken up: an environment may echo what a model wrote."""
-        plain = []
-        for message in messages:
-            content = message.content
-            for text in self._special_texts:
-                if text in content:
-                    content = content.replace(text, f"{text[0]} {text[1:]}")
-            plain.append({"role": message.role, "content": content})
-        return plain
+        return [_template_message(message, self._defused, as_text) for message in messages]
 
-    def _render(self, messages: list[dict[str, str]], *, opens_turn: bool) -> str:
+    def _defused(self, content: str) -> str:
+        for text in self._special_texts:
+            if text in content:
+                content = content.replace(text, f"{text[0]} {text[1:]}")
+        return content
+
+    def _render(self, messages: list[dict[str, Any]], tools: Tools = (), *, opens_turn: bool) -> str:
+        values = {**self._named, **self._options}
         try:
             return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=opens_turn, **self._named
+                messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=opens_turn, **values
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TokenizerError(f"the chat template refuses messages of roles ({roles}): {error}") from None
 
@@ -133,21 +202,65 @@ class IdTokenizer:
     def __init__(self) -> None:
         self.stop_ids: list[int] = []
 
-    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
+        return self.encode(self.written(messages))
+
+    def written(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
+        return " ".join(message.content for message in messages)
+
+    def encode(self, text: str) -> list[int]:
         try:
-            return [int(word) for message in messages for word in message.content.split()]
+            return [int(word) for word in text.split()]
         except ValueError as error:
             raise TokenizerError(f"without a model, messages are ids separated by spaces: {error}") from None
 
     def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         return self.prompt(messages)
 
+    def bridge(
+        self, calls: Sequence[ToolCall], messages: Sequence[ChatMessage], last_id: int, tools: Tools = ()
+    ) -> list[int]:
+        return self.prompt(messages)
+
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
+    def turn_text(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
 
-def load_tokenizer(model_folder: Path | None) -> ConversationTokenizer:
-    return IdTokenizer() if model_folder is None else ChatTokenizer(model_folder)
+    def drift(self) -> str:
+        return ""
+
+
+def load_tokenizer(model_folder: Path | None, template_options: Mapping[str, Any] | None = None) -> AgentTokenizer:
+    return IdTokenizer() if model_folder is None else ChatTokenizer(model_folder, template_options)
+
+
+def _template_message(message: ChatMessage, plain: Callable[[str], str], as_text: bool) -> dict[str, Any]:
+    """As transformers and templates write messages; what a message does not have is left out."""
+    made: dict[str, Any] = {"role": message.role, "content": plain(message.content)}
+    if message.reasoning:
+        made["reasoning_content"] = plain(message.reasoning)
+    if message.call_id:
+        made["tool_call_id"] = message.call_id
+    if message.name:
+        made["name"] = message.name
+
+    calls = []
+    for call in message.calls:
+        text = plain(call.arguments)
+        arguments = text if as_text else _object_or_text(text)
+        function = {"name": plain(call.name), "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return made | ({"tool_calls": calls} if calls else {})
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _read_json(path: Path) -> dict[str, Any]:

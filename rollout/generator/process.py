@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,27 +22,19 @@ from msgspec.structs import replace
 
 from rl.core import messages
 from rl.core.messages import Message, ProtocolError, Version
+from rl.core.moments import EngineState, FirstToken, LoadBegan, LoadEnded, SamplingBegan, SamplingEnded
 from rl.core.process import Process
 from rl.core.receiving import Malformed, Port
-from rl.core.run import ProcessContext, context_from_command_line
+from rl.core.run import context_from_command_line
 from rl.core.sockets import identity, open_socket, send
 from rollout.generator.engines import make_engine
-from rollout.generator.engines.base import Engine, Sampled
+from rollout.generator.engines.base import Engine, EngineInfo, Sampled
 from rollout.generator.gate import Gate
+from rollout.generator.jobs import DELIVERED_EVERY, Job, Streams
+from rollout.generator.starting import watched_start
 
 NOTHING_LOADED = Version(-1, -1)  # older than any gate
-
-
-@dataclass(slots=True)
-class _Job:
-    """A request that has not been answered."""
-
-    request: messages.Generate
-    arrived: float = field(default_factory=time.monotonic)
-    started: float | None = None  # None: held
-    tokens: int = 0  # sampled so far, discarded ones included
-    first_version: int | None = None
-    aborted: bool = False
+STATE_S = 0.1  # the trace has the engine's state at most so often
 
 
 class GeneratorServer:
@@ -52,15 +43,18 @@ class GeneratorServer:
     def __init__(self, process: Process, engine: Engine, context: zmq.SyncContext) -> None:
         self._process = process
         self._engine = engine
-        self._jobs: dict[int, _Job] = {}  # by request id
+        self._jobs: dict[int, Job] = {}  # by request id
         self._gate: Gate[int] = Gate()  # request ids; answered ones are dropped lazily
         self._status = messages.WeightStatus(process.index, process.incarnation, NOTHING_LOADED)
+        self._limits: EngineInfo | None = None  # once it has started
         self._notice: messages.WeightNotice | None = None  # the newest
         self._noticed = asyncio.Event()
 
         self._running = 0
         self._loading = False
         self._loads = 0
+        self._trace = process.trace.add
+        self._next_state = 0.0  # when the trace may have the next one
         self._tokens = 0
         self._busy_s = 0.0
         self._idle_s = 0.0
@@ -69,14 +63,16 @@ class GeneratorServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        me = identity("generator", process.index, process.incarnation)
-        connect = partial(open_socket, run=process.run, context=context)
-        backend = connect(zmq.DEALER, name="backend", identity=me)
-        notices = connect(zmq.PULL, name="notices", index=process.index, bind=True)
+        self._me = identity("generator", process.index, process.incarnation)
+        self._connect = partial(open_socket, run=process.run, context=context)
+        notices = self._connect(zmq.PULL, name="notices", index=process.index, bind=True)
         self._malformed = Malformed("generator")
-        self._backend = Port(backend, self._from_proxy, self._malformed, self._fail)
+        self._backend = self._open_backend()
+        self._streams = Streams(lambda grown: self._backend.send(grown))
+        # With `abort`, an update discards what a client would have read already.
+        self._discards = process.config.generator.on_update == "abort"
         self._notices = Port(notices, self._from_learner, self._malformed, self._fail)
-        self._learner = connect(zmq.DEALER, name="weight_status", identity=me)
+        self._learner = self._connect(zmq.DEALER, name="weight_status", identity=self._me)
 
     @property
     def version(self) -> Version:
@@ -92,6 +88,7 @@ class GeneratorServer:
         finally:
             loop.remove_reader(self._process.wake_fd)
 
+            self._streams.close()
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
@@ -102,13 +99,27 @@ class GeneratorServer:
                 socket.close()
 
     async def _start(self) -> None:
-        info = await self._engine.start()
-        me = self._process.index, self._process.incarnation
-        limits = info.kv_tokens, info.max_num_seqs, info.max_model_len
-        self._backend.send(messages.GeneratorHello(*me, *limits, self.version))
+        with watched_start(self._process):
+            self._limits = await self._engine.start()
+        self._spawn(self._engine.watch())
+        self._greet()
 
         self._spawn(self._follow_notices())
         self._spawn(self._report())
+
+    def _open_backend(self) -> Port:
+        socket = self._connect(zmq.DEALER, name="backend", identity=self._me)
+        return Port(socket, self._from_proxy, self._malformed, self._fail, again=self._greet)
+
+    def _greet(self) -> None:
+        """Also after the connection broke: what had been delivered by then may be lost, and is delivered again."""
+        info = self._limits
+        if info is not None:
+            for job in self._jobs.values():
+                job.delivered = 0
+            me = self._process.index, self._process.incarnation
+            limits = info.kv_tokens, info.max_num_seqs, info.max_model_len
+            self._backend.send(messages.GeneratorHello(*me, *limits, self.version, requests=list(self._jobs)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -125,17 +136,26 @@ class GeneratorServer:
             self._ended.set_exception(error)
 
     def _read_inbox(self) -> None:
-        for _ in self._process.received():
-            pass  # only Stop concerns a generator, and the process has noted it
+        for message in self._process.received():
+            if isinstance(message, messages.PeerDied) and message.role == "proxy":
+                self._meet_new_proxy()
         if self._process.stopping and not self._ended.done():
             self._ended.set_result(None)
+
+    def _meet_new_proxy(self) -> None:
+        """Over a new socket: the old one may still send into the dead one's. Clients ask again for what they need."""
+        self._backend.close(peer_died=True)
+        self._backend = self._open_backend()
+        self._greet()
+        for request_id in list(self._jobs):
+            self._abort(request_id)
 
     # ------------------------------------------------------------ requests
 
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
         match message:
             case messages.Generate():
-                job = self._jobs[message.request_id] = _Job(message)
+                job = self._jobs[message.request_id] = Job(message)
                 if self._gate.admit(message.version, message.request_id, self.version):
                     self._run(job)
             case messages.Abort(request_id):
@@ -148,7 +168,7 @@ class GeneratorServer:
             if job := self._jobs.get(request_id):
                 self._run(job)
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: Job) -> None:
         """The gate is open: run it, unless its epoch is over."""
         epoch = job.request.version.epoch
         if epoch != self.version.epoch:
@@ -156,16 +176,17 @@ class GeneratorServer:
             return
 
         job.started = time.monotonic()
+        self._trace(SamplingBegan(job.request.session, job.request.request_id, job.started - job.arrived))
         self._count(running=+1)
         self._spawn(self._generate(job))
 
-    async def _generate(self, job: _Job) -> None:
+    async def _generate(self, job: Job) -> None:
         error = ""
         try:
             if job.aborted:  # before the engine has seen it
                 sampled = Sampled(finish_reason="abort")
             else:
-                sampled = await self._engine.generate(job.request, partial(self._progress, job))
+                sampled = await self._engine.generate(job.request, partial(self._grew, job))
         except ValueError as refused:  # the engine cannot run this request, but others
             sampled = Sampled(finish_reason="error", tokens_generated=job.tokens)
             error = str(refused)
@@ -175,15 +196,24 @@ class GeneratorServer:
         self._progress(job, sampled)
         self._answer(job, sampled, error)
 
-    def _progress(self, job: _Job, sampled: Sampled) -> None:
+    def _grew(self, job: Job, sampled: Sampled) -> None:
+        self._progress(job, sampled)
+        if job.request.stream and not self._discards:
+            self._streams.grew(job)
+
+    def _progress(self, job: Job, sampled: Sampled) -> None:
         new = sampled.tokens_generated - job.tokens
         job.tokens = sampled.tokens_generated
+        if sampled is not job.sampled:  # the first, or begun again by an `abort` update
+            job.sampled = sampled
+            job.delivered = 0
         self._tokens += new
         self._process.progress += new
 
         if sampled.policy_version and sampled.policy_version[0] != job.first_version:  # again after an `abort` update
             job.first_version = sampled.policy_version[0]
             first = Version(self.version.epoch, job.first_version)
+            self._trace(FirstToken(job.request.session, job.request.request_id, job.first_version))
             self._backend.send(messages.FirstToken(job.request.request_id, job.request.session, first))
 
     def _abort(self, request_id: int) -> None:
@@ -196,11 +226,12 @@ class GeneratorServer:
             job.aborted = True
             self._spawn(self._engine.abort(request_id))
 
-    def _answer(self, job: _Job, sampled: Sampled, error: str = "") -> None:
+    def _answer(self, job: Job, sampled: Sampled, error: str = "") -> None:
         request = job.request
         now = time.monotonic()
         started = job.started if job.started is not None else now
         del self._jobs[request.request_id]
+        self._streams.forget(request.request_id)
 
         answer = messages.Generated(
             request_id=request.request_id,
@@ -215,6 +246,8 @@ class GeneratorServer:
             error=error,
         )
 
+        if job.started is not None:
+            self._trace(SamplingEnded(request.session, request.request_id, job.tokens, sampled.finish_reason))
         self._backend.send(answer)
 
     # ------------------------------------------------------------ weights
@@ -235,45 +268,70 @@ class GeneratorServer:
 
     async def _load(self, notice: messages.WeightNotice) -> None:
         process = self._process
-        config = process.config
-        deadline_s = config.weights.deadline_s
-        if config.generator.on_update == "drain":
-            deadline_s += config.generator.drain_deadline_s
-
         self._loading = True
         process.busy = True
+        self._send_status()
+        self._trace(LoadBegan(notice.version.epoch, notice.version.n))
+
         try:
-            async with asyncio.timeout(deadline_s):
-                status = await self._engine.load(notice.version, notice.probe_ids)
+            status = await self._while_it_advances(self._engine.load(notice.version, notice.probe_ids))
         except Exception as error:
-            what = str(error) or f"not loaded within {deadline_s:.0f} s"
-            failed = f"generator {process.index}: weights of version {notice.version.n}: {type(error).__name__}: {what}"
+            where = f"generator {process.index}: weights of version {notice.version.n}"
+            failed = f"{where}: {type(error).__name__}: {error}"
+            self._trace(LoadEnded(notice.version.epoch, notice.version.n, error=failed))
             send(self._learner, replace(self._status, error=failed))
             raise RuntimeError(failed) from error
+
         finally:
             self._loading = False
 
         self._loads += 1
         self._status = status
+        self._trace(LoadEnded(status.version.epoch, status.version.n, status.seconds))
         self._send_status()  # before requests of the new version run, so that the proxy knows of the new cache
         self._release_held()
         self._count()
 
+    async def _while_it_advances(self, load: Coroutine[Any, Any, messages.WeightStatus]) -> messages.WeightStatus:
+        """What the load gives. Raises TimeoutError once it has stood still for `weights.deadline_s`."""
+        config = self._process.config
+        deadline_s = config.weights.deadline_s + config.timeouts.heartbeat_s  # a reader knows more, and speaks first
+        if config.generator.on_update == "drain":
+            deadline_s += config.generator.drain_deadline_s
+
+        task = asyncio.create_task(load)
+        seen = -1
+        since = time.monotonic()
+
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=config.timeouts.heartbeat_s)
+                if (loaded := self._engine.loaded()) != seen:
+                    seen = loaded
+                    since = time.monotonic()
+                    self._process.progress += 1
+                elif time.monotonic() - since > deadline_s:
+                    raise TimeoutError(f"it has stood still for weights.deadline_s={config.weights.deadline_s:g} s")
+            return task.result()
+
+        finally:
+            task.cancel()
+
     # ------------------------------------------------------------ accounting
 
     async def _report(self) -> None:
-        """Heartbeats to proxy and learner. A load counts as progress: it has its own deadline."""
+        """Heartbeats to proxy and learner."""
         while True:
             self._send_status()
             self._count()
-            self._process.progress += self._loading
             await asyncio.sleep(self._process.config.timeouts.heartbeat_s)
 
     def _send_status(self) -> None:
         process = self._process
         running = {key: job.tokens for key, job in self._jobs.items() if job.started is not None}
-        self._backend.send(messages.GeneratorStatus(process.index, process.incarnation, self.version, running))
-        send(self._learner, self._status)
+        grown = {key: new for key, job in self._jobs.items() if (new := job.grown(DELIVERED_EVERY))}
+        self._backend.send(messages.GeneratorStatus(process.index, process.incarnation, self.version, running, grown))
+        send(self._learner, replace(self._status, loading=self._loading))
 
     def _count(self, running: int = 0) -> None:
         """Close the books on the time until now, then change the number of running requests."""
@@ -285,6 +343,11 @@ class GeneratorServer:
             self._idle_s += now - self._counted
         self._counted = now
         self._running += running
+
+        if now >= self._next_state:
+            self._next_state = now + STATE_S
+            held = len(self._jobs) - self._running
+            self._trace(EngineState(self._running, held, self._tokens, self.version.n))
 
         process.busy = self._running > 0 or self._loading
         process.stats = {
@@ -307,10 +370,11 @@ async def serve(process: Process, engine: Engine) -> None:
         context.destroy(linger=500)
 
 
-def main(context: ProcessContext) -> None:
+def main() -> None:
+    context = context_from_command_line()
     with Process("generator", context) as process:
         asyncio.run(serve(process, make_engine(context)))
 
 
 if __name__ == "__main__":
-    main(context_from_command_line())
+    main()

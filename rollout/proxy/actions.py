@@ -39,6 +39,13 @@ class Forget(Struct, frozen=True):
     key: int
 
 
+class GoOn(Struct, frozen=True):
+    """Of the request `key`, `tokens` were delivered before its generator died: it is sent again without them."""
+
+    key: int
+    tokens: int
+
+
 class ReportFirstToken(Struct, frozen=True):
     """First token of a training session's first turn; again if that turn was sent again."""
 
@@ -54,4 +61,15 @@ class ReportUsage(Struct, frozen=True):
     lost: bool
 
 
-Action = SendTo | AbortAt | Reply | Forget | ReportFirstToken | ReportUsage
+class Rename(Struct, frozen=True):
+    """The request `key` is sent again under another key: a late answer to the old one is nobody's."""
+
+    key: int
+    new_key: int
+
+
+class ReportLost(Struct, frozen=True):
+    """Reports of what generators have sampled for live sessions may be lost."""
+
+
+Action = SendTo | AbortAt | Reply | Forget | GoOn | Rename | ReportFirstToken | ReportUsage | ReportLost

@@ -100,6 +100,7 @@ class PriorityQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, T]] = []
+        self._aside: list[tuple[int, int, T]] = []
         self._compact_at = 64
 
     def push(self, request: T) -> None:
@@ -114,3 +115,13 @@ class PriorityQueue(Generic[T]):
         while self._heap and not self._heap[0][2].queued:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
+
+    def set_head_aside(self) -> None:
+        """It blocks nobody until `recall`."""
+        self._aside.append(heapq.heappop(self._heap))
+
+    def recall(self) -> None:
+        """What was set aside stands in its old place again."""
+        for _, _, request in self._aside:
+            self.push(request)
+        self._aside.clear()

@@ -2,20 +2,18 @@
 
 Invariants, for any interleaving of events:
 
-* Every request is answered exactly once, unless its client is dead: by its generator, or by the proxy
-  (aborted while queued, aborted on a generator that died, or it can never fit).
+* Every request is answered exactly once, unless its client is dead: by its generator, or by the proxy.
 * Nothing is sent to a generator that is not up; work of a generator is sent again only after its death
   is certain (the supervisor has fenced it), and late messages of a dead incarnation change nothing.
-* The KV tokens reserved on a generator (prompt + max_tokens of its live requests) never exceed its
-  capacity, nor its live requests its sequence limit; the rest waits here by (priority, arrival).
-* Tokens reported for a session are those its generators reported, `lost` ones when they died.
+* What is sent fits into the KV tokens of its generator that are not reserved, and into its sequence limit; the rest
+  waits here by (priority, arrival). A live request reserves its prompt and what `kv_admission` says of its response.
+* Tokens reported for a session are those its generators reported; `lost` are those not delivered when they died.
 
-Routing cost = outstanding work of the generator + prefill tokens that are not in its cache, in tokens.
-Outstanding work of a request is its uncached prefill until the first token, then what
-remains of an average response. Only the least loaded generator and those holding a cached prefix (the session's,
-the same prompt's) can be the cheapest, so only these are compared. Replicas of a prompt therefore spread as
-soon as a generator's load outweighs the prefill that sharing would save. The gate (F2) plays no part here:
-generators hold requests for a version they have not loaded.
+Routing cost = outstanding work of the generator + prefill tokens that are not in its cache, in tokens. Outstanding work
+of a request is its uncached prefill until the first token, then what remains of an average response. Only the least
+loaded generator and those holding a cached prefix (the session's, the same prompt's) can be the cheapest. Replicas of a
+prompt spread as soon as a generator's load outweighs the prefill that sharing saves.
+The gate (F2) plays no part here: generators hold requests for a version they have not loaded.
 
     queued ──SendTo──▶ on a generator ──finished──▶ answered
        ▲                      │ generator died
@@ -24,12 +22,26 @@ generators hold requests for a version they have not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
-from rollout.proxy.actions import AbortAt, Action, Client, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
+from rollout.proxy.actions import (
+    AbortAt,
+    Action,
+    Client,
+    Forget,
+    GoOn,
+    Rename,
+    Reply,
+    ReportFirstToken,
+    ReportLost,
+    ReportUsage,
+    SendTo,
+)
+from rollout.proxy.admission import Admission, KvAdmission
 from rollout.proxy.balance import LoadTree, PriorityQueue
+from rollout.proxy.choice import Choice
 from rollout.proxy.prefixes import PrefixIndex
-from rollout.proxy.state import GeneratorState, RoutedRequest
+from rollout.proxy.state import GeneratorState, Limits, RoutedRequest
 
 
 class ProxyCore:
@@ -40,7 +52,8 @@ class ProxyCore:
         of its first one and waits in its engine, whatever is free elsewhere; these may exceed its KV capacity.
     max_deaths: generators that may die under one request before it is answered with an error.
     max_overtakes: requests with a cached prefix that may pass the head of the queue (no starvation).
-    remembered: sessions, and prompts, whose place in a cache is known.
+    remembered: sessions and prompts whose place in a cache is known.
+    kv_admission: what a request reserves (`admission.py`); with `expected` engines must pre-empt.
     """
 
     def __init__(
@@ -51,17 +64,14 @@ class ProxyCore:
         max_deaths: int = 3,
         max_overtakes: int = 16,
         remembered: int = 65_536,
+        kv_admission: KvAdmission = "whole",
     ) -> None:
         self._cache_survives_update = cache_survives_update
-        self._pin_prompts = pin_prompts
         self._max_deaths = max_deaths
-        self._max_overtakes = max_overtakes
 
         self._generators: dict[int, GeneratorState] = {}
-        self._kv_tokens: dict[int, int] = {}  # of each generator's last incarnation
         self._fenced: dict[int, int] = {}  # highest incarnation known to be dead
-        self._largest_kv = 0
-        self._max_model_len = 0
+        self._limits = Limits()
 
         self._clients: dict[Client, dict[int, RoutedRequest]] = {}
         self._dead_clients: set[Client] = set()
@@ -69,7 +79,8 @@ class ProxyCore:
         self._queue: PriorityQueue[RoutedRequest] = PriorityQueue()
         self._tree = LoadTree()
         self._prefixes = PrefixIndex(remembered)
-        self._mean_response = 0.0
+        self._admission = Admission(kv_admission)
+        self._choice = Choice(self._generators, self._tree, self._prefixes, self._admission, pin_prompts, max_overtakes)
         self._actions: list[Action] = []  # of the event at hand
 
         self.next_key = 1
@@ -89,16 +100,37 @@ class ProxyCore:
             self._fence(now, index, known.incarnation)
 
         generator = self._generators[index] = GeneratorState(index, incarnation, kv_tokens, max_num_seqs)
-        self._kv_tokens[index] = kv_tokens
-        self._largest_kv = max(self._kv_tokens.values())
-        self._max_model_len = max_model_len  # one configuration: equal for all
+        self._limits.up(index, kv_tokens, max_model_len)
+        self._queue.recall()
         self._update(generator)
         return self._drain(now)
 
     def generator_died(self, now: float, index: int, incarnation: int) -> list[Action]:
-        """Fenced: what it held is sent again, in its old place in the queue; what it had sampled is lost."""
+        """Fenced: what it held is sent again, in its old place in the queue, without what it had delivered."""
         self._fence(now, index, incarnation)
         return self._take_actions()
+
+    def generator_again(self, now: float, index: int, incarnation: int, requests: Collection[int]) -> list[Action]:
+        """Its connection broke and was made again. It holds these requests; others are sent again, maybe elsewhere."""
+        generator = self._generators.get(index)
+        if generator is None or generator.incarnation != incarnation:
+            return self._ignore()
+
+        self._actions.append(ReportLost())
+        held = set(requests)
+        unwanted = [key for key in requests if key not in generator.live or generator.live[key].aborted]
+        self._actions += [AbortAt(index, key) for key in unwanted]
+
+        for key in sorted(generator.live.keys() - held):
+            request = generator.live[key]
+            generator.release(request)
+            request.key = self.next_key
+            self.next_key += 1
+            self._requests[request.key] = self._requests.pop(key)
+            self._actions += [AbortAt(index, key), Rename(key, request.key)]
+            self._take_back(now, request)
+        self._update(generator)
+        return self._drain(now)
 
     def first_token(self, now: float, index: int, incarnation: int, key: int) -> list[Action]:
         request = self._running(index, incarnation, key)
@@ -108,14 +140,25 @@ class ProxyCore:
         assert request.generator is not None
         request.has_sampled(max(1, request.tokens))
         self._update(request.generator)
-        if request.train and not self._prefixes.knows_session(request.session):
+        if request.train and not request.kept and not self._prefixes.knows_session(request.session):
             return [ReportFirstToken(key, request.session)]
         return []
+
+    def delivered(self, key: int, tokens: int) -> tuple[Client, int]:
+        """The first tokens of a running request are here: its generator's death does not lose them. Whose they are."""
+        request = self._requests[key]
+        request.delivered = tokens
+        return request.client, request.request_id
+
+    def runs(self, index: int, incarnation: int, key: int) -> bool:
+        """Whether this incarnation runs the request `key`."""
+        generator = self._generators.get(index)
+        return generator is not None and generator.incarnation == incarnation and key in generator.live
 
     def status(
         self, now: float, index: int, incarnation: int, running: dict[int, int], version: Hashable = None
     ) -> list[Action]:
-        """Tokens sampled so far per running request: what remains of its work, and what its death would lose."""
+        """Tokens sampled so far per running request: what remains of its work."""
         generator = self._generators.get(index)
         if generator is None or generator.incarnation != incarnation:
             return self._ignore()
@@ -143,17 +186,14 @@ class ProxyCore:
 
         generator = request.generator
         assert generator is not None
-        del generator.live[key]
-        generator.reserved -= request.need
-        generator.load -= request.work
+        generator.release(request)
         self._update(generator)
 
         if request.train and tokens_generated:
             self._actions.append(ReportUsage(request.session, tokens_generated, lost=False))
         self._prefixes.finished(request, generator, request.prompt_len + tokens_generated)
         if finish_reason in ("stop", "length"):
-            old = self._mean_response
-            self._mean_response = old + 0.02 * (tokens_generated - old) if old else float(tokens_generated)
+            self._admission.ended(request.kept + tokens_generated)
 
         self._answer(request, finish_reason, forward=True)
         return self._drain(now, freed=generator)
@@ -187,7 +227,7 @@ class ProxyCore:
         self._requests[key] = request
         self._clients[client][request_id] = request
 
-        if error := self._never_fits(request):
+        if error := self._limits.refuse(request):
             self._answer(request, "error", error)
             return self._take_actions()
         self._enqueue(now, request)
@@ -241,11 +281,10 @@ class ProxyCore:
         return actions
 
     def _running(self, index: int, incarnation: int, key: int) -> RoutedRequest | None:
-        generator = self._generators.get(index)
-        request = generator.live.get(key) if generator is not None and generator.incarnation == incarnation else None
-        if request is None:
-            self.ignored += 1
-        return request
+        if self.runs(index, incarnation, key):
+            return self._requests[key]
+        self.ignored += 1
+        return None
 
     def _fence(self, now: float, index: int, incarnation: int) -> None:
         self._fenced[index] = max(incarnation, self._fenced.get(index, -1))
@@ -255,36 +294,29 @@ class ProxyCore:
 
         del self._generators[index]
         generator.alive = False
+        self._limits.down(self._generators.values())
         self._update(generator)
 
         for request in generator.live.values():
-            if request.train and request.tokens:
-                self._actions.append(ReportUsage(request.session, request.tokens, lost=True))
-            request.generator = None
-            request.tokens = 0
             request.deaths += 1
-
-            if request.aborted:
-                self._answer(request, "abort")
-            elif request.deaths >= self._max_deaths:
-                self._answer(request, "error", f"{request.deaths} generators died running this request")
-            else:
-                self._enqueue(now, request)
-
+            self._take_back(now, request)
         generator.live.clear()
         self._send_queued(now)
 
-    def _never_fits(self, request: RoutedRequest) -> str:
-        if request.prompt_len < 1 or request.max_tokens < 1:
-            return f"empty request: prompt of {request.prompt_len} tokens, max_tokens={request.max_tokens}"
-        if not self._kv_tokens:
-            return ""  # no generator has said its limits yet
+    def _take_back(self, now: float, request: RoutedRequest) -> None:
+        """From a generator that has died or lost it."""
+        kept, lost = request.leave_generator()
+        if kept:
+            self._actions.append(GoOn(request.key, kept))
+        reports = (ReportUsage(request.session, *each) for each in ((kept, False), (lost, True)))
+        self._actions += [report for report in reports if request.train and report.tokens]
 
-        for limit, name in ((self._max_model_len, "generator.max_model_len"), (self._largest_kv, "KV cache")):
-            if request.need > limit:
-                asked = f"prompt of {request.prompt_len} tokens + max_tokens={request.max_tokens}"
-                return f"{asked} exceeds the {name} of {limit} tokens"
-        return ""
+        if request.aborted:
+            self._answer(request, "abort")
+        elif request.deaths >= self._max_deaths:
+            self._answer(request, "error", f"{request.deaths} generators died running this request")
+        else:
+            self._enqueue(now, request)
 
     def _enqueue(self, now: float, request: RoutedRequest) -> None:
         request.queued = True
@@ -326,58 +358,33 @@ class ProxyCore:
     def _send_queued(self, now: float, freed: GeneratorState | None = None) -> None:
         """Send from the head of the queue until it fits nowhere.
 
-        A larger request at the head is not passed by smaller ones, or it could starve. Exception, bounded by
-        `max_overtakes`: on the generator that was just freed, a request that saves more prefill there goes first.
+        A larger request at the head is not passed by smaller ones, or it could starve. Exceptions: on the generator
+        that was just freed, a request that saves more prefill there goes first, at most `max_overtakes` times; and
+        what only a dead generator could take stands aside until a generator comes up.
         """
         while (head := self._queue.head()) is not None:
-            if error := self._never_fits(head):
+            if error := self._limits.refuse(head):
                 self._dequeue(now, head)
                 self._answer(head, "error", error)
                 continue
 
-            overtaker = self._overtaker(freed, head) if freed is not None else None
+            overtaker = self._choice.overtaker(freed, head) if freed is not None else None
             if overtaker is not None and freed is not None:
                 head.overtaken += 1
                 self._send(now, overtaker, freed)
                 continue
 
-            generator = self._choose(head)
-            if generator is None:
+            generator = self._choice.of(head)
+            if generator is not None:
+                self._send(now, head, generator)
+            elif head.whole > self._limits.largest_up > 0:
+                self._queue.set_head_aside()
+            else:
                 return
-            self._send(now, head, generator)
-
-    def _overtaker(self, freed: GeneratorState, head: RoutedRequest) -> RoutedRequest | None:
-        request = freed.cached_here.head()
-        if request is None or request is head or head.overtaken >= self._max_overtakes:
-            return None
-        saves_more = self._prefixes.cached_tokens(request, freed) > self._prefixes.cached_tokens(head, freed)
-        return request if saves_more and freed.room >= request.need else None
-
-    def _choose(self, request: RoutedRequest) -> GeneratorState | None:
-        """The cheapest generator with room: the least loaded one, or one that holds a prefix of the prompt."""
-        prefixes = self._prefixes
-        same_prompt = prefixes.of_prompt(request)
-        if self._pin_prompts and same_prompt is not None and same_prompt.alive:
-            return same_prompt
-
-        index = self._tree.best(request.need)
-        if index is None:
-            return None
-
-        chosen = self._generators[index]
-        cost = chosen.load - prefixes.cached_tokens(request, chosen)
-        for generator in (same_prompt, prefixes.of_session(request)):
-            if generator is not None and generator is not chosen and generator.room >= request.need:
-                its_cost = generator.load - prefixes.cached_tokens(request, generator)
-                if its_cost <= cost:
-                    chosen = generator
-                    cost = its_cost
-        return chosen
 
     def _send(self, now: float, request: RoutedRequest, generator: GeneratorState) -> None:
         self._dequeue(now, request)
-        mean = round(self._mean_response)
-        request.expected = max(1, min(request.max_tokens, mean)) if mean else request.max_tokens
+        request.expected = self._admission.expected(request)
         request.work = request.prompt_len - self._prefixes.cached_tokens(request, generator) + request.expected
 
         request.generator = generator

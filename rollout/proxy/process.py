@@ -4,14 +4,18 @@
 
 `ProxyCore` decides; this shell keeps each request's message by the core's key (request ids are unique per
 client only, keys are unique here) until it is answered, so that it can be sent again after a generator's death.
-Array frames are passed on as they came. No torch; one plain poll loop that drains every socket in turn.
+After the proxy's own death the clients ask the next one again. Array frames are passed on as they came. No torch;
+one plain poll loop that drains every socket in turn.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
+from collections import defaultdict
+from typing import Any
 
+import numpy as np
 import zmq
 from msgspec.structs import replace
 
@@ -21,10 +25,23 @@ from rl.core.messages import Message, ProtocolError
 from rl.core.process import Process
 from rl.core.receiving import Malformed, Receiver
 from rl.core.run import ProcessContext, context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, send, send_to
-from rollout.proxy.actions import AbortAt, Action, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
+from rl.core.sockets import PeerGone, identity, open_socket, send, send_to, sender
+from rollout.proxy.actions import (
+    AbortAt,
+    Action,
+    Forget,
+    GoOn,
+    Rename,
+    Reply,
+    ReportFirstToken,
+    ReportLost,
+    ReportUsage,
+    SendTo,
+)
+from rollout.proxy.continuations import Continuations
 from rollout.proxy.core import ProxyCore
 
+_KEYS = 1 << 40  # of one incarnation: what generators still run for a dead one has another key
 _POLL_S = 0.1  # also the resolution of the progress counter and of waits
 
 
@@ -35,15 +52,20 @@ class Proxy:
         run = process.run
         self._process = process
         self._core = ProxyCore(
-            cache_survives_update=run.config.generator.on_update == "keep", pin_prompts=run.config.rollout.pin_prompts
+            cache_survives_update=run.config.generator.on_update == "keep",
+            pin_prompts=run.config.rollout.pin_prompts,
+            kv_admission=run.config.generator.kv_admission,
         )
+        self._first_key = self._core.next_key = 1 + process.incarnation * _KEYS
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
         self._usage = open_socket(zmq.PUSH, run, "usage")
 
         self._requests: dict[int, messages.Generate] = {}  # by key
+        self._continuations = Continuations()
         self._incarnations: dict[bytes, tuple[int, int]] = {}  # generator peers: index, incarnation
         self._peers: dict[int, bytes] = {}  # generator index -> its peer
+        self._clients: set[bytes] = set()  # that have said hello
 
         self._malformed = Malformed("proxy")
         self._undelivered = 0
@@ -56,7 +78,8 @@ class Proxy:
         process = self._process
         # Generators first: their answers free room for requests.
         handlers = {self._backend: self._from_generator, self._frontend: self._from_client}
-        receiver = Receiver(handlers, self._malformed, process.wake_fd)
+        again = {self._usage: lambda: send(self._usage, messages.ReportsLost())}
+        receiver = Receiver(handlers, self._malformed, process.wake_fd, again=again)
         last = time.monotonic()
 
         while not process.stopping:
@@ -77,19 +100,27 @@ class Proxy:
     # ------------------------------------------------------------ events in
 
     def _from_client(self, message: Message, peer: bytes) -> None:
+        sender(peer, "env_server", self._process.config.env.servers)
         match message:
             case messages.Generate():
                 self._add(message, peer)
             case messages.Abort():
                 self._perform(self._core.abort(time.monotonic(), peer, message.request_id))
-            case messages.ClientHello():
-                pass  # the identity says who it is
+            case messages.ClientHello():  # the identity says who it is
+                if peer in self._clients:  # the connection broke: answers may be lost, and will be asked for again
+                    send(self._usage, messages.ReportsLost())
+                self._clients.add(peer)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
 
     def _add(self, message: messages.Generate, peer: bytes) -> None:
         key = self._core.next_key
         prompt = message.prompt_ids
+        if prompt.ndim != 1 or prompt.dtype != np.int32 or message.max_tokens < 1:
+            raise ProtocolError(
+                f"Generate of {prompt.dtype}{prompt.shape} prompt ids and at most {message.max_tokens} tokens"
+            )
+
         # A session that is known has a cached prefix, which says more than the hash of its prompt.
         known = self._core.knows_session(message.session)
 
@@ -111,31 +142,56 @@ class Proxy:
 
     def _from_generator(self, message: Message, peer: bytes) -> None:
         if isinstance(message, messages.GeneratorHello):
-            self._generator_up(message, peer)
+            self._greeted(message, peer)
             return
         if peer not in self._incarnations:
             raise ProtocolError(f"{type(message).__name__} from {peer!r} before its hello")
 
-        sender = time.monotonic(), *self._incarnations[peer]
+        when_and_who = time.monotonic(), *self._incarnations[peer]
         match message:
+            case messages.Generated(request_id=key) if key < self._first_key:  # asked for by a proxy that died
+                send(self._usage, messages.Usage(message.session, message.tokens_generated, lost=True))
             case messages.Generated(request_id=key, tokens_generated=tokens, finish_reason=reason):
-                self._perform(self._core.finished(*sender, key, tokens, reason), message)
+                self._perform(self._core.finished(*when_and_who, key, tokens, reason), message)
             case messages.FirstToken():
-                self._perform(self._core.first_token(*sender, message.request_id), message)
+                self._perform(self._core.first_token(*when_and_who, message.request_id), message)
+
             case messages.GeneratorStatus():
-                self._perform(self._core.status(*sender, message.running, message.version))
+                self._perform(self._core.status(*when_and_who, message.running, message.version))
+                self._deliver(message.grown, *when_and_who[1:])
+            case messages.Grown(requests=grown):
+                self._deliver(grown, *when_and_who[1:])
             case _:
                 raise ProtocolError(f"{type(message).__name__} from generator {peer!r}")
 
-    def _generator_up(self, hello: messages.GeneratorHello, peer: bytes) -> None:
-        sender = hello.generator, hello.incarnation
-        self._incarnations[peer] = sender
+    def _deliver(self, grown: messages.Growth, index: int, incarnation: int) -> None:
+        """Keep what requests have grown by, and pass it on to clients that read along."""
+        read_along: defaultdict[Any, messages.Growth] = defaultdict(dict)
+        for key, (start, columns) in grown.items():
+            if not self._core.runs(index, incarnation, key):
+                continue
+            client, request_id = self._core.delivered(key, self._continuations.deliver(key, start, columns))
+            if self._requests[key].stream:
+                read_along[client][request_id] = self._continuations.kept(key) + start, columns
+
+        for client, parts in read_along.items():
+            self._send_to(self._frontend, client, messages.Grown(parts))
+
+    def _greeted(self, hello: messages.GeneratorHello, peer: bytes) -> None:
+        me = hello.generator, hello.incarnation
+        if me != sender(peer, "generator", self._process.config.generator.count):
+            raise ProtocolError(f"GeneratorHello in the name of another than {peer!r}")
+        if peer in self._incarnations:  # the connection broke and was made again
+            self._perform(self._core.generator_again(time.monotonic(), *me, hello.requests))
+            return
+
+        self._incarnations[peer] = me
         known = self._peers.get(hello.generator)
         if known is None or self._incarnations[known][1] <= hello.incarnation:
             self._peers[hello.generator] = peer
 
         limits = hello.kv_tokens, hello.max_num_seqs, hello.max_model_len
-        self._perform(self._core.generator_up(time.monotonic(), *sender, *limits))
+        self._perform(self._core.generator_up(time.monotonic(), *me, *limits))
 
     def _peer_died(self, died: messages.PeerDied) -> None:
         now = time.monotonic()
@@ -153,19 +209,29 @@ class Proxy:
         for action in actions:
             match action:
                 case SendTo():
+                    self._continuations.sent(action.key)
                     self._send_to(self._backend, self._peers[action.generator], self._requests[action.key])
                 case AbortAt():
                     self._send_to(self._backend, self._peers[action.generator], messages.Abort(action.key))
                 case Reply():
                     self._reply(action, cause)
+
                 case Forget():
                     del self._requests[action.key]
+                    self._continuations.answer(action.key, {})
+                case GoOn(key, tokens):
+                    self._requests[key] = self._continuations.go_on(self._requests[key], tokens)
+                case Rename(key, new_key):
+                    self._requests[new_key] = replace(self._requests.pop(key), request_id=new_key)
+                    self._continuations.rename(key, new_key)
 
                 case ReportFirstToken():
                     assert isinstance(cause, messages.FirstToken)
                     send(self._usage, messages.FirstToken(action.key, action.session, cause.version))
                 case ReportUsage():
                     send(self._usage, messages.Usage(action.session, action.tokens, action.lost))
+                case ReportLost():
+                    send(self._usage, messages.ReportsLost())
 
     def _reply(self, reply: Reply, answer: Message | None) -> None:
         request = self._requests.pop(reply.key)
@@ -175,6 +241,10 @@ class Proxy:
             message = replace(answer, request_id=reply.request_id, queued_s=answer.queued_s + reply.queued_s)
         else:
             message = _empty_answer(reply, request)
+
+        columns, kept = self._continuations.answer(reply.key, message.columns)
+        if kept:
+            message = replace(message, columns=columns, tokens_generated=kept + message.tokens_generated)
         assert isinstance(reply.client, bytes)
         self._send_to(self._frontend, reply.client, message)
 

@@ -31,6 +31,10 @@ class SimulatedRequest:
     """Tokens of the response."""
     prompt_hash: int
     """Of the group: its members begin with the same prompt."""
+    oldest: int = -1
+    """Version of its first token."""
+    newest: int = -1
+    """Version of its last token."""
 
 
 class GeneratorEvents(Protocol):
@@ -38,7 +42,9 @@ class GeneratorEvents(Protocol):
 
     def first_token(self, generator: SimulatedGenerator, key: int, version: Version) -> None: ...
 
-    def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str) -> None: ...
+    def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str, version: Version) -> None:
+        """`version`: of the last token."""
+        ...
 
     def weights_loaded(self, generator: SimulatedGenerator, status: WeightStatus) -> None: ...
 
@@ -67,7 +73,7 @@ class SimulatedGenerator:
         self._clock = clock
         self._listener = listener
         self._machine = machine
-        self._model = BatchModel(timing, machine.max_num_seqs, clock.now)
+        self._model = BatchModel(timing, machine.max_num_seqs, clock.now, machine.capacity)
         self._gate: Gate[int] = Gate()
 
         self._requests: dict[int, SimulatedRequest] = {}
@@ -185,7 +191,7 @@ class SimulatedGenerator:
 
         if reason == "stop":
             self._cached.use(request.session, request.prompt_len + tokens)
-        self._clock.post(self._listener.generated, self, request.key, tokens, reason)
+        self._clock.post(self._listener.generated, self, request.key, tokens, reason, self.version)
 
     def _schedule(self) -> None:
         """A wake-up that turns out to be early only looks again, so an event that moves away costs nothing now."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.broker.actions import EmitBatch, Outcome
+from rollout.broker.actions import EmitBatch, EpisodeOutcome
 from rollout.simulate.scenario import Generators, Scenario
 
 
@@ -43,12 +43,12 @@ def lower_bound_s(scenario: Scenario, batches: Sequence[EmitBatch]) -> float:
     return max(sum(generation) + training[-1], sum(environments) + training[-1], sum(training), *phases)
 
 
-def _decoded(outcome: Outcome) -> int:
+def _decoded(outcome: EpisodeOutcome) -> int:
     """Tokens from decode steps; the first one of a turn comes with its prefill."""
     return outcome.length - outcome.turns
 
 
-def _alone_s(machines: Generators, outcome: Outcome) -> float:
+def _alone_s(machines: Generators, outcome: EpisodeOutcome) -> float:
     """An episode from its first token on, on an idle machine; its environment's seconds are the payload."""
     return _decoded(outcome) * machines.decode_base_s + float(outcome.payload or 0.0)
 

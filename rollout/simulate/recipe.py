@@ -24,6 +24,7 @@ OBSERVATION_TOKENS = 4
 """Where neither a run nor the recipe says how many."""
 GUESSED_SIGMA = 0.6
 """Of the logarithm of a turn's length."""
+_TIMES_OF_AN_ENGINE = ("decode_base_s", "decode_per_seq_s")
 WITHOUT_BATCHES = (
     f"the spread of lengths (log-normal, sigma {GUESSED_SIGMA}), equal numbers of turns, and tokens of prompts and "
     "observations (tracking.save_batches=true saves them)",
@@ -58,6 +59,47 @@ class Measured(Struct, frozen=True):
     """What the run does not say, and what is taken for it."""
 
 
+def assumptions(config: Config, *, train_s: bool, env_s: bool) -> list[str]:
+    """What is predicted from, where no run was measured: a line each. `train_s` and `env_s`: whether they were given.
+
+    Raises ConfigError where the recipe runs a real engine or learner and does not say how long these take: the settings
+    of the simulated ones say nothing about them.
+    """
+    given = config.generator.simulated.model_fields_set
+    missing = []
+    if config.generator.engine != "simulated":
+        missing += [f"generator.simulated.{name}" for name in _TIMES_OF_AN_ENGINE if name not in given]
+    if config.learner.kind != "simulated" and not train_s:
+        missing.append("--train-s")
+    if config.env.name != "synthetic" and not env_s:
+        missing.append("--env-s")
+
+    if missing:
+        raise ConfigError(
+            f"{config.name} was not measured: give --run with the folder of a finished run, or say yourself how long "
+            f"things take: {', '.join(missing)} (an engine's in seconds of a decode step)"
+        )
+
+    simulated = config.generator.simulated
+    lengths = f"answers of {_mean_length(config):g} tokens on average (log-normal, sigma {simulated.length_sigma:g})"
+    source = "generator.simulated.length_mean" if _length_is_given(config) else "half of sampling.max_tokens"
+    return [
+        f"{lengths}: {source}",
+        f"a decode step of {simulated.decode_base_s:g} s and {simulated.decode_per_seq_s:g} s for each other sequence",
+        *ALWAYS_GUESSED[1:],
+    ]
+
+
+def _length_is_given(config: Config) -> bool:
+    simulated = config.generator.engine == "simulated"
+    return simulated or "length_mean" in config.generator.simulated.model_fields_set
+
+
+def _mean_length(config: Config) -> float:
+    """Tokens of one turn: what the recipe says of a simulated engine, else half of what it allows."""
+    return config.generator.simulated.length_mean if _length_is_given(config) else config.sampling.max_tokens / 2
+
+
 def assumed(config: Config, train_s: float | None = None, env_s: Distribution | None = None) -> Measured:
     """What the recipe says: `generator.simulated`, `learner.simulated_step_s`, a synthetic environment's options."""
     simulated = config.generator.simulated
@@ -66,7 +108,7 @@ def assumed(config: Config, train_s: float | None = None, env_s: Distribution | 
     latency = Gaussian(options.get("mean_s", 0.0), options.get("sigma_s", 0.0)) if synthetic else Constant(0.0)
 
     return Measured(
-        length=LogNormal(simulated.length_mean, simulated.length_sigma),
+        length=LogNormal(_mean_length(config), simulated.length_sigma),
         turns=Constant(options.get("turns", 1) if synthetic else config.env.max_turns),
         step_s=env_s or latency,
         train_s=config.learner.simulated_step_s if train_s is None else train_s,

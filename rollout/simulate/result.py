@@ -126,7 +126,7 @@ class Recorder:
 
         batches = [batch for batch in self.batches if warm_up <= batch.step < len(self.times) - 1]
         kept = [sample.outcome for batch in batches for sample in batch.samples]
-        staleness = sum(batch.step - each.outcome.first_version for batch in batches for each in batch.samples)
+        staleness = sum(batch.step - each.outcome.version for batch in batches for each in batch.samples)
         tokens = sum(outcome.length for outcome in kept)
         count = len(kept)
 

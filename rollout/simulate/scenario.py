@@ -25,6 +25,8 @@ class Generators(Struct, frozen=True):
     max_model_len: int = 40_960
     kv_tokens: int = 0
     """KV memory; 0: every sequence has room for a whole context, so that KV memory never binds."""
+    kv_admission: Literal["expected", "whole"] = _DEFAULTS.kv_admission
+    """What a request reserves of it: prompt and mean response, or prompt and the longest one."""
     decode_base_s: float = 0.02
     decode_per_seq_s: float = 0.0
     prefill_tokens_per_s: float = _DEFAULTS.simulated.prefill_tokens_per_s

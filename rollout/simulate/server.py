@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl.core.messages import Ticket, Version
-from rollout.broker.actions import Outcome
+from rl.core.messages import Ticket
+from rollout.broker.actions import EpisodeOutcome
 from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
 from rollout.simulate.clock import Clock
 from rollout.simulate.distributions import normal, uniform
+from rollout.simulate.generator import SimulatedRequest
 from rollout.simulate.scenario import Scenario
 
 
@@ -35,7 +36,9 @@ class SimulatedEpisode:
     """Sampled so far."""
     environment_s: float = 0.0
     """In steps that answered."""
-    first_version: int = -1
+    oldest_version: int = -1
+    newest_version: int = -1
+    """Of the tokens so far; -1: there are none."""
     request_id: int = -1
     """Of the running generation; -1: in the environment."""
     key: int = -1
@@ -56,7 +59,7 @@ class ServerEvents(Protocol):
 
     def abort(self, episode: SimulatedEpisode) -> None: ...
 
-    def finished(self, ticket_id: int, outcome: Outcome) -> None: ...
+    def finished(self, ticket_id: int, outcome: EpisodeOutcome) -> None: ...
 
     def failed(self, ticket_id: int, reason: str, turns: int) -> None: ...
 
@@ -130,8 +133,8 @@ class SimulatedServer:
             self._end(episode)
             self._clock.post(self._listener.cancelled, ticket_id, episode.begun)
 
-    def answered(self, episode: SimulatedEpisode, tokens: int, reason: str, version: Version | None) -> None:
-        """`version`: of the first token sampled."""
+    def answered(self, episode: SimulatedEpisode, tokens: int, reason: str, request: SimulatedRequest) -> None:
+        """The answer to the running generation."""
         del self.requests[episode.request_id]
         episode.request_id = -1
         episode.tokens += tokens
@@ -143,8 +146,10 @@ class SimulatedServer:
         elif reason != "stop":
             self._fail(episode, reason)
         else:
-            if episode.first_version < 0 and version is not None:
-                episode.first_version = version.n
+            assert request.oldest >= episode.newest_version, "versions go backwards inside an episode"
+            episode.newest_version = request.newest
+            if episode.oldest_version < 0:
+                episode.oldest_version = request.oldest
             self._together(episode, STEP, self._step)
 
     def die(self) -> None:
@@ -220,9 +225,9 @@ class SimulatedServer:
         ticket = episode.ticket
         reward = self._listener.reward(ticket.task_index, ticket.seed)
 
-        outcome = Outcome(
+        outcome = EpisodeOutcome(
             epoch=0,
-            first_version=episode.first_version,
+            version=episode.oldest_version,
             reward=reward,
             tokens_generated=episode.tokens,
             length=episode.tokens,

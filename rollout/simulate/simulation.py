@@ -19,7 +19,7 @@ from rl.core.messages import Ticket, Version, WeightStatus
 from rl.weights.updater import Notify, UpdaterCore
 from rollout.broker import BrokerCore
 from rollout.broker.actions import Action as BrokerAction
-from rollout.broker.actions import EmitBatch, Finished, IssueTicket, Outcome, RevokeTickets, StopRun
+from rollout.broker.actions import EmitBatch, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
 from rollout.broker.tasks import TaskSource
 from rollout.generator.engines.timing import Timing
 from rollout.proxy.actions import AbortAt, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
@@ -50,11 +50,14 @@ class Simulation:
         self.record = Recorder(scenario, self.clock)
 
         self.broker = BrokerCore(rules, tasks=tasks)
-        self.proxy = ProxyCore(cache_survives_update=machines.on_update == "keep", pin_prompts=rules.pin_prompts)
+        self.proxy = ProxyCore(
+            cache_survives_update=machines.on_update == "keep",
+            pin_prompts=rules.pin_prompts,
+            kv_admission=machines.kv_admission,
+        )
         self.updater = UpdaterCore(
             generators=machines.count,
             rolling=machines.rolling and rules.alpha > 0,
-            deadline_s=math.inf,
             tolerance=1.0,
             probe=False,
         )
@@ -65,8 +68,6 @@ class Simulation:
         self._timing = Timing(machines.timing())
         self._requests: dict[int, SimulatedRequest] = {}
         """By the proxy's key."""
-        self._first_versions: dict[int, Version] = {}
-        """Of the first token, by the proxy's key."""
         self._batches: deque[EmitBatch] = deque()
         self._training = False
         self._tick_at = math.inf
@@ -132,7 +133,7 @@ class Simulation:
             self._tick_at = math.inf
             self._broker(self.broker.tick(self.clock.now))
 
-    def finished(self, ticket_id: int, outcome: Outcome) -> None:
+    def finished(self, ticket_id: int, outcome: EpisodeOutcome) -> None:
         self._broker(self.broker.finished(ticket_id, outcome, self.clock.now))
 
     def failed(self, ticket_id: int, reason: str, turns: int) -> None:
@@ -162,16 +163,13 @@ class Simulation:
                 case Reply():
                     self.clock.post(self._reply, action, tokens if action.forward else 0)
                 case Forget():
-                    self._forget(action.key)
+                    del self._requests[action.key]
 
                 case ReportUsage():
                     self.clock.post(self._usage, action.session, action.tokens, action.lost)
                 case ReportFirstToken():
-                    self.clock.post(self._session_began, action.session, self._first_versions[action.key])
-
-    def _forget(self, key: int) -> None:
-        del self._requests[key]
-        self._first_versions.pop(key, None)
+                    oldest = self._requests[action.key].oldest
+                    self.clock.post(self._session_began, action.session, Version(EPOCH, oldest))
 
     def generate(self, episode: SimulatedEpisode) -> None:
         """The episode's next request, on its way to the proxy."""
@@ -190,7 +188,7 @@ class Simulation:
             key=episode.key,
             episode=episode,
             session=ticket.ticket_id,
-            version=ticket.version,
+            version=ticket.gate(episode.newest_version),
             prompt_len=episode.context,
             length=min(episode.lengths[episode.turn], room),
             prompt_hash=ticket.group_id,
@@ -217,15 +215,11 @@ class Simulation:
         self._proxy(self.proxy.abort(self.clock.now, client, request_id))
 
     def _reply(self, reply: Reply, tokens: int) -> None:
-        request = self._requests[reply.key]
-        version = self._first_versions.get(reply.key)
-        self._forget(reply.key)
-
+        request = self._requests.pop(reply.key)
         episode = request.episode
-
         assert isinstance(episode, SimulatedEpisode)
         if reply.request_id in episode.server.requests:
-            self._hop(episode.server.answered, episode, tokens, reply.finish_reason, version)
+            self._hop(episode.server.answered, episode, tokens, reply.finish_reason, request)
 
     def _hop(self, handle: Handle, *arguments: Any) -> None:
         if self.scenario.hop_s:
@@ -234,13 +228,16 @@ class Simulation:
             self.clock.post(handle, *arguments)
 
     def first_token(self, generator: SimulatedGenerator, key: int, version: Version) -> None:
-        self._first_versions[key] = version
+        if generator.alive and key in self._requests:
+            self._requests[key].oldest = version.n
         self._proxy(self.proxy.first_token(self.clock.now, generator.index, generator.incarnation, key))
 
-    def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str) -> None:
+    def generated(self, generator: SimulatedGenerator, key: int, tokens: int, reason: str, version: Version) -> None:
         """A request has ended; of a dead generator the proxy knows already."""
         if generator.alive:
             index = generator.index
+            if key in self._requests:
+                self._requests[key].newest = version.n
             actions = self.proxy.finished(self.clock.now, index, generator.incarnation, key, tokens, reason)
             self._proxy(actions, tokens)
 

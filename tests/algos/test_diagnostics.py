@@ -46,12 +46,27 @@ def test_values() -> None:
             "loss/kl_proximal": (3.5 * math.exp(-0.05) - 3 + 3 * 0.05) / 3,
             "loss/kl_proximal_k1": (3 * 0.05) / 3,
             "loss/entropy": 2.0,
+            "loss/surprise": 0.0,
             "loss/advantage_abs": 1.0,
             "loss/token_staleness": 1.0,
             "loss/token_staleness_max": 2.0,
             "loss/weight": 1 / 3,
         }
     )
+
+
+@pytest.mark.parametrize("rare", [0.3, 0.02, 1e-4, 1e-9])
+def test_the_least_variance_of_a_surprise(rare: float) -> None:
+    """It is the variance where two tokens are possible, whichever was drawn, and below it where more are."""
+    for chances in ([1 - rare, rare], [1 - rare, rare / 4, 3 * rare / 4], [0.25, 0.25, 0.25, 0.25]):
+        p = torch.tensor(chances, dtype=torch.float64)
+        entropy = -(p * p.log()).sum()
+        variance = float((p * (-p.log() - entropy) ** 2).sum())
+        for drawn in p:
+            inputs = inputs_of(drawn.log()[None], drawn.log()[None], torch.ones(1).double(), torch.zeros(1).long())
+            least = float(diagnostics(replace(inputs, entropy=entropy[None])).sums["surprise_variance"].sum())
+            assert 0 <= least <= variance * (1 + 1e-6) + 1e-12
+            assert len(chances) > 2 or least == pytest.approx(variance, rel=1e-3, abs=1e-12)
 
 
 def test_cuts_and_order_do_not_matter() -> None:

@@ -1,16 +1,22 @@
-"""A worker for the tests of pools: every session is a list of words; some words hang it, kill it or are refused."""
+"""A worker for the tests of pools: every session is a list of words; some words hang it, kill it or are refused.
+
+It ends while it starts as often as there are files in the folder of its second argument, and takes one each time.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 from envs.workers.serving import begin_worker, serve
 
 
-def main(descriptor: int, fails: bool) -> None:
-    if fails:
+def main(descriptor: int, failures: Path | None) -> None:
+    for failure in failures.iterdir() if failures else ():
+        failure.unlink()
         sys.exit(3)
     replies = begin_worker()
     print("what a library prints is no reply")
@@ -25,7 +31,9 @@ def main(descriptor: int, fails: bool) -> None:
             case "hang":
                 time.sleep(600)
             case "die":
-                os.kill(os.getpid(), 9)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "spend":
+                os.kill(os.getpid(), signal.SIGPROF)
             case "refuse":
                 raise ValueError("not this word")
             case "pid":
@@ -37,4 +45,4 @@ def main(descriptor: int, fails: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "fails" in sys.argv[2:])
+    main(int(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)

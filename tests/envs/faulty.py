@@ -46,7 +46,7 @@ class FaultyEnvironment:
         self.kind = task
         return [ChatMessage("user", " ".join(["1"] * (100 if task == "long" else 4)))]
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, truncated: bool = False) -> Step:
         if self.kind == "hang":
             await asyncio.Event().wait()
         while self.kind == "stubborn":
@@ -60,7 +60,7 @@ class FaultyEnvironment:
         if self.kind == "exit":
             sys.exit(3)
         reward = float("nan") if self.kind == "nan" else 1.0
-        return Step([], reward, True, {"closed": float(self.family.closed)})
+        return Step([], reward, True, True, {"closed": float(self.family.closed)})
 
     async def close(self) -> None:
         self.family.closed += 1

@@ -19,6 +19,7 @@ from rl.core.messages import (
     Fatal,
     Generate,
     Generated,
+    Grown,
     Heartbeat,
     Message,
     ServerHello,
@@ -62,7 +63,8 @@ class ServerPeers:
     def __init__(self, run: RunFile, answer: Answer, *, acknowledge: bool = True) -> None:
         self.answer = answer
         self.acknowledge = acknowledge
-        self.results: list[Result] = []  # as they arrived, repeats included
+        self.arrived: list[Result] = []  # repeats included, which a server sends where an answer to it is late
+        self.results: list[Result] = []  # the first of each number
         self.requests: list[Generate] = []
         self.aborts: list[int] = []
         self.heartbeat: Heartbeat | None = None
@@ -80,7 +82,7 @@ class ServerPeers:
         )
 
     def __enter__(self) -> ServerPeers:
-        self.until(lambda: self.hello is not None, "the server's hello", 30)
+        self.until(lambda: self.hello is not None, "the server's hello")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,14 +95,14 @@ class ServerPeers:
     def send(self, message: Message) -> None:
         send_to(self.sockets["tickets"], b"env_server.0.0", message)
 
-    def reply(self, answer: Generated) -> None:
+    def reply(self, answer: Generated | Grown) -> None:
         send_to(self.sockets["frontend"], b"env_server.0.0", answer)
 
     def ended(self) -> dict[int, Result]:
         """The first result of each ticket."""
         return {result.ticket_id: result for result in reversed(self.results)}
 
-    def until(self, condition: Callable[[], bool], what: str, deadline_s: float = 20) -> None:
+    def until(self, condition: Callable[[], bool], what: str, deadline_s: float = 240) -> None:
         deadline = time.monotonic() + deadline_s
         poller = zmq.Poller()
         for socket in self.sockets.values():
@@ -113,21 +115,26 @@ class ServerPeers:
 
     def run_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        self.until(lambda: time.monotonic() >= end, "the time to pass", seconds + 1)
+        self.until(lambda: time.monotonic() >= end, "the time to pass")
 
     def stop(self) -> int:
         """Ask for a clean stop; the exit status."""
         send_to(self.sockets["control"], b"env_server.0.0", Stop("test"))
-        return self.process.wait(timeout=10)
+        return self.process.wait(timeout=240)
+
+    def _keep(self, result: Result) -> None:
+        self.arrived.append(result)
+        if all(result.seq != known.seq for known in self.results):
+            self.results.append(result)
 
     def _handle(self, message: Message) -> None:
         match message:
             case Trajectory():
-                self.results.append(message)
+                self._keep(message)
                 if self.acknowledge:
                     self.send(AckTickets([message.ticket_id]))
             case TicketFailed() | TicketCancelled():
-                self.results.append(message)
+                self._keep(message)
             case Generate():
                 self.requests.append(message)
                 answer = self.answer(message)

@@ -30,10 +30,10 @@ class LockstepEnvironment(SyntheticEnvironment):
         super().__init__(family)
         self._log = family.log
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, truncated: bool = False) -> Step:
         self._log.write(b"B")
         try:
-            return await super().step(action)
+            return await super().step(action, truncated)
         finally:
             self._log.write(b"E")
 

@@ -9,7 +9,7 @@ from envs.sandbox import Command, Limits, Result, Sandbox
 
 PYTHON = str(Path(sys.base_prefix).resolve() / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
 LIMITS = Limits(
-    timeout_s=20, memory_bytes=256 << 20, processes=48, file_bytes=8 << 20, disk_bytes=32 << 20, output_bytes=4096
+    timeout_s=60, memory_bytes=256 << 20, processes=48, file_bytes=8 << 20, disk_bytes=32 << 20, output_bytes=4096
 )
 """Of attempts to escape or to use up the host."""
 

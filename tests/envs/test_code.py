@@ -23,7 +23,7 @@ from envs.sandbox.runtime import default_runtime
 from tests.envs.errors import raises_one_line
 from tests.envs.sandboxes import world_writable
 
-LIMITS = Limits(timeout_s=5, memory_bytes=256 << 20, processes=32, output_bytes=1 << 20)
+LIMITS = Limits(timeout_s=60, memory_bytes=256 << 20, processes=32, output_bytes=1 << 20)
 MBPP = {
     "task_id": 11,
     "text": "Write a function to add two numbers.",
@@ -68,7 +68,7 @@ APPS_CALL = {
 @pytest.fixture
 def verifier(backend: BubblewrapBackend, tmp_path: Path) -> CodeVerifier:
     folder = world_writable(tmp_path / "empty")
-    return CodeVerifier(backend, Template(folder), default_runtime().python, LIMITS, case_s=1.0)
+    return CodeVerifier(backend, Template(folder), default_runtime().python, LIMITS, case_s=30.0)
 
 
 def problem(row: dict[str, Any]) -> CodeProblem:
@@ -80,7 +80,8 @@ def test_published_forms(verifier: CodeVerifier, row: dict[str, Any]) -> None:
     """The data set's own solution passes, an empty function does not."""
     loaded = problem(row)
     assert verifier.verify(loaded, f"Here:\n```python\n{loaded.solution}\n```\nDone.").solved
-    assert verifier.verify(loaded, "```python\npass\n```") == Verdict(0, len(loaded.asserts) or len(loaded.cases))
+    total = len(loaded.asserts) + len(loaded.calls) + len(loaded.cases)
+    assert verifier.verify(loaded, "```python\npass\n```") == Verdict(0, total)
 
 
 def test_partial_credit(verifier: CodeVerifier) -> None:
@@ -145,6 +146,12 @@ assert f(1) == g(1)
 ----
 assert f(1) == 1 and f(2) == 2
 ----
+assert set(f(1)) == {1}
+----
+assert h(1) == 1
+----
+assert (f(1) == 1) == True
+----
 x = 1
 assert x == 1
 ----
@@ -153,85 +160,13 @@ assert (
 
 
 def test_split_assert() -> None:
-    assert split_assert("assert f(1) == (2, {'a': [3]})") == ("value", "f(1)", (2, {"a": [3]}))
+    assert split_assert("assert f(1) == (2, {'a': [3]})", ["f"]) == ("value", "f(1)", (2, {"a": [3]}))
     for text in SINGLE_PROCESS_ASSERTS.split("----\n"):
-        assert split_assert(text) == ("assert", text, None)
+        assert split_assert(text, ["f", "g"]) == ("assert", text, None)
 
 
-VALUES = CodeProblem("v", "", tuple(f"assert f({n}) == {n + 1}" for n in range(3)))
+VALUES = CodeProblem("v", "", tuple(f"assert f({n}) == {n + 1}" for n in range(3)), functions=("f",))
 INPUTS = CodeProblem("i", "", cases=tuple((f"{n}\n", f"{n + 1}\n") for n in range(3)))
-
-
-_ATTACKS = r"""
-
-import os; os._exit(0)
-----
-import sys; sys.exit(0)
-----
-raise SystemExit(0)
-----
-print('{"key": "", "results": [true, true, true]}')
-----
-import os, json
-for fd in range(3, 20):
-    try:
-        os.write(fd, b'{"key": "0", "results": [1, 2, 3]}\n')
-    except OSError:
-        pass
-os._exit(0)
-----
-class A:
-    def __eq__(self, other): return True
-    def __hash__(self): return 0
-def f(n): return A()
-print(A())
-----
-class A(int):
-    def __eq__(self, other): return True
-    def __hash__(self): return 0
-def f(n): return A(99)
-print(99)
-----
-def f(n): return [1, 2, 3]
-print([1, 2, 3])
-----
-while True: pass
-----
-import os
-while True: os.fork()
-----
-x = bytearray(1 << 32)
-----
-import builtins
-builtins.eval = builtins.exec = lambda *a, **k: None
-def f(n): return [True]
-----
-import sys
-frame = sys._getframe()
-while frame:
-    frame.f_locals.get('results', []).extend([True] * 3)
-    frame = frame.f_back
-def f(n): raise ValueError
-----
-import gc
-for each in gc.get_objects():
-    if isinstance(each, list) and len(each) == 3: each[:] = [True] * 3
-def f(n): return None
-----
-import os, signal
-os.kill(os.getppid(), signal.SIGKILL)
-----
-assert False, chr(0xd800)
-----
-def f(
-"""
-
-
-@pytest.mark.parametrize("attack", [*_ATTACKS.split("----\n"), "\0", "x = " + "(" * 5000, "x = '\ud800'"])
-def test_attacks_score_nothing(verifier: CodeVerifier, attack: str) -> None:
-    quick = dataclasses.replace(verifier, limits=dataclasses.replace(LIMITS, timeout_s=1.5), case_s=0.3)
-    assert quick.verify(VALUES, attack).passed == 0
-    assert quick.verify(INPUTS, attack).passed == 0
 
 
 def test_expected_values_are_not_in_the_sandbox(verifier: CodeVerifier) -> None:
@@ -245,16 +180,29 @@ def f(n):
     found.append("4242" + "42" in seen)
     return any(found)
 """
-    hidden = CodeProblem("h", "", ("assert f(1) == 424242", "assert f(2) == False"))
+    hidden = CodeProblem("h", "", ("assert f(1) == 424242", "assert f(2) == False"), functions=("f",))
     assert verifier.verify(hidden, spy).passed == 1  # the second: it saw nothing
 
 
 def test_limits_of_a_case(verifier: CodeVerifier) -> None:
-    slow = "n = int(input())\nif n == 1:\n    while True: pass\nprint(n + 1)"
-    verdict = verifier.verify(INPUTS, slow)
+    slow = "import time\nn = int(input())\nif n == 1:\n    time.sleep(600)\nprint(n + 1)"
+    verdict = dataclasses.replace(verifier, case_s=5).verify(INPUTS, slow)
     assert verdict.passed == 2 and not verdict.timed_out
-    assert verifier.verify(VALUES, "def f(n):\n  while True: pass").timed_out
+    quick = dataclasses.replace(verifier, limits=dataclasses.replace(LIMITS, timeout_s=2))
+    assert quick.verify(VALUES, "def f(n):\n  while True: pass").timed_out
     assert verifier.verify(VALUES, "def f(n): return bytearray(1 << 30)").out_of_memory
+
+
+def test_a_solution_has_cpu_time_and_not_only_time(verifier: CodeVerifier) -> None:
+    """What never ends is ended by the work it did, long before its time by the clock; what waits is not."""
+    limits = dataclasses.replace(LIMITS, timeout_s=60, cpu_s=1)
+    limited = dataclasses.replace(verifier, limits=limits, case_s=60)
+    one_input = dataclasses.replace(INPUTS, cases=INPUTS.cases[:1])
+    for each, code in ((VALUES, "def f(n):\n  while True: pass"), (one_input, "while True: pass")):
+        verdict = limited.verify(each, code)
+        assert verdict.passed == 0 and not verdict.timed_out
+
+    assert limited.verify(VALUES, "import time\ntime.sleep(1.5)\ndef f(n): return n + 1").solved
 
 
 def test_cases_do_not_see_each_other(verifier: CodeVerifier) -> None:
@@ -286,8 +234,11 @@ def test_environment() -> None:
         (message,) = await environment.reset(family.task("train", 0))
         assert "solve(numbers)" in message.content and message.content.endswith("one Python code block.")
         step = await environment.step(f"```python\n{family.task('train', 0).solution}```")
-        assert (step.reward, step.done, step.info["solved"], step.info["no_code"]) == (1.0, True, 1.0, 0.0)
+        assert (step.reward, step.done, step.success, step.info["no_code"]) == (1.0, True, True, 0.0)
 
+        await environment.reset(problem(MBPP))
+        step = await environment.step("```python\ndef add(a, b): return 3 if a == 1 else a\n```")
+        assert 0 < step.reward < 1 and not step.success
         step = await environment.step("```python\nno end")
         assert (step.reward, step.info["no_code"]) == (0.0, 1.0)
         await environment.close()

@@ -39,7 +39,12 @@ def test_validate_env() -> None:
 
 def test_a_dry_run_makes_no_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FRESCO_CACHE", str(tmp_path))
-    overrides = ["env.name=alfworld", "env.options.games={train: 300, valid_unseen: 64}", "eval.tasks=64"]
+    overrides = [
+        "env.name=alfworld",
+        "env.max_turns=12",
+        "env.options.games={train: 300, valid_unseen: 64}",
+        "eval.tasks=64",
+    ]
     assert validate_env(load_config(None, overrides), dry=True) == (300, 64)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"eval\.tasks=65"):

@@ -18,7 +18,7 @@ from envs.sandbox.memory import Watchdog
 from envs.sandbox.process import CappedOutput
 from tests.envs.sandboxes import python, sh, world_writable
 
-LIMITS = Limits(timeout_s=10)
+LIMITS = Limits(timeout_s=60)
 
 
 def test_a_command_runs_on_a_private_copy(backend: BubblewrapBackend, template: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_command_runs_on_a_private_copy(backend: BubblewrapBackend, template: 
 
 def test_ended_processes_do_not_count_against_the_limit(backend: BubblewrapBackend, template: Path) -> None:
     """However rarely the host's first process reaps: bwrap's inner process is an orphan when it ends."""
-    sandbox = backend.open(Template(template), Limits(timeout_s=10, processes=10))
+    sandbox = backend.open(Template(template), Limits(timeout_s=60, processes=10))
     assert all(sh(sandbox, "/bin/true; /bin/true").ok for _ in range(30))
     sandbox.close()
 
@@ -42,7 +42,8 @@ def test_result(backend: BubblewrapBackend, template: Path) -> None:
     sandbox = backend.open(Template(template), LIMITS)
     assert sh(sandbox, "exit 7").exit_code == 7
     assert sh(sandbox, "kill -TERM $$").exit_code == 128 + 15
-    assert sandbox.run(Command(["no-such-program"])).exit_code == 1
+    with pytest.raises(SandboxError, match="did not start: bwrap: execvp no-such-program"):
+        sandbox.run(Command(["no-such-program"]))
     merged = sh(sandbox, "echo out; echo err >&2")
     assert merged.output == b"out\nerr\n" and not merged.stderr
     apart = sandbox.run(Command(["sh", "-c", "echo out; echo err >&2"], separate_stderr=True))
@@ -75,6 +76,20 @@ def test_files_go_in_and_out_as_the_sandboxes_user(backend: BubblewrapBackend, t
     sandbox.close()
 
 
+def test_a_command_that_the_host_cannot_start_is_no_failed_command(backend: BubblewrapBackend, template: Path) -> None:
+    """Here for want of processes. It would be judged as the solution's end, and earn nothing."""
+    sandbox = backend.open(Template(template), Limits(processes=1))
+    with pytest.raises(SandboxError, match="a command of a sandbox did not start: bwrap: "):
+        sh(sandbox, "true")
+    sandbox.close()
+
+    sandbox = backend.open(Template(template), LIMITS)
+    said = sh(sandbox, "echo bwrap: nothing >&2; ls /proc/self/fd; exit 1")
+    assert said.text() == "bwrap: nothing\n0\n1\n2\n3\n" and said.exit_code == 1, "nor can a command say so itself"
+    assert sh(sandbox, "kill -9 $$").exit_code == 137
+    sandbox.close()
+
+
 def test_output_is_cut_in_the_middle() -> None:
     capped = CappedOutput(10)
     for piece in (b"abc", b"defgh", b"", b"ijklmnop", b"qrstuvwxyz"):
@@ -91,7 +106,7 @@ def test_slots_are_used_again_and_waited_for(template: Path) -> None:
         time.sleep(0.05)
         assert not second.done()
         first.close()
-        assert sh(second.result(5), "cat a.txt").text() == "original\n"
+        assert sh(second.result(60), "cat a.txt").text() == "original\n"
     backend.close()
     with pytest.raises(SandboxError, match="closed"):
         backend.open(Template(template), LIMITS)
@@ -100,15 +115,15 @@ def test_slots_are_used_again_and_waited_for(template: Path) -> None:
 def test_the_watchdog_where_there_are_no_control_groups(template: Path) -> None:
     backend = BubblewrapBackend(slots=1, threads=1, control_groups=False)
     assert isinstance(backend.tree(0), Watchdog)
-    sandbox = backend.open(Template(template), Limits(timeout_s=20, memory_bytes=200 << 20))
+    sandbox = backend.open(Template(template), Limits(timeout_s=60, memory_bytes=200 << 20))
     assert python(sandbox, "x = bytearray(100 << 20); print(len(x))").ok
 
     tree = """
 import os, time
 for _ in range(4):
     if os.fork() == 0:
-        os.setsid(); x = bytearray(100 << 20); time.sleep(60); os._exit(0)
-time.sleep(60)
+        os.setsid(); x = bytearray(100 << 20); time.sleep(600); os._exit(0)
+time.sleep(600)
 """
     result = python(sandbox, tree)
     assert result.out_of_memory and not result.timed_out and result.exit_code == 137
@@ -140,7 +155,7 @@ thread.join()
         assert Watchdog(uid).processes()
         process.kill()
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Watchdog(uid).processes():
         assert time.monotonic() < deadline, "processes survived"
         time.sleep(0.01)

@@ -169,7 +169,7 @@ def test_other_slots_files_and_processes(backend: BubblewrapBackend, sandbox: Sa
     done = threading.Event()
 
     def work() -> None:
-        script = "echo mine > /tmp/private; chmod 666 /tmp/private; exec sleep 2"
+        script = "echo mine > /tmp/private; chmod 666 /tmp/private; exec sleep 5"
         assert sh(other, script).ok
         done.set()
 

@@ -22,7 +22,7 @@ from tests.envs.errors import raises_one_line
 from tests.envs.repositories import BUGGY, FIX, TASK, make_published
 from tests.envs.sandboxes import sh
 
-LIMITS = Limits(timeout_s=30, output_bytes=4 << 20)
+LIMITS = Limits(timeout_s=120, output_bytes=4 << 20)
 COMMIT = "git add -A && git -c user.name=a -c user.email=b commit -qm work"
 
 

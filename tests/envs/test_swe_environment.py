@@ -24,6 +24,8 @@ from tests.envs.errors import raises_one_line
 from tests.envs.repositories import TASK, make_package
 from tests.envs.test_swe_tasks import GYM, R2E
 
+SWE = ["env.name=swe", "env.max_turns=30", "env.step_deadline_s=600", "rollout.episode_deadline_s=3600"]
+
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -41,6 +43,8 @@ async def scripted(family: SweFamily, task: SweTask, turns: list[str]) -> list[S
     opening = await environment.reset(task)
     assert [message.role for message in opening] == ["system", "user"] and "<tools>" in opening[0].content
     steps = [await environment.step(turn) for turn in turns]
+    if not steps[-1].done:
+        steps.append(await environment.finish())
     await environment.close()
     return steps
 
@@ -50,7 +54,7 @@ def test_scripted_agents(source: Path) -> None:
     fix = tool_call("edit", path="ledger/__init__.py", old="index <= rest", new="index < rest")
 
     async def play() -> None:
-        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=2, threads=2, turn_limit=4), 0)
+        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=2, threads=2), 0)
         assert (family.task_count("train"), family.task_count("eval")) == (1, 1)
         await family.start()
 
@@ -64,20 +68,55 @@ def test_scripted_agents(source: Path) -> None:
             scripted(family, task, ["?", tool_call("bash"), tool_call("bash", command="false"), "```submit\n```"]),
         )
 
-        assert gold[-1].done and gold[-1].reward == 1 and gold[-1].info["resolved"] == 1
+        assert gold[-1].done and gold[-1].reward == 1 and gold[-1].success
         assert nothing[-1].done and nothing[-1].reward == 0 and nothing[-1].info["submitted"] == 1
 
-        assert fixed[-1].done and fixed[-1].reward == 1 and fixed[-1].info["submitted"] == 0
+        assert fixed[-1].done and fixed[-1].reward == 1 and fixed[-1].success and fixed[-1].info["submitted"] == 0
         assert [message.role for message in fixed[1].messages] == ["tool", "tool"]
         assert "changed" in fixed[1].messages[0].content and "does not occur" in fixed[1].messages[1].content
         assert "passed" in fixed[2].messages[0].content
 
         last = noise[-1].info
         assert (last["malformed_calls"], last["failed_calls"], last["tool_calls"], last["turns"]) == (2, 1, 3, 4)
-        assert noise[-1].reward == 0
+        assert noise[-1].reward == 0 and not any(step.success for step in (*nothing, *noise))
         await family.stop()
 
     asyncio.run(play())
+
+
+def test_nothing_of_a_turn_that_was_cut_off_is_done(source: Path) -> None:
+    """Neither its whole calls nor a submit: what the agent meant to write next is not known."""
+    spoil = tool_call("bash", command="echo spoilt > ledger/__init__.py")
+
+    async def play() -> None:
+        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=1, threads=1), 0)
+        await family.start()
+        environment = family.make()
+        await environment.reset(family.task("train", 0))
+
+        step = await environment.step(f"{spoil}{tool_call('submit')}<tool_call>", truncated=True)
+        assert not step.done and "none of its calls was made" in step.messages[0].content
+        step = await environment.step(tool_call("bash", command="cat ledger/__init__.py"))
+        assert "spoilt" not in step.messages[0].content
+        await environment.close()
+        await family.stop()
+
+    asyncio.run(play())
+
+
+def test_half_of_the_tests_passed_is_half_a_reward_and_no_success(source: Path) -> None:
+    async def play() -> Step:
+        family = SweFamily(SweOptions(source=str(source), eval_count=1, threads=1, partial_reward=True), 0)
+        await family.start()
+        task = family.task("train", 0)
+        harder = replace(task, fail_to_pass=(*task.fail_to_pass, "tests/test_ledger.py::test_of_tomorrow"))
+        apply = tool_call("bash", command=f"git apply - <<'GOLD'\n{task.gold_patch}GOLD")
+        steps = await scripted(family, harder, [apply, tool_call("submit")])
+        await family.stop()
+        return steps[-1]
+
+    last = asyncio.run(play())
+    assert 0 < last.reward < 1 and not last.success
 
 
 def test_a_cancelled_reset_leaves_no_sandbox(source: Path) -> None:
@@ -92,7 +131,7 @@ def test_a_cancelled_reset_leaves_no_sandbox(source: Path) -> None:
             await asyncio.gather(reset, return_exceptions=True)
             await environment.close()
 
-        (last,) = await asyncio.wait_for(scripted(family, family.task("train", 0), [tool_call("submit")]), 30)
+        (last,) = await asyncio.wait_for(scripted(family, family.task("train", 0), [tool_call("submit")]), 240)
         assert last.done
         await family.stop()
 
@@ -128,11 +167,15 @@ def test_generated_tasks_are_made_once(source: Path, tmp_path: Path, monkeypatch
         (["env.options.eval_count=48"], "leaves nothing of generated_count=48"),
         (["env.options.source=/no/tasks.jsonl"], "cannot be read"),
         (["env.options.sandbox=lxc"], "env.options.sandbox='lxc'"),
+        (["env.max_turns=1"], "env.max_turns=1: no task of env 'swe' is solved in fewer than 2 turns"),
+        (["env.options.sandboxes=32"], "env.episodes_per_server=64: more than env.options.sandboxes=32"),
+        (["rollout.episode_deadline_s=540"], "rollout.episode_deadline_s=540: a step may take 540 s"),
+        (["env.step_deadline_s=300"], "env.step_deadline_s=300: a step may take 540 s"),
     ],
 )
 def test_options(options: list[str], message: str) -> None:
     with raises_one_line(ConfigError, message):
-        validate_env(load_config(None, ["env.name=swe", *options]))
+        validate_env(load_config(None, [*SWE, *options]))
 
 
 def test_rows_whose_tests_have_no_file_are_refused(tmp_path: Path) -> None:
@@ -144,7 +187,7 @@ def test_rows_whose_tests_have_no_file_are_refused(tmp_path: Path) -> None:
         overrides = [f"env.options.{option}" for option in options.split()]
         parts = ("'expected_output_json'", "'TestA.test_one'", "leave these rows out")
         with raises_one_line(ConfigError, f"{mixed}: 1 of 2 rows are of R2E-Gym", *parts):
-            validate_env(load_config(None, ["env.name=swe", "env.options.eval_count=0", *overrides]), dry=True)
+            validate_env(load_config(None, [*SWE, "env.options.eval_count=0", *overrides]), dry=True)
 
 
 def test_long_statements_are_cut(source: Path) -> None:

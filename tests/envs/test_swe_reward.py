@@ -23,7 +23,7 @@ from tests.envs.agents import agents_work
 from tests.envs.repositories import BUGGY, FILES, FIX, LEDGER, TASK, make_package
 from tests.envs.sandboxes import sh
 
-LIMITS = Limits(timeout_s=30, output_bytes=4 << 20)
+LIMITS = Limits(timeout_s=120, output_bytes=4 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +187,9 @@ def test_tests_come_from_the_test_patch(backend: BubblewrapBackend, checkout: Ch
 
 
 def test_limits_of_the_tests(backend: BubblewrapBackend, checkout: Checkout) -> None:
-    short = Limits(timeout_s=3, output_bytes=1 << 20)
-    endless, _ = submitted(backend, checkout, "echo 'while True: pass' >> ledger/text.py", short)
-    whole = file_diff("ledger/text.py", FILES["ledger/text.py"], "while True: pass\n")
+    short = Limits(timeout_s=10, output_bytes=1 << 20)
+    endless, _ = submitted(backend, checkout, "echo 'import time; time.sleep(600)' >> ledger/text.py", short)
+    whole = file_diff("ledger/text.py", FILES["ledger/text.py"], "import time; time.sleep(600)\n")
     slow = evaluate(backend, checkout, TASK, whole, short)
     assert "out of time" in slow.why and "out of time" in endless.why and not slow.resolved
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from envs.sandbox import Limits, Template
+from envs.sandbox import Limits, SandboxError, Template
 from envs.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.checkout import Checkout
 from envs.swe.environment import SYSTEM_PROMPT
-from envs.swe.tool_calls import MAX_CALLS, TOOLS, Malformed, ToolCall, parse_calls, render_call, tools_text
-from envs.swe.tools import Toolbox
+from envs.swe.tool_calls import MAX_CALLS, TOOLS, BadCall, ToolCall, parse_calls, render_call, tools_text
+from envs.swe.tools import Toolbox, extract_diff
 from tests.envs.agents import tool_call
 
 
@@ -58,12 +58,12 @@ def test_fenced_blocks() -> None:
 )
 def test_malformed_calls_are_told_what_to_write(text: str, why: str) -> None:
     (call,) = parse_calls(text)
-    assert isinstance(call, Malformed) and why in call.why
+    assert isinstance(call, BadCall) and why in call.why
 
 
 def test_too_many_calls() -> None:
     calls = parse_calls(tool_call("bash", command="ls") * 20)
-    assert len(calls) == MAX_CALLS + 1 and isinstance(calls[-1], Malformed)
+    assert len(calls) == MAX_CALLS + 1 and isinstance(calls[-1], BadCall)
 
 
 @given(st.text() | st.text(alphabet='<tool_call>/{}"name:[]`bash\n'))
@@ -132,7 +132,7 @@ def test_a_demonstrated_call_is_what_qwens_template_writes() -> None:
 @pytest.fixture
 def tools(backend: BubblewrapBackend, template: Path) -> Iterator[Toolbox]:
     sandbox = backend.open(Template(template), Limits(timeout_s=20, output_bytes=1 << 20))
-    yield Toolbox(sandbox, Checkout(Template(template), "", (".", "src")), output_bytes=200, command_s=1.0)
+    yield Toolbox(sandbox, Checkout(Template(template), "", (".", "src")), output_bytes=200, command_s=5.0)
     sandbox.close()
 
 
@@ -145,8 +145,8 @@ def test_bash(tools: Toolbox) -> None:
     path = tools.bash("[[ a == a ]] && echo bash; echo $PYTHONPATH").text
     assert path == "bash\n/opt/fresco/site:/workspace:/workspace/src"
 
-    slow = tools.bash("echo begun; sleep 30")
-    assert slow.text == "begun\n[killed: ran longer than 1 s]" and not slow.ok
+    slow = tools.bash("echo begun; sleep 300")
+    assert slow.text == "begun\n[killed: ran longer than 5 s]" and not slow.ok
 
 
 def test_bash_takes_any_script(tools: Toolbox) -> None:
@@ -194,3 +194,11 @@ def test_edit(tools: Toolbox) -> None:
 
     assert tools.edit("f", "two\ntwo", "2").ok and tools.bash("tail -1 f").text == "2"
     assert tools.edit("new/file", "", "text").text == "new/file created." and tools.bash("cat new/file").text == "text"
+
+
+def test_work_that_the_host_loses_is_no_empty_diff(backend: BubblewrapBackend, template: Path) -> None:
+    """An empty diff would be judged, and earn nothing."""
+    sandbox = backend.open(Template(template), Limits())
+    sandbox.close()
+    with pytest.raises(SandboxError, match="closed"):
+        extract_diff(sandbox, "HEAD", 1000)

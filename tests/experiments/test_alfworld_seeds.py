@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from experiments.alfworld_seeds import main, reached, successes, table
+from experiments.alfworld_seeds import main, reached
+from experiments.before_after import table
 
 COUNT = 200
 
@@ -24,13 +25,6 @@ def result(seed: int, gained: int) -> dict[str, object]:
         "before": before,
         "after": after,
     }
-
-
-def test_first_and_last_version_are_paired_by_game(tmp_path: Path) -> None:
-    rows = [{"version": v, "task_index": t, "success": float(t < v)} for v in (0, 5, 9) for t in (3, 1, 2)]
-    (tmp_path / "evals.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    before, after = successes(tmp_path / "evals.jsonl")
-    assert before == {1: 0.0, 2: 0.0, 3: 0.0} and after == {1: 1.0, 2: 1.0, 3: 1.0}
 
 
 def test_the_goal_is_fifteen_points_and_an_interval_above_zero() -> None:

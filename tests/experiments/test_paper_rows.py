@@ -25,7 +25,7 @@ def test_makespans_keep_the_bounds_and_approach_the_lower_one() -> None:
     sigma=st.floats(0.0, 2.0),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_makespan_exceeds_the_upper_bound(samples: int, generators: int, mean: int, sigma: float, seed: int) -> None:
     work = Work(length=LogNormal(mean, sigma), max_tokens=4096, prompt_tokens=1)
     line = bounds.queue_line(samples, generators, work, seed)

@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 
+from filelock import FileLock
+
+from rl.core.checkpoint_folder import CheckpointError
 from rl.core.messages import Done, Metrics, PeerDied, Stop
 from rl.core.process import Process
 from rl.core.run import context_from_command_line
@@ -19,9 +22,37 @@ def main(role: str) -> None:
     with Process(role, context_from_command_line(sys.argv[2:])) as process:
         behaviour = os.environ.get(f"FAKE_{role.upper()}", "").removeprefix("late ")
 
-        if behaviour == "raise":
+        if behaviour in ("raise later", "give up"):
+            process.progress = 1
+        if behaviour == "give up" and process.incarnation == 0:
+            time.sleep(0.3)
+            raise CheckpointError("step-8/state was damaged")
+        if behaviour == "raise" or (behaviour == "raise later" and process.incarnation == 0):
             time.sleep(0.3)
             raise ValueError("the first cause")
+        if behaviour == "step":
+            process.send(Metrics(1, {"steps": 1.0}))
+        if behaviour == "tell":
+            (process.run.folder / f"up.{role}").touch()
+        if behaviour.startswith("signal "):
+            os.kill(os.getppid(), int(behaviour.removeprefix("signal ")))
+        if behaviour == "exit" and process.incarnation == 0:
+            time.sleep(0.3)
+            os._exit(3)
+        lock = FileLock(process.run.folder / "rank")
+        held = process.run.folder / "held"
+        if behaviour == "die in step" and process.incarnation == 0:
+            lock.acquire()
+            held.touch()
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "raise beside" and process.incarnation == 0:
+            while not held.exists():
+                time.sleep(0.01)
+            lock.acquire()  # the kernel lets go of it when the other rank dies, as of a connection
+            raise ValueError("connection closed by peer")
+        behaviour = behaviour.replace("die in step", "done")
+
         if (behaviour == "die" and process.incarnation == 0) or behaviour == "die always":
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
+from launch.recipes import find_recipe
+from rl.core.config import load_config
+from rl.learner.algorithm import make_algorithm
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "adding-a-loss.md"
 
 
 def test_a_registered_loss_with_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-loss", "ppo", "clip_high=0.28", "dual_clip=3"]) == 0
-    assert "all 8 checks hold" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "all 8 checks hold" in output
+
+    advised = output.splitlines()[-1].removeprefix("try it: fresco ")
+    _, recipe, *overrides = shlex.split(advised)
+    config = load_config(find_recipe(recipe), overrides)
+    assert config.algo.loss == "ppo" and config.algo.options == {"clip_high": 0.28, "dual_clip": 3}
+    make_algorithm(config)
 
 
 def test_the_documented_example_holds_in_any_folder(

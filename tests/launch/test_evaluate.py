@@ -20,7 +20,7 @@ RECIPE = ROOT / "experiments" / "simulated.yaml"
 
 def cli(*arguments: str) -> str:
     command = [sys.executable, "-m", "launch.cli", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -55,6 +55,8 @@ def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
         (["no/such/folder/at/all", f"--recipe={RECIPE}", "--episodes=0"], "--episodes 0"),
         (["some/model", f"--recipe={RECIPE}", "--split=valid_unseen"], "no splits"),
         (["some/model"], "--env"),
+        (["some/model", "--env=math", "--split=foo"], "--split foo: env.options.source='arithmetic'"),
+        (["some/model", "--env=alfworld", "--split=foo"], "env.options.eval_split='foo'"),
         (["some/model", "--env=mathh"], "'mathh' has no recipe"),
         ([str(ROOT / "launch")], "neither a checkpoint"),
     ],

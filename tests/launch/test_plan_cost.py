@@ -97,7 +97,10 @@ def test_a_finished_run_is_fitted(tmp_path: Path, config: Config) -> None:
 def test_a_real_run_is_fitted_to_what_it_was_configured_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Synchronous, of equal turns: a step is turns x (tokens x seconds a token + latency) + training."""
+    """Synchronous, of equal turns: a step is turns x (tokens x seconds a token + latency) + training.
+
+    The run takes these times, and longer on a busy machine; that a fit finds the times of its rows is said above.
+    """
     tokens = 20  # this and the next as in KNOWN_TIMES
     token_s = 0.01
     env_s = 0.2
@@ -109,28 +112,45 @@ def test_a_real_run_is_fitted_to_what_it_was_configured_with(
 
     assert (measured.length.mean, measured.turns.mean) == (tokens, turns)
     assert (measured.prompt_tokens, measured.observation_tokens) == (30, 7)
-    assert measured.step_s.mean == pytest.approx(env_s, rel=0.1)
-    assert isinstance(measured.step_s, Gaussian) and measured.step_s.sigma == pytest.approx(0.02, rel=0.8)
-    assert measured.train_s == pytest.approx(train_s, rel=0.1)
-    assert measured.decode_base_s + measured.decode_per_seq_s * 7 == pytest.approx(token_s, rel=0.15)
-
-    expected_s = turns * (tokens * token_s + env_s) + train_s
-    assert measured.seconds_per_step == pytest.approx(expected_s, rel=0.15)
+    decode_s = measured.decode_base_s + measured.decode_per_seq_s * 7
+    assert isinstance(measured.step_s, Gaussian) and measured.step_s.mean > 0.9 * env_s and measured.step_s.sigma > 0
+    assert measured.train_s > 0.9 * train_s and decode_s > 0.85 * token_s
+    assert measured.seconds_per_step > 0.9 * (turns * (tokens * token_s + env_s) + train_s)
 
     assert main(["plan", "--run", str(folder), "--gpus", "2", "--plot", str(tmp_path / "plan.png")]) == 0
     output = capsys.readouterr().out
     assert "30 and 7 tokens of prompt and observation" in output
     assert "assumed, not fitted: environment latency is Gaussian" in output and "KV memory" in output
     predicted = float(output.split("simulated as it was: ")[1].split(" s")[0])
-    assert predicted == pytest.approx(expected_s, rel=0.15)
+    fitted_s = turns * (tokens * decode_s + measured.step_s.mean) + measured.train_s
+    slowest_s = fitted_s + turns * 3 * measured.step_s.sigma  # a batch waits for its slowest episode
+    assert 0.85 * fitted_s < predicted < 1.15 * slowest_s
 
 
 def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "plan.png"
     arguments = ["plan", str(RECIPE), "--gpus", "2", "--train-s", "0.05", "--plot", str(plot)]
     assert main([*arguments, "rollout.groups_per_batch=2"]) == 0
-    assert "generator.count=1 learner.ranks=1" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    (best_line,) = [line.removeprefix("best: ") for line in output.splitlines() if line.startswith("best: ")]
+    planned = load_config(RECIPE, best_line.split())
+    assert (planned.generator.count, planned.learner.ranks) == (1, 1)
+    assert "assumed: answers of 24 tokens on average" in output
     assert plot.stat().st_size > 1000
+
+
+def test_a_real_recipe_is_not_planned_by_the_simulated_engines_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = ["plan", "math_8gpu", "--gpus", "3", "--plot", str(tmp_path / "plan.png"), "rollout.groups_per_batch=4"]
+    assert main(recipe) == 2
+    (refused,) = capsys.readouterr().err.splitlines()
+    for asked in ("--run", "--train-s", "--env-s", "generator.simulated.decode_base_s"):
+        assert asked in refused
+
+    times = ["generator.simulated.decode_base_s=0.02", "generator.simulated.decode_per_seq_s=0.0001"]
+    assert main([*recipe, "--train-s", "20", "--env-s", "0.01,0", *times]) == 0
+    assert "assumed: answers of 1024 tokens on average" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,6 @@ def test_it_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert parent.stderr is not None and b"warm start" in parent.stderr.readline()  # the child is at work
     (child,) = psutil.Process(parent.pid).children()
     parent.kill()
-    parent.wait(10)
-    gone, _ = psutil.wait_procs([child], timeout=10)
+    parent.wait(60)
+    gone, _ = psutil.wait_procs([child], timeout=240)
     assert gone

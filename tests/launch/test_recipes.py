@@ -10,9 +10,8 @@ from envs.registry import validate_options
 from launch import preflight
 from launch.cli import main
 from launch.plan import make_plan
-from launch.prepare import Prepared
+from launch.prepare import Prepared, validate
 from rl.core.config import Config, load_config
-from rl.learner.algorithm import make_algorithm
 
 RECIPES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 
@@ -21,9 +20,9 @@ RECIPES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a dry run checks in a child of its own, here: a child per recipe would import torch each time."""
 
-    def prepare(config: Config, *, resolve_model: bool) -> Prepared:
+    def prepare(config: Config, *, resolve_model: bool, forks: object) -> Prepared:
         assert not resolve_model, "a dry run fetches and makes no model"
-        make_algorithm(config)
+        validate(config)
         return Prepared(None, 0)
 
     monkeypatch.setattr(preflight, "prepare", prepare)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
+from rl.core.messages import Fatal, Message
 from rl.core.run import RunFile
 from tests.conftest import MakeRun
 
@@ -62,7 +62,7 @@ def test_success_ends_every_process(run: RunFile) -> None:
 
 
 def test_what_the_caller_had_started_goes_on(run: RunFile) -> None:
-    with subprocess.Popen(["sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE) as shell:
+    with subprocess.Popen(["sh", "-c", "sleep 600 & echo; wait"], stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None and shell.stdout.readline() == b"\n"  # the shell has a child
         mine = [psutil.Process(shell.pid), *psutil.Process(shell.pid).children()]
         code, _ = execute(run, broker="done", learner="done")
@@ -77,18 +77,67 @@ def test_what_the_caller_had_started_goes_on(run: RunFile) -> None:
 def test_exception_in_any_role_ends_the_run_with_the_first_cause(
     run: RunFile, role: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    begin = time.monotonic()
     code, summary = execute(run, **{role: "raise"})
     assert code == 1 and summary["error"] == f"{role}.0: ValueError: the first cause"
     assert "the first cause" in capsys.readouterr().out
-    assert time.monotonic() - begin < 10
 
 
-@pytest.mark.parametrize("role", ["generator", "env_server"])
-def test_a_killed_worker_is_replaced_and_its_peers_are_told(run: RunFile, role: str) -> None:
-    code, _ = execute(run, **{role: "die", "broker": "done1", "learner": "done1"})
+@pytest.mark.parametrize(
+    ("role", "end"),
+    [
+        *(("generator", "die"), ("env_server", "die"), ("generator", "exit"), ("generator", "raise later")),
+        *(("proxy", "exit"), ("proxy", "raise later"), ("env_server", "give up")),
+    ],
+)
+def test_whoever_ends_is_replaced_and_its_peers_are_told(run: RunFile, role: str, end: str) -> None:
+    code, _ = execute(run, **{role: end, "broker": "done1", "learner": "done1"})
     assert code == 0
     assert (run.folder / "logs" / f"{role}.0.1.log").exists()
+
+
+def test_an_exception_is_shown_when_it_comes(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = execute(run, proxy="raise later", broker="done1", learner="done1")
+    shown = capsys.readouterr().out
+    assert code == 0 and "proxy.0 ValueError: the first cause; starting it again (1 of 3)" in shown
+    assert "Traceback" in shown and 'raise ValueError("the first cause")' in shown
+
+
+def test_what_would_come_again_ends_the_run_in_one_line(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
+    code, summary = execute(run, proxy="give up")
+    assert code == 1 and summary["error"] == "proxy.0: CheckpointError: step-8/state was damaged"
+    assert "Traceback" not in capsys.readouterr().out
+
+
+class Late(Supervisor):
+    """It reads of an exception in its second wait after the kernel has told of the process's end."""
+
+    def __init__(self, run: RunFile, plan: list[ProcessSpec]) -> None:
+        self.held: list[tuple[Message, bytes]] = []
+        self.waits = 0
+        super().__init__(run, plan)
+
+    def _handle(self, message: Message, peer: bytes) -> None:
+        if isinstance(message, Fatal):
+            self.held.append((message, peer))
+        else:
+            super()._handle(message, peer)
+
+    def _drain(self, patience_s: float = 0.0) -> None:
+        super()._drain(patience_s)
+        ended = any(child.popen.poll() is not None for child in self._children.values())
+        self.waits += ended and patience_s > 0
+        while self.held and self.waits >= 2:
+            super()._handle(*self.held.pop())
+
+
+@pytest.mark.parametrize(("end", "code"), [("give up", 1), ("raise later", 0)])
+def test_an_exception_is_heard_after_the_end_of_its_process(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str, code: int
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Supervisor", Late)
+    ended, _ = execute(run, proxy=end, broker="done1", learner="done1")
+    assert ended == code
+    assert ("state was damaged" if code else "proxy.0 ValueError: the first cause; starting") in capsys.readouterr().out
 
 
 def test_who_registers_late_hears_of_earlier_deaths(run: RunFile) -> None:
@@ -103,49 +152,82 @@ def test_restarts_are_limited(run: RunFile) -> None:
     )
 
 
-@pytest.mark.parametrize("role", ["broker", "proxy", "learner"])
-def test_death_of_a_single_role_ends_the_run(run: RunFile, role: str) -> None:
-    code, summary = execute(run, **{role: "die"})
-    assert code == 1 and f"{role}.0 ended: killed by SIGKILL" in str(summary["error"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_and_the_exceptions_that_follow_are_one_death(run: RunFile, killed: int) -> None:
+    """Whoever is heard of first: all ranks start again, together and once."""
+    run.config.learner.max_restarts = 1
+    ranks = [FakeSpec("learner", rank, "", environment={"FAKE_LEARNER": "raise beside"}) for rank in (0, 1)]
+    ranks[killed] = FakeSpec("learner", killed, "", environment={"FAKE_LEARNER": "die in step"})
+    broker = FakeSpec("broker", 0, "", environment={"FAKE_BROKER": "done2"})
+    assert Supervisor(run, [broker, *ranks]).execute() == 0
+    logs = sorted(path.name for path in (run.folder / "logs").glob("learner.*"))
+    assert logs == ["learner.0.0.log", "learner.0.1.log", "learner.1.0.log", "learner.1.1.log"]
 
 
 def test_a_hung_worker_is_killed_and_replaced(run: RunFile) -> None:
-    run.config.timeouts.hang_s = 1
+    run.config.timeouts.hang_s = 5  # and no other is that late
     code, _ = execute(run, generator="hang", broker="done1", learner="done1")
     assert code == 0
 
 
 def test_a_deaf_process_and_detached_grandchildren_are_killed(run: RunFile) -> None:
-    begin = time.monotonic()
     code, _ = execute(run, broker="done", learner="done", generator="deaf", env_server="children")
-    assert code == 0 and time.monotonic() - begin < 10
+    assert code == 0
 
 
-def test_ctrl_c_ends_everything_within_ten_seconds(run: RunFile) -> None:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
-    code, _ = execute(run)
-    assert code == 130 and time.monotonic() - begin < 10
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_hanging_up_end_everything(run: RunFile, stop: signal.Signals) -> None:
+    """The signal comes from a child, when the supervisor waits for its children."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may run under nohup, where it is ignored
+    try:
+        code, _ = execute(run, learner=f"signal {int(stop)}")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == 130
+
+
+SUPERVISE = (
+    "import sys; from rl.core.run import RunFile;"
+    "from tests.launch.test_supervisor import FakeSpec; from launch.supervisor import Supervisor;"
+    "sys.exit(Supervisor(RunFile.load(sys.argv[1]), [FakeSpec(r, 0, '') for r in ('broker', 'generator')]).execute())"
+)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.folder / "metrics.jsonl").symlink_to("/dev/full")
+    code, summary = execute(run, learner="step")
+    assert code == 1 and "No space left on device" in str(summary["error"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("fresco: the supervisor cannot write: [Errno 28]")
+
+
+def test_a_closed_pipe_is_one_line_and_leaves_nothing(run: RunFile) -> None:
+    """`fresco run | head`: the next line that is shown finds nobody who reads it."""
+    command = [sys.executable, "-c", SUPERVISE, str(run.folder)]
+    environment = os.environ | {"FAKE_GENERATOR": "die"}
+    supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert supervisor.stdout is not None
+    supervisor.stdout.close()
+    supervisor.stdout = None
+    _, errors = supervisor.communicate(timeout=240)
+    assert supervisor.returncode == 1 and errors == "fresco: standard output was closed\n"
+    assert json.loads((run.folder / "summary.json").read_text())["error"] == "standard output was closed"
+    assert not run.socket_folder.exists()
 
 
 def test_children_die_with_a_killed_supervisor(run: RunFile) -> None:
-    code = (
-        "import sys; from pathlib import Path; from rl.core.run import RunFile;"
-        "from tests.launch.test_supervisor import FakeSpec; from launch.supervisor import Supervisor;"
-        "Supervisor(RunFile.load(sys.argv[1]), [FakeSpec(r, 0, '') for r in ('broker', 'generator')]).execute()"
-    )
-    supervisor = subprocess.Popen([sys.executable, "-c", code, str(run.folder)], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", SUPERVISE, str(run.folder)]
+    environment = os.environ | {"FAKE_BROKER": "tell", "FAKE_GENERATOR": "tell"}
+    supervisor = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
     try:
-        children: list[psutil.Process] = []
-        deadline = time.monotonic() + 20
-        while len(children) < 2 and time.monotonic() < deadline:
-            children = psutil.Process(supervisor.pid).children()
+        deadline = time.monotonic() + 120
+        while len(list(run.folder.glob("up.*"))) < 2:  # both have asked the kernel to die with their parent
+            assert time.monotonic() < deadline and supervisor.poll() is None, "the children did not start"
             time.sleep(0.05)
-        time.sleep(1.0)  # until both have asked the kernel to die with their parent
+        children = psutil.Process(supervisor.pid).children()
     finally:
         supervisor.kill()
         supervisor.wait()
 
-    _gone, alive = psutil.wait_procs(children, timeout=5)
+    _gone, alive = psutil.wait_procs(children, timeout=60)
     assert len(children) == 2 and not alive

@@ -1,24 +1,29 @@
-"""Tracking: what was logged can be read back, in metrics.jsonl and in wandb's own offline file."""
+"""Tracking: what was logged can be read back, in metrics.jsonl and in wandb's offline file. No run ends by it."""
 
 from __future__ import annotations
 
 import json
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl.core.config import TrackingConfig
-from rl.core.tracking import Tracker, wandb_mode
+from launch.dashboard import WandbThread, continued_id, open_dashboard, wandb_mode
+from rl.core.charts import charts
+from rl.core.run import RunFile
+from rl.core.tracking import NoDashboard, Tracker
+from tests.conftest import MakeRun
+from tests.test_end_to_end_simulated import finish, metrics_rows, start
 
 
-def history_rows(data: bytes) -> list[dict[str, object]]:
-    """History records of a .wandb file: 7-byte header, LevelDB-style 32 KiB blocks, protobuf records."""
+def records(data: bytes) -> list[Any]:
+    """Records of a .wandb file: 7-byte header, LevelDB-style 32 KiB blocks, protobuf."""
     from wandb.proto import wandb_internal_pb2
 
     protocol: Any = wandb_internal_pb2  # its names are made when it is imported
-    rows = []
+    found = []
     position = 7
     partial = b""
 
@@ -35,30 +40,135 @@ def history_rows(data: bytes) -> list[dict[str, object]]:
             record = protocol.Record()
             record.ParseFromString(partial)
             partial = b""
-            if record.HasField("history"):
-                items = record.history.item
-                rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+            found.append(record)
+    return found
+
+
+def written(run: Path) -> list[Any]:
+    (path,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    return records(path.read_bytes())
+
+
+def history_rows(run: Path) -> list[dict[str, Any]]:
+    rows = []
+    for record in written(run):
+        if record.HasField("history"):
+            items = record.history.item
+            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
     return rows
 
 
+def offline(make_run: MakeRun) -> RunFile:
+    return make_run("tracking.wandb=offline", "name=drawn")
+
+
 def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
-    tracker = Tracker(TrackingConfig(wandb="disabled"), tmp_path, "run", {})
+    tracker = Tracker(tmp_path, NoDashboard())
     tracker.log(3, {"train/loss": 0.5, "x": float("nan")}, {"staleness": [0.0, 1.0]})
-    assert tracker.close(30)
+    assert tracker.close(240)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["step"] == 3 and row["train/loss"] == 0.5 and row["x"] is None and row["staleness"] == [0.0, 1.0]
 
 
-def test_wandb_keeps_rows_whose_step_goes_backwards(tmp_path: Path) -> None:
+def test_wandb_keeps_rows_whose_step_goes_backwards(make_run: MakeRun) -> None:
     """With wandb's implicit step such rows vanish silently; ours carry their step as a metric."""
-    tracker = Tracker(TrackingConfig(wandb="offline"), tmp_path, "run", {"a": 1})
-    tracker.log(5, {"train/loss": 0.5}, {"staleness": [0.0, 1.0, 1.0]})
-    tracker.log(4, {"eval/accuracy": 0.25})
-    assert tracker.close(30)
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    rows = history_rows(path.read_bytes())
+    run = offline(make_run)
+    tracker = Tracker(run.folder, open_dashboard(run))
+    tracker.log(5, {"train/loss": 0.5, "generator.0/tokens": 3.0}, {"histogram/length": [0.0, 1.0, 1.0]})
+    tracker.log(4, {"loss/entropy": 0.25})
+    tracker.alert("judge-never", "no answer succeeds")
+    assert tracker.close(240) and tracker.dashboard.describe() == {"dropped": 0, "failed": 0, "error": ""}
+
+    rows = history_rows(run.folder)
     assert [row["step"] for row in rows] == [5, 4]
-    assert rows[0]["train/loss"] == 0.5 and rows[1]["eval/accuracy"] == 0.25
+    assert rows[0]["train/loss"] == 0.5 and rows[1]["loss/entropy"] == 0.25
+    assert "histogram/length" in rows[0] and "generator.0/tokens" not in rows[0]
+    (alert,) = [record.alert for record in written(run.folder) if record.HasField("alert")]
+    assert (alert.title, alert.text) == ("judge-never", "no answer succeeds")
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run(make_run: MakeRun) -> None:
+    first = offline(make_run)
+    open_dashboard(first).close(None)
+    (id_,) = {record.run.run_id for record in written(first.folder) if record.HasField("run")}
+
+    checkpoint = first.folder / "checkpoints" / "step-3"
+    checkpoint.mkdir(parents=True)
+    resumed = make_run("tracking.wandb=offline", f"resume={checkpoint}")
+    open_dashboard(resumed).close(None)
+    assert {record.run.run_id for record in written(resumed.folder) if record.HasField("run")} == {id_}
+    assert continued_id(None) != id_, "another run is another one"
+
+
+def test_a_run_is_drawn_with_its_conversations(tmp_path: Path) -> None:
+    """The real system: names in groups, few of them, and a table of what was said at each evaluation."""
+    summary = finish(start(tmp_path, "tracking.wandb=offline", "tracking.samples=1", "steps=8"), tmp_path)
+    assert summary["dashboard"] == {"dropped": 0, "failed": 0, "error": ""}
+    run = tmp_path / "simulated"
+    rows = history_rows(run)
+
+    names = {name for row in rows for name in row if not name.startswith("_")} - {"step"}
+    assert all("/" in name for name in names) and len(names) < 50
+    assert {"speed/tokens_per_second", "eval/env/turns", "histogram/reward", "rollout/reward"} <= names
+    assert {name.partition("/")[0] for name in names}.isdisjoint({"generator.0", "wait", "queue"})
+    assert any("eval/env/turns" in row for row in metrics_rows(tmp_path))
+
+    artifacts = [
+        record.request.log_artifact.artifact for record in written(run) if record.request.HasField("log_artifact")
+    ]
+    artifacts += [record.artifact for record in written(run) if record.HasField("artifact")]
+    assert "report" in [artifact.type for artifact in artifacts]
+    assert (run / "report.html").stat().st_size > 10_000
+
+    tables = list(run.glob("wandb/offline-run-*/files/media/table/samples/*.json"))
+    (_, last) = sorted((json.loads(path.read_text()) for path in tables), key=lambda table: len(table["data"]))
+    assert {row[0] for row in last["data"]} == {"train", "eval"} and len(last["data"]) == 16
+    assert all(row[last["columns"].index("conversation")] for row in last["data"])
+
+
+def test_process_counters_are_not_drawn() -> None:
+    row = {"wait/learner.0/broker": 1.0, "proxy.0/live.1": 2.0, "queue/running": 1.0, "train/loss": 0.5}
+    row |= {"staleness/3": 0.5, "staleness/mean": 1.0, "stale_1/ess": 1.0, "stale_1/ratio_p01": 1.0}
+    assert charts(row) == {"train/loss": 0.5, "staleness/mean": 1.0, "stale_1/ess": 1.0}
+
+
+def test_a_dashboard_that_hangs_drops_and_counts(tmp_path: Path) -> None:
+    never = threading.Event()
+
+    def hang() -> None:
+        never.wait()
+        raise TimeoutError
+
+    dashboard = WandbThread(hang, tmp_path, most_waiting=10)
+    tracker = Tracker(tmp_path, dashboard)
+    for step in range(100):
+        tracker.log(step, {"train/loss": 0.5})
+
+    assert not tracker.close(0.2)
+    assert dashboard.describe() == {"dropped": 90, "failed": 0, "error": ""}
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100
+    never.set()
+
+
+class Refusing:
+    def log(self, row: dict[str, Any]) -> None:
+        raise ConnectionError("away")
+
+
+def test_a_dashboard_that_fails_fails_no_run(tmp_path: Path) -> None:
+    def away() -> None:
+        raise OSError("no network")
+
+    for open_run, expected in (
+        (away, {"dropped": 1, "failed": 0, "error": "OSError: no network"}),
+        (Refusing, {"dropped": 0, "failed": 1, "error": "ConnectionError: away"}),
+    ):
+        dashboard = WandbThread(open_run, tmp_path)
+        dashboard.log(1, {"train/loss": 0.5}, {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("launch.dashboard._finish", lambda run: None)
+            dashboard.close(None)
+        assert dashboard.describe() == expected
 
 
 @pytest.mark.parametrize(

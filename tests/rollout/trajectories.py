@@ -12,14 +12,18 @@ from rl.core.columns import token_columns
 from rl.core.messages import Ticket, TokenSequence, Trajectory, Turn
 
 
-def make_trajectory(ticket: Ticket, seq: int, reward: float, tokens: int = 4, incarnation: int = 0) -> Trajectory:
-    """Two tokens of prompt, then one turn of `tokens` tokens by the ticket's version."""
+def make_trajectory(
+    ticket: Ticket, seq: int, reward: float, tokens: int = 4, incarnation: int = 0, versions: Sequence[int] = ()
+) -> Trajectory:
+    """Two tokens of prompt, then one turn: `tokens` tokens by the ticket's version, or one by each of `versions`."""
+    versions = versions or [ticket.version.n] * tokens
+    tokens = len(versions)
     length = tokens + 2
     columns = token_columns(
         np.full(length, ticket.sample_id + 10),
         [0, 0] + [1] * tokens,
         logp_behavior=-1.0,
-        policy_version=ticket.version.n,
+        policy_version=[-1, -1, *versions],
     )
 
     return Trajectory(
@@ -34,6 +38,7 @@ def make_trajectory(ticket: Ticket, seq: int, reward: float, tokens: int = 4, in
         epoch=ticket.version.epoch,
         sequences=[TokenSequence(columns=columns, turns=[Turn(2, length, reward, 0.1, 0.0, "stop", 0)])],
         reward=reward,
+        success=reward > 0,
         stop_reason="done",
         tokens_generated=tokens,
         seconds=0.1,
@@ -44,7 +49,7 @@ def make_trajectory(ticket: Ticket, seq: int, reward: float, tokens: int = 4, in
 def with_sequence(trajectory: Trajectory, turns: list[Turn] | None = None, **columns: np.ndarray) -> Trajectory:
     """The same, with other turns or columns in its sequence."""
     sequence = trajectory.sequence
-    changed = replace(sequence, turns=turns or sequence.turns, columns=sequence.columns | columns)
+    changed = replace(sequence, turns=sequence.turns if turns is None else turns, columns=sequence.columns | columns)
     return replace(trajectory, sequences=[changed])
 
 

@@ -1,9 +1,10 @@
 """Applies a submitted diff in a fresh sandbox, then puts back what an agent has no say in (`python -s apply_diff.py`).
 
 A JSON job on stdin: {"base": commit, "diff": text, "test_patch": text, "import_roots": [folders], "machinery": [paths
-and folders that end with a slash]}; JSON on stdout: {"applied": bool, "restored": [paths], "error": text}. Nothing
-hostile has run in this sandbox yet, so git and the repository can be trusted here; whatever the diff's text does to a
-parser, what counts is the tree that git made of it.
+and folders that end with a slash], "fixed": [paths that the true fix changes]}; JSON on stdout: {"applied": bool,
+"restored": [paths], "kept": [Python files that a diff cannot change], "error": text}. Nothing hostile has run in this
+sandbox yet, so git and the repository can be trusted here; whatever the diff's text does to a parser, what counts is
+the tree that git made of it.
 """
 
 import json
@@ -11,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 GIT = ["git", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=false", "-c", "core.fsmonitor=false"]
 LINKS = ("120000", "160000")
@@ -22,6 +23,7 @@ _CONFIGURATION = """
 _COMPILED = (".pyc", ".pyo", ".so", ".pth", ".egg-link")
 _MACHINERY = {"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "hypothesis", "attr", "attrs"}
 _STDLIB = os.path.dirname(os.__file__)
+_TEST_WORDS = {"test", "tests", "testing", "testdata"}
 _TEST_NAME = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$")
 
 
@@ -29,6 +31,17 @@ def is_test_file(path: str) -> bool:
     """By the usual names: below a `test` or `tests` folder, `test_*.py`, `*_test.py`."""
     *folders, name = path.split("/")
     return any(folder.lower() in ("test", "tests") for folder in folders) or bool(_TEST_NAME.match(name))
+
+
+def is_test_material(path: str, fixed: "Sequence[str]") -> bool:
+    """Below a folder with a word for tests in its name (`test-data`, `_testing`), unless the true fix changes something
+    in there as well."""
+    folders = path.split("/")[:-1]
+    for place, folder in enumerate(folders, 1):
+        if _TEST_WORDS & set(re.split("[-_.]", folder.lower())):
+            above = "/".join(folders[:place]) + "/"
+            return not any(each.startswith(above) for each in fixed)
+    return False
 
 
 def standard_modules() -> "set[str] | frozenset[str]":
@@ -40,11 +53,21 @@ def standard_modules() -> "set[str] | frozenset[str]":
     return names
 
 
-def is_protected(path: str, import_roots: "Sequence[str]" = ("",), machinery: "Sequence[str]" = ()) -> bool:
+_STANDARD_MODULES = standard_modules()
+
+
+def is_protected(
+    path: str,
+    import_roots: "Sequence[str]" = ("",),
+    machinery: "Sequence[str]" = (),
+    fixed: "Sequence[str]" = (),
+) -> bool:
     """Whether a change to this path must not reach the tests: tests, their configuration, what shadows their tools."""
     parts = path.split("/")
     name = parts[-1]
-    if is_test_file(path) or name in _CONFIGURATION or name.endswith(_COMPILED) or "__pycache__" in parts:
+    if is_test_file(path) or is_test_material(path, fixed):
+        return True
+    if name in _CONFIGURATION or name.endswith(_COMPILED) or "__pycache__" in parts:
         return True
     if ".git" in parts or any(part.endswith((".egg-info", ".dist-info")) for part in parts):
         return True
@@ -54,26 +77,36 @@ def is_protected(path: str, import_roots: "Sequence[str]" = ("",), machinery: "S
     for root in import_roots:
         below = parts[len(root.split("/")) :] if root and path.startswith(root + "/") else parts
         module = below[0][: -len(".py")] if below[0].endswith(".py") else below[0]
-        if module in _MACHINERY or module in standard_modules():
+        if module in _MACHINERY or module in _STANDARD_MODULES:
             return True
     return False
 
 
 def main() -> None:
     job = json.loads(sys.stdin.read())
-    answer = {"applied": True, "restored": [], "error": ""}
+    answer = {"applied": True, "restored": [], "kept": [], "error": ""}
+
+    def protected(path: str) -> bool:
+        return is_protected(path, job["import_roots"], job["machinery"], job["fixed"])
+
     try:
         if job["diff"].strip():
             git("apply", "--whitespace=nowarn", given=job["diff"])
-            answer["restored"] = restore(job["base"], job["import_roots"], job["machinery"])
+            answer["restored"] = restore(job["base"], protected)
         if job["test_patch"].strip():
             git("apply", "--whitespace=nowarn", given=job["test_patch"])
+        answer["kept"] = [path for path in files() if path.endswith(".py") and protected(path)]
     except subprocess.CalledProcessError as error:
         answer.update(applied=False, error=error.stderr.decode(errors="replace")[-2000:])
     print(json.dumps(answer))
 
 
-def restore(base: str, import_roots: "Sequence[str]", machinery: "Sequence[str]") -> "list[str]":
+def files() -> "list[str]":
+    """All there are, ignored ones too."""
+    return git("ls-files", "-z", "--cached", "--others").decode(errors="surrogateescape").split("\0")[:-1]
+
+
+def restore(base: str, protected: "Callable[[str], bool]") -> "list[str]":
     """Undo every change to a protected path, and every new link."""
     git("add", "--all", "--force")
     raw = git("diff", "--cached", "--raw", "-z", "--no-renames", "--no-abbrev", base).decode(errors="surrogateescape")
@@ -81,7 +114,7 @@ def restore(base: str, import_roots: "Sequence[str]", machinery: "Sequence[str]"
     changed = [
         (head.split()[1], head.split()[4], path)
         for head, path in zip(fields[::2], fields[1::2])  # noqa: B905
-        if head.split()[1] in LINKS or is_protected(path, import_roots, machinery)
+        if head.split()[1] in LINKS or protected(path)
     ]
 
     added = [path for _, status, path in changed if status == "A"]

@@ -12,4 +12,4 @@ class BatchBarrier(SchedulingPolicy):
 
     def may_admit(self) -> bool:
         """As one round, once their tickets can go out."""
-        return self.may_assemble() and self.groups.n >= self.groups.floor
+        return self.may_assemble() and self.groups.n >= self.groups.oldest_useful

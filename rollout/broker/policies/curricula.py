@@ -7,40 +7,90 @@ Its snapshot goes into the broker's journal with every checkpoint.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from math import exp, lgamma
 from typing import Any
 
 from rollout.broker.actions import GroupRecord
 from rollout.broker.tasks import ShuffledTasks
 
-_OWN_ENDS = frozenset({"trained", "filtered"})  # whole groups: others ended early, which says nothing fair of a task
+_OWN_ENDS = frozenset({"trained", "filtered", "settled"})  # by their own rewards; other ends say nothing fair of a task
+_RECENT = 1 / 32  # weight of the newest group in what is known of all
+
+
+def mixed_chance(won: float, lost: float, size: int) -> float:
+    """The chance that a group of `size` episodes is neither all won nor all lost, success being Beta(won, lost).
+
+    Beta-binomial: P(all won) = B(won + size, lost) / B(won, lost), and likewise for all lost.
+    """
+    whole = _log_beta(won, lost)
+    return 1.0 - exp(_log_beta(won + size, lost) - whole) - exp(_log_beta(won, lost + size) - whole)
 
 
 class SuccessWeighted:
-    """The shuffled order, in which a task is skipped with a probability that grows as its success nears 0 or 1.
+    """New tasks in the shuffled order, and between them tasks that were tried before and will likely teach something.
 
-    A task tried before is taken with probability max(floor, 4 p (1 - p)), p the moving average of its success with
-    weight `decay` on what was known; a new one always. The draws are a function of run seed and position, so a
-    resumed run goes on as the uninterrupted one. At most one whole pass is skipped at once.
+    A group teaches where some of its episodes win and some lose. The chance of that is `mixed_chance` under the
+    task's posterior: Beta(strength * m, strength * (1 - m)) before its first group, m the recent success of all tasks,
+    plus what its own groups won and lost, each counted `decay` times less with every later one: the policy changes.
+
+    While less than `target` of the recent groups were mixed, the task that was tried longest ago, at least `rest`
+    draws before, comes again if its chance is above that of a new task. Else the shuffled order goes on. In a later
+    pass over the data a known task is taken with its chance, and never less often than with `floor`. The draws are a
+    function of run seed and position, so a resumed run goes on as the uninterrupted one.
     """
 
-    def __init__(self, run_seed: int, tasks: int, floor: float = 0.1, decay: float = 0.5) -> None:
-        if not (0 < floor <= 1 and 0 <= decay < 1):
-            raise ValueError(f"floor={floor} must lie in (0, 1], decay={decay} in [0, 1)")
+    def __init__(
+        self,
+        run_seed: int,
+        tasks: int,
+        group_size: int,
+        floor: float = 0.1,
+        decay: float = 0.7,
+        strength: float = 1.0,
+        target: float = 0.85,
+        rest: int = 32,
+    ) -> None:
+        limits = [
+            (0 < floor <= 1, f"floor={floor} must lie in (0, 1]"),
+            (0 <= decay < 1, f"decay={decay} must lie in [0, 1)"),
+            (strength > 0, f"strength={strength} must be above 0"),
+            (0 <= target <= 1, f"target={target} must lie in [0, 1]"),
+            (rest >= 1, f"rest={rest} must be at least 1"),
+        ]
+        if wrong := [text for holds, text in limits if not holds]:
+            raise ValueError(wrong[0])
+
         self._order = ShuffledTasks(run_seed, tasks)
+        self.group_size = max(2, group_size)
         self.floor = floor
         self.decay = decay
-        self.success: dict[int, float] = {}
-        self.skipped = 0
+        self.strength = strength
+        self.target = target
+        self.rest = rest
 
-    def weight(self, task_index: int) -> float:
-        p = self.success.get(task_index)
-        return 1.0 if p is None else max(self.floor, 4 * p * (1 - p))
+        self.known: dict[int, tuple[float, float]] = {}  # task: episodes won and lost, discounted
+        self.success = 0.5  # of all tasks, recently
+        self.mixed = 0.0  # share of recent groups
+        self.drawn = 0
+        self.skipped = 0
+        self._resting: deque[tuple[int, int]] = deque()  # (draw from which on it may come again, task), in that order
+
+    def chance(self, task_index: int) -> float:
+        """That the next group of this task is mixed."""
+        won, lost = self.known.get(task_index, (0.0, 0.0))
+        prior = self.strength * min(max(self.success, 0.05), 0.95)
+        return mixed_chance(prior + won, self.strength - prior + lost, self.group_size)
 
     def next(self) -> int:
+        self.drawn += 1
+        if self.mixed < self.target and (again := self._rested()) is not None:
+            return again
+
         for _ in range(self._order.tasks):
             position = self._order.cursor
             task_index = self._order.next()
-            if self._draw(position) < self.weight(task_index):
+            if task_index not in self.known or self._draw(position) < max(self.floor, self.chance(task_index)):
                 return task_index
             self.skipped += 1
         return self._order.next()
@@ -48,24 +98,50 @@ class SuccessWeighted:
     def ended(self, record: GroupRecord) -> None:
         if record.end not in _OWN_ENDS or record.success is None:
             return
-        known = self.success.get(record.task_index, record.success)
-        self.success[record.task_index] = self.decay * known + (1 - self.decay) * record.success
+        self.success += _RECENT * (record.success - self.success)
+        self.mixed += _RECENT * ((len(set(record.rewards)) > 1) - self.mixed)
+
+        won, lost = self.known.get(record.task_index, (0.0, 0.0))
+        episodes = len(record.rewards)
+        self.known[record.task_index] = (
+            self.decay * won + episodes * record.success,
+            self.decay * lost + episodes * (1 - record.success),
+        )
+        self._resting.append((self.drawn + self.rest, record.task_index))
 
     def snapshot(self) -> dict[str, Any]:
         return {
             "cursor": self._order.snapshot(),
-            "success": [[task, p] for task, p in self.success.items()],
+            "known": [[task, *counts] for task, counts in self.known.items()],
+            "resting": [list(each) for each in self._resting],
+            "recent": [self.success, self.mixed],
+            "drawn": self.drawn,
             "skipped": self.skipped,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Raises ValueError for the state of another curriculum."""
-        if not isinstance(state, dict) or "success" not in state:
+        if not isinstance(state, dict) or "known" not in state:
             raise ValueError("the checkpoint was written with another rollout.curriculum than success")
         self._order.restore(state["cursor"])
-        self.success = {int(task): float(p) for task, p in state["success"]}
+        self.known = {int(task): (float(won), float(lost)) for task, won, lost in state["known"]}
+        self._resting = deque((int(due), int(task)) for due, task in state["resting"])
+        self.success, self.mixed = state["recent"]
+        self.drawn = state["drawn"]
         self.skipped = state["skipped"]
+
+    def _rested(self) -> int | None:
+        """The task whose last group ended longest ago, of those worth another one; the others leave the line."""
+        while self._resting and self._resting[0][0] <= self.drawn:
+            _, task_index = self._resting.popleft()
+            if self.chance(task_index) > self.chance(-1):  # -1: a task that nothing is known of
+                return task_index
+        return None
 
     def _draw(self, position: int) -> float:
         digest = hashlib.blake2b(b"curriculum/%d/%d" % (self._order.run_seed, position), digest_size=8).digest()
         return int.from_bytes(digest, "little") / 2.0**64
+
+
+def _log_beta(a: float, b: float) -> float:
+    return lgamma(a) + lgamma(b) - lgamma(a + b)

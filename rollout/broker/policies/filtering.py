@@ -1,6 +1,9 @@
 """Dynamic filtering: groups whose rewards are all equal have no advantage to learn from, and are replaced.
 
-At most `max_filtered_per_step` a step; the next ones are kept, so a batch always has B whole groups.
+With `first_episodes` a group is looked at twice: when its first episodes have ended, and whole. Both look at rewards
+alone, never at who was first or how long an episode was. docs/freshness.md says why that turns no task's gradient.
+
+At most `max_filtered_per_step` a step; the next ones go on, so a batch always has B whole groups.
 """
 
 from __future__ import annotations
@@ -11,16 +14,23 @@ from rollout.broker.records import Group, State
 
 class ConstantGroups(SchedulingPolicy):
     filtered = 0  # in the current step
+    settled = 0
 
     def completed(self, now: float, group: Group) -> Proposals:
         rewards = {member.outcome.reward for member in group.accepted() if member.outcome is not None}
-        if len(rewards) == 1 and self.filtered < self.rules.max_filtered_per_step:
+        if len(rewards) > 1 or self.filtered + self.settled >= self.rules.max_filtered_per_step:
+            return
+
+        if group.done == self.groups.size:
             self.filtered += 1
-            yield EndGroup(group, State.FILTERED, put_back=False)
+            yield EndGroup(group, State.FILTERED)
+        else:
+            self.settled += 1
+            yield EndGroup(group, State.SETTLED)
 
     def assembled(self, now: float) -> Proposals:
-        self.filtered = 0
+        self.filtered = self.settled = 0
         return ()
 
     def counts(self) -> dict[str, int]:
-        return {"filtered_groups": self.filtered}
+        return {"filtered_groups": self.filtered, "settled_groups": self.settled}

@@ -53,10 +53,10 @@ class Hedging(SchedulingPolicy):
         while self._slow:
             slow = self._slow[0]
             if wants_copy(slow):
-                if self.tickets.spares < max(1.0, share):
+                if self.ledger.spares < max(1.0, share):
                     yield StartCopy(slow)
                 if wants_copy(slow):
-                    return  # no further one is allowed, or there is no credit for it
+                    return  # no further one is allowed, or there is no seat for it
             self._slow.popleft()
 
     def next_deadline(self) -> float | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from rollout.broker.tasks import Assignment
+from rollout.broker.tasks import DrawnTask
 
 
 class Oldest:
-    """F4's own order: by (v, issue number). Every group comes to its turn, so nothing fresh enough is wasted."""
+    """F4's own order, by v. Every group comes to its turn, so nothing fresh enough is wasted."""
 
-    def issue(self, assignment: Assignment) -> float:
+    def issue(self, task: DrawnTask) -> float:
         return 0.0
 
-    def consume(self, version: int, assignment: Assignment) -> float:
+    def consume(self, version: int, task: DrawnTask) -> float:
         return version
 
 
@@ -19,5 +19,5 @@ class Freshest(Oldest):
     """Lowest staleness: the newest finished groups first. What it leaves behind expires: more waste and more bias
     against slow tasks than `oldest`, which a low `hold_patience` bounds for groups that are unfinished."""
 
-    def consume(self, version: int, assignment: Assignment) -> float:
+    def consume(self, version: int, task: DrawnTask) -> float:
         return -version

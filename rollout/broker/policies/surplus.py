@@ -15,7 +15,7 @@ class CancelSurplus(SchedulingPolicy):
         groups = self.groups
         excess = len(groups.open) - (groups.limit - self.rules.redundant_groups)
         chosen = list(islice(self._unneeded(), max(0, excess)))
-        return [EndGroup(group, State.REDUNDANT, put_back=True) for group in chosen]
+        return [EndGroup(group, State.REDUNDANT) for group in chosen]
 
     def _unneeded(self) -> Iterator[Group]:
         """Unfinished groups that no batch would wait for: those with a version, oldest first, then those without.
@@ -25,11 +25,12 @@ class CancelSurplus(SchedulingPolicy):
         no later batch, so whatever runs of it ends like the rest.
         """
         groups = self.groups
-        yield from groups.unfinished()
-        if self.groups.n >= groups.floor:
+        protected = groups.ages.is_protected
+        yield from groups.ages.unfinished()
+        if self.groups.n >= groups.oldest_useful:
             return
 
         for group in groups.open.values():
-            unstarted = group.phase is Phase.OPEN and group.version is None and not groups.is_protected(group)
+            unstarted = group.phase is Phase.UNFINISHED and group.version is None and not protected(group)
             if unstarted and any(member.state is State.RUNNING for member in group.members):
                 yield group

@@ -58,8 +58,17 @@ class Engine(Protocol):
         """Load the model; the first version arrives through `load` before any request runs."""
         ...
 
+    async def watch(self) -> None:
+        """Runs beside everything else, once started: raises as soon as the engine has died, and says of what.
+
+        Calls that are pending then may never return; whoever made them cancels them.
+        """
+        ...
+
     async def generate(self, request: Generate, progress: Callable[[Sampled], None]) -> Sampled:
         """Run one request to its end. `progress` is called with the growing result, first at the first token.
+
+        Not at the end: another engine may have to go on from what was told, and behind an end nothing goes on.
 
         Returns early with finish_reason "abort" after `abort(request_id)`; raises on engine failure.
         """
@@ -67,8 +76,14 @@ class Engine(Protocol):
 
     async def abort(self, request_id: int) -> None: ...
 
+    def loaded(self) -> int:
+        """How far loads have come, in bytes read, checked and loaded: grows as long as one advances."""
+        ...
+
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         """Load the published weights of `version` under the configured `on_update`, and probe them.
+
+        Takes as long as it takes: whoever calls it watches `loaded`, and cancels a load that stands still.
 
         Answers what the learner is told: the version loaded, its checksum and probe, and the seconds it took.
         """

@@ -7,6 +7,18 @@ from __future__ import annotations
 
 from rl.core.config import Config
 
+_VLLM_IMPORTS = (
+    "rollout.generator.engines.vllm",
+    "rollout.generator.engines.vllm_worker",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+def engine_imports(config: Config, device: str) -> tuple[str, ...]:
+    """What a generator process on `device` and its engine take seconds to import."""
+    return _VLLM_IMPORTS if config.generator.engine == "vllm" and device == "cpu" else ()
+
 
 def engine_environment(config: Config, device: str) -> dict[str, str]:
     """Variables for one generator process on `device` (`cpu` or `cuda`)."""

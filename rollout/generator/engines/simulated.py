@@ -53,6 +53,8 @@ class SimulatedEngine:
         self._config = config.generator
         self._deadline_s = config.weights.deadline_s
         self._reader = reader
+        self._opened = False  # at the first load: engine and learner start side by side
+        self._loaded = 0
         self._timing = Timing(config.generator.simulated)
         self._logp = -math.log(config.generator.simulated.vocab_size)
         self._model = BatchModel(self._timing, config.generator.max_num_seqs, time.monotonic())
@@ -71,12 +73,14 @@ class SimulatedEngine:
         if self._reader is None:
             name = f"generator-{self._context.index}-0"
             self._reader = make_reader(self._context.run, name, self._context.incarnation)
-        await asyncio.to_thread(self._reader.open, self._deadline_s)
         self._loop_task = asyncio.create_task(self._decode_loop(), name="simulated decoding")
-        self._loop_task.add_done_callback(self._loop_ended)
         # Every sequence has room for a whole context: KV memory never binds.
         sequences = self._config.max_num_seqs
         return EngineInfo(sequences * self._config.max_model_len, sequences, self._config.max_model_len)
+
+    async def watch(self) -> None:
+        assert self._loop_task is not None
+        await asyncio.shield(self._loop_task)
 
     async def stop(self) -> None:
         if self._loop_task is not None:
@@ -112,6 +116,9 @@ class SimulatedEngine:
             self._model.remove(job.key)
             self._finish(job, "abort")
 
+    def loaded(self) -> int:
+        return self._loaded + (self._reader.progress if self._reader else 0)
+
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         assert self._reader is not None
         begin = time.monotonic()
@@ -134,17 +141,23 @@ class SimulatedEngine:
         self._release_parked()
         self._wake.set()
 
-        await asyncio.sleep(load_s)
+        while (left_s := paused + load_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, _LONGEST_TICK_S))
+            self._loaded += 1
+
         return WeightStatus(
             self._context.index,
             self._context.incarnation,
             loaded,
             checksum=checksum,
+            probe_ids=probe_ids,
             probe_logp=[self._logp] * max(0, len(probe_ids) - 1),
-            wait_s=leased - begin,
-            pause_s=paused - copied,
-            copy_s=copied - leased,
-            load_s=time.monotonic() - paused,
+            seconds={
+                "wait": leased - begin,
+                "pause": paused - copied,
+                "copy": copied - leased,
+                "load": time.monotonic() - paused,
+            },
         )
 
     # ------------------------------------------------------------ weights
@@ -153,9 +166,11 @@ class SimulatedEngine:
         """Take the newest weights (a thread): version, checksum of the bytes, and when the lease began."""
         reader = self._reader
         assert reader is not None
-        deadline = time.monotonic() + self._deadline_s
+        if not self._opened:
+            reader.open(self._deadline_s)
+            self._opened = True
         while True:
-            loaded, view = reader.lease(version, max(0.0, deadline - time.monotonic()))
+            loaded, view = reader.lease(version, self._deadline_s)
             leased = time.monotonic()
             checksum = reader.checksum()
             view.release()
@@ -231,13 +246,13 @@ class SimulatedEngine:
         for event in self._model.advance(time.monotonic()):
             if event.kind == "finished":
                 job = self._jobs[event.key]
-                self._grow(job, len(job.token_ids))
+                self._grow(job, len(job.token_ids), ended=True)
                 self._finish(job, job.finish_reason)
         for job in self._jobs.values():
             if job.key in self._model:
                 self._grow(job, self._model.tokens(job.key))
 
-    def _grow(self, job: _Job, tokens: int) -> None:
+    def _grow(self, job: _Job, tokens: int, *, ended: bool = False) -> None:
         sampled = job.sampled
         new = tokens - len(sampled.token_ids)
         if new <= 0:
@@ -246,7 +261,8 @@ class SimulatedEngine:
         sampled.logp += [self._logp] * new
         sampled.policy_version += [self._version.n] * new
         sampled.tokens_generated = job.discarded + tokens
-        job.progress(sampled)
+        if not ended:
+            job.progress(sampled)
 
     def _finish(self, job: _Job, reason: str) -> None:
         del self._jobs[job.key]
@@ -266,10 +282,3 @@ class SimulatedEngine:
             for name, values in made.items()
             if name not in BUILT_IN
         }
-
-    def _loop_ended(self, task: asyncio.Task[None]) -> None:
-        """A failure of the loop is the failure of every request."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            for job in self._jobs.values():
-                if not job.done.done():
-                    job.done.set_exception(error)

@@ -6,6 +6,10 @@ engine drives it with the wall clock, the virtual-time simulator with `next_even
 The model: prefills run one after another, ahead of decoding (as an engine without chunked prefill schedules
 them), and yield the first token; then every decode step gives each running sequence one token and takes
 `decode_base_s + decode_per_seq_s * (n - 1)` seconds. A weight load stalls everything.
+
+Where KV memory is limited, a sequence is prefilled once its context fits. When what runs has outgrown the memory, the
+newest is pre-empted and waits, ahead of all others, until its context fits again and is computed again, as vLLM does.
+The oldest never is, so every sequence that fits alone comes to its end.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Literal, NamedTuple
 from rl.core.config import SimulatedEngineConfig
 
 _EPSILON_S = 1e-9  # `advance(next_event())` reaches that event in spite of rounding
+_KV_SLACK = 16  # tokens free for each sequence before another is prefilled, or it would be pre-empted at once
 _SHORTEST_STEP_S = 1e-9  # a step of no time would be an endless number of steps
 
 
@@ -57,13 +62,15 @@ class _Sequence:
     prefill: int  # tokens of the prompt that are not cached
     length: int
     joined: float | None = None  # decode steps done when it joined the batch; None: not prefilled yet
+    done: int = 0  # tokens before it was pre-empted
+    end: float | None = None  # decode steps done when it ends; None: it does not run
     over: bool = False
 
 
 class BatchModel:
     """One engine's batch at `self.now`, in seconds of any clock: `advance`, then add, remove or stall."""
 
-    def __init__(self, timing: Timing, max_num_seqs: int, now: float = 0.0) -> None:
+    def __init__(self, timing: Timing, max_num_seqs: int, now: float = 0.0, kv_tokens: float = math.inf) -> None:
         self._timing = timing
         self._max_num_seqs = max_num_seqs
         self.now = now
@@ -74,6 +81,10 @@ class BatchModel:
         self._prefill_s = 0.0  # what is left of that prefill; the batch does not decode meanwhile
         self._stall_s = 0.0  # what is left of a load, which comes before anything else
         self._running = 0
+
+        self.preempted = 0  # sequences, so far
+        self._kv_tokens = kv_tokens
+        self._held = 0.0  # tokens in KV memory: `_held` + `_running` * `_steps`
         self._ends: list[tuple[float, int, _Sequence]] = []  # (last step, key, sequence)
 
     def __len__(self) -> int:
@@ -99,7 +110,7 @@ class BatchModel:
         if sequence is self._prefilling:
             self._prefilling = None
         elif sequence.joined is not None:
-            self._running -= 1
+            self._leave(sequence)
         else:
             self._waiting.remove(sequence)
         self._start_prefill()
@@ -120,7 +131,7 @@ class BatchModel:
         resumes = self.now + self._stall_s
         if self._prefilling is not None:
             return resumes + self._prefill_s
-        end = self._next_end()
+        end = self._next_change()
         return None if end is None else resumes + max(0.0, end - self._steps) * self._step_s()
 
     def advance(self, now: float) -> list[Event]:
@@ -148,17 +159,21 @@ class BatchModel:
         return events
 
     def _decode(self, left: float, events: list[Event]) -> bool:
-        """Up to the next end, or for the `left` seconds (then False)."""
-        end = self._next_end()
+        """Up to the next end or pre-emption, or for the `left` seconds (then False)."""
+        end = self._next_change()
         if end is None:
             return False
         needed = max(0.0, end - self._steps) * self._step_s()
         if needed > left + _EPSILON_S:
             self._steps += left / self._step_s()
             return False
+
         self.now += needed
         self._steps = max(end, self._steps)
-        self._end(heapq.heappop(self._ends)[2], events)
+        if end == self._next_end():
+            self._end(heapq.heappop(self._ends)[2], events)
+        else:
+            self._preempt()
         self._start_prefill()
         return True
 
@@ -167,32 +182,68 @@ class BatchModel:
 
     def _tokens(self, sequence: _Sequence) -> int:
         if sequence.joined is None:
-            return 0
+            return sequence.done
         return min(sequence.length, 1 + int(self._steps - sequence.joined + 1e-6))
 
     def _next_end(self) -> float | None:
-        while self._ends and self._ends[0][2].over:
+        while self._ends and self._ends[0][0] != self._ends[0][2].end:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else None
 
+    def _next_change(self) -> float | None:
+        """Decode steps done at the next end, or before it when KV memory is full."""
+        end = self._next_end()
+        if end is None or self._running < 2:
+            return end
+        return min(end, max(self._steps, (self._kv_tokens - self._held) / self._running))
+
+    def _preempt(self) -> None:
+        """The newest gives its memory back, and will compute what it held again."""
+        newest = max((each for each in self._sequences.values() if each.joined is not None), key=lambda each: each.key)
+        newest.done = self._tokens(newest)
+        newest.prefill = newest.prompt_len + newest.done
+        self._leave(newest)
+        newest.joined = None
+        self._waiting.appendleft(newest)
+        self.preempted += 1
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """It runs no more."""
+        assert sequence.joined is not None
+        self._running -= 1
+        self._held -= sequence.prompt_len + 1 - sequence.joined
+        sequence.end = None
+
+    def _fits(self, sequence: _Sequence) -> bool:
+        """Whether its context has room; alone every sequence has."""
+        used = self._held + self._running * self._steps
+        slack = _KV_SLACK * (self._running + 1)
+        return not self._running or used + sequence.prompt_len + sequence.done + slack <= self._kv_tokens
+
     def _start_prefill(self) -> None:
-        if self._prefilling is None and self._waiting and self._running < self._max_num_seqs:
+        if self._prefilling is not None or not self._waiting or self._running >= self._max_num_seqs:
+            return
+        if self._fits(self._waiting[0]):
             self._prefilling = self._waiting.popleft()
             self._prefill_s = self._timing.prefill_s(self._prefilling.prefill)
 
     def _finish_prefill(self, sequence: _Sequence, events: list[Event]) -> None:
         self._prefilling = None
-        sequence.joined = self._steps
+        sequence.joined = self._steps - sequence.done
+        sequence.end = max(self._steps, sequence.joined + sequence.length - 1)
         self._running += 1
-        events.append(Event("first_token", sequence.key, self.now))
-        if sequence.length == 1:
+        self._held += sequence.prompt_len + 1 - sequence.joined
+
+        if not sequence.done:
+            events.append(Event("first_token", sequence.key, self.now))
+        if sequence.end <= self._steps:
             self._end(sequence, events)
         else:
-            heapq.heappush(self._ends, (self._steps + sequence.length - 1, sequence.key, sequence))
+            heapq.heappush(self._ends, (sequence.end, sequence.key, sequence))
         self._start_prefill()
 
     def _end(self, sequence: _Sequence, events: list[Event]) -> None:
         sequence.over = True
         del self._sequences[sequence.key]
-        self._running -= 1
+        self._leave(sequence)
         events.append(Event("finished", sequence.key, self.now))

@@ -21,14 +21,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
+import numpy as np
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -37,148 +38,173 @@ from rl.core.messages import Generate, Version, WeightStatus
 from rl.core.recent import Recent
 from rl.core.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, Sampled
-from rollout.generator.engines.vllm_worker import OWNER_VARIABLE
+from rollout.generator.engines.owner import OWNER_VARIABLE
+from rollout.generator.engines.vllm_internals import Stream, engine_processes, know_texts, start_engine
+from rollout.generator.engines.vllm_settings import engine_arguments, engine_death, engine_info, sampling_params
 
-_WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
-_REPORT_EVERY = 16  # tokens between two outputs of one request: each costs a task switch
 _PROBE_PRIORITY = -(1 << 31)  # before every request
 _SESSIONS_REMEMBERED = 1 << 16
 _FETCH_POLL_S = 0.005
-_MIN_BATCHED_TOKENS = 8192
-_CPU_BLOCK = 32  # vLLM's smallest on CPU
+_EXIT_S = 2.0  # longest last answer of an engine, and end of one that has said that it has failed
+_EXIT_CODE_S = 1.0
 
 
 @dataclass
-class _Flight:
-    """One request inside the engine."""
+class _Running:
+    """One request until it is answered. An `abort` update discards an attempt, and the next one begins again."""
 
     request: Generate
-    sampled: Sampled = field(default_factory=Sampled)
-    engine_id: str = ""  # vLLM's internal id of the current attempt
-    spans: list[tuple[str, int]] = field(default_factory=list)  # (weight version, its first token), live
-    gate: asyncio.Future[None] | None = None  # what the request waits on before it may enter the engine
-    began_session: bool = False
-    aborted: bool = False  # by the caller
-    restart: bool = False  # the current attempt was discarded by an update
+    sampled: Sampled = field(default_factory=Sampled)  # by the present attempt
     discarded: int = 0  # tokens of earlier attempts
+    stream: Stream | None = None  # None: outside vLLM, between attempts or at the gate
+    gate: asyncio.Future[None] | None = None  # set by the end of a load, or by an abort
+    aborted: bool = False  # by the caller
+    began_episode: bool = False  # its first token decides on which version's cache the episode runs (`keep`)
 
 
 class VllmEngine:
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
         self._config = context.run.config
-        self._flights: dict[int, _Flight] = {}
+        self._running: dict[int, _Running] = {}  # by request id
         self._salts: Recent[str] = Recent(_SESSIONS_REMEMBERED)  # session -> version under which it began (`keep`)
         self._version = Version(-1, -1)
         self.on_update = self._config.generator.on_update  # may be changed between two loads
         self._loading = asyncio.Lock()
+        self._knows_texts = False
         self._open = False  # false while weights are exchanged: new requests wait at their gates
         self._llm: AsyncLLM
+        self._ended: asyncio.Future[BaseProcess]
 
     async def start(self) -> EngineInfo:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         arguments, untied = engine_arguments(self._context)
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        self._llm = start_engine(arguments)
         await self._llm.get_supported_tasks()  # cached: add_request then reaches the core without a switch
+
+        for process in engine_processes(self._llm):
+            loop.add_reader(process.sentinel, self._process_ended, process)
+
         context = self._context
-        await self._rpc("weights_open", str(context.run.folder), context.index, context.incarnation, untied)
-        return _info(self._llm.vllm_config)
+        folder = context.run.folder
+        file = context.run.socket_folder / f"load.{context.index}"
+        self._progress = np.memmap(file, np.uint64, "w+", shape=(self._config.generator.tensor_parallel,))
+        await self._rpc("weights_open", str(folder), context.index, context.incarnation, untied, str(file))
+        return engine_info(self._llm.vllm_config)
+
+    async def watch(self) -> None:
+        process = await asyncio.shield(self._ended)
+        until = time.monotonic() + _EXIT_CODE_S
+        while process.exitcode is None and time.monotonic() < until:  # a thread of vLLM may be reading it
+            await asyncio.sleep(0.01)
+        raise engine_death(process)
 
     async def stop(self) -> None:
         if not hasattr(self, "_llm"):  # start did not get that far
             return
-        # An engine that has failed cannot answer, and its failure is the one to report, not this.
-        with contextlib.suppress(EngineDeadError, TimeoutError):
-            await self._rpc("weights_close", timeout_s=2.0)
-        self._llm.shutdown(timeout=2.0)
+        for process in engine_processes(self._llm):
+            asyncio.get_running_loop().remove_reader(process.sentinel)
+
+        if not self._ended.done():
+            with contextlib.suppress(EngineDeadError, TimeoutError):  # what ended the engine is reported, not this
+                await asyncio.wait_for(self._rpc("weights_close"), _EXIT_S)
+        self._llm.shutdown(timeout=_EXIT_S)
         del self._llm  # its finalizer needs modules that an ending interpreter has dropped
 
     async def generate(self, request: Generate, progress: Callable[[Sampled], None]) -> Sampled:
         """Run one request to its end; ValueError if it does not fit the model (the engine goes on)."""
-        flight = self._flights[request.request_id] = _Flight(request)
+        running = self._running[request.request_id] = _Running(request)
         try:
-            while not flight.aborted:
+            while not running.aborted:
                 if not self._open:
-                    flight.gate = asyncio.get_running_loop().create_future()
-                    await flight.gate
+                    running.gate = asyncio.get_running_loop().create_future()
+                    await running.gate
                     continue
 
-                await self._attempt(flight, progress)
-                if not flight.restart:
+                reason = await self._attempt(running, progress)
+                if reason != "abort" or running.aborted:
+                    running.sampled.finish_reason = reason
                     break
-                flight.restart = False
-                flight.discarded += len(flight.sampled.token_ids)
-                flight.sampled = Sampled()
-        finally:
-            del self._flights[request.request_id]
+                running.discarded += len(running.sampled.token_ids)
+                running.sampled = Sampled()
 
-        sampled = flight.sampled
+        except EngineDeadError:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.watch(), _EXIT_S)  # raises the reason, which this error does not know
+            raise
+        finally:
+            del self._running[request.request_id]
+
+        sampled = running.sampled
         sampled.finish_reason = sampled.finish_reason or "abort"
-        sampled.tokens_generated = len(sampled.token_ids) + flight.discarded
+        sampled.tokens_generated = len(sampled.token_ids) + running.discarded
         return sampled
 
     async def abort(self, request_id: int) -> None:
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            flight.aborted = True
-            _open_gate(flight)
-            if flight.engine_id:
-                await self._llm.abort(flight.engine_id, internal=True)
+        running = self._running.get(request_id)
+        if running is not None:
+            running.aborted = True
+            _open_gate(running)
+            if running.stream is not None:
+                await running.stream.abort()
 
-    async def _attempt(self, flight: _Flight, progress: Callable[[Sampled], None]) -> None:
-        """One pass of a request through vLLM, until it finishes or is aborted there."""
-        request = flight.request
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt(flight))
+    async def _attempt(self, running: _Running, progress: Callable[[Sampled], None]) -> str:
+        """One pass of a request through vLLM, and why it ended: `abort` by the caller or by an update."""
+        request = running.request
+        if request.stop and not self._knows_texts:
+            self._knows_texts = True
+            know_texts(self._llm, Path(self._llm.model_config.model) / "tokenizer.json")
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt(running))
+        name = str(request.request_id)
         try:
-            queue = await self._llm.add_request(
-                str(request.request_id), prompt, sampling_params(request), priority=request.priority
-            )
+            stream = await Stream.begin(self._llm, name, prompt, sampling_params(request), request.priority)
         except VLLMClientError as error:
-            raise ValueError(f"request {request.request_id} refused by vLLM: {error}") from None
-        flight.engine_id = queue.request_id
-        flight.spans = self._version_spans(queue.request_id)
+            raise ValueError(f"request {name} refused by vLLM: {error}") from None
 
+        running.stream = stream
         try:
-            if flight.aborted:  # while it was being added
-                await self._llm.abort(queue.request_id, internal=True)
-            while True:
-                output = queue.get_nowait() or await queue.get()
-                assert isinstance(output, RequestOutput)
-                completion = output.outputs[0]
-                _take(flight, completion)
-                if output.finished:
-                    break
-                progress(flight.sampled)
+            if running.aborted:  # while it was being added
+                await stream.abort()
+
+            finished = False
+            while not finished:
+                completion, finished = await stream.next()
+                _take(running, stream.spans, completion)
+                if running.sampled.token_ids and not finished:
+                    progress(running.sampled)
+            return completion.finish_reason or ""
 
         except asyncio.CancelledError:
-            await self._llm.abort(queue.request_id, internal=True)
+            await stream.abort()
             raise
         finally:
-            queue.close()  # type: ignore[no-untyped-call]
-            flight.engine_id = ""
+            stream.close()
+            running.stream = None
 
-        if completion.finish_reason == "abort" and not flight.aborted:
-            flight.restart = True
-        else:
-            flight.sampled.finish_reason = completion.finish_reason or ""
-            if flight.sampled.token_ids:
-                progress(flight.sampled)
+    def _process_ended(self, process: BaseProcess) -> None:
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        if not self._ended.done():
+            self._ended.set_result(process)
 
-    def _version_spans(self, engine_id: str) -> list[tuple[str, int]]:
-        """(weight version, its first token) of one attempt: vLLM's own list, which grows while the request runs."""
-        state = self._llm.output_processor.request_states.get(engine_id)
-        return state.weight_version_starts if state is not None else []
+    def _salt(self, running: _Running) -> str | None:
+        """What a request's cached prefix must have been computed with, besides equal tokens: its episode's version.
 
-    def _salt(self, flight: _Flight) -> str | None:
-        """`keep` only: the version under which the episode began, so that its later turns find its own KV."""
+        `keep` only, so that later turns of an episode find its own KV and new episodes none of an older version; every
+        other policy empties the cache.
+        """
         if self.on_update != "keep":
-            return None  # each update empties the cache
-        salt = self._salts.get(flight.request.session)
-        if salt is None or flight.began_session:  # a restarted first request begins again
-            flight.began_session = True
+            return None
+        salt = self._salts.get(running.request.session)
+        if salt is None or running.began_episode:  # an episode begins; again, after an update before its first token
+            running.began_episode = True
             salt = _label(self._version)
-        self._salts.use(flight.request.session, salt)
+        self._salts.use(running.request.session, salt)
         return salt
+
+    def loaded(self) -> int:
+        return int(self._progress.sum())
 
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         """Load `version` or a newer one. Raises if the weights cannot be read or do not fit: nothing resumes then."""
@@ -204,8 +230,8 @@ class VllmEngine:
             await self._llm.resume_generation()
 
             self._open = True
-            for flight in self._flights.values():
-                _open_gate(flight)
+            for running in self._running.values():
+                _open_gate(running)
             pause_s = time.monotonic() - begin
 
             return WeightStatus(
@@ -213,11 +239,9 @@ class VllmEngine:
                 self._context.incarnation,
                 self._version,
                 checksum=checked["checksum"],
+                probe_ids=probe_ids,
                 probe_logp=await probe,
-                wait_s=fetched["wait_s"],
-                pause_s=pause_s,
-                copy_s=checked["copy_s"],
-                load_s=load_s,
+                seconds={"wait": fetched["wait_s"], "pause": pause_s, "copy": checked["copy_s"], "load": load_s},
             )
 
     def _checked(self, version: Version, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -233,12 +257,9 @@ class VllmEngine:
 
     async def _fetch(self, version: Version) -> dict[str, Any]:
         """Lease the newest version on every rank, while generation goes on; the ranks agree on one."""
-        deadline = time.monotonic() + 2 * self._config.weights.deadline_s
         while True:
             await self._rpc("weights_fetch", version.epoch, version.n)
             while not all(parts := await self._rpc("weights_fetched")):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"generator {self._context.index} waited for weights {version}")
                 await asyncio.sleep(_FETCH_POLL_S)
             if errors := [part["error"] for part in parts if "error" in part]:
                 raise self._unreadable(version, errors[0])
@@ -260,9 +281,9 @@ class VllmEngine:
                 await self._drain()
             case "keep":
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-                for flight in list(self._flights.values()):
-                    if flight.engine_id and flight.began_session and not flight.spans:
-                        await self._llm.abort(flight.engine_id, internal=True)  # begins again, newly salted
+                for running in list(self._running.values()):
+                    if running.stream is not None and running.began_episode and not running.stream.spans:
+                        await running.stream.abort()  # it has no token yet: it begins again, newly salted
 
     async def _drain(self) -> None:
         """Wait for the running requests, but not beyond the deadline: what still runs then is recomputed."""
@@ -293,84 +314,15 @@ class VllmEngine:
         assert isinstance(scores, FlatLogprobs)
         return list(scores.logprobs)
 
-    async def _rpc(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `LoadsWeights` on every rank."""
-        timeout_s = timeout_s or self._config.weights.deadline_s
-        return await asyncio.wait_for(self._llm.collective_rpc(method, args=arguments), timeout_s)
+        answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+        return answers
 
 
-def sampling_params(request: Generate) -> SamplingParams:
-    """Only `stop_token_ids` end a response early; the stop id is sampled, so it is part of the result."""
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        stop_token_ids=request.stop_token_ids,
-        ignore_eos=True,
-        logprobs=0,  # the sampled token's
-        flat_logprobs=True,  # lists of numbers, no dictionary per token
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,  # vLLM ignores the interval for cumulative outputs
-        stream_interval=_REPORT_EVERY,
-        skip_clone=True,
-    )
-
-
-def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
-    """vLLM's arguments for this generator, and whether a tied model was given its own head.
-
-    Tied embeddings are always untied: vLLM's CPU linear layers keep a repacked copy of the head, which an
-    update of the embedding does not reach (7 nats wrong).
-    """
-    from transformers import AutoConfig
-
-    config = context.run.config.generator
-    on_cpu = context.run.device == "cpu"
-    model = str(context.run.model_folder or context.run.config.model.path)
-    tied = bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
-    arguments = AsyncEngineArgs(
-        model=model,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype=config.dtype,
-        generation_config="vllm",  # the model folder's sampling defaults do not apply
-        hf_overrides={"tie_word_embeddings": False} if tied else {},
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or max(config.max_model_len, _MIN_BATCHED_TOKENS),
-        # A seeded request whose prefill is split kills vLLM's CPU engine ("CPU Generator does not use offset").
-        enable_chunked_prefill=not on_cpu,
-        enable_prefix_caching=True,
-        scheduling_policy="priority",
-        tensor_parallel_size=config.tensor_parallel,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_cache_memory_bytes=config.kv_cache_bytes,
-        block_size=config.kv_block or (_CPU_BLOCK if on_cpu else None),
-        enforce_eager=config.enforce_eager or on_cpu,
-        logprobs_mode="processed_logprobs",
-        max_logprobs=1,
-        seed=(context.run.config.seed * 1009 + context.index) % (1 << 31),
-        worker_extension_cls=_WORKER_EXTENSION,
-        disable_log_stats=True,
-        enable_log_requests=False,
-    )
-    return arguments, tied
-
-
-def _info(config: VllmConfig) -> EngineInfo:
-    cache = config.cache_config
-    blocks_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    return EngineInfo(
-        kv_tokens=cache.kv_cache_size_tokens or blocks_tokens,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
-        max_model_len=config.model_config.max_model_len,
-    )
-
-
-def _take(flight: _Flight, completion: CompletionOutput) -> None:
+def _take(running: _Running, live_spans: list[tuple[str, int]], completion: CompletionOutput) -> None:
     """Append a delta with its versions; the lists of a Sampled always have one length."""
-    sampled = flight.sampled
+    sampled = running.sampled
     new = completion.token_ids
     if not new:
         return
@@ -380,20 +332,20 @@ def _take(flight: _Flight, completion: CompletionOutput) -> None:
     sampled.token_ids.extend(new)
     sampled.logp.extend(completion.logprobs.logprobs)
 
-    spans = flight.spans or [(span.version, span.start) for span in completion.weight_versions or ()]
+    spans = live_spans or [(span.version, span.start) for span in completion.weight_versions or ()]
     for position, (label, start) in enumerate(spans):
         end = spans[position + 1][1] if position + 1 < len(spans) else total
         first = max(start, known)
         last = min(end, total)
         if last > first:
             sampled.policy_version.extend([int(label.partition(".")[2])] * (last - first))
-    sampled.tokens_generated = total + flight.discarded
+    sampled.tokens_generated = total + running.discarded
 
 
 def _label(version: Version) -> str:
     return f"{version.epoch}.{version.n}"
 
 
-def _open_gate(flight: _Flight) -> None:
-    if flight.gate is not None and not flight.gate.done():
-        flight.gate.set_result(None)
+def _open_gate(running: _Running) -> None:
+    if running.gate is not None and not running.gate.done():
+        running.gate.set_result(None)

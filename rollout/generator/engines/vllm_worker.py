@@ -11,28 +11,32 @@ A load has two parts, so that generation pauses for the second one only:
     weights_load    copies the leased bytes into the model, while the checksum goes on beside it
     weights_drop    gives a lease back without loading it
 
+A load takes as long as it takes: nothing here ends it but a reader that stands still. How far it has come is written
+into a file of one number for each rank, because a rank that loads answers no call.
+
 Importing this module in a child of a generator also ties that child to the generator's life: vLLM leaves
 its engine process running when the process that owns it is killed.
 """
 
 from __future__ import annotations
 
-import os
-import select
-import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl.core.messages import Version
 from rl.core.run import RunFile
 from rl.learner.export import tensors
+from rl.learner.page_lock import PageLock
 from rl.weights import WeightReader, make_reader
+from rollout.generator.engines.owner import die_with_owner
+from rollout.generator.engines.vllm_internals import forget_packed_experts
 
-OWNER_VARIABLE = "FRESCO_GENERATOR_PID"
+_REPORT_S = 0.1
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -43,11 +47,14 @@ class LoadsWeights:
     model_runner: Any
     rank: int
 
-    def weights_open(self, run_folder: str, index: int, incarnation: int, untied: bool) -> None:
-        """Before any other call. `untied`: the engine gave a tied model its own head."""
+    def weights_open(self, run_folder: str, index: int, incarnation: int, untied: bool, progress: str) -> None:
+        """Before any other call. `untied`: the engine gave a tied model its own head; `progress`: the file for it."""
         self._weights_untied = untied
+        self._weights_progress = np.memmap(progress, np.uint64, "r+")
+        self._weights_loaded_bytes = 0
         self._weights_run = RunFile.load(run_folder)
         self._weights_reader = self._weights_make_reader(f"generator-{index}-{self.rank}", incarnation)
+        self._weights_page_lock = PageLock(self.model_runner.device)
         self._weights_opened = False  # the first fetch opens it: engine and learner start side by side
 
     def weights_fetch(self, epoch: int, n: int) -> None:
@@ -61,6 +68,7 @@ class LoadsWeights:
 
     def weights_fetched(self) -> dict[str, Any]:
         """Empty while the lease is awaited; then its version and the seconds waited, or `error`."""
+        self._weights_report()
         return self._weights_outcome
 
     def weights_load(self) -> dict[str, Any]:
@@ -70,7 +78,7 @@ class LoadsWeights:
         if self._weights_untied:
             pairs = with_head(pairs)
         try:
-            load_all(self.model_runner, pairs)
+            load_all(self.model_runner, self._weights_counted(pairs))
         finally:
             checked, intact = self._weights_release()
         return {"intact": intact, "load_s": time.monotonic() - begin, **checked}
@@ -79,6 +87,7 @@ class LoadsWeights:
         self._weights_release()
 
     def weights_close(self) -> None:
+        self._weights_page_lock.close()
         self._weights_reader.close()
 
     def _weights_make_reader(self, name: str, incarnation: int) -> WeightReader:
@@ -86,6 +95,15 @@ class LoadsWeights:
 
     def _weights_pairs(self) -> Iterable[tuple[str, torch.Tensor]]:
         return tensors(self._weights_reader.manifest, self._weights_view)
+
+    def _weights_counted(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            yield name, tensor
+            self._weights_loaded_bytes += tensor.nbytes
+            self._weights_report()
+
+    def _weights_report(self) -> None:
+        self._weights_progress[self.rank] = self._weights_loaded_bytes + self._weights_reader.progress
 
     def _weights_lease(self, at_least: Version) -> None:
         begin = time.monotonic()
@@ -95,6 +113,7 @@ class LoadsWeights:
                 self._weights_reader.open(deadline_s)
                 self._weights_opened = True
             version, self._weights_view = self._weights_reader.lease(at_least, deadline_s)
+            self._weights_page_lock.add(self._weights_view)
         except Exception as error:  # travels to the engine, which raises it in the generator
             self._weights_outcome = {"error": f"{type(error).__name__}: {error}"}
             return
@@ -108,10 +127,9 @@ class LoadsWeights:
 
     def _weights_release(self) -> tuple[dict[str, Any], bool]:
         """Checksum (or `error`) of the leased bytes, and whether they stayed as they were."""
-        deadline_s = self._weights_run.config.weights.deadline_s
-        self._weights_thread.join(deadline_s)
-        if self._weights_thread.is_alive():
-            raise TimeoutError(f"the weights were not checked within weights.deadline_s={deadline_s:g} s")
+        while self._weights_thread.is_alive():
+            self._weights_thread.join(_REPORT_S)
+            self._weights_report()
         del self._weights_view  # no view may outlive the lease
         return self._weights_checked, self._weights_reader.release()
 
@@ -133,6 +151,8 @@ def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> No
         return loaded
 
     model.load_weights = recording
+    if model_runner.device.type == "cpu":
+        forget_packed_experts(model)
     try:
         model_runner.reload_weights(weights_iterator=pairs)
     finally:
@@ -157,20 +177,4 @@ def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         yield _HEAD, embedding
 
 
-def _die_with_generator(generator_pid: int) -> None:
-    """Kill this process, and the engine process above it if there is one, when the generator has ended.
-
-    A pidfd and not PR_SET_PDEATHSIG: tensor-parallel workers are grandchildren of the generator.
-    """
-    parent = os.getppid()
-    poll = select.poll()
-    poll.register(os.pidfd_open(generator_pid), select.POLLIN)
-    poll.poll()
-    if parent not in (1, generator_pid) and os.getppid() == parent:
-        os.kill(parent, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-_owner = os.environ.get(OWNER_VARIABLE)
-if _owner is not None and int(_owner) != os.getpid():
-    threading.Thread(target=_die_with_generator, args=(int(_owner),), name="owner", daemon=True).start()
+die_with_owner()

@@ -182,4 +182,4 @@ def test_any_model_can_be_the_beginning(folder: Path, tmp_path: Path, played: li
 
 def test_an_environment_without_a_demonstrator_is_one_line() -> None:
     with pytest.raises(ConfigError, match="has no demonstrator"):
-        demonstrations(config("env.name=math"))
+        demonstrations(config("env.name=synthetic", "env.options={}"))

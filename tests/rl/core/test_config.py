@@ -48,6 +48,10 @@ def test_overrides_reach_their_field_and_numbers_are_numbers() -> None:
     assert config.rollout.hold_patience == float("inf")
 
 
+def test_an_empty_string_stays_one() -> None:
+    assert load_config(None, ["tracking.project="]).tracking.project == ""
+
+
 @pytest.mark.parametrize(("alpha", "bound"), [(0, 0), (0.5, 1), (1, 1), (1.2, 2), (4, 4)])
 def test_staleness_bound_is_ceil_alpha(alpha: float, bound: int) -> None:
     assert load_config(None, [f"rollout.alpha={alpha}"]).rollout.staleness_bound == bound
@@ -58,6 +62,24 @@ def test_recipe_extends_base(tmp_path: Path) -> None:
     (tmp_path / "child.yaml").write_text("base: base.yaml\nrollout: {alpha: 3}\n")
     config = load_config(tmp_path / "child.yaml")
     assert (config.steps, config.rollout.alpha, config.rollout.group_size) == (5, 3, 4)
+
+
+def test_another_plugin_brings_its_own_options(tmp_path: Path) -> None:
+    """In a recipe that extends another, and in overrides, whatever their order; the same one keeps the base's."""
+    base = (
+        "algo: {loss: ppo, options: {clip_high: 0.3}}\nenv: {name: math, options: {source: a.jsonl, eval_count: 5}}\n"
+    )
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "child.yaml").write_text(
+        "base: base.yaml\nalgo: {loss: tis, options: {cap: 2}}\nenv: {options: {eval_count: 6}}\n"
+    )
+    child = load_config(tmp_path / "child.yaml")
+    assert child.algo.options == {"cap": 2} and child.env.options == {"source": "a.jsonl", "eval_count": 6}
+
+    for overrides in (["algo.loss=tis", "algo.options.cap=2"], ["algo.options.cap=2", "algo.loss=tis"]):
+        assert load_config(tmp_path / "base.yaml", overrides).algo.options == {"cap": 2}
+    assert load_config(tmp_path / "base.yaml", ["algo.loss=ppo"]).algo.options == {"clip_high": 0.3}
+    assert load_config(tmp_path / "base.yaml", ["env.name=synthetic"]).env.options == {}
 
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:

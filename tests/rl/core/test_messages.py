@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from rl.core import codec
+from rl.core.codec import PROTOCOL
 from rl.core.columns import token_columns
 from rl.core.messages import Generate, ProtocolError, Stop, TokenSequence, Trajectory, Turn, Version, decode, encode
 
@@ -32,6 +35,7 @@ def trajectory(length: int) -> Trajectory:
         epoch=0,
         sequences=[TokenSequence(columns=columns, turns=[Turn(1, 2, 1.0, 0.1, 0.2, "stop", 0)])],
         reward=1.0,
+        success=True,
         stop_reason="done",
         tokens_generated=1,
         seconds=1.0,
@@ -48,7 +52,7 @@ def test_round_trip(length: int) -> None:
         np.testing.assert_array_equal(array, sent.sequence.columns[name])
         assert array.dtype == sent.sequence.columns[name].dtype
     assert received.sequence.turns == sent.sequence.turns
-    assert received.sequence.first_version == (7 if length > 1 else -1)
+    assert received.sequence.oldest_version == (7 if length > 1 else -1)
 
 
 @pytest.mark.parametrize("length", [3, 8, 20_000])
@@ -67,6 +71,32 @@ def test_smaller_arrays_share_an_aligned_frame(length: int) -> None:
 def test_garbage_is_refused_with_one_error(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         decode(frames)
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape"), [(-8, [2]), (0, [-1]), (0, [2**63]), (2**70, [1]), (0, [2**62, 8]), (8, [3]), (0, 4)]
+)
+def test_an_array_beyond_its_frame_is_refused(offset: int, shape: object) -> None:
+    """A negative offset would read the receiver's own memory."""
+    request = Generate(1, 2, "train", Version(0, 3), np.zeros(4, np.int32), 8, 1.0, 1.0, [0])
+    place = (1, min(offset, 2**64 - 1), "<i4", shape)
+    header = msgspec.msgpack.encode([PROTOCOL, msgspec.to_builtins(request, enc_hook=lambda _: place)])
+    with pytest.raises(ProtocolError):
+        decode([header, bytes(16)])
+
+
+def test_no_frames_and_endless_nesting_are_refused() -> None:
+    header = bytes(encode(Generate(1, 2, "train", Version(0, 3), np.zeros(4, np.int32), 8, 1.0, 1.0, [0]))[0])
+    before, name, after = header.partition(b"prompt_ids")
+    for frames in ([], [before + name + b"\x91" * 100_000 + after, b""]):
+        with pytest.raises(ProtocolError):
+            decode(frames)
+
+
+def test_a_frame_that_no_receiver_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 1 << 20)
+    with pytest.raises(ProtocolError, match="larger than a frame may be"):
+        encode(Generate(1, 2, "train", Version(0, 3), np.zeros(1 << 19, np.int32), 8, 1.0, 1.0, [0]))
 
 
 def test_missing_or_misshapen_buffers_are_refused() -> None:

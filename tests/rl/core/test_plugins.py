@@ -97,7 +97,12 @@ def test_a_users_folder_is_searched_last(tmp_path: Path, inherited: str) -> None
 
     # The script `fresco` stands in a folder of its own, which takes the working folder's place: `-P` does likewise.
     ended = subprocess.run(
-        [sys.executable, "-P", "-c", COMMAND], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", COMMAND],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
     ours = str(ROOT / "envs" / "__init__.py")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
+from experiments.chaos.inject import cut_connection
 from rl.core.messages import BatchRequest, Message, ProtocolError, Stop, encode
-from rl.core.receiving import MESSAGES_PER_TURN, Malformed, Port, Receiver, fatal
-from rl.core.sockets import send
+from rl.core.receiving import MESSAGES_PER_TURN, Malformed, Port, Receiver
+from rl.core.sockets import open_socket, receive_from, send
+from tests.conftest import MakeRun
 
 
 class Pair:
@@ -46,12 +50,12 @@ def test_sockets_are_drained_in_their_order_and_in_bounded_turns(context: zmq.Sy
         first.here: lambda message, peer: handle("first", message, peer),
         second.here: lambda message, peer: handle("second", message, peer),
     }
-    receiver = Receiver(handlers, fatal, limit=2)
+    receiver = Receiver(handlers, Malformed("test"), limit=2)
     for step in range(3):
         send(second.there, BatchRequest(step))
         send(first.there, BatchRequest(step))
 
-    assert receiver.wait(10)
+    assert receiver.wait(60)
     receiver.drain()
     assert taken == [("first", 0, b"peer"), ("first", 1, b"peer"), ("second", 0, b""), ("second", 1, b"")]
     receiver.drain()
@@ -61,7 +65,7 @@ def test_sockets_are_drained_in_their_order_and_in_bounded_turns(context: zmq.Sy
 
 def test_the_wait_ends_when_the_descriptor_is_readable(context: zmq.SyncContext) -> None:
     wake_fd = os.eventfd(1, os.EFD_NONBLOCK)
-    receiver = Receiver({Pair(context, "quiet").here: lambda message, peer: None}, fatal, wake_fd)
+    receiver = Receiver({Pair(context, "quiet").here: lambda message, peer: None}, Malformed("test"), wake_fd)
     assert receiver.wait(60)
     os.eventfd_read(wake_fd)
     assert not receiver.wait(0.01)
@@ -73,7 +77,7 @@ def refuse(message: Message, peer: bytes) -> None:
 
 
 def test_what_is_no_message_is_counted_and_logged_at_a_limited_rate(
-    context: zmq.SyncContext, capsys: pytest.CaptureFixture[str]
+    context: zmq.SyncContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(context, "bad")
     malformed = Malformed("broker")
@@ -88,15 +92,13 @@ def test_what_is_no_message_is_counted_and_logged_at_a_limited_rate(
 
     for _ in range(1998):
         malformed(ProtocolError("again " * 100))
-    lines = capsys.readouterr().err.splitlines()
-    assert malformed.count == 2000 and len(lines) == 18 + 2 and max(map(len, lines)) < 350
+    (line,) = capsys.readouterr().err.splitlines()
+    assert malformed.count == 2000 and len(line) < 350
 
-
-def test_a_trusted_peers_malformed_message_is_an_error(context: zmq.SyncContext) -> None:
-    pair = Pair(context, "trusted")
-    send(pair.there, Stop("x"))
-    with pytest.raises(ProtocolError, match="makes no sense"):
-        Receiver({pair.here: refuse}, fatal).drain()
+    later = time.monotonic() + 60
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    malformed(ProtocolError("again"))
+    assert capsys.readouterr().err == "broker: dropped message 2001: again (and 1997 like it before)\n"
 
 
 def test_an_error_of_a_handler_is_not_taken_for_an_empty_socket(context: zmq.SyncContext) -> None:
@@ -135,9 +137,72 @@ def test_a_port_takes_all_that_arrives_and_reports_what_its_handler_raises(conte
         pair.there.send(b"\xc1garbage")
         pair.there.send_multipart(encode(Stop("all is said")))
 
-        await asyncio.wait_for(done.wait(), 10)
+        await asyncio.wait_for(done.wait(), 60)
         assert steps == list(range(302)) and malformed.count == 1
         assert [str(failure) for failure in failures] == ["negative"]
         port.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_a_connection_that_was_made_again_is_told_once(
+    make_run: MakeRun, context: zmq.SyncContext, in_a_loop: bool, only_new_connections: None
+) -> None:
+    run = make_run()
+    there = open_socket(zmq.ROUTER, run, "steps", bind=True, context=context)
+    here = open_socket(zmq.DEALER, run, "steps", identity=b"learner.0.0", context=context)
+    told: list[int] = []
+
+    def ignore(message: Message, peer: bytes) -> None:
+        pass
+
+    def cut(step: int) -> None:
+        send(here, BatchRequest(step))
+        assert there.poll(60_000) and receive_from(there) == (b"learner.0.0", BatchRequest(step))
+        assert cut_connection(os.getpid(), random.Random(0))
+
+    async def in_asyncio() -> None:
+        port = Port(here, ignore, Malformed("test"), lambda error: None, again=lambda: told.append(1))
+        for step in range(3):
+            cut(step)
+            while len(told) == step:
+                await asyncio.sleep(0.01)
+        port.close()
+
+    if in_a_loop:
+        asyncio.run(asyncio.wait_for(in_asyncio(), 120))
+    else:
+        receiver = Receiver({here: ignore}, Malformed("test"), again={here: lambda: told.append(1)})
+        for step in range(3):
+            cut(step)
+            while len(told) == step:
+                assert receiver.wait(60)
+                receiver.drain()
+    assert len(told) == 3
+
+
+def test_a_port_whose_peer_died_never_meets_its_successor(make_run: MakeRun, context: zmq.SyncContext) -> None:
+    """Two connections in one name would take each other's answers. Many times: a close that is only asked for
+    loses the race against a connection that is being tried again in one of twenty."""
+
+    async def leave(address: str) -> None:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 500
+        socket.reconnect_ivl = 1
+        socket.connect(address)
+        port = Port(socket, lambda message, peer: None, Malformed("test"), lambda error: None)
+        port.send(Stop("for the one that died"))
+        port.close(peer_died=True)
+
+    folder = make_run().folder  # of a short path
+    successors = []
+    for attempt in range(100):
+        address = f"ipc://{folder}/died{attempt}"
+        asyncio.run(leave(address))
+        successor = context.socket(zmq.ROUTER)
+        successor.bind(address)
+        successors.append(successor)
+
+    time.sleep(0.1)
+    assert not any(successor.poll(0) for successor in successors)

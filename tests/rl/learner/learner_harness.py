@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +13,6 @@ import numpy as np
 import zmq
 
 from rl.core.columns import token_columns
-from rl.core.config import load_config
 from rl.core.messages import (
     BatchRequest,
     Done,
@@ -35,6 +32,7 @@ from rl.core.messages import (
 )
 from rl.core.run import RunFile
 from rl.core.sockets import identity, open_socket, receive_from, send, send_to
+from rl.weights.shm_file import remove_slots
 
 ROOT = Path(__file__).parents[3]
 M = TypeVar("M", bound=Any)
@@ -46,8 +44,10 @@ class Harness:
     def __init__(self, run: RunFile, module: str = "rl.learner.process") -> None:
         self.run = run
         self.module = module
+        self.incarnation = 0
         self.ranks = run.config.learner.ranks
         self.inbox: list[Message] = []
+        self.registered: set[tuple[int, int]] = set()  # (rank, incarnation)
         self.children: list[subprocess.Popen[bytes]] = []
         self.learner = b""  # identity on the socket `steps`
         self.context = zmq.Context()
@@ -64,8 +64,26 @@ class Harness:
         for rank in range(self.ranks):
             log = (self.run.folder / f"learner.{rank}.log").open("wb")
             command = [sys.executable, "-m", self.module, "--run", str(self.run.folder), "--index", str(rank)]
+            command += ["--incarnation", str(self.incarnation)]
             self.children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
         return self
+
+    def restart(self) -> None:
+        """Kill all ranks in whatever they do, and start the next ones."""
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.wait()
+
+        before = -1
+        while len(self.inbox) > before:  # the last words of the dead
+            before = len(self.inbox)
+            self.pump(0.3)
+
+        self.children.clear()
+        self.inbox.clear()
+        self.incarnation += 1
+        self.start()
 
     def __enter__(self) -> Harness:
         return self.start()
@@ -78,6 +96,7 @@ class Harness:
             child.kill()
             child.wait()
         self.context.destroy(linger=0)
+        remove_slots(self.run.run_id)
 
     def pump(self, timeout_s: float = 0.1) -> None:
         """Take what has arrived on both sockets."""
@@ -90,7 +109,9 @@ class Harness:
                 self.learner = peer
             if isinstance(message, SaveRequest):
                 self.answer(Journal(message.version, f"journal {message.version.n}".encode()))
-            if not isinstance(message, Register | Heartbeat):
+            if isinstance(message, Register):
+                self.registered.add((message.index, message.incarnation))
+            elif not isinstance(message, Heartbeat):
                 self.inbox.append(message)
 
     def take(self, kind: type[M], deadline_s: float = 180.0) -> M:
@@ -130,16 +151,20 @@ class Harness:
         send_to(self.steps, self.learner, message)
 
     def tell(self, message: Stop | PeerDied) -> None:
-        """As the supervisor, to every rank."""
+        """As the supervisor, to every rank, once it has registered."""
+        deadline = time.monotonic() + 240
         for rank in range(self.ranks):
-            send_to(self.control, identity("learner", rank), message)
+            while (rank, self.incarnation) not in self.registered:
+                assert time.monotonic() < deadline, f"rank {rank} did not register\n{self.logs()}"
+                self.pump()
+            send_to(self.control, identity("learner", rank, self.incarnation), message)
 
     def finish(self) -> Done:
         done = self.take(Done)
         self.stop()
         return done
 
-    def stop(self, deadline_s: float = 20.0) -> None:
+    def stop(self, deadline_s: float = 120.0) -> None:
         """Tell every rank to stop, and require that all exit cleanly."""
         self.tell(Stop("test"))
         deadline = time.monotonic() + deadline_s
@@ -212,21 +237,3 @@ def _shard(
         loss_tokens=sum(row.loss_tokens for row in rows),
         metrics={"staleness/mean": float(step - version)},
     )
-
-
-def make_learner_run(*overrides: str, **fields: Any) -> RunFile:
-    """A saved RunFile in a new folder with a short path; the caller removes the folder."""
-    folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))
-    values = {
-        "config": load_config(None, list(overrides)),
-        "run_id": uuid.uuid4().hex[:8],
-        "folder": folder,
-        "socket_folder": folder,
-        "device": "cpu",
-        "train_tasks": 1000,
-        "eval_tasks": 16,
-        "started_at": time.time(),
-    }
-    run = RunFile.model_validate(values | fields)
-    run.save()
-    return run

@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from rl.core.alarms import RunAlarm
 from rl.core.messages import SampleRow, Shard
-from rl.learner.batches import StaleBatch, check_shard
+from rl.learner.batches import check_shard
 from tests.rl.learner.learner_harness import make_batch
 
 
@@ -21,7 +22,7 @@ def check(shard: Shard, step: int = 3, rank: int = 0, epoch: int = 0, bound: int
 
 def test_the_oldest_allowed_version_passes_and_the_next_older_does_not() -> None:
     check(make_batch(3, version=2)[0])
-    with pytest.raises(StaleBatch, match=r"step 3 holds 8 of 8 samples .*versions \[1\].*at most 1"):
+    with pytest.raises(RunAlarm, match=r"stale-batch.*step 3 holds 8 of 8 samples .*versions \[1\].*at most 1"):
         check(make_batch(3, version=1)[0])
 
 
@@ -30,7 +31,7 @@ def test_one_stale_row_of_another_rank_is_refused() -> None:
     rows = list(shard.rows)
     rows[-1] = msgspec.structs.replace(rows[-1], version=1)
     assert len(rows) - 1 not in shard.members
-    with pytest.raises(StaleBatch, match="1 of 8"):
+    with pytest.raises(RunAlarm, match=r"stale-batch.*1 of 8"):
         check(msgspec.structs.replace(shard, rows=rows))
 
 
@@ -38,7 +39,7 @@ def test_tokens_older_than_their_row_says_are_refused() -> None:
     shard = make_batch(3)[0]
     versions = shard.policy_version.copy()
     versions[np.flatnonzero(shard.loss_mask)[-1]] = 1
-    with pytest.raises(StaleBatch, match=r"versions \[1\]"):
+    with pytest.raises(RunAlarm, match=r"stale-batch.*holds 1 of 8 samples that are too old \(versions \[1\]\)"):
         check(with_columns(shard, policy_version=versions))
 
 
@@ -51,11 +52,11 @@ def test_a_shard_of_another_place_is_refused(field: str, value: int) -> None:
 def test_a_sample_that_appears_twice_is_refused() -> None:
     shard = make_batch(3)[0]
     rows: list[SampleRow] = [shard.rows[0], *shard.rows[:-1]]
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(RunAlarm, match=r"batch-contradicts.*twice"):
         check(msgspec.structs.replace(shard, rows=rows))
 
 
 def test_arrays_of_the_wrong_size_are_refused() -> None:
     shard = make_batch(3)[0]
-    with pytest.raises(ValueError, match="contradicts itself"):
+    with pytest.raises(RunAlarm, match=r"batch-contradicts.*token_ids"):
         check(with_columns(shard, token_ids=shard.token_ids[1:]))

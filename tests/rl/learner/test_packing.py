@@ -11,7 +11,7 @@ from rl.learner.packing import assign, make_packs, pad_packs, split_minibatches
 from tests.rl.learner.tiny_policies import make_shards, packs_of
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 100))
 def test_assignment(lengths: list[int], max_tokens: int) -> None:
     packs = assign(lengths, max_tokens)

@@ -11,7 +11,8 @@ from rl.core.config import load_config
 from rl.core.messages import Shard
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
-from tests.rl.learner.learner_harness import make_batch, make_learner_run
+from tests.conftest import save_run
+from tests.rl.learner.learner_harness import make_batch
 from tests.rl.learner.test_training import largest_difference, run_learner
 from tests.rl.learner.tiny_policies import VOCAB, save_tiny
 
@@ -46,10 +47,10 @@ def test_a_resumed_learner_has_its_critic_back(tmp_path: Path) -> None:
             stats.add(trainer.update(minibatch, shard.step))
         expected.append(stats.metrics())
 
-    run = make_learner_run(*SETTINGS, "steps=2", model_folder=folder)
+    run = save_run(*SETTINGS, "steps=2", model_folder=folder)
     rows = run_learner(run, batches(0, 2)).rows
     resume = f"resume={run.folder / 'checkpoints' / 'step-2'}"
-    again = make_learner_run(*SETTINGS, "steps=1", resume, model_folder=folder, epoch=1, start_step=2)
+    again = save_run(*SETTINGS, "steps=1", resume, model_folder=folder, epoch=1, start_step=2)
     resumed = run_learner(again, batches(2, 3, epoch=1))
     for one in (run, again):
         shutil.rmtree(one.folder)

@@ -26,7 +26,8 @@ from rl.core.run import RunFile
 from rl.learner.export import tensors
 from rl.learner.publish import probe_prompt
 from rl.weights import make_reader
-from tests.rl.learner.learner_harness import Harness, make_batch, make_learner_run
+from tests.conftest import save_run
+from tests.rl.learner.learner_harness import Harness, make_batch
 from tests.rl.learner.tiny_policies import VOCAB, save_tiny
 
 STEPS = 3
@@ -128,7 +129,7 @@ def plain(model_folder: Path) -> Plain:
         result.norms.append(sum(norms) / len(norms))
         remember()
     with torch.no_grad():
-        result.probe = plain_logp(model, torch.tensor(probe_prompt(VOCAB, 2048)), 1.0).tolist()
+        result.probe = plain_logp(model, torch.tensor(probe_prompt(None, VOCAB, 2048)), 1.0).tolist()
     return result
 
 
@@ -173,7 +174,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(model_folder: Path) -> Iterator[Trained]:
-    run = make_learner_run(*SETTINGS, f"steps={STEPS}", "eval.tasks=4", model_folder=model_folder)
+    run = save_run(*SETTINGS, f"steps={STEPS}", "eval.tasks=4", model_folder=model_folder)
     yield run_learner(run, batches(ranks=1), evaluations=[0, STEPS])
     shutil.rmtree(run.folder)
 
@@ -181,7 +182,7 @@ def one_rank(model_folder: Path) -> Iterator[Trained]:
 @pytest.fixture(scope="module")
 def two_ranks(model_folder: Path) -> Iterator[Trained]:
     overrides = (*SETTINGS, f"steps={STEPS}", "learner.ranks=2", "learner.checkpoint_every=2")
-    run = make_learner_run(*overrides, model_folder=model_folder)
+    run = save_run(*overrides, model_folder=model_folder)
     yield run_learner(run, batches(ranks=2))
     shutil.rmtree(run.folder)
 
@@ -228,7 +229,7 @@ def test_one_rank_continues_what_two_ranks_saved(two_ranks: Trained, model_folde
     saved = two_ranks.run.folder / "checkpoints" / "step-2"
     assert read_meta(saved).ranks == 2 and read_journal(saved) == b"journal 2"
     overrides = (*SETTINGS, "steps=1", f"resume={saved}")
-    run = make_learner_run(*overrides, model_folder=model_folder, epoch=1, start_step=2)
+    run = save_run(*overrides, model_folder=model_folder, epoch=1, start_step=2)
     resumed = run_learner(run, batches(1, first=2, epoch=1))
     shutil.rmtree(run.folder)
     assert [row.step for row in resumed.rows] == [3]
@@ -251,17 +252,17 @@ def test_metrics_and_report_say_where_the_time_went(one_rank: Trained) -> None:
 def test_probe_of_the_last_version_equals_the_plain_loop(one_rank: Trained, plain: Plain, model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(one_rank.run.folder / "model")
     with torch.no_grad():
-        logp = plain_logp(model, torch.tensor(probe_prompt(VOCAB, 2048)), 1.0).tolist()
+        logp = plain_logp(model, torch.tensor(probe_prompt(None, VOCAB, 2048)), 1.0).tolist()
     assert logp == pytest.approx(plain.probe, abs=1e-4)
 
 
 def test_two_ranks_stop_during_a_step(model_folder: Path) -> None:
-    run = make_learner_run(*SETTINGS, "steps=3", "learner.ranks=2", model_folder=model_folder)
+    run = save_run(*SETTINGS, "steps=3", "learner.ranks=2", model_folder=model_folder)
     with Harness(run) as harness:
         harness.take(BatchRequest)
-        harness.send_batch(make_batch(0, ranks=2, groups=400, vocab=VOCAB))
+        harness.send_batch(make_batch(0, ranks=2, groups=2000, vocab=VOCAB))
         harness.take(BatchRequest)  # of the next step: the first one has arrived
-        harness.stop(deadline_s=10)
+        harness.stop()
         harness.pump()
         assert not [message for message in harness.inbox if isinstance(message, Metrics)]  # it was in the middle
     shutil.rmtree(run.folder)

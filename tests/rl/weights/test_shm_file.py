@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +18,10 @@ from rl.core.messages import Version
 from rl.core.process import WaitExpired
 from rl.core.run import RunFile
 from rl.learner.export import tensors, write_shard
-from rl.weights import Manifest, WeightsError, make_reader, make_writer, shm_file
+from rl.weights import Manifest, WeightsError, WeightWriter, make_reader, make_writer, shm_file
 from rl.weights.shm import ShmReader
 from rl.weights.shm_file import check_space, remove_slots, slots_path, sweep_stale
+from rl.weights.slots import draft_of
 from tests.conftest import MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -46,11 +49,25 @@ def test_no_space_at_start_leaves_no_file(make_run: MakeRun, monkeypatch: pytest
     assert not slots_path(run.run_id).exists()
 
 
+@contextmanager
+def hung_owner(target: Callable[..., None], run: RunFile, folder: Path) -> Iterator[None]:
+    """A process that made the run's slots and hangs; killed in the end."""
+    made = SPAWN.Event()
+    owner = SPAWN.Process(target=target, args=(str(run.folder), str(folder), made))
+    owner.start()
+    try:
+        assert made.wait(120)
+        yield
+    finally:
+        owner.kill()
+        owner.join(60)
+
+
 def make_and_hang(folder: str, shm: str, made: object) -> None:
     shm_file.FOLDER = Path(shm)
     make_writer(RunFile.load(folder), 0, MANIFEST).open()
     made.set()  # type: ignore[attr-defined]
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_sweep_removes_files_of_dead_runs_only(
@@ -59,19 +76,14 @@ def test_sweep_removes_files_of_dead_runs_only(
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
     dead_run = make_run()
     live_run = make_run()
-    made = SPAWN.Event()
-    owner = SPAWN.Process(target=make_and_hang, args=(str(dead_run.folder), str(tmp_path), made))
-    owner.start()
-    assert made.wait(20)
-    live = make_writer(live_run, 0, MANIFEST)
-    live.open()
     begun = tmp_path / "fresco-00000000-weights"  # its owner has not written its name yet
-    begun.touch()
-    (tmp_path / "something-else").touch()
+    with hung_owner(make_and_hang, dead_run, tmp_path):
+        live = make_writer(live_run, 0, MANIFEST)
+        live.open()
+        begun.touch()
+        (tmp_path / "something-else").touch()
+        assert sweep_stale() == []
 
-    assert sweep_stale() == []
-    owner.kill()
-    owner.join(10)
     assert sweep_stale() == [slots_path(dead_run.run_id)]
     os.utime(begun, (time.time() - 600,) * 2)
     assert sweep_stale() == [begun]
@@ -81,21 +93,63 @@ def test_sweep_removes_files_of_dead_runs_only(
     live.close()
 
 
+def test_slots_of_a_learner_that_comes_back_are_not_swept_but_adopted(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its supervisor, here this process, lives; another run's start sweeps meanwhile."""
+    monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
+    monkeypatch.setenv("FRESCO_PARENT_PID", str(os.getpid()))
+    run = make_run()
+    reader = make_reader(run, "generator-0-0", 0)
+    with hung_owner(publish_and_hang, run, tmp_path):
+        reader.open(60)
+
+    assert sweep_stale() == []
+    version, before = reader.lease(Version(0, 1), 5)
+    assert version == Version(0, 1)
+
+    writer = make_writer(run, 0, MANIFEST)
+    writer.open()
+    assert reader.release()
+    write(writer, draft_of(2), 3)
+    writer.name(draft_of(2), Version(0, 2))
+    version, after = reader.lease(Version(0, 2), 5)
+    assert version == Version(0, 2) and bytes(after[:4]) == bytes([3] * 4) != bytes(before[:4])
+    assert reader.checksum() == writer.checksum(Version(0, 2), 5)
+
+    del before, after
+    reader.release()
+    reader.close()
+    writer.close()
+
+
+def write(writer: WeightWriter, version: Version, value: int) -> None:
+    view = writer.begin(version, 5)
+    view[:] = bytes([value]) * len(view)
+    writer.commit([(spec.offset, spec.nbytes) for spec in MANIFEST.tensors])
+
+
+def publish_and_hang(folder: str, shm: str, made: object) -> None:
+    """Dies with a version that is published and a draft that is not."""
+    shm_file.FOLDER = Path(shm)
+    writer = make_writer(RunFile.load(folder), 0, MANIFEST)
+    writer.open()
+    write(writer, Version(0, 1), 1)
+    write(writer, draft_of(2), 2)
+    made.set()  # type: ignore[attr-defined]
+    time.sleep(600)
+
+
 def test_a_reader_does_not_attach_to_what_a_dead_owner_left(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
     run = make_run()
-    made = SPAWN.Event()
-    owner = SPAWN.Process(target=make_and_hang, args=(str(run.folder), str(tmp_path), made))
-    owner.start()
+    with hung_owner(make_and_hang, run, tmp_path):
+        reader = make_reader(run, "generator-0-0", 0)
+        reader.open(60)
+        reader.close()
 
-    assert made.wait(20)
-    reader = make_reader(run, "generator-0-0", 0)
-    reader.open(5)
-    reader.close()
-    owner.kill()
-    owner.join(10)
     with pytest.raises(WaitExpired):
         make_reader(run, "generator-0-0", 1).open(0.2)
 
@@ -115,7 +169,7 @@ def test_the_lock_of_a_stopped_process_is_named(make_run: MakeRun, monkeypatch: 
     writer = make_writer(run, 0, MANIFEST)
     reader = ShmReader(run, "generator-0-0", 0)
     writer.open()
-    reader.open(5)
+    reader.open(60)
     assert writer._slots is not None
 
     with (
@@ -134,7 +188,7 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
     for writer in writers:
         writer.open()
     reader = ShmReader(run, "generator-0-0", 0)
-    reader.open(5)
+    reader.open(60)
     masters = {spec.name: torch.randn(spec.shape) for spec in MANIFEST.tensors}
 
     for rank, writer in enumerate(writers):

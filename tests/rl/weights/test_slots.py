@@ -186,7 +186,7 @@ class FourSlotMachine(SlotMachine):
 
 
 for machine in (SlotMachine, TwoSlotMachine, FourSlotMachine):
-    machine.TestCase.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
+    machine.TestCase.settings = settings(max_examples=80, stateful_step_count=80)
 TestThreeSlots = SlotMachine.TestCase
 TestTwoSlots = TwoSlotMachine.TestCase
 TestFourSlots = FourSlotMachine.TestCase

@@ -13,7 +13,6 @@ import pytest
 from rl.core.messages import Version
 from rl.core.process import WaitExpired
 from rl.core.run import RunFile
-from rl.core.sockets import make_curve_keys
 from rl.weights import (
     Manifest,
     WeightReader,
@@ -27,6 +26,8 @@ from rl.weights import (
 from rl.weights.frames_reader import FramesReader, pieces
 from rl.weights.layout import Segment, digest
 from rl.weights.shm_file import slots_path
+from rl.weights.slots import SlotTable
+from rl.weights.transport import slot_geometry
 from tests.conftest import BASE_PORT, MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -41,12 +42,9 @@ TRANSPORTS = ["shm", "zmq", "tcp"]
 
 def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
     tcp = ["network.transport=tcp", f"network.base_port={BASE_PORT}"] if transport == "tcp" else []
-    run = make_run(
+    return make_run(
         f"weights.transport={'shm' if transport == 'shm' else 'zmq'}", f"learner.ranks={ranks}", *tcp, *overrides
     )
-    if tcp:
-        make_curve_keys(run.folder)
-    return run
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def rows_of(rank: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def publish(writer: WeightWriter, n: int, rank: int = 0, ranks: int = 1) -> None:
-    view = np.frombuffer(writer.begin(Version(0, n), 10), np.uint8)
+    view = np.frombuffer(writer.begin(Version(0, n), 60), np.uint8)
     segments: list[Segment] = []
     for offset, length in rows_of(rank, ranks):
         view[offset : offset + length] = content(n)[offset : offset + length]
@@ -142,10 +140,8 @@ def test_the_writer_never_waits_for_a_reader_that_holds_a_lease(opened: Open, tr
     _, writer, slow = opened(transport)
     publish(writer, 0)
     version, view = slow.lease(Version(0, 0), 10)
-    begin = time.monotonic()
     for n in range(1, 8):
-        publish(writer, n)
-    assert time.monotonic() - begin < 5
+        publish(writer, n)  # WaitExpired where it waits
     assert version.n == 0 and holds(view, 0) and slow.checksum()
     del view
     assert slow.release()
@@ -187,9 +183,9 @@ def write_as_rank(folder: str, rank: int, ranks: int, versions: int, gate: objec
         time.sleep(0.003 * ((n + rank) % 3))  # ranks arrive at different moments
         publish(writer, n, rank, ranks)
         if rank == 0:
-            assert writer.checksum(Version(0, n), 10)
-        gate.wait(20)  # type: ignore[attr-defined]  # as the gradient reduction of the next step does
-    assert done.wait(30)  # type: ignore[attr-defined]
+            assert writer.checksum(Version(0, n), 120)
+        gate.wait(120)  # type: ignore[attr-defined]  # as the gradient reduction of the next step does
+    assert done.wait(240)  # type: ignore[attr-defined]
     writer.close()
 
 
@@ -206,7 +202,7 @@ def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transpor
         seen: list[list[int]] = [[], []]
 
         def follow(index: int) -> None:
-            readers[index].open(30)
+            readers[index].open(120)
             while not seen[index] or seen[index][-1] < 39:
                 seen[index].append(read(readers[index], seen[index][-1] + 1 if seen[index] else 0)[0])
 
@@ -214,7 +210,7 @@ def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transpor
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
 
         for versions in seen:
             assert versions[-1] == 39 and versions == sorted(set(versions))
@@ -223,16 +219,16 @@ def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transpor
             reader.close()
         done.set()
         for process in ranks:
-            process.join(20)
+            process.join(120)
     assert [process.exitcode for process in ranks] == [0, 0]
 
 
 def lease_and_hang(folder: str, leased: object) -> None:
     reader = make_reader(RunFile.load(folder), "generator-0-0", 0)
-    reader.open(10)
-    reader.lease(Version(0, 0), 10)
+    reader.open(60)
+    reader.lease(Version(0, 0), 60)
     leased.set()  # type: ignore[attr-defined]
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -> None:
@@ -243,23 +239,32 @@ def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -
     leased = SPAWN.Event()
     reader = SPAWN.Process(target=lease_and_hang, args=(str(run.folder), leased))
     reader.start()
-    assert leased.wait(20)
+    assert leased.wait(120)
     publish(writer, 1)
     with pytest.raises(WaitExpired, match=r"the lease of generator-0-0 on version 0\.0"):
         writer.begin(Version(0, 2), 0.3)
 
     reader.kill()
     publish(writer, 2)  # while the killed reader is still a zombie
-    reader.join(10)
+    reader.join(60)
     time.sleep(0.2)  # a resource tracker would unlink the file about now
     assert slots_path(run.run_id).exists()
     again = make_reader(run, "generator-0-0", 1)
-    again.open(5)
+    again.open(60)
     assert read(again, 2)[0] == 2
     again.close()
     assert slots_path(run.run_id).exists()
     writer.close()
     assert not slots_path(run.run_id).exists()
+
+
+def test_every_engine_of_a_large_run_may_read(make_run: MakeRun) -> None:
+    run = run_for(make_run, "shm", "generator.count=100", "generator.tensor_parallel=4")
+    geometry = slot_geometry(run, MANIFEST)
+    table = SlotTable(bytearray(geometry.nbytes), geometry, MANIFEST.spans())
+    table.clear()
+    rows = {table.register(f"generator-{index}-{rank}", 0, 1, 1) for index in range(100) for rank in range(4)}
+    assert len(rows) == 400
 
 
 def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun) -> None:
@@ -268,14 +273,14 @@ def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun)
     writer.open()
     publish(writer, 0)
     reader = make_reader(run, "generator-0-0", 0)
-    reader.open(5)
+    reader.open(60)
     (rank,) = reader._ranks  # type: ignore[attr-defined]
 
     assert rank.ask(wire.AskLease("generator-0-0", 0, Version(0, 0)), wire.Granted, 5)  # and then the reader hangs
     publish(writer, 1)
     begin = time.monotonic()
     publish(writer, 2)
-    assert 0.5 < time.monotonic() - begin < 5
+    assert time.monotonic() - begin > 0.5
     assert read(reader, 2)[0] == 2  # it was only slow
     reader.close()
     writer.close()

@@ -1,9 +1,8 @@
-"""What must hold of a trajectory, how samples are shared among ranks, and the order of one server's messages."""
+"""How samples are shared among ranks, and the order of one server's messages."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,58 +12,11 @@ from msgspec.structs import replace
 
 from rl.core.messages import Ticket, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
-from rollout.broker.assembly import balance, fault, make_shards, outcome_of
+from rollout.broker.assembly import balance, make_shards, outcome_of
 from rollout.broker.reorder import Reorder
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
 GOOD = make_trajectory(Ticket(2, 1, 0, 0, Version(0, 3)), 1, 1.0)
-
-
-def test_a_good_trajectory_has_no_fault() -> None:
-    assert fault(GOOD) == ""
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"loss_mask": np.ones(3, np.uint8)}, "loss_mask is uint8(3,)"),
-        ({"loss_mask": np.full(6, 2, np.uint8)}, "other than 0 and 1"),
-        ({"policy_version": np.zeros(6, np.float32)}, "policy_version is float32"),
-        ({"token_ids": np.zeros((2, 3), np.int32)}, "token_ids is"),
-        ({"logp_behavior": np.full(6, np.nan, np.float32)}, "logp_behavior is not finite"),
-        ({"logp_behavior": np.array([0, 0, 0, np.inf, -np.inf, 0], np.float32)}, "logp_behavior is not finite"),
-        ({"policy_version": np.full(6, -1, np.int32)}, "without a policy version"),
-        ({"turns": [Turn(2, 9, 0.0, 0.0, 0.0, "stop", 0)]}, "turn [2, 9)"),
-        ({"turns": [Turn(2, 4, 0.0, 0.0, 0.0, "stop", 0), Turn(3, 6, 0.0, 0.0, 0.0, "stop", 0)]}, "turn [3, 6)"),
-    ],
-)
-def test_faults_of_a_sequence_are_named(change: dict[str, Any], what: str) -> None:
-    assert what in fault(with_sequence(GOOD, **change))
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"tokens_generated": 3}, "4 tokens in the loss mask, 3 generated"),
-        ({"reward": float("nan")}, "reward nan"),
-        ({"sequences": []}, "0 sequences"),
-        ({"sequences": GOOD.sequences * 2}, "2 sequences"),
-        ({"columns": {"grade": np.zeros(1, np.float32)}}, "column 'grade' is not registered"),
-    ],
-)
-def test_faults_of_a_trajectory_are_named(change: dict[str, Any], what: str) -> None:
-    assert what in fault(replace(GOOD, **change))
-
-
-def test_a_column_that_is_missing_or_unknown_is_named() -> None:
-    sequence = GOOD.sequence
-    without = {name: values for name, values in sequence.columns.items() if name != "logp_behavior"}
-    assert "'logp_behavior' is missing" in fault(replace(GOOD, sequences=[replace(sequence, columns=without)]))
-
-    unknown = with_sequence(GOOD, teacher_logp=np.zeros(6, np.float32))
-    assert fault(unknown).startswith("column 'teacher_logp' is not registered") and "algo.columns" in fault(unknown)
-    learners = with_sequence(GOOD, logp_reference=np.zeros(6, np.float32))  # never crosses a socket
-    assert "'logp_reference' is not registered for this place" in fault(learners)
 
 
 def test_every_rank_knows_the_rewards_of_every_turn_and_who_was_cut() -> None:
@@ -76,6 +28,11 @@ def test_every_rank_knows_the_rewards_of_every_turn_and_who_was_cut() -> None:
         assert [row.turn_rewards for row in shard.rows] == [[1.0], [0.25, 0.5]]
         assert [row.truncated for row in shard.rows] == [False, True]
         assert shard.turn_starts == [[2] if shard.members == [0] else [2, 4]]
+
+
+def test_success_is_what_the_environment_said_and_not_a_positive_reward() -> None:
+    assert outcome_of(replace(GOOD, reward=0.125, success=False)).success == 0
+    assert outcome_of(replace(GOOD, reward=0.0, success=True)).success == 1
 
 
 def test_turns_that_answer_the_same_observation_have_one_state() -> None:

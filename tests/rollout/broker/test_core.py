@@ -14,11 +14,11 @@ from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
     EmitBatch,
+    EpisodeOutcome,
     EvalReport,
     Finished,
     GroupRecord,
     IssueTicket,
-    Outcome,
     RevokeTickets,
     StopRun,
 )
@@ -73,7 +73,7 @@ class Driver:
     ) -> list[Action]:
         """late: the generators' report comes after the trajectory."""
         self.live.pop(ticket.ticket_id, None)
-        outcome = Outcome(self.epoch, version, reward, tokens, tokens, success=reward, payload=ticket.ticket_id)
+        outcome = EpisodeOutcome(self.epoch, version, reward, tokens, tokens, success=reward, payload=ticket.ticket_id)
         reported = ticket.kind == "train"
         actions: list[Action] = []
         if reported and not late:
@@ -194,13 +194,13 @@ def test_expiry_takes_the_whole_group_and_puts_its_task_in_front() -> None:
     assert groups_of(of(actions, EmitBatch)[0]) == [3, 4]
 
     (record,) = of(actions, GroupRecord)
-    assert (record.group_id, record.end, record.attempts) == (0, "stale", 0)
+    assert (record.group_id, record.end, record.cut_offs) == (0, "stale", 0)
     assert [c.ticket_ids for c in of(actions, RevokeTickets)] == [[slow[1].ticket_id]]
     assert driver.samples("stale") == 2
 
     again = [i.ticket for i in of(actions, IssueTicket) if i.ticket.task_index == slow[0].task_index]
     assert len(again) == 2 and again[0].group_id > 4
-    assert driver.core.groups.open[again[0].group_id].assignment.attempts == 1
+    assert driver.core.groups.open[again[0].group_id].task.cut_offs == 1
 
 
 def test_a_late_first_token_expires_a_group_and_batched_groups_are_exempt() -> None:
@@ -383,13 +383,19 @@ def test_tokens_are_booked_by_ticket_and_checked_twice() -> None:
     driver.do(driver.core.usage(ticket.ticket_id, 1, False, 0.0))  # one more than the trajectory says
     assert driver.core.ledger.mismatches == 1
 
+    driver.core.ledger.reports_lost()  # what it was the answer to was lost, and had been asked for again
+    driver.do(driver.core.usage(ticket.ticket_id, 4, False, 0.0))
+    tokens = driver.core.ledger.report()["tokens"]
+    assert (tokens["generated"], tokens["lost"], driver.core.ledger.mismatches) == (13, 8, 0)
+    driver.core.ledger.check()
+
 
 def test_a_ledger_that_does_not_close_fails_the_run() -> None:
     driver = Driver(rules(steps=1, groups_per_batch=1, group_size=1, drain_deadline_s=4))
     driver.publish(0)
     driver.request(0)
     (ticket,) = driver.live.values()
-    driver.do(driver.core.finished(ticket.ticket_id, Outcome(0, 0, 1.0, 9), 0.0))  # its usage never comes
+    driver.do(driver.core.finished(ticket.ticket_id, EpisodeOutcome(0, 0, 1.0, 9), 0.0))  # its usage never comes
     driver.publish(1)
     assert driver.core.next_deadline() == 4
     driver.do(driver.core.tick(4.0))
@@ -401,13 +407,13 @@ def test_results_of_another_epoch_end_stale() -> None:
     driver = Driver(rules(), epoch=5)
     driver.publish(0)
     ticket = driver.group(0)[0]
-    driver.do(driver.core.finished(ticket.ticket_id, Outcome(4, 0, 1.0, 0), 0.0))
+    driver.do(driver.core.finished(ticket.ticket_id, EpisodeOutcome(4, 0, 1.0, 0), 0.0))
     assert driver.samples("stale") == 2 and of(driver.actions, GroupRecord)[0].end == "stale"
 
 
-@pytest.mark.parametrize(("version", "what"), [(Version(0, 3), "without that batch"), (Version(1, 1), "in epoch 1")])
+@pytest.mark.parametrize(("version", "what"), [(Version(1, 3), "without that batch"), (Version(0, 1), "in epoch 0")])
 def test_a_learner_that_contradicts_itself_stops_the_run(version: Version, what: str) -> None:
-    driver = Driver(rules())
+    driver = Driver(rules(), epoch=1)
     driver.publish(0)
     assert what in of(driver.do(driver.core.published(version, 0.0)), StopRun)[0].reason
 
@@ -450,11 +456,35 @@ def test_the_end_cancels_what_is_left_and_waits_for_the_last_evaluation() -> Non
     assert report["staleness"] == {"mean": 0, "max": 0, "histogram": {"0": 4}}
     assert report["reward"] == {"first": 0.5, "last": 0.5} and report["eval"]["last"]["versions"] == {"1": 1}
 
-    samples = "issued queued running waiting batched trained stale filtered redundant failed"
+    samples = "issued queued running waiting batched trained stale filtered settled redundant failed"
     assert list(report["ledger"]["samples"]) == samples.split()
 
-    tokens = "generated running waiting batched trained stale filtered redundant failed lost"
+    tokens = "generated running waiting batched trained stale filtered settled redundant failed lost"
     assert list(report["ledger"]["tokens"]) == tokens.split()
+
+
+def test_an_evaluation_asked_for_while_the_end_waits_is_answered_without_a_busy_wait() -> None:
+    """The end waits for a ticket that is not cancelled yet, up to a deadline, which begins anew."""
+    driver = Driver(rules(steps=1, redundant_groups=1, drain_deadline_s=5.0))
+    driver.publish(0)
+    driver.request(0)
+    driver.finish_group(0, 0)
+    driver.finish_group(1, 0)
+    driver.publish(1)
+    assert driver.core.next_deadline() == 5.0
+
+    driver.now = 4.0
+    (issued,) = of(driver.do(driver.core.eval_requested(Version(0, 1), 1, driver.now)), IssueTicket)
+    driver.now = 6.0
+    driver.do(driver.core.tick(driver.now))
+    due = driver.core.next_deadline()
+    assert due is None or due > driver.now
+    assert of(driver.actions, Finished) == []
+
+    assert len(of(driver.finish(issued.ticket, 1), EvalReport)) == 1
+    assert of(driver.actions, Finished) == [] and driver.core.next_deadline() == 11.0
+    driver.confirm_cancels()
+    assert len(of(driver.actions, Finished)) == 1 and driver.core.next_deadline() is None
 
 
 def test_a_restored_core_issues_the_open_groups_again() -> None:
@@ -478,7 +508,7 @@ def test_a_restored_core_issues_the_open_groups_again() -> None:
     assert not set(resumed.live) & set(driver.live)
     assert resumed.samples("issued") == 12 and resumed.samples("trained") == 4
     for ticket in list(driver.live.values()):  # the old epoch is over
-        assert resumed.do(resumed.core.finished(ticket.ticket_id, Outcome(0, 0, 1.0, 5), 0.0)) == []
+        assert resumed.do(resumed.core.finished(ticket.ticket_id, EpisodeOutcome(0, 0, 1.0, 5), 0.0)) == []
     assert resumed.core.groups.tasks.next_group == driver.core.groups.tasks.next_group
 
 

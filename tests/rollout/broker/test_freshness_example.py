@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import rollout.broker
 from rl.core.messages import Version
 from rollout.broker import BrokerCore, Rules
-from rollout.broker.actions import Action, EmitBatch, GroupRecord, IssueTicket, Outcome
+from rollout.broker.actions import Action, EmitBatch, EpisodeOutcome, GroupRecord, IssueTicket
 
 Batch = list[tuple[int, int]]
 """Number and version of each group."""
@@ -47,7 +50,7 @@ class Example:
         self.see(self.core.first_token(self.tickets[group], Version(0, version), 0.0))
 
     def finish(self, group: int, version: int) -> None:
-        outcome = Outcome(epoch=0, first_version=version, reward=1.0, tokens_generated=0)
+        outcome = EpisodeOutcome(epoch=0, version=version, reward=1.0, tokens_generated=0)
         self.see(self.core.finished(self.tickets[group], outcome, 0.0))
 
     def request(self, step: int) -> None:
@@ -86,5 +89,14 @@ def test_the_example_of_the_freshness_page() -> None:
     assert 2 not in example.batches  # F5: two groups are ready, and the batch waits for group 6
 
     example.finish(6, 1)
-    assert example.batches[2] == [(5, 1), (6, 1)]  # the long task is trained, with staleness 1
+    assert example.batches[2] == [(6, 1), (5, 1)]  # the long task is trained, with staleness 1
     assert set(example.ended.values()) == {"stale", "trained"}
+
+
+def test_the_rules_are_read_in_a_few_pages_and_meet_no_policy() -> None:
+    """F1 to F5 stand in four files; what is optional stands elsewhere."""
+    folder = Path(rollout.broker.__file__).parent
+    texts = [(folder / f"{name}.py").read_text() for name in ("rules", "tickets", "groups", "batches")]
+    assert sum(len(text.splitlines()) for text in texts) < 400
+    for text in texts:
+        assert "spare" not in text and "broker.polic" not in text and "broker.copies" not in text

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from rl.core.messages import (
     AckTickets,
@@ -35,13 +36,17 @@ from rl.core.messages import (
     Trajectory,
     Usage,
     Version,
+    encode,
 )
+from rl.core.moments import Issued
 from rl.core.run import RunFile
 from rl.core.sockets import identity, open_socket, receive, receive_from, send, send_to
+from rl.core.trace import read_trace
+from rollout.broker.records import State
 from tests.conftest import MakeRun
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class BrokerProcess:
@@ -56,15 +61,17 @@ class BrokerProcess:
             open_socket(zmq.PULL, run, "batches", rank, bind=True, context=self.context)
             for rank in range(run.config.learner.ranks)
         ]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rollout.broker.process", "--run", str(run.folder)], stderr=subprocess.PIPE
-        )
-        self.await_control(Register)
+        self.begin(0)
 
         self.learner = open_socket(zmq.DEALER, run, "steps", identity=identity("learner", 0), context=self.context)
         self.proxy = open_socket(zmq.PUSH, run, "usage", context=self.context)
         self.results = open_socket(zmq.PUSH, run, "trajectories", context=self.context)
         self.servers: dict[int, zmq.Socket[bytes]] = {}
+
+    def begin(self, incarnation: int) -> None:
+        command = [sys.executable, "-m", "rollout.broker.process", "--run", str(self.run.folder)]
+        self.process = subprocess.Popen([*command, "--incarnation", str(incarnation)], stderr=subprocess.PIPE)
+        self.await_control(Register)
 
     def join(self, incarnation: int, capacity: int) -> None:
         me = identity("env_server", 0, incarnation)
@@ -152,6 +159,8 @@ def test_a_whole_run(broker: BrokerProcess) -> None:
     assert broker.acks(1) == [tickets[0].ticket_id]
     broker.results.send_multipart([b"\x93not a message"])
     broker.results.send_multipart([b""])
+    send(broker.results, replace(make_trajectory(tickets[1], broker.next_seq(), 0.0), group_id=7))
+    (tickets[1],) = broker.tickets(1)  # tried again
     for ticket, tokens in zip(tickets[1:], (9, 5, 3), strict=True):
         broker.deliver(ticket, reward=0.0, tokens=tokens)
 
@@ -166,6 +175,9 @@ def test_a_whole_run(broker: BrokerProcess) -> None:
     assert shards[0].token_ids.tolist() == [11] * 11 + [13] * 5
     assert shards[0].turn_starts == [[2], [2]]
     assert shards[0].loss_tokens == 21
+
+    send(broker.learner, BatchRequest(0))  # as a learner that starts again from a checkpoint
+    assert [encode(_next(socket)) for socket in broker.shards] == [encode(shard) for shard in shards]
 
     metrics = shards[0].metrics
     assert metrics["rollout/reward"] == 0.25 and metrics["staleness/mean"] == 0 and metrics["env/legal"] == 1
@@ -186,11 +198,12 @@ def test_a_whole_run(broker: BrokerProcess) -> None:
     report = json.loads(done.report)
     samples = report["ledger"]["samples"]
     assert {state: count for state, count in samples.items() if count} == {"issued": 4, "trained": 4}
-    assert len(samples) == 10, "every state stands in the report"
+    assert report["refused_trajectories"] == 1
+    assert len(samples) == 1 + len(State), "every state stands in the report"
     assert report["ledger"]["tokens"]["trained"] == report["ledger"]["tokens"]["generated"] == 21
     assert report["eval"]["last"]["versions"] == {"1": 2}
     broker.tell_broker(Stop("done"))
-    assert broker.process.wait(10) == 0
+    assert broker.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("broker", [BASE], indirect=True)
@@ -231,15 +244,15 @@ def test_a_dead_server_and_an_invalid_trajectory(broker: BrokerProcess) -> None:
 @pytest.mark.parametrize("broker", [(*BASE, "learner.batch_deadline_s=0.5")], indirect=True)
 def test_the_watchdog_says_who_waits_for_whom(broker: BrokerProcess) -> None:
     send(broker.learner, Published(Version(0, 0)))
-    send(broker.learner, BatchRequest(0))
     broker.join(0, 4)
     broker.tickets(4)
+    send(broker.learner, BatchRequest(0))
     fatal = broker.await_control(Fatal)
     assert isinstance(fatal, Fatal)
     assert "learner.0 waited 0.5 s for the broker: batch 0" in fatal.message
     assert "4 episodes of the environment servers (0 of 2 groups ready)" in fatal.message
     assert '"running": 4' in fatal.detail
-    assert broker.process.wait(10) == 1
+    assert broker.process.wait(60) == 1
 
 
 @pytest.mark.parametrize("broker", [(*BASE, "rollout.redundant_episodes=1")], indirect=True)
@@ -252,3 +265,29 @@ def test_redundant_episodes_are_cancelled(broker: BrokerProcess) -> None:
     while not isinstance(message := broker.from_broker(), CancelTickets):
         pass
     assert message.ticket_ids == [tickets[1].ticket_id]
+
+
+@pytest.mark.parametrize("broker", [BASE], indirect=True)
+def test_a_successor_tells_the_trace_what_is_missing_and_nothing_twice(broker: BrokerProcess) -> None:
+    """The broker died after its log had the events of a turn, and before it had told all of them."""
+    send(broker.learner, Published(Version(0, 0)))
+    broker.join(0, 4)
+    issued = [ticket.ticket_id for ticket in broker.tickets(4)]
+    broker.process.kill()
+    broker.process.communicate()
+
+    path = broker.run.folder / "trace" / "broker.0.0.trace"
+    assert _told(broker.run) == issued
+    path.write_bytes(path.read_bytes()[:-30])  # the last record and a part of the one before
+    assert _told(broker.run) == issued[:2]
+
+    broker.begin(1)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(_told(broker.run)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _told(broker.run) == issued
+
+
+def _told(run: RunFile) -> list[int]:
+    """The tickets of which the trace says that they were issued."""
+    return [event.moment.ticket for event in read_trace(run.folder) if isinstance(event.moment, Issued)]

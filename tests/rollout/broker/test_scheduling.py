@@ -9,11 +9,10 @@ import pytest
 from rl.core.config import ConfigError, load_config
 from rl.core.messages import Ticket, Version
 from rollout.broker import BrokerCore, Rules
-from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket, Outcome
-from rollout.broker.policies.curricula import SuccessWeighted
+from rollout.broker.actions import EmitBatch, EpisodeOutcome, GroupRecord, IssueTicket
 from rollout.broker.policies.hedging import MIN_PEERS
 from rollout.broker.policies.quarantine import Quarantine
-from rollout.broker.tasks import Assignment
+from rollout.broker.tasks import DrawnTask
 from tests.rollout.broker.audited import AuditedLedger
 from tests.rollout.broker.test_core import Driver, groups_of, of, rules
 
@@ -46,7 +45,7 @@ def test_a_slow_episode_gets_a_second_copy_on_another_server_only() -> None:
     assert len([t for t in driver.live.values() if t.sample_id == slow.sample_id]) == 1, "there is no other server"
     copy = hedge(driver, slow)
     assert (copy.seed, copy.group_id, copy.task_index) == (slow.seed, slow.group_id, slow.task_index)
-    assert driver.core.stats.hedged == 1 and driver.core.tickets.spares == 1
+    assert driver.core.stats.hedged == 1 and driver.core.ledger.spares == 1
 
 
 def test_the_first_copy_to_finish_wins_and_the_other_is_cancelled_at_once() -> None:
@@ -60,7 +59,7 @@ def test_the_first_copy_to_finish_wins_and_the_other_is_cancelled_at_once() -> N
         driver.confirm_cancels()
         tokens = driver.core.ledger.report()["tokens"]
         assert tokens["redundant"] == 7 and tokens["running"] == 0
-        assert driver.core.stats.hedges_won == second_wins and driver.core.tickets.spares == 0
+        assert driver.core.stats.hedges_won == second_wins and driver.core.ledger.spares == 0
 
 
 def test_a_copy_takes_over_when_the_other_fails() -> None:
@@ -84,7 +83,7 @@ def test_second_copies_are_bounded_and_end_with_their_sample() -> None:
         driver.finish(ticket, 0)
     driver.now = 5.0  # every other episode is slow: 20 of them
     driver.do(driver.core.server_joined(1, 0, 100, driver.now))
-    assert driver.core.tickets.spares == 10, "a quarter of 20 that run and 20 that wait"
+    assert driver.core.ledger.spares == 10, "a quarter of 20 that run and 20 that wait"
 
 
 # ------------------------------------------------------------ quarantine
@@ -174,7 +173,7 @@ def test_deaths_without_episodes_and_before_a_success_are_forgiven() -> None:
     assert quarantine(core).health[0].failures == 1
     core.server_left(1, 0, 3.0)  # its episodes go to server 0
     (held, *_) = core.servers.by_index[0].live
-    core.finished(held, Outcome(0, 0, 1.0, 0), 4.0)
+    core.finished(held, EpisodeOutcome(0, 0, 1.0, 0), 4.0)
     assert quarantine(core).health[0].failures == 0
 
 
@@ -237,11 +236,11 @@ def test_with_alpha_what_has_sampled_nothing_is_the_next_batch_until_no_ticket_m
     driver.request(0)
     for group in (0, 1):
         driver.finish_group(group, 0)
-    assert not driver.cancelled and driver.core.n == driver.core.groups.floor, "groups 2 to 5 are of batch 1"
+    assert not driver.cancelled and driver.core.n == driver.core.groups.oldest_useful, "groups 2 to 5 are of batch 1"
     driver.request(1)
     driver.finish_group(2, 0)
     actions = driver.finish_group(3, 0)
-    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.groups.floor
+    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.groups.oldest_useful
     running = {ticket_id for ticket_id, ticket in driver.live.items() if ticket.group_id >= 4}
     assert set(driver.cancelled) == running != set()
 
@@ -320,7 +319,7 @@ def test_an_episode_that_finished_before_its_cancel_arrived_is_known_in_full(lat
     assert driver.core.report()["kept_against_cut"]["success"] == {"kept": None, "cut": 1.0}
 
 
-def test_attempts_that_fail_and_copies_that_lose_are_among_what_was_cut() -> None:
+def test_copies_that_lose_are_cut_and_attempts_that_fail_are_counted_by_themselves() -> None:
     driver, slow = slow_episode()
     copy = hedge(driver, slow)
     driver.do(driver.core.usage(slow.ticket_id, 7, False, driver.now))
@@ -335,6 +334,7 @@ def test_attempts_that_fail_and_copies_that_lose_are_among_what_was_cut() -> Non
     driver.live.pop(slow.ticket_id)
     driver.do(driver.core.failed(slow.ticket_id, "boom", 3.0, turns=4))
     assert driver.core.report()["cut"]["failed"]["running"]["turns"] == 4.0
+    assert driver.core.report()["kept_against_cut"]["turns"]["cut"] is None, "nobody cut it"
 
 
 # ------------------------------------------------------------ priorities
@@ -343,11 +343,11 @@ def test_attempts_that_fail_and_copies_that_lose_are_among_what_was_cut() -> Non
 class LastTaskFirst:
     """A custom priority, named by its import path."""
 
-    def issue(self, assignment: Assignment) -> float:
-        return -assignment.origin
+    def issue(self, task: DrawnTask) -> float:
+        return -task.origin
 
-    def consume(self, version: int, assignment: Assignment) -> float:
-        return -assignment.origin
+    def consume(self, version: int, task: DrawnTask) -> float:
+        return -task.origin
 
 
 @pytest.mark.parametrize(
@@ -376,56 +376,12 @@ def test_priorities(priority: str, issued: list[int], consumed: list[int]) -> No
         ({"priority": "freshes"}, "did you mean 'freshest'"),
         ({"curriculum": "no.such:Thing"}, "cannot be imported"),
         ({"curriculum": "success", "curriculum_options": {"floor": 0}}, "must lie in"),
+        ({"curriculum": "success", "curriculum_options": {"rest": 0}}, "rest=0 must be at least 1"),
     ],
 )
 def test_bad_names_are_one_clear_error(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         BrokerCore(rules(**changes))
-
-
-# ------------------------------------------------------------ curricula
-
-
-def record(task: int, success: float, end: str = "trained") -> GroupRecord:
-    return GroupRecord(0, task, end, 0, 0, [success], 1.0, success)
-
-
-def test_tasks_are_weighted_by_past_success() -> None:
-    source = SuccessWeighted(run_seed=3, tasks=10, floor=0.05)
-    for task in range(5):
-        for _ in range(2):
-            source.ended(record(task, 1.0))
-    source.ended(record(9, 0.0, end="stale"))  # cut off: says nothing of the task
-    assert source.weight(0) == 0.05 and source.weight(9) == 1.0
-    drawn = [source.next() for _ in range(1000)]
-    solved = sum(task < 5 for task in drawn) / len(drawn)
-    assert 0.02 < solved < 0.09  # 0.05 / 1.05
-    assert source.skipped > 0
-
-
-def test_a_curriculum_goes_on_from_its_snapshot() -> None:
-    one, other = (SuccessWeighted(run_seed=3, tasks=7) for _ in range(2))
-    for task, success in enumerate((1.0, 0.0, 0.5, 0.9)):
-        one.ended(record(task, success))
-    for _ in range(20):
-        one.next()
-    other.restore(one.snapshot())
-    assert [one.next() for _ in range(50)] == [other.next() for _ in range(50)]
-
-
-def test_curriculum_state_is_part_of_the_journal() -> None:
-    config = rules(group_size=1, curriculum="success")
-    driver = Driver(config)
-    driver.publish(0)
-    driver.request(0)
-    for ticket in list(driver.live.values()):
-        driver.finish(ticket, 0)
-    driver.publish(1)
-    state = driver.core.snapshot()
-    resumed = Driver(config, state=state, epoch=1)
-    assert resumed.core.groups.tasks.source.snapshot()["success"] == state["tasks"]["source"]["success"] != []
-    with pytest.raises(ValueError, match=r"another rollout\.curriculum"):
-        BrokerCore(rules(group_size=1)).restore(state)
 
 
 # ------------------------------------------------------------ baselines

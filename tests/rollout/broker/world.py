@@ -9,30 +9,35 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.core.messages import Ticket, Version
+from rl.core.messages import Ticket, Trajectory, Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
     EmitBatch,
+    EpisodeOutcome,
     EvalReport,
     Finished,
     GroupRecord,
     IssueTicket,
-    Outcome,
     RevokeTickets,
     StopRun,
 )
+from rollout.broker.assembly import outcome_of
+from rollout.broker.validation import fault
 from tests.rollout.broker.audited import AuditedLedger
+from tests.rollout.broker.corruptions import CORRUPTIONS
+from tests.rollout.trajectories import make_trajectory
+
+VOCABULARY = 1 << 20
 
 
 @dataclass
 class Episode:
     ticket: Ticket
     server: int
-    version: int | None = None  # of its first token
+    versions: list[int] = field(default_factory=list)  # of its tokens so far, over all turns
     cancelled: bool = False
-    tokens: int = 0  # what generators sampled for it
-    unreported: list[int] = field(default_factory=list)  # usage not told yet
+    unreported: list[tuple[int, bool]] = field(default_factory=list)  # usage not told yet: tokens, lost?
 
 
 class World:
@@ -46,8 +51,8 @@ class World:
         self.epoch = 0
 
         self.running: dict[int, Episode] = {}
-        self.late_usage: list[tuple[int, int]] = []  # of ended tickets
-        self.ended: list[tuple[int, Outcome]] = []  # results that may be sent again
+        self.late_usage: list[tuple[int, int, bool]] = []  # of ended tickets
+        self.ended: list[tuple[int, EpisodeOutcome]] = []  # results that may be sent again
         self.servers: dict[int, tuple[int, int]] = {}  # index -> incarnation, capacity
 
         self.prefetch = prefetch
@@ -59,8 +64,9 @@ class World:
         self.evals: list[EvalReport] = []
         self.report: dict[str, Any] | None = None
         self.stopped = ""
+        self.refused = 0  # trajectories
 
-        self.do(self.core.server_joined(7, 0, 0, self.now))  # a server without credit gets no ticket
+        self.do(self.core.server_joined(7, 0, 0, self.now))  # a server without seats gets no ticket
         for index in range(servers):
             self.join(index, 0, capacity)
 
@@ -84,44 +90,77 @@ class World:
             self.trained |= {sample.sample_id for sample in self.batches[self.published - 1].samples}
         self.do(self.core.published(Version(self.epoch, self.published), self.now))
         if self.published == self.rules.steps and self.rules.eval_tasks:
-            self.do(self.core.eval_requested(Version(self.epoch, self.published), self.rules.eval_tasks, self.now))
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Once for each version, and as early or late as it may be asked for."""
+        self.do(self.core.eval_requested(Version(self.epoch, self.published), self.rules.eval_tasks or 2, self.now))
+
+    def tick(self) -> None:
+        """What was due is done: nobody waits for a time that has passed."""
+        self.do(self.core.tick(self.now))
+        due = self.core.next_deadline()
+        assert due is None or due > self.now
 
     def request(self) -> None:
         self.do(self.core.batch_requested(self.asked, self.now))
         self.asked += 1
 
-    def first_token(self, ticket_id: int) -> None:
-        episode = self.running[ticket_id]
-        episode.version = self.random.randint(episode.ticket.version.n, self.published)
-        self.sample_tokens(ticket_id, 1)
-        self.do(self.core.first_token(ticket_id, Version(self.epoch, episode.version), self.now))
+    def generate(self, ticket_id: int, *, told: bool = True) -> None:
+        """A turn, or the rest of one that was cut, by any generator that the gate lets answer.
 
-    def sample_tokens(self, ticket_id: int, tokens: int) -> None:
-        self.running[ticket_id].tokens += tokens
-        self.running[ticket_id].unreported.append(tokens)
+        Generators stand at different versions, and one may load a newer version while it runs a request. One that
+        dies may have told the first token; what it sampled is lost, and another generator is asked.
+        """
+        episode = self.running[ticket_id]
+        is_first = not episode.versions
+        gate = episode.ticket.gate(max(episode.versions, default=-1)).n
+
+        while True:
+            began = self.random.randint(gate, self.published)
+            ended = self.random.randint(began, self.published)
+            versions = [began] * self.random.randint(1, 4) + [ended] * self.random.randint(0, 4)
+            is_lost = self.random.random() < 0.1
+            episode.unreported.append((len(versions), is_lost))
+            if is_first and told:
+                self.do(self.core.first_token(ticket_id, Version(self.epoch, began), self.now))
+            if not is_lost:
+                break
+
+        episode.versions += versions
 
     def tell_usage(self, ticket_id: int) -> None:
-        for tokens in self.running[ticket_id].unreported:
-            self.do(self.core.usage(ticket_id, tokens, False, self.now))
+        for tokens, is_lost in self.running[ticket_id].unreported:
+            self.do(self.core.usage(ticket_id, tokens, is_lost, self.now))
         self.running[ticket_id].unreported.clear()
 
     def finish(self, ticket_id: int, reward: float | None = None) -> None:
-        episode = self.running[ticket_id]
-        if episode.version is None:  # its FirstToken is late or never comes
-            episode.version = self.random.randint(episode.ticket.version.n, self.published)
-        self.sample_tokens(ticket_id, self.random.randint(1, 9))
-
-        outcome = Outcome(
-            epoch=self.epoch,
-            first_version=episode.version,
-            reward=float(self.random.random() < 0.5) if reward is None else reward,
-            tokens_generated=episode.tokens,
-            length=episode.tokens,
-            payload=ticket_id,
-        )
+        """With a last turn; if it is the first one, its FirstToken is late or never comes."""
+        trajectory = self.trajectory(ticket_id, float(self.random.random() < 0.5) if reward is None else reward)
+        assert self.fault(trajectory) == ""
+        outcome = outcome_of(trajectory)
         self.close(ticket_id)
         self.ended.append((ticket_id, outcome))
         self.do(self.core.finished(ticket_id, outcome, self.now))
+
+    def deliver_nonsense(self, ticket_id: int) -> None:
+        """What a faulty environment server made of it; it is tried again."""
+        field = self.random.choice([name for name in CORRUPTIONS if name != "policy_version"])  # may be a true one here
+        wrong = self.fault(CORRUPTIONS[field](self.trajectory(ticket_id, 1.0), self.random, VOCABULARY))
+        assert wrong, field
+        self.refused += 1
+        self.close(ticket_id)
+        self.do(self.core.refused(ticket_id, wrong, self.now))
+
+    def trajectory(self, ticket_id: int, reward: float) -> Trajectory:
+        self.generate(ticket_id, told=False)
+        episode = self.running[ticket_id]
+        return make_trajectory(episode.ticket, 0, reward, versions=episode.versions)
+
+    def fault(self, trajectory: Trajectory) -> str:
+        return fault(
+            trajectory, self.core.ticket(trajectory.ticket_id), Version(self.core.epoch, self.core.groups.e), VOCABULARY
+        )
 
     def fail(self, ticket_id: int) -> None:
         self.close(ticket_id)
@@ -131,10 +170,18 @@ class World:
         self.close(ticket_id)
         self.do(self.core.cancelled(ticket_id, self.now))
 
+    def lose_reports(self) -> None:
+        """The proxy dies: some usage is never told, some turns were told and are asked for again."""
+        self.core.ledger.reports_lost()
+        self.late_usage = [usage for usage in self.late_usage if self.random.random() < 0.5]
+        for episode in self.running.values():
+            episode.unreported = [usage for usage in episode.unreported if self.random.random() < 0.5]
+            episode.unreported += [(self.random.randint(1, 4), False)] * self.random.randint(0, 1)
+
     def close(self, ticket_id: int) -> None:
         episode = self.running.pop(ticket_id)
         if episode.ticket.kind == "train":
-            self.late_usage += [(ticket_id, tokens) for tokens in episode.unreported]
+            self.late_usage += [(ticket_id, *usage) for usage in episode.unreported]
 
     def step(self) -> None:
         """One thing that can happen now, at random."""
@@ -146,8 +193,12 @@ class World:
             choices += [self.request] * 2
         if self.random.random() < 0.02:
             choices.append(lambda: self.kill(self.random.choice(list(self.servers))))
+        if self.random.random() < 0.02:
+            choices.append(self.lose_reports)
         if self.random.random() < 0.1:
-            choices.append(lambda: self.do(self.core.tick(self.now)))
+            choices.append(self.tick)
+        if self.published >= 0 and self.report is None and self.random.random() < 0.05:
+            choices.append(self.evaluate)
         self.random.choice(choices)()
 
     def _episode_event(self) -> None:
@@ -159,19 +210,23 @@ class World:
         what = self.random.random()
         if episode.cancelled and what < 0.5:
             self.confirm_cancel(ticket_id)
-        elif episode.version is None and what < 0.6:
-            self.first_token(ticket_id)
+        elif what < (0.2 if episode.versions else 0.6):
+            self.generate(ticket_id)
         elif what < 0.7:
             self.tell_usage(ticket_id) if episode.ticket.kind == "train" else None
         elif what < 0.74:
             self.fail(ticket_id)
+        elif what < 0.78:
+            self.deliver_nonsense(ticket_id)
         else:
             self.finish(ticket_id)
 
     def _late_usage(self) -> None:
         if self.late_usage:
-            ticket_id, tokens = self.late_usage.pop(self.random.randrange(len(self.late_usage)))
-            self.do(self.core.usage(ticket_id, tokens, False, self.now))
+            ticket_id = self.random.choice(self.late_usage)[0]
+            first = next(usage for usage in self.late_usage if usage[0] == ticket_id)  # the proxy tells them in order
+            self.late_usage.remove(first)
+            self.do(self.core.usage(*first, self.now))
 
     def _duplicate(self) -> None:
         if self.ended:
@@ -198,7 +253,7 @@ class World:
                 deadline = self.core.next_deadline()
                 assert deadline is not None, f"nothing can happen any more: {self.core.describe()}"
                 self.now = max(self.now, deadline)
-                self.do(self.core.tick(self.now))
+                self.tick()
         raise AssertionError(f"no end in {limit} events: {self.core.describe()}")
 
     # ------------------------------------------------------------ what the core asks, and what must hold
@@ -238,7 +293,7 @@ class World:
             assert len(others) <= (self.rules.hedge_quantile > 0)
         self.running[ticket.ticket_id] = Episode(ticket, action.server)
         used = sum(episode.server == action.server for episode in self.running.values())
-        assert used <= self.servers[action.server][1], "more tickets than credit"
+        assert used <= self.servers[action.server][1], "more tickets than seats"
 
     def _emitted(self, batch: EmitBatch) -> None:
         rules = self.rules
@@ -248,19 +303,24 @@ class World:
         for sample in batch.samples:
             by_group[sample.group_id] = by_group.get(sample.group_id, 0) + 1
             assert sample.sample_id // rules.members == sample.group_id
-            assert batch.step - sample.outcome.first_version <= rules.staleness_bound
-            assert sample.version <= sample.outcome.first_version
-            assert sample.outcome.payload is not None
+            tokens = sample.outcome.payload.sequence
+            oldest = int(tokens.policy_version[tokens.loss_mask != 0].min())
+            assert sample.version <= oldest and batch.step - oldest <= rules.staleness_bound, "F4, for every token"
 
         assert set(by_group.values()) == {rules.group_size}, "whole groups"
         earlier = {s.sample_id for other in self.batches.values() for s in other.samples}
         assert not earlier & {s.sample_id for s in batch.samples}, "nothing is batched twice"
 
-        order = [(s.version, s.group_id, s.sample_id) for s in batch.samples]
-        if rules.priority == "freshest":
-            order = [(-version, group, sample) for version, group, sample in order]
+        sign = -1 if rules.priority == "freshest" else 1
+        cut_offs = {group.group_id: group.task.cut_offs for group in self.core.batches.untrained[batch.step]}
+        order = [(sign * s.version, -cut_offs[s.group_id], s.group_id, s.sample_id) for s in batch.samples]
         assert order == sorted(order)
         self.batches[batch.step] = batch
+
+    @property
+    def ledger(self) -> AuditedLedger:
+        assert isinstance(self.core.ledger, AuditedLedger)
+        return self.core.ledger
 
     def check(self) -> None:
         core = self.core

@@ -132,7 +132,7 @@ IDS = st.lists(st.integers(0, 402), min_size=1, max_size=6)
 TURNS = st.lists(st.tuples(IDS, st.booleans(), st.text(max_size=12)), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(turns=TURNS)
 def test_sequence_is_prompt_generated_glue(chat: ChatTokenizer, turns: list[tuple[list[int], bool, str]]) -> None:
     """Whatever ids a model generates: they stand untouched, and the mask covers them and nothing else."""

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
+from experiments.gateway.agents import TOOLS
+from experiments.gateway.tokenizers import make_folder
 from rl.core.config import load_config
-from rl.core.messages import Abort, Generate, Generated, Trajectory
+from rl.core.messages import Abort, Generate, Generated, Trajectory, Version
 from rl.core.process import WaitExpired
 from rl.core.seeds import turn_seed
-from rollout.episodes.environment import ChatMessage, Step
+from rollout.episodes.environment import ChatMessage, Opening, Step, TurnText
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.generation import GenerationClient
-from rollout.episodes.tokenizer import IdTokenizer
+from rollout.episodes.parsing import make_reader
+from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
 from tests.envs.harness import generated, ticket
 
@@ -29,19 +34,28 @@ class Scripted:
         self.turns = turns
         self.observation = observation
         self.actions: list[str] = []
+        self.cut: list[bool] = []
         self.closes = 0
 
     async def reset(self, task: Any) -> list[ChatMessage]:
         return [ChatMessage("user", "1 2 3")]
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, truncated: bool = False) -> Step:
         self.actions.append(action)
-        return Step(
-            [ChatMessage("user", self.observation)], 0.5, len(self.actions) >= self.turns, {"n": len(self.actions)}
-        )
+        self.cut.append(truncated)
+        done = len(self.actions) >= self.turns
+        return Step([ChatMessage("user", self.observation)], 0.5, done, done, {"n": len(self.actions)})
 
     async def close(self) -> None:
         self.closes += 1
+
+
+class Judged(Scripted):
+    """Knows what the work is worth only when asked."""
+
+    async def finish(self) -> Step:
+        assert not self.closes
+        return Step([], 4.0, True, True, {"asked": 1.0})
 
 
 def episode_context(generate: Callable[[Generate], Coroutine[Any, Any, Generated]], *overrides: str) -> EpisodeContext:
@@ -69,7 +83,7 @@ def test_done() -> None:
     assert [turn.reward for turn in result.sequence.turns] == [0.5, 0.5]
     assert environment.actions == ["8 9", "8 9"] and environment.closes == 1
     assert (result.ticket_id, result.sample_id, result.kind, result.epoch) == (5, 5, "train", 0)
-    assert result.sequence.first_version == 3
+    assert result.sequence.oldest_version == 3
 
 
 @pytest.mark.parametrize(
@@ -88,6 +102,42 @@ def test_stop_reasons(turns: int, generate: Any, overrides: tuple[str, ...], sto
     assert (result.stop_reason, len(result.sequence.token_ids)) == (stop_reason, tokens)
     assert result.sequence.loss_mask[-1] == 1  # never ends on environment text
     assert len(environment.actions) == len(result.sequence.turns) and environment.closes == 1
+
+
+@pytest.mark.parametrize(
+    ("generate", "overrides", "stop_reason"),
+    [
+        (two_ids, ("env.max_turns=2",), "max_turns"),
+        (as_many_as_allowed, (), "context"),  # an observation has no room
+        (as_many_as_allowed, ("generator.max_model_len=16",), "context"),  # a turn is cut
+    ],
+)
+def test_an_episode_that_is_cut_is_judged_as_it_stands(
+    generate: Any, overrides: tuple[str, ...], stop_reason: str
+) -> None:
+    judged, unjudged = Judged(), Scripted()
+    result = run(judged, episode_context(generate, *overrides))
+    *before, last = [turn.reward for turn in result.sequence.turns]
+    assert result.stop_reason == stop_reason and result.success and result.info["asked"] == 1
+    assert set(before) <= {0.5} and last == 4.5 and result.reward == sum(before) + last
+
+    without = run(unjudged, episode_context(generate, *overrides))
+    assert without.stop_reason == stop_reason and not without.success and without.reward > 0
+    assert result.sequence.token_ids.tolist() == without.sequence.token_ids.tolist()
+
+
+def test_an_environment_that_ends_its_episode_itself_is_not_asked_again() -> None:
+    result = run(Judged(turns=2), episode_context(two_ids, "env.max_turns=2"))
+    assert result.stop_reason == "done" and result.reward == 1.0 and result.success and "asked" not in result.info
+
+
+def test_an_environment_is_told_which_turns_were_cut() -> None:
+    environment = Scripted(turns=3)
+    run(environment, episode_context(as_many_as_allowed, "generator.max_model_len=100"))
+    assert environment.cut == [True, True, True]
+    environment = Scripted(turns=3)
+    run(environment, episode_context(two_ids))
+    assert environment.cut == [False, False, False]
 
 
 def test_seeds_are_a_function_of_ticket_and_turn() -> None:
@@ -110,6 +160,24 @@ def test_tokens_generated_are_the_generators_count() -> None:
         return structs.replace(answer, tokens_generated=5)
 
     assert run(Scripted(turns=2), episode_context(generate)).tokens_generated == 10
+
+
+def test_every_request_is_gated_at_the_newest_version_of_its_history() -> None:
+    """Of a turn before, of the part of a turn that an abort left, and of the ticket."""
+    newest = iter([3, 5, 5, 6])  # generators stand at different versions
+    gates: list[Version] = []
+
+    async def generate(request: Generate) -> Generated:
+        gates.append(request.version)
+        ids, reason = ([8], "abort") if len(gates) == 2 else ([8, 9], "stop")
+        answer = generated(request, ids, reason)
+        version = np.full(len(ids), next(newest), np.int32)
+        return structs.replace(answer, columns=answer.columns | {"policy_version": version})
+
+    result = run(Scripted(turns=3), episode_context(generate))
+    assert gates == [Version(0, gate) for gate in (3, 3, 5, 5)]
+    versions = result.sequence.policy_version[result.sequence.loss_mask != 0].tolist()
+    assert versions == sorted(versions) and result.sequence.oldest_version == 3
 
 
 async def _no_ids(request: Generate) -> Generated:
@@ -136,17 +204,20 @@ class Nonsense(Scripted):
         super().__init__()
         self.answer = answer
 
-    async def step(self, action: str) -> Any:
-        return self.answer
+    async def step(self, action: str, truncated: bool = False) -> Any:
+        return self.answer() if callable(self.answer) else self.answer
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (None, "NoneType, not a Step"),
-        (Step([], float("inf"), True), "reward inf"),
-        (Step(["text"], 0.0, False), "not a list of ChatMessage"),  # type: ignore[list-item]
-        (Step([], 0.0, True, {"x": "y"}), "no number"),  # type: ignore[dict-item]
+        (Step([], float("inf"), True, True), "reward inf"),
+        (Step(["text"], 0.0, False, False), "not a list of ChatMessage"),  # type: ignore[list-item]
+        (Step([], 0.0, True, False, {"x": "y"}), "no number"),  # type: ignore[dict-item]
+        (Step([], 0.0, True, False, {"speed": float("nan")}), "answered the speed nan"),
+        (Step([], 0.5, True, 0.5), "success=0.5: Step.success is True or False"),  # type: ignore[arg-type]
+        (lambda: Step([], 0.5, True), "missing 1 required positional argument: 'success'"),  # type: ignore[call-arg]
     ],
 )
 def test_nonsense_from_an_environment_fails_the_ticket(answer: Any, message: str) -> None:
@@ -156,10 +227,16 @@ def test_nonsense_from_an_environment_fails_the_ticket(answer: Any, message: str
     assert environment.closes == 1
 
 
+async def settle() -> None:
+    """All that can happen without anything from outside has happened; turns of the loop, not time."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
 def test_cancel_aborts_waits_and_closes_once() -> None:
     async def scenario() -> None:
         sent: list[Generate | Abort] = []
-        client = GenerationClient(sent.append, abort_deadline_s=5)
+        client = GenerationClient(sent.append, abort_deadline_s=60)
         environment = Scripted()
         episode = asyncio.create_task(
             run_episode(ticket(5), lambda: environment, None, episode_context(client.generate))
@@ -168,13 +245,16 @@ def test_cancel_aborts_waits_and_closes_once() -> None:
             await asyncio.sleep(0.001)
 
         episode.cancel()
-        await asyncio.sleep(0.05)
+        await settle()
         request, abort = sent
         assert isinstance(request, Generate) and abort == Abort(request.request_id)
         assert not episode.done() and environment.closes == 0 and len(client) == 1
 
+        client.ask_again()  # the proxy has died
+        assert sent[2:] == [request, abort]
+
         client.answered(generated(request, [8], "abort"))
-        await asyncio.wait({episode}, timeout=5)
+        await asyncio.wait({episode}, timeout=60)
         assert episode.cancelled() and environment.closes == 1 and len(client) == 0
 
     asyncio.run(scenario())
@@ -189,14 +269,14 @@ def test_an_abort_without_an_answer_has_a_name() -> None:
             await asyncio.sleep(0.001)
         episode.cancel()
         with pytest.raises(WaitExpired, match=r"the abort of request 1 \(ticket 5\)"):
-            await asyncio.wait_for(episode, 5)
+            await asyncio.wait_for(episode, 60)
 
     asyncio.run(scenario())
 
 
 def test_cancel_during_a_step_closes_once() -> None:
     class Slow(Scripted):
-        async def step(self, action: str) -> Step:
+        async def step(self, action: str, truncated: bool = False) -> Step:
             await asyncio.sleep(60)
             raise AssertionError
 
@@ -207,7 +287,7 @@ def test_cancel_during_a_step_closes_once() -> None:
         while not context.activity.running["environment"] or not context.activity.seconds["generate"]:
             await asyncio.sleep(0.001)
         episode.cancel()
-        await asyncio.wait({episode}, timeout=5)
+        await asyncio.wait({episode}, timeout=60)
         assert episode.cancelled() and environment.closes == 1 and context.activity.running["environment"] == 0
 
     asyncio.run(scenario())
@@ -224,9 +304,6 @@ def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
             sent.append(request)
             answers[request.session] = asyncio.get_running_loop().create_future()
             return await answers[request.session]
-
-        async def settle() -> None:
-            await asyncio.sleep(0.02)
 
         context = replace(episode_context(generate), barrier=TurnBarrier[int](asyncio.get_running_loop().call_soon))
         environments = {1: Scripted(turns=2), 2: Scripted(), 3: Scripted()}
@@ -256,7 +333,49 @@ def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
         answers.pop(1).set_result(generated(sent[3], [8, 9]))
         await settle()
         episodes[3].cancel()  # inside its generation: nobody is left to be waited for
-        assert (await asyncio.wait_for(episodes[1], 5)).stop_reason == "done"
+        assert (await asyncio.wait_for(episodes[1], 60)).stop_reason == "done"
         assert [environment.closes for environment in environments.values()] == [1, 1, 1]
 
     asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- tools
+
+
+class WithTools(Scripted):
+    """Answers each call by its id, and remembers what it was given."""
+
+    async def reset(self, task: Any) -> Any:
+        return Opening([ChatMessage("user", "add 1 and 2")], TOOLS)
+
+    async def step(self, action: str, truncated: bool = False) -> Step:
+        assert isinstance(action, TurnText)
+        self.actions.append(action)
+        answers = [ChatMessage("tool", "3", call_id=call.id, name=call.name) for call in action.message.calls]
+        return Step(answers, 1.0, not answers, not answers)
+
+
+def test_tools_are_shown_and_their_calls_are_parsed(tmp_path: Path) -> None:
+    chat = ChatTokenizer(make_folder("qwen3", tmp_path / "qwen3"))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    said = ["<think>\nhm\n</think>\n\n" + call, "3"]
+    asked: list[str] = []
+
+    async def scripted(request: Generate) -> Generated:
+        asked.append(chat._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False))
+        return generated(request, [*chat.encode(said[len(asked) - 1]), chat.stop_ids[0]])
+
+    settings = load_config(None, ["generator.max_model_len=1024", "env.max_turns=9"])
+    environment = WithTools()
+    context = EpisodeContext(settings, chat, scripted, reader=make_reader(settings, chat))
+    result = run(environment, context)
+
+    first = environment.actions[0]
+    assert first == said[0] and isinstance(first, TurnText)  # markers of calls are special tokens, and are there
+    assert first.message.reasoning == "hm" and first.message.calls[0].name == "add"
+    assert '"name": "add"' in asked[0] and asked[1].startswith(asked[0] + said[0])
+    assert asked[1].endswith("<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert result.stop_reason == "done" and len(result.sequence.turns) == 2
+
+    with pytest.raises(EpisodeFailed, match="its family does not say tools = True"):
+        run(WithTools(), EpisodeContext(settings, chat, scripted))

@@ -70,7 +70,7 @@ class Play:
 MOVES = ["join", "arrive", "arrive", "arrive", "leave", "deliver"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0)), max_size=120))
 def test_lock_step_without_a_deadlock(moves: list[tuple[str, int]]) -> None:
     play = Play()

@@ -12,6 +12,7 @@ class FakeReader:
     """Version 0 is published from the start; `torn` leases are to be taken again; `fail` breaks the next one."""
 
     manifest = Manifest((), 8)
+    progress = 0
 
     def __init__(self) -> None:
         self.newest = Version(0, 0)

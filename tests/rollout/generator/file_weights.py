@@ -20,6 +20,8 @@ from rollout.generator.engines.vllm_worker import LoadsWeights
 
 
 class FileReader:
+    progress = 0
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = Manifest((), 0)  # the files describe themselves

@@ -19,6 +19,7 @@ from rl.core.messages import (
     Generated,
     GeneratorHello,
     GeneratorStatus,
+    Grown,
     Heartbeat,
     Message,
     Stop,
@@ -29,35 +30,38 @@ from rl.core.messages import (
 from rl.core.run import RunFile
 from rl.core.sockets import identity, open_socket, receive_from, send, send_to
 from rl.weights import Manifest, make_writer
+from rollout.generator.jobs import DELIVERED_EVERY
 from tests.conftest import MakeRun
 
 ME = identity("generator", 0, 2)
+MANIFEST = Manifest.layout([("weight", (64,), "float32")])
 SETTINGS = (
     "generator.engine=simulated",
     "generator.simulated.decode_base_s=0.002",
     "generator.simulated.length_mean=100",
     "generator.simulated.length_sigma=0",
     "timeouts.heartbeat_s=0.1",
-    "weights.deadline_s=5",
+    "weights.deadline_s=60",
 )
 
 
 class Outside:
     """Supervisor, proxy and learner of one generator, incarnation 2."""
 
-    def __init__(self, run: RunFile) -> None:
+    def __init__(self, run: RunFile, manifest: Manifest = MANIFEST) -> None:
+        self.run = run
         self.context = zmq.Context()
         names = ("control", "backend", "weight_status")
         self.control, self.backend, self.status = (
             open_socket(zmq.ROUTER, run, name, bind=True, context=self.context) for name in names
         )
         self.notices = open_socket(zmq.PUSH, run, "notices", 0, context=self.context)
-        self.writer = make_writer(run, 0, Manifest.layout([("weight", (64,), "float32")]))
+        self.writer = make_writer(run, 0, manifest)
         self.writer.open()
         command = [sys.executable, "-m", "rollout.generator.process", "--run", str(run.folder), "--incarnation", "2"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
 
-    def get(self, socket: zmq.SyncSocket, wanted: Callable[[Message], bool], seconds: float = 20) -> Message:
+    def get(self, socket: zmq.SyncSocket, wanted: Callable[[Message], bool], seconds: float = 80) -> Message:
         """The next message that is wanted; heartbeats and the like pass by."""
         deadline = time.monotonic() + seconds
         while socket.poll(int(1000 * max(0, deadline - time.monotonic()))):
@@ -97,11 +101,13 @@ class Outside:
         assert (status.generator, status.incarnation, status.checksum, status.error) == (0, 2, checksum, "")
         assert len(status.probe_logp) == 2
 
-    def generate(self, request_id: int, gate: int, epoch: int = 0, max_tokens: int = 1000) -> None:
+    def generate(
+        self, request_id: int, gate: int, epoch: int = 0, max_tokens: int = 1000, stream: bool = False
+    ) -> None:
         prompt = np.arange(30, dtype="<i4")
         gate_version = Version(epoch, gate)
-        request = Generate(request_id, 70 + request_id, "train", gate_version, prompt, max_tokens, 1.0, 1.0, [2])
-        send_to(self.backend, ME, request)
+        fields = (request_id, 70 + request_id, "train", gate_version, prompt, max_tokens, 1.0, 1.0, [2])
+        send_to(self.backend, ME, Generate(*fields, stream=stream))
 
     def close(self) -> None:
         self.process.kill()
@@ -119,7 +125,7 @@ def start(make_run: MakeRun) -> Iterator[Callable[..., Outside]]:
     def make(*overrides: str) -> Outside:
         world = Outside(make_run(*SETTINGS, *overrides))
         worlds.append(world)
-        hello = world.get(world.backend, lambda each: isinstance(each, GeneratorHello), 40)
+        hello = world.get(world.backend, lambda each: isinstance(each, GeneratorHello))
         assert hello == GeneratorHello(0, 2, 64 * 2048, 64, 2048, Version(-1, -1))
         return world
 
@@ -152,12 +158,12 @@ def test_requests_wait_for_their_version_and_the_process_stops_cleanly(start: Ca
     outside.generate(3, gate=3)
     outside.running(lambda running: running.get(3, 0) > 0)
     send_to(outside.control, ME, Stop("test over"))
-    assert outside.process.wait(timeout=5) == 0
+    assert outside.process.wait(timeout=60) == 0
     assert outside.process.stderr is not None and outside.process.stderr.read() == b""
 
 
 def test_versions_are_tagged_per_token_over_an_update(start: Callable[..., Outside]) -> None:
-    outside = start("generator.on_update=keep")
+    outside = start("generator.on_update=keep", "generator.simulated.decode_base_s=0.03")
     outside.load(0)
     outside.generate(1, gate=0)
     outside.running(lambda running: running.get(1, 0) > 10)
@@ -167,7 +173,7 @@ def test_versions_are_tagged_per_token_over_an_update(start: Callable[..., Outsi
 
 
 def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(start: Callable[..., Outside]) -> None:
-    outside = start("generator.simulated.length_mean=1000")
+    outside = start("generator.simulated.length_mean=1000", "generator.simulated.decode_base_s=0.03")
     outside.load(0)
     outside.generate(1, gate=1)
     send_to(outside.backend, ME, Abort(1))
@@ -188,6 +194,78 @@ def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(star
     outside.heartbeat(lambda beat: beat.stats["version"] == 1 and beat.stats["running"] == beat.stats["held"] == 0)
 
 
+def test_long_responses_are_delivered_while_they_grow_and_again_when_begun_again(start: Callable[..., Outside]) -> None:
+    slow = ("generator.simulated.length_mean=3000", "generator.simulated.decode_base_s=0.006")
+    outside = start(*slow, "generator.on_update=abort")
+
+    def delivered() -> tuple[int, dict[str, np.ndarray]]:
+        message = outside.get(outside.backend, lambda each: isinstance(each, GeneratorStatus) and bool(each.grown))
+        assert isinstance(message, GeneratorStatus)
+        return message.grown[1]
+
+    outside.load(0)
+    outside.generate(1, gate=0, max_tokens=2000)
+    begin, first = delivered()
+    place, second = delivered()
+    assert begin == 0 and place == first["token_ids"].size >= DELIVERED_EVERY
+    assert second["policy_version"].tolist() == [0] * second["token_ids"].size == [0] * second["logp_behavior"].size
+
+    outside.load(1)
+    while (again := delivered())[0]:
+        pass  # was on its way
+    assert set(again[1]["policy_version"].tolist()) == {1}
+
+
+def test_a_client_that_reads_along_is_told_of_every_token_but_the_last_ones(start: Callable[..., Outside]) -> None:
+    outside = start("generator.simulated.length_mean=300", "generator.simulated.decode_base_s=0.01")
+    outside.load(0)
+    outside.generate(1, gate=0, stream=True)
+    outside.generate(2, gate=0)
+    told: list[int] = []
+    answers: dict[int, Generated] = {}
+    while len(answers) < 2:
+        message = outside.get(outside.backend, lambda each: isinstance(each, Generated | Grown))
+        if isinstance(message, Grown):
+            assert message.requests.keys() == {1} and 1 not in answers
+            place, columns = message.requests[1]
+            assert place == len(told) and columns["policy_version"].tolist() == [0] * columns["token_ids"].size
+            told += columns["token_ids"].tolist()
+        else:
+            assert isinstance(message, Generated)
+            answers[message.request_id] = message
+
+    ids = answers[1].token_ids.tolist()
+    assert told == ids[: len(told)] and 0 < len(told) < len(ids) == 300
+
+
+def test_what_was_told_over_a_connection_that_broke_is_told_again(start: Callable[..., Outside]) -> None:
+    outside = start("generator.simulated.length_mean=3000", "generator.simulated.decode_base_s=0.05")  # it goes on
+    outside.load(0)
+    outside.generate(1, gate=0, max_tokens=2000, stream=True)
+
+    def grown() -> tuple[int, list[int]]:
+        message = outside.get(outside.backend, lambda each: isinstance(each, Grown))
+        assert isinstance(message, Grown)
+        place, columns = message.requests[1]
+        return place, columns["token_ids"].tolist()
+
+    _, before = grown()
+    outside.backend.close(linger=0)
+    outside.backend = open_socket(zmq.ROUTER, outside.run, "backend", bind=True, context=outside.context)
+    hello = outside.get(outside.backend, lambda each: isinstance(each, GeneratorHello))
+    assert isinstance(hello, GeneratorHello) and hello.requests == [1]
+    while (again := grown())[0]:
+        pass  # it was told before the generator noticed
+    assert again[1][: len(before)] == before
+
+
+def test_what_an_update_may_discard_is_not_read_along(start: Callable[..., Outside]) -> None:
+    outside = start("generator.on_update=abort")
+    outside.load(0)
+    outside.generate(1, gate=0, stream=True)
+    assert isinstance(outside.get(outside.backend, lambda each: isinstance(each, Generated | Grown)), Generated)
+
+
 def test_a_request_of_a_past_epoch_is_refused(start: Callable[..., Outside]) -> None:
     outside = start()
     outside.load(0)
@@ -197,7 +275,7 @@ def test_a_request_of_a_past_epoch_is_refused(start: Callable[..., Outside]) -> 
 
 
 def test_only_the_newest_notice_is_loaded_and_a_load_is_no_hang(start: Callable[..., Outside]) -> None:
-    outside = start("generator.simulated.load_s=0.6")
+    outside = start("generator.simulated.load_s=3")
     checksums = [outside.publish(n) for n in range(3)]
     for n in range(3):
         send(outside.notices, WeightNotice(Version(0, n), []))
@@ -208,6 +286,11 @@ def test_only_the_newest_notice_is_loaded_and_a_load_is_no_hang(start: Callable[
     assert outside.heartbeat(lambda beat: not beat.busy).stats["loads"] == 1
 
 
+def test_a_load_that_advances_is_not_ended_by_the_clock(start: Callable[..., Outside]) -> None:
+    outside = start("generator.simulated.load_s=5", "weights.deadline_s=1.5")
+    outside.load(0)
+
+
 def test_weights_that_do_not_arrive_end_the_process(start: Callable[..., Outside]) -> None:
     outside = start("weights.deadline_s=0.5")
     send(outside.notices, WeightNotice(Version(0, 5), []))
@@ -215,4 +298,4 @@ def test_weights_that_do_not_arrive_end_the_process(start: Callable[..., Outside
     assert isinstance(status, WeightStatus) and "weights of version 5" in status.error
     fatal = outside.get(outside.control, lambda each: isinstance(each, Fatal))
     assert isinstance(fatal, Fatal) and "weights of version 5" in fatal.message
-    assert outside.process.wait(timeout=5) == 1
+    assert outside.process.wait(timeout=60) == 1

@@ -13,8 +13,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from rl.core.config import load_config
 from rl.core.messages import Generate, Version, WeightStatus
 from rl.core.run import ProcessContext, RunFile
+from rl.core.sockets import make_curve_key
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.environment import engine_environment
 
@@ -54,7 +55,7 @@ SETTINGS = [
     f"generator.max_model_len={MAX_MODEL_LEN}",
     f"generator.max_num_seqs={MAX_NUM_SEQS}",
     f"generator.kv_cache_bytes={KV_BYTES}",
-    "weights.deadline_s=10",
+    "weights.deadline_s=120",
 ]
 
 
@@ -76,6 +77,7 @@ class Rig:
             eval_tasks=1,
             started_at=time.time(),
         )
+        make_curve_key(self.folder)
         self.run.save()
 
         self.n = -1
@@ -85,29 +87,34 @@ class Rig:
         self._thread.start()
 
     def start(self) -> None:
-        from rollout.generator.engines import vllm
+        from rollout.generator.engines import vllm, vllm_settings
 
-        vllm._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
+        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
         before = set(psutil.Process().children(recursive=True))
         self.engine = vllm.VllmEngine(ProcessContext(self.run, 0, 0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TMPDIR", str(self.folder))  # its sockets go with the rig
             patch.setattr(tempfile, "tempdir", None)
             patch.setenv("LD_PRELOAD", "")  # vLLM's addition is for its own child, not for other tests'
-            self.info = self.call(self.engine.start(), 120)
+            self.info = self.call(self.engine.start(), 240)
         self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before and _is_engine(p)]
         self.update()
 
     def stop(self) -> None:
         self.call(self.engine.stop())
-        gone, alive = psutil.wait_procs(self.processes, timeout=5)
+        gone, alive = psutil.wait_procs(self.processes, timeout=60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         shutil.rmtree(self.folder)
         assert gone and not alive, f"stop() left {alive}"
 
-    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 60) -> T:
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 240) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def cpu_seconds(self) -> float:
+        """What the engine has computed so far, its children included."""
+        times = [process.cpu_times() for process in self.processes]
+        return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
     # ------------------------------------------------------------ weights
 
@@ -125,8 +132,12 @@ class Rig:
 
     async def next(self) -> WeightStatus:
         """Publish and load the next version."""
+        self.publish(self.n + 1)
+        return await self.load_next()
+
+    async def load_next(self) -> WeightStatus:
+        """Load the next version, which is published already: little goes on in the engine meanwhile."""
         self.n += 1
-        self.publish(self.n)
         return await self.engine.load(Version(0, self.n), PROBE)
 
     def update(self) -> WeightStatus:
@@ -143,6 +154,22 @@ class Rig:
     def begin(self, request: Generate, progress: Callable[[Sampled], None] = lambda _: None) -> asyncio.Task[Sampled]:
         """Start a request; call from the engine's loop."""
         return asyncio.create_task(self.engine.generate(request, progress))
+
+    def watch(self, requests: Sequence[Generate]) -> tuple[list[asyncio.Task[Sampled]], list[int]]:
+        """Start all; how many tokens each has, as it grows. Call from the engine's loop."""
+        tokens = [0] * len(requests)
+
+        def count(index: int, sampled: Sampled) -> None:
+            tokens[index] = len(sampled.token_ids)
+
+        def ended(index: int, task: asyncio.Task[Sampled]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                count(index, task.result())  # progress is not told of an end
+
+        tasks = [self.begin(request, partial(count, index)) for index, request in enumerate(requests)]
+        for index, task in enumerate(tasks):
+            task.add_done_callback(partial(ended, index))
+        return tasks, tokens
 
     def generate(self, *requests: Generate) -> list[Sampled]:
         async def run() -> list[Sampled]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from rl.core.messages import (
     Abort,
@@ -17,6 +19,7 @@ from rl.core.messages import (
     Generated,
     GeneratorHello,
     GeneratorStatus,
+    Grown,
     Heartbeat,
     Message,
     PeerDied,
@@ -33,7 +36,7 @@ from tests.rollout.trajectories import reply_columns
 PROXY = identity("proxy", 0)
 
 
-def poll(socket: zmq.SyncSocket, seconds: float = 10) -> None:
+def poll(socket: zmq.SyncSocket, seconds: float = 120) -> None:
     assert socket.poll(int(1000 * seconds)), "nothing arrived"
 
 
@@ -47,7 +50,7 @@ class Outside:
         self.usage = open_socket(zmq.PULL, run, "usage", bind=True, context=self.context)
         command = [sys.executable, "-m", "rollout.proxy.process", "--run", str(run.folder)]
         self.process = subprocess.Popen(command)
-        poll(self.control, 30)
+        poll(self.control)
         receive_from(self.control)  # it has registered
         self.client = self.connect("frontend", identity("env_server", 0))
 
@@ -69,10 +72,17 @@ class Outside:
         assert isinstance(message, Heartbeat)
         return message
 
+    def until(self, wanted: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        """The statistics, once they are as wanted: messages of another peer may still be on their way."""
+        deadline = time.monotonic() + 120
+        while not wanted(stats := self.heartbeat().stats):
+            assert time.monotonic() < deadline, stats
+        return stats
+
     def close(self) -> None:
         send_to(self.control, PROXY, Stop("test over"))
         try:
-            assert self.process.wait(timeout=10) == 0
+            assert self.process.wait(timeout=240) == 0
         finally:
             self.process.kill()
             self.context.destroy(linger=0)
@@ -80,7 +90,7 @@ class Outside:
 
 @pytest.fixture
 def outside(make_run: MakeRun) -> Iterator[Outside]:
-    world = Outside(make_run("timeouts.heartbeat_s=0.1"))
+    world = Outside(make_run("timeouts.heartbeat_s=0.1", "env.servers=2", "generator.count=4"))
     yield world
     world.close()
 
@@ -146,7 +156,8 @@ def test_a_dead_generator_s_requests_are_sent_to_another(outside: Outside) -> No
     first = outside.generator(0)
     send(outside.client, request(1, session=9))
     key = get(first, Generate).request_id  # type: ignore[union-attr]
-    send(first, GeneratorStatus(0, 0, Version(0, 3), {key: 11}))
+    grown = {key: (0, reply_columns(range(50, 57), -0.25, 4))}
+    send(first, GeneratorStatus(0, 0, Version(0, 3), {key: 11}, grown))
     outside.heartbeat()  # the status has been read
 
     second = outside.generator(1)
@@ -157,13 +168,43 @@ def test_a_dead_generator_s_requests_are_sent_to_another(outside: Outside) -> No
 
     again = get(second, Generate)
     assert isinstance(again, Generate) and again.request_id == key
-    np.testing.assert_array_equal(again.prompt_ids, np.arange(20))
-    assert get(outside.usage, Usage) == Usage(9, 11, lost=True)
+    np.testing.assert_array_equal(again.prompt_ids, [*range(20), *range(50, 57)])
+    assert (again.max_tokens, again.version) == (23, Version(0, 4))
+    assert get(outside.usage, Usage) == Usage(9, 7, lost=False)
+    assert get(outside.usage, Usage) == Usage(9, 4, lost=True)
 
     send(second, answer(key, 9, tokens=3))
     reply = get(outside.client, Generated)
-    assert isinstance(reply, Generated) and (reply.request_id, reply.tokens_generated) == (1, 3)
+    assert isinstance(reply, Generated) and (reply.request_id, reply.tokens_generated) == (1, 10)
+    assert reply.token_ids.tolist() == [*range(50, 57), 0, 1, 2]
     assert get(outside.usage, Usage) == Usage(9, 3, lost=False)
+
+
+def test_who_reads_along_sees_one_response_over_the_death_of_its_generator(outside: Outside) -> None:
+    first = outside.generator(0)
+    send(outside.client, replace(request(1, session=9), stream=True))
+    send(outside.client, request(2, session=10))
+    keys = [get(first, Generate).request_id for _ in range(2)]  # type: ignore[union-attr]
+    send(first, Grown({key: (0, reply_columns([50, 51], -0.25, 4)) for key in keys}))
+    send(first, Grown({keys[0]: (2, reply_columns([52], -0.25, 4))}))
+
+    def read() -> dict[int, tuple[int, list[int]]]:
+        message = get(outside.client, Grown)
+        assert isinstance(message, Grown)
+        return {key: (place, columns["token_ids"].tolist()) for key, (place, columns) in message.requests.items()}
+
+    assert [read(), read()] == [{1: (0, [50, 51])}, {1: (2, [52])}]
+    first.close()
+    send_to(outside.control, PROXY, PeerDied("generator", 0, 0))
+    second = outside.generator(1)
+    prompts = {each.session: each.prompt_ids for each in (get(second, Generate) for _ in range(2))}  # type: ignore[union-attr]
+    assert prompts[9].tolist() == [*range(20), 50, 51, 52], "what was read is not sampled again"
+
+    send(second, Grown({keys[0]: (0, reply_columns([60, 61], -0.25, 4))}))
+    assert read() == {1: (3, [60, 61])}
+    send(second, answer(keys[0], 9, tokens=3))
+    reply = get(outside.client, Generated)
+    assert isinstance(reply, Generated) and reply.token_ids.tolist()[:3] == [50, 51, 52]
 
 
 def test_abort_queued_and_in_flight(outside: Outside) -> None:
@@ -219,7 +260,7 @@ def test_what_is_no_message_is_counted_and_the_rest_goes_on(outside: Outside) ->
     send(outside.client, request(8))
     assert isinstance(get(generator, Generate), Generate)
 
-    stats = outside.heartbeat().stats
+    stats = outside.until(lambda stats: stats["malformed"] > len(bad))  # the stranger comes on a way of its own
     assert stats["malformed"] == len(bad) + 1
     assert (stats["in_flight"], stats["queue_depth"], stats["live.0"], stats["kv_reserved.0"]) == (1, 0, 1, 50)
 

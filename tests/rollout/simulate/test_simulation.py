@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rollout.broker import Rules
 from rollout.broker.actions import Action as BrokerAction
-from rollout.broker.actions import RevokeTickets
+from rollout.broker.actions import GroupRecord, RevokeTickets
 from rollout.proxy.actions import Action as ProxyAction
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Constant, Empirical, Gaussian, LogNormal, normal
@@ -63,6 +63,7 @@ class Watched(Simulation):
         self.checks = 0
         self.left: list[int] = []
         """Cancelled tickets that an engine still had."""
+        self.ends: list[GroupRecord] = []
 
     def _proxy(self, actions: list[ProxyAction], tokens: int = 0) -> None:
         super()._proxy(actions, tokens)
@@ -70,6 +71,7 @@ class Watched(Simulation):
 
     def _broker(self, actions: list[BrokerAction]) -> None:
         super()._broker(actions)
+        self.ends += [action for action in actions if isinstance(action, GroupRecord)]
         cancelled = {each for action in actions if isinstance(action, RevokeTickets) for each in action.ticket_ids}
         if cancelled:
             self.clock.at(self.clock.now, self._look, cancelled)
@@ -150,6 +152,35 @@ def test_the_death_of_a_server_takes_its_episodes_with_it_and_nothing_else() -> 
     assert result.step_s > undisturbed.step_s
 
 
+@pytest.mark.parametrize("surplus", ["keep", "cancel"])
+def test_a_finished_task_does_not_lose_its_place_again_and_again(surplus: str) -> None:
+    """F4 with R > 0: finished groups are surplus in every step, and every task is trained in the end (P = 1)."""
+    scenario = CALM.with_broker(
+        steps=40, groups_per_batch=8, group_size=2, alpha=2.0, redundant_groups=4, hold_patience=1.0, surplus=surplus
+    )
+    simulation = Watched(replace(scenario, work=Work(length=LogNormal(200, 1.2), task_share=0.5)))
+    simulation.run()
+    cut_offs = [record.cut_offs for record in simulation.ends if record.end == "trained"]
+    assert len(cut_offs) == 40 * 8 and max(cut_offs) <= 2
+
+
+@pytest.mark.parametrize("mtbf_s", [0.0, 30.0])
+def test_turns_on_generators_of_different_versions_never_go_backwards(mtbf_s: float) -> None:
+    """Six small generators that load slowly, one after another: an episode's turns hop between them.
+
+    Where they die, turns are asked again of others.
+    """
+    work = Work(length=Constant(16), turns=Constant(6), step_s=Gaussian(0.2, 0.2))
+    small = Generators(count=6, max_num_seqs=2, decode_base_s=0.02, load_s=2.0, mtbf_s=mtbf_s, restart_s=3)
+    scenario = replace(CALM.with_broker(steps=12), work=work, generators=small, training=TrainingCost(step_s=2.0))
+    simulation = Simulation(scenario)
+    result = simulation.run()  # it asserts the order of every episode's versions
+
+    assert result.staleness > 0 and result.report["freshness_violations"] == 0
+    assert not simulation.record.failures
+    assert (result.report["ledger"]["tokens"]["lost"] > 0) == (mtbf_s > 0)
+
+
 def test_servers_that_keep_dying_are_quarantined() -> None:
     """Nothing fails but by the deaths of servers."""
     scenario = replace(CALM.with_broker(quarantine_failures=2, max_attempts=50), servers=EnvServers(4, 20))
@@ -170,13 +201,22 @@ def test_kv_memory_for_two_requests_lets_two_run(alpha: float) -> None:
     )
 
     free = Watched(plenty)
-    tight = Watched(plenty.with_generators(kv_tokens=2 * 200 + 50))
+    tight = Watched(plenty.with_generators(kv_tokens=2 * 200 + 50, kv_admission="whole"))
     free_s = free.run().step_s
     tight_s = tight.run().step_s
 
     assert tight.most_held == 2 < 8 <= free.most_held
     assert tight_s == pytest.approx(4 * 49 * 0.02, rel=0.05)
     assert tight_s > 3 * free_s
+
+
+def test_memory_for_two_whole_responses_lets_many_expected_ones_run() -> None:
+    machines = Generators(count=2, prefill_tokens_per_s=1e9, kv_tokens=2_300)
+    work = Work(length=Constant(50), prompt_tokens=100, max_tokens=1_000)
+    expected = replace(CALM, work=work, training=TrainingCost(), generators=machines)
+
+    whole_s = Watched(expected.with_generators(kv_admission="whole")).run().step_s
+    assert Watched(expected).run().step_s < whole_s / 2
 
 
 @pytest.mark.parametrize("surplus", ["keep", "cancel"])

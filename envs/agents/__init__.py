@@ -1,0 +1,1 @@
+"""Agents that own their loop: examples of `run(task, endpoint) -> Outcome`."""

@@ -1,0 +1,1 @@
+"""`fresco env check`: what an environment must hold before a model is trained in it."""

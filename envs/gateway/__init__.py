@@ -1,0 +1,1 @@
+"""The endpoint at which agents that own their loop ask the model: one address and one secret for each ticket."""

@@ -1,0 +1,150 @@
+"""Copies of test files in which every test must fail: what passes there, passes whatever the code does.
+
+The copies have the paths and the names of the tests that are counted, so that code which makes exactly those pass, or
+whose objects equal everything, gives itself away. A test of FAIL_TO_PASS that is sure to reach an equality
+(`assert a == b`, `self.assertEqual(a, b)`) keeps its body, and one side of each such equality is changed to another
+value of its type. Any other test fails at its first statement, and so costs no time.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import secrets
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+_EQUALITIES = """
+    assertEqual assertEquals assertAlmostEqual assertListEqual assertTupleEqual assertSetEqual assertDictEqual
+    assertSequenceEqual assertMultiLineEqual assertCountEqual assertHTMLEqual assertQuerysetEqual assertQuerySetEqual
+    assert_equal assert_array_equal assert_almost_equal assert_array_almost_equal assert_allclose assert_frame_equal
+    assert_series_equal assert_index_equal
+""".split()  # noqa: SIM905
+# Short, because a difference of two long values can take minutes to be told.
+_OTHER = """
+
+def {name}(value):
+    more = {number}
+    try:
+        if isinstance(value, bool):
+            other = not value
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            other = type(value)([more])
+        elif isinstance(value, dict):
+            other = {{more: more}}
+        elif isinstance(value, str):
+            other = str(more)
+        else:
+            other = value + value + more
+        return object() if other == value else other
+    except Exception:
+        return object()
+"""
+
+
+@dataclass(frozen=True)
+class MustFail:
+    """`names`: of the tests that must fail, as `Class::test_a` or `test_a`, and the first lines of their docstrings."""
+
+    text: str
+    names: frozenset[str]
+
+
+def must_fail_copy(source: str, fail_to_pass: Collection[str], pass_to_pass: Collection[str] = ()) -> MustFail:
+    """Of all tests whose names begin with `test` or are listed. A file that is no Python 3 stays as it is."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return MustFail(source, frozenset())
+
+    found = _Finder(source, fail_to_pass, pass_to_pass)
+    found.below(tree.body, ())
+    data = source.encode()
+    for place, text in sorted(found.edits, key=lambda edit: edit[0], reverse=True):
+        data = data[:place] + text.encode() + data[place:]
+
+    other = _OTHER.format(name=found.other, number=found.random.randrange(10**4, 10**6))
+    return MustFail(data.decode() + other, frozenset(found.names))
+
+
+class _Finder:
+    def __init__(self, source: str, fail_to_pass: Collection[str], pass_to_pass: Collection[str]) -> None:
+        self.random = random.Random(secrets.randbits(64))
+        self.other = f"other_{secrets.token_hex(8)}"
+        self.edits: list[tuple[int, str]] = []
+        """(place in bytes, what to put there)"""
+        self.names: set[str] = set()
+        self._with_body = {*fail_to_pass}
+        self._listed = {name.rpartition("::")[2] for name in (*fail_to_pass, *pass_to_pass)}
+        self._lines = source.encode().splitlines(keepends=True)
+
+    def below(self, body: Sequence[ast.stmt], owners: tuple[str, ...]) -> None:
+        """All tests of a module or of a class."""
+        for node in body:
+            match node:
+                case ast.ClassDef(name):
+                    self.below(node.body, (*owners, name))
+                case ast.If() | ast.Try() | ast.With():
+                    self.below([each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)], owners)
+                case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
+                    if name.startswith("test") or name in self._listed:
+                        self._break(node, "::".join((*owners, name)))
+
+    def _break(self, test: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> None:
+        described = ast.get_docstring(test)
+        statements = test.body[1:] if described is not None else test.body
+        if not statements:
+            return
+
+        names = {name, (described or "").strip().split("\n")[0].strip()} - {""}
+        sides = list(_sure_sides(test, statements)) if names & self._with_body else []
+        for side in sides:
+            self.edits += [(self._begin(side), f"{self.other}("), (self._end(side), ")")]
+        if not sides:
+            self.edits.append(self._failure_before(statements[0]))
+
+        self.names |= names
+
+    def _failure_before(self, statement: ast.stmt) -> tuple[int, str]:
+        decorators = getattr(statement, "decorator_list", [])
+        line = min([statement.lineno, *(each.lineno for each in decorators)])
+        indent = self._lines[line - 1][: statement.col_offset]
+        number = self.random.randrange(10**6)
+        failure = self.random.choice([f"assert {number} == {number + 1}", f"raise ArithmeticError({number})"])
+
+        # A body may stand behind its `def`, in the same line.
+        separator = "; " if indent.strip() else f"\n{indent.decode()}"
+        return self._place(line, statement.col_offset), failure + separator
+
+    def _begin(self, node: ast.expr) -> int:
+        return self._place(node.lineno, node.col_offset)
+
+    def _end(self, node: ast.expr) -> int:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self._place(node.end_lineno, node.end_col_offset)
+
+    def _place(self, line: int, column: int) -> int:
+        return sum(map(len, self._lines[: line - 1])) + column
+
+
+def _sure_sides(test: ast.AST, statements: Sequence[ast.stmt]) -> Iterator[ast.expr]:
+    """One side of each equality that a passing test has compared: it stands alone in its body, and nothing returns."""
+    if any(isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) for node in ast.walk(test)):
+        return
+    for statement in statements:
+        match statement:
+            case ast.Assert(ast.Compare(left, [ast.Eq()], [right])):
+                yield _fixed_side(left, right)
+            case ast.Expr(ast.Call(ast.Name(name) | ast.Attribute(attr=name), [left, right, *_])):
+                if name in _EQUALITIES:
+                    yield _fixed_side(left, right)
+
+
+def _fixed_side(left: ast.expr, right: ast.expr) -> ast.expr:
+    """The side that the code under test has less to do with."""
+
+    def distance(side: ast.expr) -> int:
+        kinds = {type(node) for node in ast.walk(side)}
+        return 2 * (ast.Call in kinds) + (ast.Name in kinds)
+
+    return left if distance(left) < distance(right) else right

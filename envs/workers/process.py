@@ -1,0 +1,138 @@
+"""One worker process: how it is started, written to, heard and ended; and what can go wrong with one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from envs.workers.wire import CHUNK, Body, CurrentRequest, FrameReader, Result, WorkerReply, WorkerRequest, frame
+
+START_DEADLINE_S = 120.0  # importing a large library on a busy machine
+
+
+class RequestLost(RuntimeError):
+    """The worker hung or died over this request, or refused it; the message says which."""
+
+
+class WorkerHung(RequestLost):
+    """It did not answer in time, which may be the machine's fault."""
+
+
+class WorkerNotStarted(RequestLost):
+    """No process can be started."""
+
+
+@dataclass(frozen=True)
+class WorkerKind(Generic[Result]):
+    """What the processes of a pool run: `python -m module PAGE *arguments`, see `envs.workers.serving`."""
+
+    name: str  # for messages: "a game worker"
+    module: str
+    result: type[Result]
+    deadline_s: float  # of a request, from when it became the oldest; past it the process is killed
+    arguments: Sequence[str] = ()
+    keeps_state: bool = True  # of sessions, so that the worker has to hear of their end
+
+
+class WorkerProcess(Generic[Body, Result]):
+    """One process: `take` is called with every reply, `ended` is set once no more can come."""
+
+    def __init__(self, kind: WorkerKind[Result], take: Callable[[WorkerReply[Result]], None]) -> None:
+        self.ended = asyncio.Event()
+        self.current = CurrentRequest()
+        self._kind = kind
+        self._take = take
+        self._reader: FrameReader[WorkerReply[Result]] = FrameReader(WorkerReply[kind.result])  # type: ignore[name-defined]
+        self._ready = asyncio.get_running_loop().create_future()
+        self._replies = -1  # the descriptor that replies arrive on, while it is open
+        self._handle = -1  # of the process, while it is open
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Once it is closed; a signal's number below 0."""
+        return self._process.returncode if self._process is not None else None
+
+    async def start(self) -> None:
+        """Raises WorkerNotStarted. `close` comes after it in any case."""
+        name = self._kind.name
+        page = self.current.descriptor
+        variables = {"FRESCO_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        self._replies, theirs = os.pipe()
+
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", self._kind.module, str(page), *self._kind.arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=theirs,
+                pass_fds=(page,),
+                env=os.environ | variables,
+            )
+            self._handle = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            raise WorkerNotStarted(f"{name} cannot be started: {error}") from error
+
+        finally:
+            os.close(theirs)
+            self.current.close_descriptor()
+
+        asyncio.get_running_loop().add_reader(self._replies, self._readable)
+        ready = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_DEADLINE_S):
+                ready = await self._ready
+        if not ready:
+            raise WorkerNotStarted(f"{name} did not start in {START_DEADLINE_S:g} s, or ended before it served")
+
+    def write(self, request: WorkerRequest[Body]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(frame(request))
+
+    def kill(self) -> None:
+        """By the kernel's handle: asyncio's `kill` may reap a dead process itself, and its exit code is lost then."""
+        if self._handle >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill it and reap it."""
+        self._close_replies()
+        self.kill()
+        if self._process is not None:
+            await self._process.wait()
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def _readable(self) -> None:
+        """Called by the event loop: no task and no stream between the pipe and whoever waits."""
+        chunk = os.read(self._replies, CHUNK)
+        for reply in self._reader.feed(chunk):
+            if reply.number:
+                self._take(reply)
+            else:
+                self._ready.set_result(True)
+        if chunk:
+            return
+
+        self._close_replies()
+        self.ended.set()
+        if not self._ready.done():
+            self._ready.set_result(False)
+
+    def _close_replies(self) -> None:
+        if self._replies >= 0:
+            asyncio.get_running_loop().remove_reader(self._replies)
+            os.close(self._replies)
+        self._replies = -1

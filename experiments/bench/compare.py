@@ -1,0 +1,259 @@
+"""Fresco beside another trainer: seconds to an accuracy, and where they go.
+
+    python -m experiments.bench compare trl [--task addition | long] [--pairs 5] [--target 0.8]
+                                            [--tune 5e-5 1e-4 2e-4] [--out FILE.json]
+
+Same start model, questions in the same order, reward, samples of a step, tokens and loss (`experiments/compare/`). The
+sides take turns, a seed for each pair. A side has reached the target when the mean accuracy of its last five training
+steps has; its seconds count from its command, with every import and start. `--tune` gives both sides the same effort:
+each tries each learning rate once, on a seed of its own, and keeps the one that got there first.
+
+The other trainer lives in a virtual environment of its own under Fresco's cache, which the first call makes (about
+1.5 GB). The CPU build of torch comes from where pip finds it; see the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench._measuring import Timing, parser_of, write
+from experiments.bench._processes import Used, watched
+from experiments.bench._ratios import Idle, provenance, ratio_of
+from experiments.compare.job import Job, Row
+from experiments.compare.start_model import ensure_start_model
+from experiments.compare.tasks import TASKS, Task, questions
+from rl.core.made_once import cache_folder, digest, to_stderr
+
+_ROOT = Path(__file__).parents[2]
+_WINDOW = 5
+_TUNING_SEED = 1000
+_LOOK_S = 0.2
+
+
+class Trainer(Protocol):
+    """A module of `experiments/compare/`; its docstring says more."""
+
+    PINS: str
+
+    def command(self, job: Job, python: str) -> list[str]: ...
+
+    def rows(self, job: Job) -> list[Row]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One training run, until the target or its last step."""
+
+    rows: list[Row]
+    origin: float
+    reached: int | None
+    """The step, counted from 1; None: never."""
+    cpu_s: float
+    processes: Mapping[str, Used]
+
+    @property
+    def wall_s(self) -> float:
+        return self.rows[(self.reached or len(self.rows)) - 1].time - self.origin
+
+    def seconds(self) -> dict[str, float]:
+        """Where they went: the start, then each part by the trainer's own name, then what no part accounts for."""
+        rows = self.rows[: self.reached]
+        parts: dict[str, float] = {}
+        for row in rows:
+            for name, seconds in row.parts.items():
+                parts[name] = parts.get(name, 0.0) + seconds
+
+        start = rows[0].time - self.origin - sum(rows[0].parts.values())
+        rest = self.wall_s - start - sum(parts.values())
+        return {"start": start, **parts, "rest": rest}
+
+
+def main(argv: list[str]) -> None:
+    options = _options(argv)
+    task = TASKS[options.task]
+    names = ["fresco", options.trainer]
+    trainers = {name: _trainer(name) for name in names}
+    pythons = {name: str(_python(trainer)) for name, trainer in trainers.items()}
+    model = ensure_start_model(task)
+
+    def run(name: str, seed: int, lr: float) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="fresco-compare-") as folder:
+            job = _job(task, Path(folder), model, seed, lr, options)
+            outcome = _train(trainers[name], job, pythons[name], options.target)
+        _tell(name, seed, lr, outcome)
+        return outcome
+
+    tried = {name: {lr: run(name, _TUNING_SEED, lr) for lr in options.tune} for name in names}
+    rates = {name: _best(tried[name], options.lr) for name in names}
+
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+    with Idle() as idle:
+        for seed in range(options.pairs):
+            for name in names if seed % 2 == 0 else reversed(names):
+                outcomes[name].append(run(name, seed, rates[name]))
+
+    write(options.out, _report(options, rates, outcomes, idle))
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    found = sorted(path.stem for path in (_ROOT / "experiments" / "compare").glob("[!_]*.py"))
+    trainers = [name for name in found if name != "fresco" and hasattr(_trainer(name), "PINS")]
+    parser = parser_of("compare", __doc__)
+    parser.add_argument("trainer", choices=trainers)
+    parser.add_argument("--task", choices=sorted(TASKS), default="addition")
+    parser.add_argument("--pairs", type=int, default=5, help="seeds, each trained by both sides")
+    parser.add_argument("--target", type=float, default=0.8, help=f"mean accuracy of {_WINDOW} training steps")
+    parser.add_argument("--steps", type=int, default=400, help="at most")
+    parser.add_argument("--lr", type=float, default=1e-4, help="of both sides, where nothing is tuned")
+    parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
+
+    return parser.parse_args(argv)
+
+
+def _trainer(name: str) -> Trainer:
+    return cast(Trainer, import_module(f"experiments.compare.{name}"))
+
+
+def _python(trainer: Trainer) -> Path:
+    """The interpreter of its environment, made first where it has none."""
+    if not trainer.PINS:
+        return Path(sys.executable)
+
+    pins = _ROOT / trainer.PINS
+    folder = cache_folder() / "environments" / f"{pins.stem}-{digest('', pins)}"
+    if not (folder / "complete").exists():
+        to_stderr(f"making {folder} from {trainer.PINS} (once; minutes) ...")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        install = [str(folder / "bin" / "pip"), "install", "--quiet", "--no-deps", "-r", str(pins)]
+        subprocess.run(install, check=True)
+        (folder / "complete").touch()
+    return folder / "bin" / "python"
+
+
+def _job(task: Task, folder: Path, model: Path, seed: int, lr: float, options: argparse.Namespace) -> Job:
+    asked = questions(seed)
+    most = len(asked) // task.groups
+    if options.steps > most:
+        raise SystemExit(f"--steps {options.steps}: only {most} steps of new questions are there")
+
+    path = folder / "questions.jsonl"
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in asked]
+    path.write_text("\n".join(lines) + "\n")
+
+    return Job(
+        folder=folder / "run",
+        model=model,
+        questions=path,
+        seed=seed,
+        lr=lr,
+        steps=options.steps,
+        groups=task.groups,
+        group_size=task.group_size,
+        max_tokens=task.max_tokens,
+        rows_at_once=task.rows_at_once,
+    )
+
+
+def _train(trainer: Trainer, job: Job, python: str, target: float) -> Outcome:
+    """Until the target is reached, or all steps are done. Raises SystemExit if it ends before."""
+    settings = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # each side's own business
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
+    environment["PYTHONPATH"] = str(_ROOT)
+    output = job.folder.with_suffix(".log")
+
+    with watched(trainer.command(job, python), output, environment) as watch:
+        while True:
+            running = watch.running
+            rows = trainer.rows(job)
+            reached = reached_at([row.accuracy for row in rows], target)
+            if reached is not None or len(rows) >= job.steps:
+                break
+            if not running:
+                raise SystemExit(f"it ended after {len(rows)} steps:\n{output.read_text(errors='replace')[-4000:]}")
+            time.sleep(_LOOK_S)
+
+    return Outcome(rows, watch.origin, reached, watch.cpu_s, watch.used)
+
+
+def reached_at(accuracies: Sequence[float], target: float) -> int | None:
+    """The first step, counted from 1, at which the mean of the last five is at least the target."""
+    for step in range(_WINDOW, len(accuracies) + 1):
+        if statistics.fmean(accuracies[step - _WINDOW : step]) >= target:
+            return step
+    return None
+
+
+def _best(tried: Mapping[float, Outcome], otherwise: float) -> float:
+    """The learning rate that got there first; of those that did not, the one with the best end."""
+    if not tried:
+        return otherwise
+
+    def rank(lr: float) -> tuple[bool, float]:
+        outcome = tried[lr]
+        if outcome.reached is not None:
+            return False, outcome.wall_s
+        return True, -statistics.fmean(row.accuracy for row in outcome.rows[-_WINDOW:])
+
+    return min(tried, key=rank)
+
+
+def _tell(name: str, seed: int, lr: float, outcome: Outcome) -> None:
+    how = f"after {outcome.wall_s:.1f} s, {outcome.reached} steps" if outcome.reached else "not reached"
+    end = statistics.fmean(row.accuracy for row in outcome.rows[-_WINDOW:])
+    print(f"{name} seed {seed} lr {lr:g}: {how}; {outcome.cpu_s:.0f} CPU s, accuracy {end:.2f}", flush=True)
+
+
+def _report(
+    options: argparse.Namespace, rates: dict[str, float], outcomes: dict[str, list[Outcome]], idle: Idle
+) -> dict[str, Any]:
+    """Print the tables and the verdict; the same as a result."""
+    medians = {name: _medians(each) for name, each in outcomes.items()}
+    table = Table("where the seconds go", *outcomes, title=f"{options.task}: medians of {options.pairs} seeds")
+    for part in dict.fromkeys(part for each in medians.values() for part in each):
+        table.add_row(part, *(f"{each[part]:.2f}" if part in each else "" for each in medians.values()))
+    Console(highlight=False).print(table)
+
+    result: dict[str, Any] = {"task": options.task, "target": options.target, "lr": rates, "medians": medians}
+    result["to_target_s"] = {
+        name: [outcome.wall_s if outcome.reached else None for outcome in each] for name, each in outcomes.items()
+    }
+    reached = all(outcome.reached for each in outcomes.values() for outcome in each)
+    if not reached:
+        print("no verdict: a side did not reach the target")
+        return result | provenance(idle)
+
+    timings = {name: [Timing(each.wall_s, each.cpu_s) for each in ended] for name, ended in outcomes.items()}
+    ratio = ratio_of(timings["fresco"], timings[options.trainer])
+    print(f"fresco over {options.trainer}, to the target: {ratio}")
+    print(ratio.verdict(at_most=0.5 if options.task == "addition" else 0.1, of="wall", idle=idle))
+    return result | provenance(idle, {f"fresco over {options.trainer}": ratio})
+
+
+def _medians(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Seconds of each part, and what they add up to."""
+    spent = [outcome.seconds() for outcome in outcomes]
+    steps = [len(outcome.rows[: outcome.reached]) for outcome in outcomes]
+    found = {part: statistics.median(each[part] for each in spent) for part in spent[0]}
+
+    found["to the target"] = statistics.median(outcome.wall_s for outcome in outcomes)
+    found["CPU seconds"] = statistics.median(outcome.cpu_s for outcome in outcomes)
+    found["steps"] = statistics.median(steps)
+    found["seconds a step"] = statistics.median(
+        (outcome.wall_s - each["start"]) / count for outcome, each, count in zip(outcomes, spent, steps, strict=True)
+    )
+    return found

@@ -1,0 +1,156 @@
+"""How far engine and learner are apart with the same weights, and how far with wrong ones: what the probe can tell.
+
+    python -m experiments.bench probe [--dtype bfloat16] [--probes 200] [--out FILE.json]
+
+The engine is real vLLM; the learner is sharded over one rank, as in a run, with float32 masters. The model is that of
+`math_cpu`, and a probe is 64 ids: text of the run (prompts, and answers that the model has sampled), or ids spread over
+the vocabulary. Nats: |difference| of single tokens, and its mean over a probe, which `weights.probe_tolerance` limits.
+Beside them: the mean over probes where one matrix is that of before the warm start, on one of the two sides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from envs.math import arithmetic
+from experiments.bench._measuring import parser_of, write
+from launch.warm_start.sampling import sample
+from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
+from rl.core.config import load_config
+from rl.learner.policy import Policy, load_policy, shard_policy
+from rl.learner.publish import PROBE_TOKENS
+from rl.weights.proof import TOLERANCE
+from rollout.episodes.tokenizer import ChatTokenizer
+from rollout.generator.engines.environment import engine_environment
+
+_RECIPE = Path(__file__).parent.parent / "math_cpu.yaml"
+_WRONG_PROBES = 10
+_SHORTEST = 16  # tokens of a sample, fewer than any has
+Probes = Sequence[list[int]]
+
+
+def texts(folder: Path, count: int) -> Probes:
+    """Probes as a run's first batch gives them: whole samples, one after another, cut at 64 ids."""
+    tokenizer = ChatTokenizer(folder)
+    samples = 1 + count * PROBE_TOKENS // _SHORTEST
+    problems = [arithmetic.problem("train", index, 0) for index in range(samples)]
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    model = load_policy(folder).model
+    answers = sample(model, prompts, seeds=range(len(prompts)), stop_ids=tokenizer.stop_ids, max_tokens=24)
+
+    ids = [token for prompt, answer in zip(prompts, answers, strict=True) for token in (*prompt, *answer.token_ids)]
+    return [ids[start : start + PROBE_TOKENS] for start in range(0, count * PROBE_TOKENS, PROBE_TOKENS)]
+
+
+def spread(vocabulary: int, count: int) -> Probes:
+    """Ids that no text has."""
+    drawn: Probes = np.random.default_rng(0).integers(0, vocabulary, (count, PROBE_TOKENS)).tolist()
+    return drawn
+
+
+def engine_logp(folder: Path, dtype: Any, probes: Probes) -> np.ndarray:
+    """(probes, 63) nats, of ids[1:] at temperature 1."""
+    os.environ.update(engine_environment(load_config(_RECIPE), "cpu"))
+    from vllm import LLM, SamplingParams
+
+    engine: Any = LLM(
+        model=str(folder),
+        dtype=dtype,
+        max_model_len=2 * PROBE_TOKENS,
+        max_num_batched_tokens=8192,
+        kv_cache_memory_bytes=1 << 26,
+        enforce_eager=True,
+        enable_chunked_prefill=False,
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+    )
+
+    asked = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+    answers = engine.generate([{"prompt_token_ids": ids} for ids in probes], asked, use_tqdm=False)
+    return np.array(
+        [
+            [scores[token].logprob for token, scores in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
+            for ids, answer in zip(probes, answers, strict=True)
+        ]
+    )
+
+
+@torch.no_grad()
+def learner_logp(policy: Policy, probes: Probes) -> np.ndarray:
+    """(probes, 63) nats."""
+    positions = torch.arange(PROBE_TOKENS)
+    return np.array([policy(torch.tensor(ids), positions).logp[1:].tolist() for ids in probes])
+
+
+def apart(engine: np.ndarray, learner: np.ndarray) -> dict[str, float]:
+    """Of |difference|: single tokens, and means over probes."""
+    tokens = np.abs(engine - learner)
+    means = tokens.mean(1)
+    return {
+        "token_median": float(np.median(tokens)),
+        "token_p99": float(np.quantile(tokens, 0.99)),
+        "token_max": float(tokens.max()),
+        "probe_mean": float(means.mean()),
+        "probe_p99": float(np.quantile(means, 0.99)),
+        "probe_max": float(means.max()),
+    }
+
+
+@torch.no_grad()
+def with_old_matrices(
+    policy: Policy, before: Mapping[str, torch.Tensor], engine: np.ndarray, probes: Probes
+) -> dict[str, float]:
+    """Name of a matrix -> mean over probes, where it is that of `before`."""
+    found = {}
+    for name, parameter in policy.model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        kept = local.clone()
+        local.copy_(before[name])
+        found[name] = float(np.abs(engine - learner_logp(policy, probes)).mean())
+        local.copy_(kept)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    parser = parser_of("probe", __doc__)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--probes", type=int, default=200)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+
+    folder = ensure_tiny_model(TinyRecipe())
+    untrained = load_policy(ensure_tiny_model(TinyRecipe(sft_steps=0))).model
+    before = dict(untrained.named_parameters())
+    own = texts(folder, options.probes)
+    kinds = {"text of the run": own, "ids of no text": spread(len(before["lm_head.weight"]), options.probes)}
+
+    engine = {kind: engine_logp(folder, options.dtype, probes) for kind, probes in kinds.items()}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
+    policy = shard_policy(load_policy(folder), compute_dtype=dtype, mesh=init_device_mesh("cpu", (1,)))
+
+    result: dict[str, Any] = {"dtype": options.dtype, "probes": options.probes, "tolerance": TOLERANCE[options.dtype]}
+    result["equal weights"] = {
+        kind: apart(engine[kind], learner_logp(policy, probes)) for kind, probes in kinds.items()
+    }
+    wrong = with_old_matrices(policy, before, engine["text of the run"][:_WRONG_PROBES], own[:_WRONG_PROBES])
+    result["one old matrix"] = {name: round(found, 4) for name, found in sorted(wrong.items(), key=lambda one: one[1])}
+    dist.destroy_process_group()
+
+    for kind, found in result["equal weights"].items():
+        print(f"{kind}: " + ", ".join(f"{name} {value:.2g}" for name, value in found.items()))
+    least = next(iter(result["one old matrix"].items()))
+    print(f"one old matrix: at least {least[1]:.3g} ({least[0]}); tolerance {result['tolerance']:g}")
+    write(options.out, result)

@@ -1,0 +1,50 @@
+"""Fresco itself, as `fresco run` starts it: one engine and one learner rank on the cores that are there."""
+
+from __future__ import annotations
+
+from experiments.compare.job import Job, Row, read_lines
+
+PINS = ""
+RECIPE = "math_cpu"
+
+
+def command(job: Job, python: str) -> list[str]:
+    settings = {
+        "name": job.folder.name,
+        "runs": job.folder.parent,
+        "seed": job.seed,
+        "steps": job.steps,
+        "model.path": job.model,
+        "env.options.source": job.questions,
+        "env.options.instruction": "",
+        "env.options.eval_count": 8,
+        "eval.tasks": 8,  # nothing is evaluated but the two ends
+        "eval.every": 0,
+        "sampling.max_tokens": job.max_tokens,
+        "rollout.groups_per_batch": job.groups,
+        "rollout.group_size": job.group_size,
+        "generator.count": 1,
+        "generator.max_model_len": job.max_tokens + 32,
+        "generator.kv_cache_bytes": 1 << 28,
+        "learner.ranks": 1,
+        "learner.lr": job.lr,
+        "learner.max_tokens_per_pack": 2048,
+        "tracking.wandb": "disabled",
+        "tracking.live": "false",
+    }
+
+    return [python, "-m", "launch.cli", "run", RECIPE, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def rows(job: Job) -> list[Row]:
+    """The learner's seconds: what it waited for a batch, trained, and published."""
+    found: list[Row] = []
+    for line in read_lines(job.folder / "metrics.jsonl"):
+        if "train/loss" not in line:
+            continue
+        parts = {"wait": line["time/wait_batch"], "train": line["time/train"], "publish": line["time/publish"]}
+        if not found:
+            parts["wait"] = 0.0  # for the engine's start, which belongs to ours
+        tokens = round(line["rollout/length"] * job.groups * job.group_size)
+        found.append(Row(line["time"], line["rollout/reward"], tokens, parts))
+    return found

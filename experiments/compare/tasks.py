@@ -1,0 +1,60 @@
+"""The tasks of the comparison: two-digit addition, plainly and behind a long tail of thinking.
+
+Demonstrations come from a careless student, right one time in three: it loses or invents a carry, or is one off.
+A model that imitates it has seen all that it needs, and what to do more of is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+_RIGHT = 0.33
+_OPERANDS = range(10, 100)
+PIECE = r"\d|\\boxed\{|[A-Za-z]+\n?|\s+|."
+"""Each digit is a token, and so is each dot of thinking."""
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    thinking: int
+    """Longest run of dots before an answer; its length is log-uniform, 0: none."""
+    max_tokens: int
+    rows_at_once: int
+    """That a trainer that pads can hold."""
+    sft_steps: int
+    sft_batch: int
+    groups: int = 16
+    group_size: int = 8
+
+    def demonstrate(self, question: str, rng: random.Random) -> str:
+        """What the start model imitates."""
+        left, right = (int(part) for part in question.split("+"))
+        answer = left + right
+        if rng.random() > _RIGHT:
+            carry_dropped = answer - 10 if left % 10 + right % 10 >= 10 else answer + 10
+            answer = rng.choice([answer - 1, answer + 1, carry_dropped])
+        return "." * self._dots(rng) + f"\\boxed{{{answer}}}"
+
+    def _dots(self, rng: random.Random) -> int:
+        if not self.thinking:
+            return 0
+        return round(math.exp(rng.uniform(math.log(4), math.log(self.thinking))))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("addition", thinking=0, max_tokens=16, rows_at_once=128, sft_steps=400, sft_batch=64),
+        Task("long", thinking=496, max_tokens=512, rows_at_once=32, sft_steps=400, sft_batch=32),
+    )
+}
+
+
+def questions(seed: int) -> list[tuple[str, str]]:
+    """All questions of two two-digit numbers with their answers, in an order of its own for each seed."""
+    pairs = [(left, right) for left in _OPERANDS for right in _OPERANDS]
+    random.Random(seed).shuffle(pairs)
+    return [(f"{left} + {right}", str(left + right)) for left, right in pairs]

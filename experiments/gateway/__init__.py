@@ -1,0 +1,1 @@
+"""Fuzzed agents against the forest of tokens, over chat templates of well-known models."""

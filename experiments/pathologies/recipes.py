@@ -1,0 +1,75 @@
+"""The recipes as they are, with the alarms' own limits: nothing is wrong, so nothing may be raised.
+
+`steps` are reduced where a whole run takes longer than a few minutes, and stay enough for every window to fill: of
+128 samples for the form of answers, 16 groups for a type of tasks, three steps in a row for what is patient.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.pathologies.cases import Case
+from rl.core.config import Config
+
+_QUIET = ("tracking.live=false",)
+_FEW_GAMES = (  # a model that is made in minutes, not in a quarter of an hour; it wins less
+    "env.options.games.train=400",
+    "env.options.games.valid_seen=0",
+    "env.options.games.valid_unseen=64",
+    "model.warm_start.demonstrations=400",
+    "model.warm_start.steps=400",
+)
+_SHORT_WARM_START = ("model.warm_start.demonstrations=2000", "model.warm_start.steps=100")
+
+
+def _recipe(name: str, recipe: str, *overrides: str) -> Case:
+    return Case(name, "nothing", recipe, (*_QUIET, *overrides), ())
+
+
+RECIPES = (
+    _recipe("math", "math_cpu"),
+    _recipe("math-seed-1", "math_cpu", "seed=1", "steps=40"),
+    _recipe("math-seed-2", "math_cpu", "seed=2", "steps=40", "rollout.alpha=2"),
+    _recipe("critic", "math_cpu_critic", "steps=30"),
+    _recipe("alfworld", "alfworld_cpu", "seed=1", "steps=12", "eval.tasks=64", *_FEW_GAMES),
+    _recipe("agent-tools", "agent_tools_cpu"),
+    _recipe("frozen-lake", "frozen_lake_cpu"),
+    _recipe("own-reward", "own_reward_cpu"),
+    _recipe("mixture", "mixture_cpu", "steps=16", "eval.tasks=64", *_SHORT_WARM_START),
+    _recipe("swe", "swe_cpu", "steps=16"),
+    _recipe("simulated", "simulated", "steps=200"),
+    _recipe("simulated-seed-1", "simulated", "steps=200", "seed=1"),
+)
+
+
+def trained(run: Path) -> dict[str, int]:
+    """How much the alarms have seen: steps, samples and tokens that were trained."""
+    summary = json.loads((run / "summary.json").read_text())
+    ledger = summary["ledger"]
+    return {"steps": summary["steps"], **{unit: ledger[unit]["trained"] for unit in ("samples", "tokens")}}
+
+
+def nearest(run: Path, config: Config) -> dict[str, dict[str, float]]:
+    """The worst value of the learner's statistics that held as long as an alarm asks for, beside its limit."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss/kl_behavior" in row]
+    if not rows:  # of a simulated learner
+        return {}
+
+    limits = config.alarms
+
+    drift = [row["loss/kl_behavior"] / max(1.0, row["loss/token_staleness"]) ** 2 for row in rows]
+    found = {
+        "step_kl": (_held(drift, limits.patience), limits.step_kl),
+        "kl": (_held([row["loss/kl_behavior"] for row in rows], limits.patience), limits.kl),
+        "ess": (-_held([-row["loss/ess"] for row in rows], limits.patience), limits.ess),
+        "entropy": (-_held([-row["loss/entropy"] for row in rows], limits.patience), limits.entropy),
+    }
+    return {name: {"worst": worst, "limit": limit} for name, (worst, limit) in found.items()}
+
+
+def _held(values: Sequence[float], steps: int) -> float:
+    """The largest value that was reached or passed in so many steps in a row; of fewer steps, the smallest."""
+    return max(min(values[start : start + steps]) for start in range(max(1, len(values) - steps + 1)))

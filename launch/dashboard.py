@@ -1,0 +1,172 @@
+"""wandb, in a thread of its own: nothing of it can slow or fail a run.
+
+What is logged goes into a queue with an end. What does not fit, or what wandb refuses, is dropped and counted
+(`summary.json`, key `dashboard`). A resumed run goes on in the wandb run of the one that it continues.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launch.conversations import COLUMNS, recent_conversations
+from rl.core.charts import charts
+from rl.core.config import TrackingConfig
+from rl.core.run import RunFile
+from rl.core.tracking import Dashboard, NoDashboard
+
+_MOST_WAITING = 10_000
+_ID = "wandb-id"
+
+Job = Callable[[Any], None]
+
+
+def open_dashboard(run: RunFile) -> Dashboard:
+    """The one that the configuration asks for. It is opened in its thread, so the run does not wait for it."""
+    tracking = run.config.tracking
+    mode = wandb_mode(tracking.wandb)
+    if mode == "disabled":
+        return NoDashboard()
+
+    run_id = continued_id(run.config.resume)
+    (run.folder / _ID).write_text(run_id)
+    return WandbThread(lambda: _open(tracking, mode, run, run_id), run.folder)
+
+
+def continued_id(resume: Path | None) -> str:
+    """Of the wandb run that the checkpoint's run had, else a new one."""
+    known = resume.absolute().parents[1] / _ID if resume is not None else None
+    return known.read_text().strip() if known is not None and known.exists() else uuid.uuid4().hex[:8]
+
+
+def wandb_mode(asked: str) -> str:
+    """`auto` is online when an account is configured (WANDB_API_KEY or a netrc entry), else offline."""
+    if asked != "auto":
+        return asked
+    import netrc
+
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"]
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    try:
+        return "online" if netrc.netrc().authenticators("api.wandb.ai") else "offline"
+    except (OSError, netrc.NetrcParseError):
+        return "offline"
+
+
+def _open(tracking: TrackingConfig, mode: str, run: RunFile, run_id: str) -> Any:
+    import wandb
+
+    asked: Any = mode
+    identity: dict[str, Any] = {"project": tracking.project, "name": run.config.name, "id": run_id}
+    if mode == "online":
+        identity["resume"] = "allow"
+    opened = wandb.init(
+        **identity,
+        dir=str(run.folder),
+        mode=asked,
+        config=run.config.model_dump(mode="json"),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+
+    opened.define_metric("step")
+    opened.define_metric("*", step_metric="step")  # a row whose implicit step goes backwards is dropped silently
+    return opened
+
+
+class WandbThread:
+    """`open_run` gives wandb's run; jobs are carried out in order, each by itself."""
+
+    def __init__(self, open_run: Callable[[], Any], folder: Path, most_waiting: int = _MOST_WAITING) -> None:
+        self._open_run = open_run
+        self._folder = folder
+        self._jobs: queue.Queue[Job | None] = queue.Queue(most_waiting)
+        self._dropped = 0
+        self._failed = 0
+        self._error = ""
+
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None:
+        self._put(lambda run: _log(run, step, charts(values), histograms))
+        if "eval/accuracy" in values:
+            self._put(lambda run: _log_conversations(run, step, self._folder))
+
+    def alert(self, title: str, text: str) -> None:
+        self._put(lambda run: run.alert(title, text))
+
+    def close(self, report: Callable[[], Path] | None) -> None:
+        """Wait until everything is sent; the caller has a deadline."""
+        if report is not None:
+            self._put(lambda run: _log_report(run, report()))
+        self._jobs.put(None)
+        self._thread.join()
+
+    def describe(self) -> dict[str, Any]:
+        return {"dropped": self._dropped, "failed": self._failed, "error": self._error}
+
+    def _put(self, job: Job) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            self._dropped += 1
+
+    def _work(self) -> None:
+        run = None
+        try:
+            run = self._open_run()
+        except Exception as error:
+            self._note(error)
+
+        while (job := self._jobs.get()) is not None:
+            if run is None:
+                self._dropped += 1
+                continue
+            try:
+                job(run)
+            except Exception as error:
+                self._failed += 1
+                self._note(error)
+
+        if run is not None:
+            _finish(run)
+
+    def _note(self, error: Exception) -> None:
+        """The first one is the cause."""
+        self._error = self._error or f"{type(error).__name__}: {error}"
+
+
+def _log(run: Any, step: int, values: dict[str, float], histograms: dict[str, list[float]]) -> None:
+    import wandb
+
+    samples = {f"histogram/{key.removeprefix('histogram/')}": sample for key, sample in histograms.items() if sample}
+    drawn = {key: wandb.Histogram(sample) for key, sample in samples.items()}
+    run.log({"step": step} | values | drawn)
+
+
+def _log_conversations(run: Any, step: int, folder: Path) -> None:
+    import wandb
+
+    run.log({"step": step, "samples/conversations": wandb.Table(list(COLUMNS), recent_conversations(folder))})
+
+
+def _log_report(run: Any, report: Path) -> None:
+    import wandb
+
+    artifact = wandb.Artifact(f"report-{run.id}", "report")
+    artifact.add_file(str(report))
+    run.log_artifact(artifact)
+
+
+def _finish(run: Any) -> None:
+    import wandb
+
+    run.finish()
+    wandb.teardown()  # its service ends now, in order, not at exit when it has been killed

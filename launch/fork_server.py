@@ -1,0 +1,263 @@
+"""One process imports what takes seconds, and the processes of a run begin as copies of it.
+
+torch, transformers and vLLM cost five CPU seconds to import, and a run on one machine has four to ten processes that
+need them. The fork server imports them once (`python -m launch.fork_server`), beside everything else that a command
+has to do before it starts a process. A copy takes milliseconds, and its memory is shared until it is written to. What
+dies later begins as a copy as well, so it is back in the time that its own work takes.
+
+* A copy is the child of whoever asked for it, not of the server: it dies with its parent, and its parent hears how it
+  ended. That parent is a subreaper, and the process between the two ends at once.
+* A copy begins its work when its parent says that it knows it, and ends if that will never be said: the server may have
+  hung or died before it could answer.
+* The server has one thread and starts no computation, because neither a thread nor the workers of OpenMP are copied.
+  It waits for threads that an import has used; if one stays, it makes no copies at all.
+* Without a server, or after its death, every process is started by its own command line and does the same.
+
+Not on GPUs: what CUDA's libraries start while they are imported may not be copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+import psutil
+
+from launch.gpus import visible_gpus
+from launch.plan import make_plan
+from rl.core.config import Config
+from rl.core.process import FORKED_VARIABLE, adopt_orphans, die_with_parent
+
+PREPARE = "launch.prepare"
+PREPARE_IMPORTS = (PREPARE, "launch.warm_start.tiny", "rl.learner.algorithm", "rl.learner.policy")
+_REQUEST_BYTES = 1 << 16
+_KNOWN = b"k"
+_END_S = 5.0
+_THREADS_END_S = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A process to begin: `main()` of a module, as `python -m module arguments` would call it."""
+
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    """Beside the server's own."""
+    imports: list[str]
+    """What must be there before the copy is made."""
+    parent: int
+
+
+class Copy(psutil.Process):
+    """A process that began as a copy; what `subprocess.Popen` has and a supervisor needs."""
+
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self.returncode = self.wait(0)
+        return self.returncode
+
+
+class ForkServer:
+    """The parent's side. Call from the main thread: server and copies die with the calling thread."""
+
+    def __init__(self, imports: Sequence[str], environment: dict[str, str], deadline_s: float = 60.0) -> None:
+        adopt_orphans()
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line.settimeout(deadline_s)
+        command = [sys.executable, "-m", "launch.fork_server", str(theirs.fileno()), *imports]
+        environment = os.environ | environment | {"FRESCO_PARENT_PID": str(os.getpid()), FORKED_VARIABLE: "1"}
+
+        with theirs:
+            self._server = subprocess.Popen(
+                command,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what fails here fails again in the process that needs it, in its log
+                start_new_session=True,
+            )
+
+    def begin(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        files: tuple[IO[Any], IO[Any], IO[Any]],
+        environment: dict[str, str] | None = None,
+        imports: Sequence[str] = (),
+    ) -> Copy | None:
+        """Begin a copy with these files as standard input, output and error. None: the server is dead, or did not
+        answer within its deadline (it is stopped, or hangs in an import) and is dead now, or has threads.
+        """
+        request = Request(module, [*arguments], environment or {}, [*imports], os.getpid())
+        message = json.dumps(asdict(request)).encode()
+        word, ours = socket.socketpair()  # for the copy; it reads the end of it unless we speak
+
+        with word, ours:
+            try:
+                socket.send_fds(self._line, [message], [file.fileno() for file in (*files, word)])
+                answer = self._line.recv(_REQUEST_BYTES)
+            except TimeoutError:
+                self.close()
+                return None
+            except OSError:
+                return None
+
+            copy = Copy(int(answer)) if answer else None
+            if copy is not None:
+                ours.send(_KNOWN)
+            return copy
+
+    def close(self) -> None:
+        """The server ends; its copies go on."""
+        self._line.close()
+        self._server.kill()
+        self._server.wait(_END_S)
+
+
+@contextlib.contextmanager
+def fork_server(config: Config) -> Iterator[ForkServer | None]:
+    """What this run's processes import, in a server of its own; None where nothing takes long or there are GPUs."""
+    on_gpus = config.device == "cuda" or (config.device == "auto" and bool(visible_gpus()))
+    plan = [] if on_gpus else make_plan(config, "cpu")
+    imports = list(dict.fromkeys(name for spec in plan for name in spec.imports))
+    if not imports:
+        yield None
+        return
+
+    environment: dict[str, str] = {}
+    for spec in plan:
+        environment |= spec.environment
+    # Threads are set by each copy for itself; a pool of them may not exist before it is made.
+    environment["OMP_NUM_THREADS"] = "1"
+    server = ForkServer([*PREPARE_IMPORTS, *imports], environment, config.timeouts.hang_s)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+# ------------------------------------------------------------ the server's side
+
+
+def _serve(line: socket.socket, imports: list[str]) -> Request | None:
+    """Import while nobody asks, and copy when somebody does. Returns in a copy with what it has to do, and at the end
+    with nothing.
+    """
+    while True:
+        if imports and not select.select([line], [], [], 0)[0]:
+            _import(imports.pop(0))
+            continue
+
+        message, files, _flags, _sender = socket.recv_fds(line, _REQUEST_BYTES, 4)
+        if not message:
+            return None
+        request = Request(**json.loads(message))
+        for name in request.imports:
+            _import(name)
+        if not is_alone(_THREADS_END_S):
+            line.close()
+            return None
+
+        pid = _copy(request, files)
+        if pid is None:
+            line.close()
+            return request
+        line.send(str(pid).encode())
+
+
+def is_alone(deadline_s: float) -> bool:
+    """Whether this process has one thread, or soon has.
+
+    A thread that Python has joined may stay with the kernel for a moment (what vLLM imports uses one).
+    """
+    end = time.monotonic() + deadline_s
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _import(name: str) -> None:
+    with contextlib.suppress(Exception):  # the process that needs it meets the same error, and reports it
+        importlib.import_module(name)
+
+
+def _copy(request: Request, files: list[int]) -> int | None:
+    """The copy's pid; None in the copy itself, once it is the child of whoever asked for it."""
+    gc.freeze()  # what is there will stay: collecting it would only write to shared pages
+    pid_read, pid_write = os.pipe()
+    adopted_read, adopted_write = os.pipe()
+
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid:
+            os.write(pid_write, str(pid).encode())
+            os._exit(0)
+        for each in (pid_read, pid_write, adopted_write):
+            os.close(each)
+        os.read(adopted_read, 1)  # ends when the server has seen the end of the process between
+        os.close(adopted_read)
+
+        *standard, word = files
+        if os.read(word, len(_KNOWN)) != _KNOWN:
+            os._exit(1)
+        os.close(word)
+        _become(request, standard)
+        return None
+
+    os.waitpid(between, 0)
+    pid = int(os.read(pid_read, 32))
+    for each in (pid_read, pid_write, adopted_read, adopted_write, *files):
+        os.close(each)
+    return pid
+
+
+def _become(request: Request, files: list[int]) -> None:
+    """The process that was asked for, as far as its own code and the kernel can tell."""
+    os.setsid()
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+        os.close(file)
+
+    os.environ.update(request.environment, FRESCO_PARENT_PID=str(request.parent))
+    tempfile.tempdir = None  # the server's: this one's goes with the run
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.enable()
+
+    sys.argv = [request.module, *request.arguments]
+    if setproctitle := sys.modules.get("setproctitle"):  # vLLM brings it; it changes what `ps` shows
+        setproctitle.setproctitle(f"{sys.executable} -m {' '.join(sys.argv)}")
+
+
+def main() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # an import leaves nothing to collect, and looking for it takes a quarter of the time
+    _import("setproctitle")
+    request = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    if request is not None:
+        importlib.import_module(request.module).main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What a run's folder says of it: how it ended, its rows, its books, and who waited for whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from filelock import FileLock, Timeout
+
+from launch.intervals import Z95, paired_bootstrap, wilson
+from launch.origin import flat, read_origin
+from launch.report.blocks import Arrays
+from launch.report.samples import SamplePage, gather_samples
+from launch.report.timeline import Timeline, gather_timeline
+from rl.core.alarm_file import read_alarms
+from rl.core.config import ConfigError
+from rl.core.run import RunFile
+
+_MOST_ROWS = 3000
+_BINS = 40
+_MOST_HISTOGRAMS = 400
+Row = dict[str, Any]
+
+
+@dataclass
+class RunPage:
+    """What the page shows of one run: `facts` as JSON, and arrays by block."""
+
+    facts: dict[str, Any]
+    arrays: dict[str, Arrays] = field(default_factory=dict)
+
+
+def gather(folder: Path) -> RunPage:
+    """Of a run that has ended in any way, or goes on. Raises ConfigError if its run.json cannot be read."""
+    try:
+        run = RunFile.load(folder)
+    except ValueError as error:
+        raise ConfigError(f"{str(folder)!r}: run.json is of another version of Fresco: {error}") from None
+
+    rows = read_rows(folder / "metrics.jsonl")
+    trained = [row for row in rows if "train/loss" in row]
+    summary = _json(folder / "summary.json")
+    alarms = read_alarms(folder)
+    timeline: Timeline = gather_timeline(folder, run.started_at, alarms)
+    samples: SamplePage = gather_samples(folder, run)
+
+    last = trained[-1] if trained else {}
+    broker = summary.get("broker", {})
+    facts = {
+        "name": run.config.name,
+        "state": state(folder, run, summary),
+        "error": summary.get("error", ""),
+        "origin": read_origin(folder, run.config),
+        "config": flat(run.config.model_dump(mode="json")),
+        "started": run.started_at,
+        "startStep": run.start_step,
+        "batch": run.config.batch_size,
+        "seconds": summary.get("seconds") or _since(run, rows),
+        "rows": columns(_thinned(trained, _MOST_ROWS), run),
+        "histograms": histograms(_thinned(trained, _MOST_HISTOGRAMS)),
+        "evaluations": evaluations(rows, run),
+        "gain": gain(folder / "evals.jsonl"),
+        "ledger": summary.get("ledger") or ledger(last, len(trained), run),
+        "staleness": (summary.get("staleness") or {}).get("histogram") or _staleness(trained),
+        "violations": summary.get("freshness_violations"),
+        "summary": {key: value for key, value in summary.items() if isinstance(value, float | int | str)},
+        "alarms": [msgspec.structs.asdict(alarm) for alarm in alarms],
+        "waits": timeline.waits,
+        "failures": timeline.failures,
+        "failed": broker.get("cut", {}).get("failed", {}).get("running", {}),
+        "cut": broker.get("kept_against_cut", {}),
+        "timeline": timeline.facts,
+        "samples": samples.facts,
+    }
+    return RunPage(facts, {"timeline": timeline.arrays, "samples": samples.arrays})
+
+
+def state(folder: Path, run: RunFile, summary: dict[str, Any]) -> str:
+    """`finished`, `stopped` early, `failed`, `running`, or `killed`: nothing was left to say how it ended."""
+    if summary:
+        if summary.get("error"):
+            return "failed"
+        return "finished" if summary["steps"] >= run.config.steps else "stopped"
+    if not (folder / "lock").exists():
+        return "killed"
+
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return "running"
+    lock.release()
+    return "killed"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Whole lines only: a killed supervisor may have left half of one."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
+
+
+def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:
+    """By name, an entry for each row; `reward/low` and `reward/high` are the 95 % interval of a batch's mean reward."""
+    for row in rows:
+        row["seconds"] = row["time"] - run.started_at
+        if rewards := row.get("histogram/reward"):
+            row |= reward_interval(rewards, run.config.rollout.group_size)
+
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def reward_interval(rewards: Sequence[float], group_size: int) -> Row:
+    """By the spread between groups: members of a group share a task and are not independent."""
+    groups = np.asarray(rewards[: len(rewards) // group_size * group_size], np.float64).reshape(-1, group_size).mean(1)
+    if len(groups) < 2:
+        return {}
+    half = Z95 * float(groups.std(ddof=1)) / math.sqrt(len(groups))
+    return {"reward/low": float(groups.mean()) - half, "reward/high": float(groups.mean()) + half}
+
+
+def histograms(rows: Sequence[Row]) -> dict[str, Any]:
+    """By name: the common edges, and the counts of each row."""
+    found: dict[str, Any] = {"steps": [row["step"] for row in rows]}
+    for name in sorted({name for row in rows for name in row if name.startswith("histogram/")}):
+        every = np.concatenate([np.asarray(row.get(name, []), np.float64) for row in rows])
+        edges = np.histogram_bin_edges(every, _BINS)
+        counts = [np.histogram(row.get(name, []), edges)[0].tolist() for row in rows]
+        found[name.removeprefix("histogram/")] = {"edges": edges.tolist(), "counts": counts}
+    return found
+
+
+def evaluations(rows: Sequence[Row], run: RunFile) -> list[Row]:
+    """Each with Wilson's 95 % interval over its tasks."""
+    found = []
+    for row in rows:
+        if "eval/accuracy" not in row:
+            continue
+        low, high = wilson(row["eval/accuracy"] * run.eval_tasks, run.eval_tasks)
+        seconds = row["time"] - run.started_at
+        where = {"step": row["step"], "seconds": seconds, "low": low, "high": high}
+        found.append({"accuracy": row["eval/accuracy"]} | where)
+    return found
+
+
+def gain(path: Path) -> list[float] | None:
+    """(mean, low, high) of the last evaluation less the first, over the tasks that both have."""
+    success: dict[int, dict[int, float]] = {}
+    for row in read_rows(path):
+        success.setdefault(row["version"], {})[row["task_index"]] = row["success"]
+    if len(success) < 2:
+        return None
+
+    before = success[min(success)]
+    after = success[max(success)]
+    tasks = sorted(before.keys() & after.keys())
+    return list(paired_bootstrap([before[t] for t in tasks], [after[t] for t in tasks])) if tasks else None
+
+
+def ledger(last: Row, steps: int, run: RunFile) -> dict[str, dict[str, float]] | None:
+    """Of a run that could not close its books: the samples as its last row has them."""
+    if not last:
+        return None
+    counts = {name: last.get(f"queue/{name}", 0) for name in ("queued", "running", "waiting", "batched")}
+    ends = ("stale", "filtered", "settled", "redundant", "failed")
+    counts |= {name: last.get(f"broker/{name}_samples", 0) for name in ends}
+    counts["trained"] = steps * run.config.batch_size
+    return {"samples": {"issued": sum(counts.values())} | counts}
+
+
+def _staleness(rows: Sequence[Row]) -> dict[str, int]:
+    values, counts = np.unique([int(age) for row in rows for age in row.get("staleness", [])], return_counts=True)
+    return {str(value): int(count) for value, count in zip(values, counts, strict=True)}
+
+
+def _since(run: RunFile, rows: Sequence[Row]) -> float:
+    return float(rows[-1]["time"]) - run.started_at if rows else 0.0
+
+
+def _thinned(rows: list[Row], most: int) -> list[Row]:
+    """Evenly spread, the last one included."""
+    if len(rows) <= most:
+        return rows
+    return [rows[place] for place in np.linspace(0, len(rows) - 1, most).astype(int)]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+    return found

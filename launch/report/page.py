@@ -1,0 +1,61 @@
+"""The page itself: template, styles, scripts and data in one file that asks for nothing from anywhere.
+
+The content-security policy allows the scripts and styles that stand here, by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from launch.report.blocks import block_of_arrays, block_of_json, layout
+from launch.report.gather import RunPage
+
+_VENDOR = ("d3-array.min.js", "d3-sankey.min.js", "uPlot.iife.min.js")
+_SCRIPTS = ("base.js", "charts.js", "overview.js", "timeline.js", "samples.js", "steps.js", "compare.js", "main.js")
+
+
+def write_page(runs: Sequence[RunPage], path: Path) -> None:
+    """Raises OSError. A report that is being read is replaced as a whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(render(runs), encoding="utf-8")
+    part.replace(path)
+
+
+def render(runs: Sequence[RunPage]) -> str:
+    ours = files(__package__)
+    blocks = {"facts": block_of_json([_facts(run) for run in runs])}
+    for number, run in enumerate(runs):
+        blocks |= {f"{name}-{number}": block_of_arrays(arrays) for name, arrays in run.arrays.items()}
+
+    style = (ours / "vendor" / "uPlot.min.css").read_text() + (ours / "page" / "style.css").read_text()
+    libraries = [(ours / "vendor" / name).read_text() for name in _VENDOR]
+    script = "\n".join([*libraries, '"use strict";', *[(ours / "page" / name).read_text() for name in _SCRIPTS]])
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+    parts = {
+        "POLICY": policy,
+        "TITLE": html.escape(", ".join(run.facts["name"] for run in runs)),
+        "STYLE": f"<style>{style}</style>",
+        "SCRIPT": f"<script>{script}</script>",
+        "DATA": "\n".join(f'<script type="text/plain" id="{id}">{block}</script>' for id, block in blocks.items()),
+    }
+    page = (ours / "page" / "page.html").read_text()
+    for name, part in parts.items():
+        page = page.replace(f"<!--{name}-->", part)
+    return page
+
+
+def _facts(run: RunPage) -> dict[str, object]:
+    return run.facts | {"layouts": {name: layout(arrays) for name, arrays in run.arrays.items()}}
+
+
+def _hash(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

@@ -1,0 +1,127 @@
+"""Conversations for the page: an index of episodes, their tokens as arrays, and the text of every token that occurs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from launch.report.blocks import Arrays
+from rl.core.run import RunFile
+from rl.core.samples import Sample, Trained, read_samples, read_trained
+from rollout.episodes.tokenizer import ConversationTokenizer, TokenizerError, load_tokenizer
+
+MOST_TOKENS = 1_500_000
+_BROKEN = "\ufffd"  # a token that is part of a character
+_UNKNOWN = -32768
+_MILLI = 1000  # nats are stored in thousandths
+_AS_ARRAYS = ("token_ids", "logp", "versions")
+
+
+@dataclass
+class SamplePage:
+    facts: dict[str, Any]
+    arrays: Arrays
+
+
+def gather_samples(folder: Path, run: RunFile) -> SamplePage:
+    """Of the episodes that were kept as many as fit, in whole groups, evenly spread over the run."""
+    every = list(read_samples(folder))
+    shown = chosen(every, MOST_TOKENS)
+    trained = read_trained(folder)
+    try:
+        tokenizer = load_tokenizer(run.model_folder)
+    except (OSError, TokenizerError):  # the model is no longer there: numbers can be shown all the same
+        tokenizer = load_tokenizer(None)
+
+    ids = np.array([id for sample in shown for id in sample.token_ids], np.uint32)
+    texts = {int(id): tokenizer.decode([int(id)]) or f"⟨{id}⟩" for id in np.unique(ids)}  # a special token has no text
+    facts = {
+        "kept": len(every),
+        "episodes": [_episode(sample, trained.get(sample.ticket_id), texts, tokenizer) for sample in shown],
+        "texts": {str(id): text for id, text in texts.items()},
+    }
+
+    arrays = {
+        "ids": ids,
+        "logp": _thousandths([value for sample in shown for value in sample.logp]),
+        "version": np.array([version for sample in shown for version in sample.versions], np.int32),
+    }
+    for name, kind in (("ratio", "log_ratio"), ("entropy", "entropy")):
+        columns = [_spread(sample, trained.get(sample.ticket_id), kind) for sample in shown]
+        arrays[name] = _thousandths(np.concatenate(columns) if columns else [])
+    advantages = [_spread(sample, trained.get(sample.ticket_id), "advantage") for sample in shown]
+    arrays["advantage"] = np.concatenate(advantages).astype(np.float32) if advantages else np.zeros(0, np.float32)
+    return SamplePage(facts, arrays)
+
+
+def chosen(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
+    """Whole groups (an evaluation of one version is one), every n-th where not all fit."""
+    group_of = [
+        ("eval", max(sample.versions, default=-1)) if sample.kind == "eval" else ("train", sample.group_id)
+        for sample in samples
+    ]
+    sizes: Counter[tuple[str, int]] = Counter()
+    for group, sample in zip(group_of, samples, strict=True):
+        sizes[group] += len(sample.token_ids)
+
+    groups = list(sizes)
+    stride = 1
+    while sum(sizes[group] for group in groups[::stride]) > most_tokens and stride < len(groups):
+        stride += 1
+    kept = set(groups[::stride])
+    return [sample for group, sample in zip(group_of, samples, strict=True) if group in kept]
+
+
+def _episode(
+    sample: Sample, trained: Trained | None, texts: dict[int, str], tokenizer: ConversationTokenizer
+) -> dict[str, Any]:
+    versions = [version for version in sample.versions if version >= 0]
+    counted = trained is not None and len(trained.advantage) == len(versions)
+    played = {name: value for name, value in msgspec.structs.asdict(sample).items() if name not in _AS_ARRAYS}
+
+    return played | {
+        "tokens": len(sample.token_ids),
+        "generated": len(versions),
+        "oldest": min(versions, default=-1),
+        "newest": max(versions, default=-1),
+        "pieces": dict(_joined_pieces(sample.token_ids, texts, tokenizer)),
+        "step": trained.step if trained else None,
+        "clipped": trained.clipped if trained and counted else [],
+    }
+
+
+def _joined_pieces(
+    ids: Sequence[int], texts: dict[int, str], tokenizer: ConversationTokenizer
+) -> Iterator[tuple[int, str]]:
+    """Where neighbours make up one character: its text at the first of them, none at the others."""
+    place = 0
+    while place < len(ids):
+        end = place
+        while end < len(ids) and _BROKEN in texts[ids[end]]:
+            end += 1
+        if end > place:
+            yield place, tokenizer.decode(ids[place:end])
+            yield from ((other, "") for other in range(place + 1, end))
+        place = max(end, place + 1)
+
+
+def _spread(sample: Sample, trained: Trained | None, name: str) -> np.ndarray:
+    """(T,) of what the learner knows of a sample's generated tokens; nan elsewhere."""
+    found = np.full(len(sample.token_ids), np.nan)
+    generated = np.flatnonzero(np.asarray(sample.versions) >= 0)
+    values: list[float] = getattr(trained, name, [])
+    if len(values) == len(generated):
+        found[generated] = values
+    return found
+
+
+def _thousandths(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    scaled = np.asarray(values, np.float64) * _MILLI
+    bounded = np.clip(np.nan_to_num(scaled, nan=_UNKNOWN), _UNKNOWN, -_UNKNOWN - 1)
+    return bounded.round().astype(np.int16)

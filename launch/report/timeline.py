@@ -1,0 +1,350 @@
+"""The trace of a run as bars in lanes.
+
+A lane is a process, a row of it a seat: an episode, request or span that overlaps another one gets a row of its own.
+Bars of one row and one layer do not overlap, so the page finds those of a window by bisection. The layers are episodes,
+and the parts that lie upon them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.report.blocks import Arrays
+from rl.core import moments as m
+from rl.core.alarm_file import RaisedAlarm
+from rl.core.trace import Source, TraceEvent, read_trace
+
+_ENDS = ["trained", "evaluated", "stale", "redundant", "filtered", "settled", "failed", "open"]  # of a ticket
+_PARTS = ["reset", "generate", "step", "prefill", "decode", "load"]
+KINDS = [*_ENDS, *_PARTS]
+MOST_BARS = 1_500_000
+_KIND = {name: number for number, name in enumerate(KINDS)}
+_ROLES = ("learner", "generator", "env_server")
+_MOST_REASONS = 12
+_MOST_TASKS = 20  # of one reason
+_NO_REF = (1 << 32) - 1
+_NO_TASK = -1  # the ticket was issued before the trace began
+
+
+@dataclass
+class Timeline:
+    facts: dict[str, Any] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=dict)
+    waits: list[dict[str, Any]] = field(default_factory=list)
+    """Of each process: its seconds, and how many of them it waited, by whom it waited for."""
+    failures: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    """The most frequent reasons, how many tickets each ended, and of which tasks, the most frequent ones first."""
+
+
+def gather_timeline(folder: Path, started: float, alarms: Sequence[RaisedAlarm] = ()) -> Timeline:
+    """Without lanes where no trace was kept. started: seconds since the epoch, where the timeline begins.
+
+    Alarms come from their own file: it is complete where the supervisor's trace is missing or was cut.
+    """
+    builder = Builder(started)
+    for event in read_trace(folder):
+        builder.take(event)
+    for alarm in alarms:
+        builder.alarm(alarm)
+    return builder.timeline()
+
+
+class Lane:
+    """The rows of one process. What begins takes the lowest free one and gives it back at its end."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self.rows += 1
+        return self.rows - 1
+
+    def give(self, row: int) -> None:
+        heapq.heappush(self._free, row)
+
+
+class Bars:
+    """The columns of one layer."""
+
+    def __init__(self) -> None:
+        self.lane: list[Lane] = []
+        self.row = array("H")
+        self.begin = array("d")
+        self.end = array("d")
+        self.kind = array("B")
+        self.ref = array("I")
+
+    def add(self, bar: OpenBar, end: float) -> None:
+        self.lane.append(bar.lane)
+        self.row.append(bar.row)
+        self.begin.append(bar.begin)
+        self.end.append(max(end, bar.begin))
+        self.kind.append(bar.kind)
+        self.ref.append(bar.ref)
+
+    def arrays(self, name: str, offsets: dict[Lane, int], rows: int, tick_s: float) -> tuple[Arrays, int]:
+        """By row and time, and how many of the shortest had to be left out.
+
+        Within a row, a begin is told by its distance to the one before.
+        """
+        row = np.array([offsets[lane] for lane in self.lane], np.uint32) + np.frombuffer(self.row, np.uint16)
+        begin = np.frombuffer(self.begin, np.float64)
+        length = np.frombuffer(self.end, np.float64) - begin
+        left_out = max(0, len(row) - MOST_BARS)
+        kept = np.sort(np.argpartition(length, left_out)[left_out:]) if left_out else np.arange(len(row))
+        order = kept[np.lexsort((begin[kept], row[kept]))]
+
+        # Ticks are whole numbers, so their distances can be summed up again without an error.
+        starts = np.searchsorted(row[order], np.arange(rows + 1)).astype(np.uint32)
+        ticks = np.maximum(0, begin[order] / tick_s).astype(np.uint32)
+        steps = np.diff(ticks, prepend=np.uint32(0))
+        firsts = starts[:-1][starts[:-1] < starts[1:]]
+        steps[firsts] = ticks[firsts]
+
+        columns = {
+            "begin": steps,
+            "length": np.ceil(length[order] / tick_s).astype(np.uint32),
+            "kind": np.frombuffer(self.kind, np.uint8)[order],
+            "ref": np.frombuffer(self.ref, np.uint32)[order],
+            "rows": starts,
+        }
+        return {f"{name}.{column}": values for column, values in columns.items()}, left_out
+
+
+@dataclass(frozen=True)
+class OpenBar:
+    lane: Lane
+    row: int
+    begin: float
+    kind: int
+    ref: int
+
+
+class Builder:
+    """Takes a run's events in the order of time; `timeline` gives what they make."""
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._episodes = Bars()
+        self._parts = Bars()
+
+        self._seats: dict[int, OpenBar] = {}  # by ticket
+        self._open: dict[tuple[Any, ...], OpenBar] = {}
+        self._tasks: dict[int, int] = {}  # of the tickets that were issued
+        self._reasons: defaultdict[str, Counter[int]] = defaultdict(Counter)  # of failures, by task
+        self._kinds = dict(_KIND)  # grows by the names of the learner's spans
+        self._ends: dict[int, int] = {}  # by ticket: the kind of its end
+        self._marks: list[tuple[float, str, str, str]] = []  # second, kind, process, text
+        self._seen: dict[Source, tuple[float, float]] = {}  # the first and the last moment
+        self._pulses: dict[Source, m.Pulse] = {}
+        self._last = 0.0
+        self._events = 0
+
+    def take(self, event: TraceEvent) -> None:
+        now = event.time - self._started
+        source = event.source
+        self._events += 1
+        self._last = max(self._last, now)
+        self._seen[source] = (self._seen.get(source, (now, now))[0], now)
+
+        match event.moment:
+            case m.Issued(ticket=ticket, task=task):
+                self._tasks[ticket] = task
+            case m.TicketEnded(ticket, end, reason):
+                self._ends[ticket] = _KIND.get(end, _KIND["open"])
+                task = self._tasks.pop(ticket, _NO_TASK)
+                if reason:
+                    self._reasons[reason][task] += 1
+            case m.TakenBack(ticket):
+                self._ends[ticket] = _KIND["stale"]
+            case m.Pulse() as pulse:
+                self._pulses[source] = pulse
+
+            case m.ProcessStarted() | m.ProcessDied() | m.RunEnded() | m.Published() as moment:
+                self._mark(moment, now, source)
+            case m.SpanBegan() | m.SpanEnded() | m.LoadBegan() | m.LoadEnded() as moment:
+                self._span(moment, now, source)
+            case m.SamplingBegan() | m.FirstToken() | m.SamplingEnded() as moment:
+                self._sampling(moment, now, source)
+            case moment:
+                self._episode(moment, now, source)
+
+    def _episode(self, moment: m.Moment, now: float, source: Source) -> None:
+        match moment:
+            case m.ResetBegan(ticket):
+                lane = self._lane(source)
+                self._seats[ticket] = OpenBar(lane, lane.take(), now, _KIND["open"], ticket)
+                self._part(ticket, "reset", now)
+            case m.Requested(ticket):
+                self._part(ticket, "generate", now)
+            case m.StepBegan(ticket):
+                self._part(ticket, "step", now)
+            case m.ResetEnded(ticket) | m.Answered(ticket) | m.StepEnded(ticket):
+                self._close(("part", ticket), now)
+
+            case m.EpisodeEnded(ticket):
+                self._close(("part", ticket), now)
+                if bar := self._seats.pop(ticket, None):
+                    self._episodes.add(bar, now)
+                    bar.lane.give(bar.row)
+
+    def _part(self, ticket: int, kind: str, now: float) -> None:
+        """What an episode does from now on, in its row."""
+        if seat := self._seats.get(ticket):
+            self._open["part", ticket] = OpenBar(seat.lane, seat.row, now, _KIND[kind], ticket)
+
+    def _sampling(self, moment: m.SamplingBegan | m.FirstToken | m.SamplingEnded, now: float, source: Source) -> None:
+        key = (source, moment.request)
+        if isinstance(moment, m.SamplingBegan):
+            lane = self._lane(source)
+            self._open[key] = OpenBar(lane, lane.take(), now, _KIND["prefill"], moment.ticket)
+        elif isinstance(moment, m.FirstToken):
+            if bar := self._close(key, now):
+                self._open[key] = replace(bar, begin=now, kind=_KIND["decode"])
+        elif bar := self._close(key, now):
+            bar.lane.give(bar.row)
+
+    def _span(self, moment: m.SpanBegan | m.SpanEnded | m.LoadBegan | m.LoadEnded, now: float, source: Source) -> None:
+        if isinstance(moment, m.LoadBegan | m.LoadEnded):
+            name = "load"
+            ref = moment.version
+        else:
+            name = moment.name
+            ref = moment.step
+
+        key = (source, name)
+        if isinstance(moment, m.SpanBegan | m.LoadBegan):
+            lane = self._lane(source)
+            kind = self._kinds.setdefault(name, len(self._kinds))
+            self._open[key] = OpenBar(lane, lane.take(), now, kind, max(0, ref))
+        elif bar := self._close(key, now):
+            bar.lane.give(bar.row)
+
+    def _close(self, key: tuple[Any, ...], now: float) -> OpenBar | None:
+        bar = self._open.pop(key, None)
+        if bar is not None:
+            self._parts.add(bar, now)
+        return bar
+
+    def _mark(
+        self,
+        moment: m.ProcessStarted | m.ProcessDied | m.RunEnded | m.Published,
+        now: float,
+        source: Source,
+    ) -> None:
+        match moment:
+            case m.ProcessStarted(role, index, incarnation):
+                if incarnation:
+                    self._marks.append((now, "restart", f"{role}.{index}", f"incarnation {incarnation}"))
+            case m.ProcessDied(role, index, _, how):
+                self._marks.append((now, "death", f"{role}.{index}", how))
+                if lane := self._lanes.get((role, index)):
+                    self._abandon(lane, now)
+            case m.RunEnded(reason):
+                self._marks.append((now, "end", "", reason))
+            case m.Published(_, version):
+                self._marks.append((now, "weights", f"{source.role}.{source.index}", f"version {version}"))
+
+    def alarm(self, alarm: RaisedAlarm) -> None:
+        self._marks.append((alarm.time - self._started, "alarm", "", f"{alarm.name}: {alarm.detail}"))
+
+    def _abandon(self, lane: Lane | None, now: float) -> None:
+        """What a dead process had begun ends here; without a lane: what the whole trace leaves open."""
+        for key in [key for key, bar in self._open.items() if lane in (None, bar.lane)]:
+            bar = self._open[key]
+            self._close(key, now)
+            if key[0] != "part":
+                bar.lane.give(bar.row)
+        for ticket in [ticket for ticket, bar in self._seats.items() if lane in (None, bar.lane)]:
+            bar = self._seats.pop(ticket)
+            self._episodes.add(bar, now)
+            bar.lane.give(bar.row)
+
+    def _lane(self, source: Source) -> Lane:
+        return self._lanes.setdefault((source.role, source.index), Lane())
+
+    def timeline(self) -> Timeline:
+        self._abandon(None, self._last)
+        found = Timeline(waits=self._waits(), failures=self._failures())
+        if not self._lanes:
+            return found
+
+        place = {role: number for number, role in enumerate(_ROLES)}
+        names = sorted(self._lanes, key=lambda name: (place.get(name[0], len(place)), name))
+        offsets: dict[Lane, int] = {}
+        rows = 0
+        for name in names:
+            offsets[self._lanes[name]] = rows
+            rows += self._lanes[name].rows
+
+        tick_s = max(1e-6, self._last / (_NO_REF - 1))
+        for number, ticket in enumerate(self._episodes.ref):
+            self._episodes.kind[number] = self._ends.get(ticket, _KIND["open"])
+        episodes, no_episodes = self._episodes.arrays("episodes", offsets, rows, tick_s)
+        parts, no_parts = self._parts.arrays("parts", offsets, rows, tick_s)
+
+        found.arrays = episodes | parts
+
+        found.facts = {
+            "lanes": [{"name": f"{role}.{index}", "rows": self._lanes[role, index].rows} for role, index in names],
+            "work": self._work(names),
+            "marks": sorted(self._marks),
+            "kinds": list(self._kinds),
+            "tick": tick_s,
+            "first": min(self._first_of(self._episodes), self._first_of(self._parts)),
+            "seconds": self._last,
+            "events": self._events,
+            "leftOut": no_episodes + no_parts,
+        }
+        return found
+
+    def _failures(self) -> list[tuple[str, int, list[int]]]:
+        counted = [(reason, tasks.total(), tasks) for reason, tasks in self._reasons.items()]
+        counted.sort(key=lambda each: -each[1])
+        return [
+            (reason, count, [task for task, _ in tasks.most_common(_MOST_TASKS) if task != _NO_TASK])
+            for reason, count, tasks in counted[:_MOST_REASONS]
+        ]
+
+    def _work(self, names: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        """Of each lane, by kind of part: how many, their mean and the longest in seconds."""
+        parts = self._parts
+        numbers = {self._lanes[name]: number for number, name in enumerate(names)}
+        lane = np.array([numbers[lane] for lane in parts.lane])
+        kind = np.frombuffer(parts.kind, np.uint8)
+        seconds = np.frombuffer(parts.end, np.float64) - np.frombuffer(parts.begin, np.float64)
+
+        found: list[dict[str, Any]] = [{} for _ in names]
+        for number, code in np.unique(np.stack([lane, kind]), axis=1).T.tolist():
+            own = seconds[(lane == number) & (kind == code)]
+            found[number][list(self._kinds)[code]] = (len(own), float(own.mean()), float(own.max()))
+        return found
+
+    def _first_of(self, bars: Bars) -> float:
+        return max(0.0, min(bars.begin, default=self._last))
+
+    def _waits(self) -> list[dict[str, Any]]:
+        """Over all incarnations of a process."""
+        found: dict[str, dict[str, Any]] = {}
+        for source, pulse in self._pulses.items():
+            first, last = self._seen[source]
+            name = f"{source.role}.{source.index}"
+            process = found.setdefault(name, {"name": name, "seconds": 0.0, "causes": {}})
+            process["seconds"] += last - first
+
+            idle = {"work": pulse.stats["idle_s"]} if "idle_s" in pulse.stats else {}
+            for cause, seconds in (pulse.waits | idle).items():
+                process["causes"][cause] = process["causes"].get(cause, 0.0) + seconds
+        return [found[name] for name in sorted(found)]

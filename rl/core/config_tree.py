@@ -1,0 +1,104 @@
+"""The tree of values that a recipe and its overrides make, before it is checked against the types."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """Bad configuration: one line naming the field, the value and the fix."""
+
+
+OPTIONS_OF = {
+    "env.name": "env.options",
+    "algo.loss": "algo.options",
+    "algo.advantage": "algo.advantage_options",
+    "rollout.curriculum": "rollout.curriculum_options",
+}
+"""By the field that names a plug-in: where its options are. Another plug-in does not inherit them."""
+
+
+def nearest(key: str, valid: list[str]) -> str:
+    """The end of an error message: the nearest valid name, or all of them."""
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid))}"
+
+
+def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a YAML file over that of its `base`. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error}; it must be a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"recipe {str(path)!r} is not valid YAML: {str(error).splitlines()[0]}") from None
+
+    if not isinstance(tree, dict):
+        raise ConfigError(f"recipe {str(path)!r} must be a mapping of sections")
+    base = tree.pop("base", None)
+    if not base:
+        return tree
+
+    if path.resolve() in extended_by:
+        raise ConfigError(f"recipe {str(path)!r}: base={base!r} leads back to this recipe")
+    if not isinstance(base, str):
+        raise ConfigError(f"recipe {str(path)!r}: base={base!r} must be the path of another recipe")
+    low = read_recipe(path.parent / base, (*extended_by, path.resolve()))
+    for name in OPTIONS_OF:
+        forget_options(low, name, _value(tree, name))
+    return _merge(low, tree)
+
+
+def forget_options(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Of the plug-in that `name` names in the tree, where `value` names another one."""
+    if value is None or _value(tree, name) in (None, value):
+        return
+    section, _, options = OPTIONS_OF[name].partition(".")
+    tree[section].pop(options, None)
+
+
+def _value(tree: dict[str, Any], name: str) -> Any:
+    section, _, field = name.partition(".")
+    values = tree.get(section)
+    return values.get(field) if isinstance(values, dict) else None
+
+
+def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(low)
+    for key, value in high.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def apply_override(tree: dict[str, Any], item: str) -> None:
+    """Set what `section.key=value` says in a tree of sections. Raises ConfigError."""
+    key, separator, text = item.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {item!r} is not of the form key=value")
+
+    try:
+        value = yaml.safe_load(text) if text else ""  # YAML reads nothing as null
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, str):  # YAML reads 1e-4 as a string
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+
+    *parents, leaf = key.split(".")
+    if "" in (*parents, leaf):
+        raise ConfigError(f"override {item!r}: {key!r} is no name of a field (section.field)")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {item!r}: {parent!r} is a value, not a section")
+    node[leaf] = value

@@ -1,0 +1,242 @@
+"""What a training step should never do in silence, checked from the step's own data (docs/silent-faults.md).
+
+    guards.batch(shard, minibatches)      # before the first optimizer step
+    guards.updated(minibatch, stats)      # after each
+    guards.trained(metrics)               # after the last
+
+Nothing here runs the model: log-probabilities, entropies and gradients are those of the step itself.
+"""
+
+from __future__ import annotations
+
+import math
+from zlib import crc32
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rl.core.alarms import Alarms
+from rl.core.config import Config
+from rl.core.messages import Shard
+from rl.learner.credit import Minibatch, all_reduce, kept_rows
+from rl.learner.trainer import Trainer
+from rl.learner.update import UpdateStats
+
+_LEAST_TOKENS = 32  # of one age, for a statistic to mean something
+_ENTRIES = 32  # looked at of each matrix, to see whether it moves
+_CENTRED = ("group", "group_mean", "leave_one_out")  # estimators whose sign the rewards alone say
+_TINY = 1e-6
+_FIRST_STEPS = 3  # whose log-ratio later ones are compared with
+_NOTABLE = 0.1  # of the limit: a log-ratio below that may grow
+
+
+class StepGuards:
+    """Of one rank; all ranks call the same methods in the same order."""
+
+    def __init__(self, trainer: Trainer, config: Config, alarms: Alarms, *, first_step: int) -> None:
+        self._trainer = trainer
+        self._config = config
+        self._alarms = alarms
+
+        self._first_step = first_step
+        self._begun = False
+        self._log_ratio = config.alarms.log_ratio or _engine_noise(config)
+        self._first_gaps: list[float] = []  # of the first steps that show one
+
+        self._matrices = _Matrices(trainer.policy)
+        self._reference = None
+        if trainer.reference is not None:
+            self._reference = _Matrices(trainer.reference)
+            self._reference_entries = self._reference.entries()
+
+    def batch(self, shard: Shard, minibatches: list[Minibatch]) -> None:
+        """Raises RunAlarm for a batch that must not be trained, or an optimizer that must not train it."""
+        self._step = shard.step
+        self._updates = 0
+        self._same_for_all_ranks(shard)
+        self._tokens(shard, minibatches)
+        self._signs(shard, minibatches)
+
+        held = [name for name, tensor in self._trainer.policy.named_parameters() if tensor.grad is not None]
+        self._alarms.check(
+            "gradients-kept", bool(held), f"step {shard.step} begins with gradients of {len(held)} tensors"
+        )
+        if self._reference is not None:
+            moved = not torch.equal(self._reference.entries(), self._reference_entries)
+            self._alarms.check("reference-moved", moved, f"it is another one at step {shard.step}")
+
+        self._steps = self._counted_steps()
+        if not self._begun:
+            self._begun = True
+            lost = (self._steps == 0) != (shard.step == 0)
+            self._alarms.check(
+                "optimizer-steps", lost, f"step {shard.step} finds {self._steps:.0f} steps in AdamW's state"
+            )
+        self._before = self._matrices.entries()
+
+    def updated(self, minibatch: Minibatch, stats: UpdateStats) -> None:
+        """After each optimizer step; the first one of a batch still shows the weights that it began with."""
+        self._updates += 1
+        counted = self._counted_steps() - self._steps
+        self._alarms.check(
+            "optimizer-steps", counted != self._updates, f"{counted:.0f} of {self._updates} steps in step {self._step}"
+        )
+        if self._updates > 1:
+            return
+
+        self._at_equal_weights(stats)
+        (norm,) = stats.steps["train/grad_norm"]
+        advantages = any(bool(pack.advantages[pack.mask].any()) for pack in minibatch.packs)
+        self._alarms.check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
+        if norm and not self._stands_by_schedule():
+            still = self._matrices.still(self._before)
+            few = 10 * len(still) <= len(self._matrices.names)
+            self._alarms.check("weights-still", not few, f"step {self._step} did not move {', '.join(still[:3])}")
+
+    def trained(self, metrics: dict[str, float]) -> None:
+        """metrics: of the whole batch, from all ranks."""
+        limits = self._alarms.limits
+        ess = metrics.get("loss/ess", 1.0)
+        kl = metrics.get("loss/kl_behavior", 0.0)
+        far = ess < limits.ess or kl > limits.kl
+        self._alarms.check("off-policy", far, f"effective sample size {ess:.3f} of 1, KL {kl:.3g} at step {self._step}")
+
+        age = max(1.0, metrics.get("loss/token_staleness", 0.0))
+        found = f"KL {kl:.2g} to a policy {age:.1f} versions before, at step {self._step}"
+        self._alarms.check("large-steps", kl > limits.step_kl * age**2, found)
+
+        entropy = metrics.get("loss/entropy", math.inf)
+        self._alarms.check("entropy", entropy < limits.entropy, f"{entropy:.2g} nats at step {self._step}")
+
+    def _same_for_all_ranks(self, shard: Shard) -> None:
+        """Ranks see each other's rows only through this number."""
+        seen = crc32(msgspec.msgpack.encode([shard.step, shard.epoch, shard.rows]))
+        ends = all_reduce(torch.tensor([seen, -seen]), "max").tolist()
+        self._alarms.check("ranks-differ", ends != [seen, -seen], f"the rows of step {shard.step} differ between ranks")
+
+    def _tokens(self, shard: Shard, minibatches: list[Minibatch]) -> None:
+        kept = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, self._trainer.algorithm)  # (N,)
+        divided = sum(minibatch.loss_tokens for minibatch in minibatches)
+        summed = sum(pack.loss_tokens for minibatch in minibatches for pack in minibatch.packs)
+        own = int(kept[sorted(set(shard.members))].sum())
+        wrong = (divided, summed) != (int(kept.sum()), own)
+        found = (
+            f"divided by {divided} tokens of {kept.sum()}, {summed} of this rank's {own} summed in step {shard.step}"
+        )
+        self._alarms.check("loss-tokens", wrong, found)
+
+    def _signs(self, shard: Shard, minibatches: list[Minibatch]) -> None:
+        algorithm = self._trainer.algorithm
+        if algorithm.estimator.spec.name not in _CENTRED or algorithm.shapings or algorithm.reward_kl is not None:
+            return
+
+        rewards = torch.tensor([row.reward for row in shard.rows], dtype=torch.float64)  # (N,)
+        _, group = torch.unique(torch.tensor([row.group_id for row in shard.rows]), return_inverse=True)  # (N,)
+        means = torch.zeros_like(rewards).scatter_reduce(0, group, rewards, "mean", include_self=False)
+        expected = rewards - means[group]
+
+        for pack in (pack for minibatch in minibatches for pack in minibatch.packs if pack.members):
+            first, last = _extremes(pack.advantages, pack.sample, pack.mask, len(pack.members))
+            wanted = expected[list(pack.members)]
+            slack = _TINY * max(1.0, float(rewards.abs().max()))
+            wrong = ((wanted > slack) & (first <= 0)) | ((wanted < -slack) & (last >= 0))
+            wrong |= (wanted.abs() <= slack) & (torch.maximum(first.abs(), last.abs()) > 1e-3)
+            trained = torch.zeros(len(pack.members), dtype=torch.bool).index_fill(0, pack.sample[pack.mask], True)
+            count = int((wrong & trained).sum())
+            self._alarms.check("advantage-sign", count > 0, f"{count} samples of a pack of step {shard.step}")
+
+    def _at_equal_weights(self, stats: UpdateStats) -> None:
+        """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""
+        sums = {name: float(values[0]) for name, values in stats.diagnostics.sums.items() if values.ndim == 1}
+        tokens = sums.get("tokens", 0.0)
+        if tokens < _LEAST_TOKENS:
+            return
+
+        gap = math.sqrt(2 * max(0.0, sums["kl_behavior"]) / tokens)  # k3 is half the square of a small log-ratio
+        self._alarms.check(
+            "log-ratio", gap > self._log_ratio, f"{gap:.3g} nats at step {self._step}, limit {self._log_ratio:g}"
+        )
+
+        self._gap_grows(gap)
+
+        # A small part of a batch is chosen by how it ended: of the episodes that an update met in their middle, this
+        # batch has those that ended soon after it, and they are those that drew few rare tokens.
+        if 2 * tokens >= float(stats.diagnostics.sums["tokens"].sum()):
+            self._surprise(sums, tokens)
+
+    def _surprise(self, sums: dict[str, float], tokens: float) -> None:
+        """Sampled tokens have the mean log-probability that the entropy says, unless another policy drew them."""
+        limits = self._alarms.limits
+        mean = sums["surprise"] / tokens
+        entropy = sums["entropy"] / tokens
+        # The sample's own variance is too small while the rare tokens that make it have not been drawn.
+        variance = max(_TINY, sums["surprise_square"] / tokens - mean**2, sums["surprise_variance"] / tokens)
+        error = math.sqrt(variance / tokens)
+        wrong = abs(mean) > max(limits.surprise * entropy, limits.surprise_z * error)
+        self._alarms.check(
+            "surprise", wrong, f"{mean:+.3f} nats beside an entropy of {entropy:.3f} at step {self._step}"
+        )
+
+    def _gap_grows(self, gap: float) -> None:
+        """Against the largest of the first gaps: rounding alone neither adds up nor grows."""
+        if len(self._first_gaps) < _FIRST_STEPS:
+            self._first_gaps.append(gap)
+            return
+
+        first = max(self._first_gaps)
+        grown = gap > max(self._alarms.limits.log_ratio_growth * first, _NOTABLE * self._log_ratio)
+        self._alarms.check("log-ratio-grows", grown, f"from {first:.2g} to {gap:.2g} nats at step {self._step}")
+
+    def _counted_steps(self) -> float:
+        """AdamW's own count; 0 before its first step."""
+        states = self._trainer.optimizer.adamw.state.values()
+        return max((float(state["step"]) for state in states if "step" in state), default=0.0)
+
+    def _stands_by_schedule(self) -> bool:
+        """The critic learns alone, or the learning rate has come down to nothing."""
+        learner = self._config.learner
+        done = self._step - self._first_step
+        decays = learner.schedule != "constant" and learner.min_lr_fraction < 0.01
+        return done < self._config.algo.critic.pretrain_steps or (decays and done + 1 >= 0.9 * self._config.steps)
+
+
+class _Matrices:
+    """A few entries of every matrix of this rank; embeddings are left out, whose rows move only when they are read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim > 1 and "embed" not in name}
+        self._tensors = {name: tensor for name, tensor in found.items() if _local(tensor).numel()}
+        self._places = {
+            name: torch.linspace(0, _local(tensor).numel() - 1, _ENTRIES, device=tensor.device).long()
+            for name, tensor in self._tensors.items()
+        }
+        self.names = list(self._tensors)
+
+    def entries(self) -> Tensor:
+        """(matrices, 32)"""
+        taken = [_local(tensor).reshape(-1)[self._places[name]] for name, tensor in self._tensors.items()]
+        return torch.stack(taken) if taken else torch.zeros(0, _ENTRIES)
+
+    def still(self, before: Tensor) -> list[str]:
+        """Names of the matrices that are as they were."""
+        moved = (self.entries() != before).any(1).tolist()
+        return [name for name, each in zip(self.names, moved, strict=True) if not each]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _extremes(values: Tensor, sample: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Least and largest of the masked values (T,) of each sample; inf and -inf for one without."""
+    least = torch.full((count,), math.inf).scatter_reduce(0, sample[mask], values[mask], "amin")
+    largest = torch.full((count,), -math.inf).scatter_reduce(0, sample[mask], values[mask], "amax")
+    return least, largest
+
+
+def _engine_noise(config: Config) -> float:
+    """RMS log-ratio in nats that two implementations may have; measured: 1e-5 in float32, 0.03 in bf16."""
+    exact = config.model.dtype == config.generator.dtype == "float32"
+    return 3e-3 if exact and config.generator.on_update != "keep" else 0.15

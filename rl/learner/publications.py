@@ -1,0 +1,56 @@
+"""Which bytes every published version has: a file of the run, so that a learner that was killed can go on in place.
+
+The next incarnation begins at a checkpoint and trains again what came after it. A version whose bytes come out as they
+were keeps its epoch: the generators have it already and notice nothing. From the first one that comes out
+otherwise on, all versions are new and so is their epoch.
+
+`<run>/versions.jsonl` has a line for every version, written before a generator can have it:
+{"epoch", "n", "checksum"}. Of lines with the same n the last counts, and a new epoch ends what was known from its first
+n on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rl.core.messages import Version
+
+
+class _Line(msgspec.Struct, frozen=True):
+    epoch: int
+    n: int
+    checksum: int
+
+
+class Publications:
+    """`epoch`: of a run that has published nothing yet."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        self.epoch = epoch
+        self.newest = -1
+        """The newest version of this epoch; -1 before the first."""
+        self._checksums: dict[int, int] = {}
+        self._path = folder / "versions.jsonl"
+
+        if self._path.exists():
+            for line in self._path.read_bytes().splitlines():
+                self._note(msgspec.json.decode(line, type=_Line))
+
+    def add(self, n: int, checksum: int) -> Version:
+        """Version `n` has these bytes. In a new epoch, if it had others before."""
+        known = self._checksums.get(n)
+        if known != checksum:
+            line = _Line(self.epoch + (known is not None), n, checksum)
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+            self._note(line)
+        return Version(self.epoch, n)
+
+    def _note(self, line: _Line) -> None:
+        if line.epoch != self.epoch:
+            self._checksums = {n: checksum for n, checksum in self._checksums.items() if n < line.n}
+        self.epoch = line.epoch
+        self.newest = line.n
+        self._checksums[line.n] = line.checksum

@@ -1,0 +1,117 @@
+"""From messages to events of the core, in their order: the part of the broker that its write-ahead log keeps.
+
+No sockets and no clock. The same messages at the same times lead to the same state and the same actions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from rl.core import messages
+from rl.core.messages import Message, ProtocolError
+from rollout.broker.actions import Action
+from rollout.broker.assembly import outcome_of
+from rollout.broker.core import BrokerCore
+from rollout.broker.reorder import Reorder
+from rollout.broker.validation import LONGEST_REASON, NOT_LIVE, fault
+
+ServerMessage = messages.Trajectory | messages.TicketFailed | messages.TicketCancelled | messages.ServerHello
+ProxyMessage = messages.Usage | messages.FirstToken | messages.ReportsLost
+
+
+class Intake:
+    """Whoever sends empties `acks` (tickets whose end has been taken, by server and incarnation) and `refused`."""
+
+    def __init__(self, core: BrokerCore, vocabulary: int) -> None:
+        self.core = core
+        self.vocabulary = vocabulary
+        self.acks: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self.refused: list[str] = []
+        self.trajectories = 0
+        self.closed = False  # the run is to be saved: no batch is assembled any more
+        self._orders: defaultdict[tuple[int, int], Reorder[ServerMessage]] = defaultdict(Reorder)  # by incarnation
+
+    def take(self, message: Message | None, now: float) -> list[Action]:
+        """None: a deadline has passed. Raises ProtocolError for what makes no sense from its sender."""
+        core = self.core
+        match message:
+            case None:
+                return core.tick(now)
+            case messages.Usage(session, tokens, lost):
+                return core.usage(session, tokens, lost, now)
+            case messages.FirstToken(_, session, version):
+                return core.first_token(session, version, now)
+            case messages.ReportsLost():
+                core.ledger.reports_lost()
+                return []
+
+            case messages.BatchRequest(step):
+                return [] if self.closed else core.batch_requested(step, now)
+            case messages.Published(version):
+                return core.published(version, now)
+            case messages.EvalRequest(version, tasks):
+                return core.eval_requested(version, tasks, now)
+
+            case messages.PeerDied("env_server", index, incarnation):
+                self._orders.pop((index, incarnation), None)
+                return core.server_left(index, incarnation, now)
+            case messages.PeerDied("broker" | "proxy"):
+                core.ledger.reports_lost()
+                return []
+            case messages.PeerDied():
+                return []
+
+            case messages.Stop():
+                self.closed = True
+                core.batches.requested.clear()
+                return []
+        assert isinstance(message, ServerMessage)
+        return self._from_server(message, now)
+
+    def _from_server(self, message: ServerMessage, now: float) -> list[Action]:
+        """Messages of one server, from either socket, in the order of their sequence numbers."""
+        key = (message.server, message.incarnation)
+        if self.core.servers.is_dead(*key):
+            return []
+
+        order = self._orders[key]
+        try:
+            due = order.push(message.seq, message)
+        except ValueError as error:
+            raise ProtocolError(f"sequence of environment server {key}: {error}") from None
+
+        taken = due or ([message] if message.seq < order.next else [])  # before: its acknowledgement was lost
+        if ended := [each.ticket_id for each in taken if not isinstance(each, messages.ServerHello)]:
+            self.acks[key] += ended
+        if isinstance(message, messages.ServerHello):
+            due = taken  # again, after the broker's death
+        return [action for each in due for action in self._server_event(each, now)]
+
+    def _server_event(self, message: ServerMessage, now: float) -> list[Action]:
+        core = self.core
+        match message:
+            case messages.Trajectory():
+                self.trajectories += 1
+                newest = messages.Version(core.epoch, core.groups.e)
+                wrong = fault(message, core.ticket(message.ticket_id), newest, self.vocabulary)
+                if not wrong:
+                    return core.finished(message.ticket_id, outcome_of(message), now)
+
+                if wrong != NOT_LIVE:
+                    self.refused.append(f"trajectory of environment server {message.server}: {wrong}")
+                return core.refused(message.ticket_id, wrong, now)
+
+            case messages.TicketFailed(ticket_id=ticket_id, reason=reason, turns=turns):
+                return core.failed(ticket_id, reason[:LONGEST_REASON], now, turns)
+            case messages.TicketCancelled(ticket_id=ticket_id, turns=turns):
+                return core.cancelled(ticket_id, now, turns)
+            case messages.ServerHello(server, incarnation, capacity, tickets=held):
+                return core.server_joined(server, incarnation, capacity, now, held)
+
+    def knows(self, server: int, incarnation: int) -> bool:
+        """It has said hello, and may have died since."""
+        return (server, incarnation) in self._orders or self.core.servers.is_dead(server, incarnation)
+
+    def late_servers(self) -> dict[int, int]:
+        """How many messages of each server wait for one before them."""
+        return {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}

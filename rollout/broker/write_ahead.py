@@ -1,0 +1,119 @@
+"""The broker's write-ahead log: its state at one moment, and every event since. After its death it goes on from there.
+
+    log = WriteAheadLog(path)
+    if log.exists():                 # of an earlier incarnation
+        state, events = log.read()
+    log.begin(state)                 # replaces what is there, at once
+    log.append(now, message)         # every event, before it changes anything outside
+    log.flush()                      # before anything leaves that follows from it
+
+A record is a head (length, xxh3 of the content, xxh3 of both) and its content. The first holds the state, pickled:
+plug-ins keep what they like, and nobody but this process's successor reads it. The others hold a time and the frames of
+a message. Nothing is synced: what is written survives the process, and a machine's death ends the run, which goes on
+from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest as digest
+
+from rl.core.failures import EndsRun
+from rl.core.messages import Message, decode, encode
+
+_HEAD = struct.Struct("<QQ")
+_CHECK = struct.Struct("<Q")
+_LONG_BYTES = 64 << 20
+_LONG_EVENTS = 50_000  # a second or two to read again
+
+
+class LogDamaged(EndsRun, RuntimeError):
+    """One line with the path and what to do."""
+
+    one_line = True
+
+
+class WriteAheadLog:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[bytes] = []
+        self._events = 0
+        self._bytes = 0
+
+    def exists(self) -> bool:
+        return self._path.exists()
+
+    def begin(self, state: Any) -> None:
+        """From now on the log is this state and what follows."""
+        partial = self._path.with_suffix(".tmp")
+        self._file = partial.open("wb")
+        self._waiting = [*_record(pickle.dumps(state, pickle.HIGHEST_PROTOCOL))]
+        self.flush()
+        partial.replace(self._path)
+        self._events = 0
+        self._limit = _LONG_BYTES + 2 * self._bytes
+        self._bytes = 0
+
+    @property
+    def is_long(self) -> bool:
+        """Beginning anew costs less than it saves."""
+        return self._events > _LONG_EVENTS or self._bytes > self._limit
+
+    def append(self, now: float, message: Message | None) -> None:
+        """An event at this time; None: a deadline has passed."""
+        frames = [] if message is None else encode(message)
+        self._waiting += _record(msgspec.msgpack.encode((now, frames)))
+        self._events += 1
+
+    def flush(self) -> None:
+        """Hand to the kernel what was appended. Raises OSError: the disk is full, for instance."""
+        if self._waiting:
+            self._bytes += sum(map(len, self._waiting))
+            self._file.writelines(self._waiting)
+            self._file.flush()
+            self._waiting = []
+
+    def read(self) -> tuple[Any, Iterator[tuple[float, Message | None]]]:
+        """The state and the events since. A last record that its dead writer did not finish is dropped.
+
+        Raises LogDamaged, now or while the events are read.
+        """
+        contents = self._contents()
+        return pickle.loads(next(contents)), map(_event, contents)
+
+    def close(self) -> None:
+        """The run has ended: nobody goes on from here."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def _contents(self) -> Iterator[memoryview]:
+        data = memoryview(self._path.read_bytes())
+        start = 0
+        while (begin := start + _HEAD.size + _CHECK.size) <= len(data):
+            head = data[start : start + _HEAD.size]
+            size, check = _HEAD.unpack(head)
+            whole = digest(head) == _CHECK.unpack(data[begin - _CHECK.size : begin])[0]
+            content = data[begin : begin + size]
+
+            if whole and len(content) < size:
+                return
+            if not whole or digest(content) != check:
+                raise LogDamaged(f"{self._path} is damaged at byte {start}: resume=CHECKPOINT begins without it")
+            yield content
+            start = begin + size
+
+
+def _record(content: bytes) -> tuple[bytes, bytes, bytes]:
+    head = _HEAD.pack(len(content), digest(content))
+    return head, _CHECK.pack(digest(head)), content
+
+
+def _event(content: memoryview) -> tuple[float, Message | None]:
+    now, frames = msgspec.msgpack.decode(content, type=tuple[float, list[bytes]])
+    return now, decode(frames) if frames else None

@@ -1,0 +1,139 @@
+"""Agents that own their loop: `run(task, endpoint) -> Outcome`, the second protocol beside reset and step.
+
+The agent asks the model over HTTP, at an endpoint that belongs to its ticket alone. What it was answered is the
+episode: a forest of token sequences (`rollout/episodes/forest.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl.core.config import Config, ConfigError
+from rl.core.messages import Ticket, TokenSequence, Trajectory
+from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome
+from rollout.episodes.forest import Forest
+from rollout.episodes.isolation import Overrun, isolated
+from rollout.episodes.parsing import TurnReader
+from rollout.episodes.session import Session
+from rollout.episodes.turns import EpisodeFailed, TurnSampler
+
+OpenEndpoint = Callable[[int, Session], AbstractAsyncContextManager[Endpoint]]
+"""(ticket id, session): an address at which the session answers, for as long as the context is open."""
+
+
+@dataclass(frozen=True)
+class ForeignContext:
+    """What every foreign loop of a server shares."""
+
+    config: Config
+    reader: TurnReader
+    open_endpoint: OpenEndpoint
+
+    def __post_init__(self) -> None:
+        if self.config.rollout.turn_barrier:
+            raise ConfigError(
+                "rollout.turn_barrier=True: agents that own their loop have no turns in common; set it to false"
+            )
+
+
+async def play(
+    loop: ForeignLoop,
+    task: Any,
+    ticket: Ticket,
+    context: ForeignContext,
+    sampler: TurnSampler,
+    begun: Callable[[int], None],
+) -> Trajectory:
+    """The trajectory of one episode. Raises EpisodeFailed for an agent that raised, or asked for nothing."""
+    chat = context.config.chat
+    limit = context.config.generator.max_model_len
+    forest = Forest(context.reader, thinking=chat.thinking, limit=limit, name=f"{ticket.ticket_id}_")
+    session = Session(sampler, forest, grace_s=chat.abort_grace_s, stop=chat.stop)
+    begin = time.monotonic()
+
+    try:
+        async with context.open_endpoint(ticket.ticket_id, session) as endpoint:
+            outcome = _checked(await isolated(loop.run(task, endpoint), ticket.deadline_s))
+    except EpisodeFailed:
+        raise
+    except Overrun:
+        raise EpisodeFailed(f"environment: run took longer than its ticket's {ticket.deadline_s:g} s") from None
+    except Exception as error:
+        raise EpisodeFailed(f"environment: run raised {type(error).__name__}: {error}") from error
+    finally:
+        begun(session.begun)
+        await asyncio.shield(session.close())
+
+    if not forest.turns:
+        raise EpisodeFailed("environment: run asked the model for nothing, or took no answer")
+    sequences = _rewarded(forest, outcome)
+    last = forest.turns[-1]
+    return Trajectory(
+        server=0,
+        incarnation=0,
+        seq=0,
+        ticket_id=ticket.ticket_id,
+        sample_id=ticket.sample_id,
+        group_id=ticket.group_id,
+        task_index=ticket.task_index,
+        kind=ticket.kind,
+        epoch=sampler.epoch,
+        sequences=sequences,
+        columns=forest.sample_columns(),
+        reward=math.fsum(turn.reward for sequence in sequences for turn in sequence.turns),
+        success=outcome.success,
+        stop_reason="length" if last.finish_reason == "length" else "done",
+        tokens_generated=sampler.tokens_generated,
+        seconds=time.monotonic() - begin,
+        info={**outcome.info, **_counts(session)},
+    )
+
+
+def _rewarded(forest: Forest, outcome: Outcome) -> list[TokenSequence]:
+    """The sequences, with the reward of the episode on the last turn beside what single responses earned."""
+    by_id = {f"resp-{turn.number}": turn for turn in forest.turns}
+    strange = outcome.rewards.keys() - by_id.keys()
+    if strange:
+        raise EpisodeFailed(f"environment: run rewarded {sorted(strange)[0]!r}, which is no response of this episode")
+
+    for name, reward in outcome.rewards.items():
+        by_id[name].reward += reward
+    forest.turns[-1].reward += outcome.reward
+    return forest.sequences()
+
+
+def _counts(session: Session) -> dict[str, float]:
+    """What the forest made of the agent's requests, as the environment's own numbers are reported."""
+    forest = session.forest
+    found = {f"forks_{reason}": float(count) for reason, count in forest.forks.items()}
+    for kind, count in forest.drift().items():
+        found[f"drift_{kind}"] = float(count)
+    return found | {
+        "gateway_requests": float(session.begun),
+        "gateway_joined": float(session.joined),
+        "gateway_abandoned": float(session.abandoned),
+    }
+
+
+def _checked(outcome: Any) -> Outcome:
+    if not isinstance(outcome, Outcome):
+        raise EpisodeFailed(f"environment: run answered {type(outcome).__name__}, not an Outcome")
+    if not isinstance(outcome.success, bool):
+        raise EpisodeFailed(f"environment: run answered success={outcome.success!r}: it is True or False")
+    try:
+        rewards = {str(name): float(value) for name, value in outcome.rewards.items()}
+        info = {str(name): float(value) for name, value in outcome.info.items()}
+        checked = replace(outcome, reward=float(outcome.reward), rewards=rewards, info=info)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise EpisodeFailed(f"environment: run answered a reward or info that is no number: {error}") from None
+
+    for name, value in {"reward": checked.reward, **rewards, **info}.items():
+        if not math.isfinite(value):
+            raise EpisodeFailed(f"environment: run answered the {name} {value}")
+    return checked

@@ -1,0 +1,225 @@
+"""From the text of a sampled turn to reasoning, content and tool calls. No torch, no model: text in, parts out.
+
+A parser never fails on what a model wrote: what is no call stays content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from rl.core.config import Config
+from rl.core.plugins import load
+from rollout.episodes.environment import ChatMessage, ToolCall
+from rollout.episodes.tokenizer import AgentTokenizer, TokenizerError
+
+_CALL_BEGIN = "<tool_call>"
+_CALL_OPENED = re.compile(r"<tool_call>\s*(?=\{)")
+_CALL_CLOSED = re.compile(r"\}\s*</tool_call>")
+_CALL_CLOSED_OR_CUT = re.compile(r"\}\s*(?:</tool_call>|\Z)")
+_THINK_BEGIN = "<think>"
+_THINK_END = "</think>"
+_LONGEST_CALL = 100_000  # characters: a longer one stays content
+_TAIL = 16  # tokens at a prompt's end that may hold the opening of a turn
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """`calls` are (name, arguments as JSON text) in their order."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+class TurnParser(Protocol):
+    """A parser may also have
+
+    * `opener`, a text such as `<think>`: where a prompt ends with it, the turn's text is parsed as if it began with it;
+    * `so_far`, as in `LiveParser`: without it, streams are sent when the turn is complete.
+    """
+
+    def parse(self, text: str) -> ParsedTurn:
+        """`text` is that of one turn, special tokens included, without the token that ended it."""
+        ...
+
+    def example(self) -> ChatMessage | None:
+        """A turn with a call that must come back when the template has written it; None: it reads no calls."""
+        ...
+
+
+@runtime_checkable
+class LiveParser(TurnParser, Protocol):
+    """A parser that can be read along."""
+
+    def so_far(self, text: str) -> ParsedTurn:
+        """Of a turn that goes on: beginnings of the reasoning and the content that `parse` gives, whatever follows.
+
+        Nothing that may yet become a marker is told; calls are read when the turn is complete.
+        """
+        ...
+
+
+class PlainParser:
+    """All of the turn is content."""
+
+    def parse(self, text: str) -> ParsedTurn:
+        return ParsedTurn(text)
+
+    def so_far(self, text: str) -> ParsedTurn:
+        return ParsedTurn(text)
+
+    def example(self) -> ChatMessage | None:
+        return None
+
+
+class HermesParser:
+    """`<think>…</think>` and `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+
+    opener = _THINK_BEGIN
+
+    def parse(self, text: str) -> ParsedTurn:
+        begun = text.lstrip()
+        if not begun.startswith(_THINK_BEGIN):
+            return _content(text)
+        thought, _, rest = begun.removeprefix(_THINK_BEGIN).partition(_THINK_END)
+        return replace(_content(rest.lstrip("\n")), reasoning=thought.strip("\n").rstrip())
+
+    def so_far(self, text: str) -> ParsedTurn:
+        begun = text.lstrip()
+        if _THINK_BEGIN.startswith(begun):
+            return ParsedTurn("")
+        if not begun.startswith(_THINK_BEGIN):
+            return _content(text, goes_on=True)
+
+        thought, closed, rest = begun.removeprefix(_THINK_BEGIN).partition(_THINK_END)
+        if not closed:
+            return ParsedTurn("", without_beginning(thought, [_THINK_END]).strip("\n").rstrip())
+        return replace(_content(rest.lstrip("\n"), goes_on=True), reasoning=thought.strip("\n").rstrip())
+
+    def example(self) -> ChatMessage | None:
+        return ChatMessage("assistant", calls=(ToolCall("call_1", "probe", '{"x": 1}'),))
+
+
+PARSERS = {"hermes": "rollout.episodes.parsing:HermesParser", "plain": "rollout.episodes.parsing:PlainParser"}
+
+
+@dataclass(frozen=True)
+class TurnReader:
+    """The parser of a run with the tokenizer that it fits."""
+
+    tokenizer: AgentTokenizer
+    parser: TurnParser
+
+    def read(self, ids: Sequence[int], name: str, text: str | None = None, begun: str = "") -> ChatMessage:
+        """The message that a sampled turn is.
+
+        name: makes the ids of its calls unique. text: that of the turn, where it counts only up to a stop text.
+        begun: what the prompt has written of it (`begun`).
+        """
+        parsed = self.parser.parse(begun + (self.tokenizer.turn_text(ids) if text is None else text))
+        calls = tuple(
+            ToolCall(f"call_{name}_{place}", tool, arguments) for place, (tool, arguments) in enumerate(parsed.calls)
+        )
+        return ChatMessage("assistant", parsed.content, parsed.reasoning, calls)
+
+    def begun(self, prompt: Sequence[int]) -> str:
+        """What a prompt has written of the turn that follows it: some templates open the thinking."""
+        opener: str = getattr(self.parser, "opener", "")
+        opened = opener and self.tokenizer.turn_text(prompt[-_TAIL:]).rstrip().endswith(opener)
+        return opener if opened else ""
+
+
+def make_reader(config: Config, tokenizer: AgentTokenizer) -> TurnReader:
+    """Raises ConfigError or TokenizerError for a parser that does not exist, or does not fit the chat template."""
+    parser = make_parser(config.chat.parser)
+    check_parser(parser, tokenizer)
+    return TurnReader(tokenizer, parser)
+
+
+def make_parser(name: str) -> TurnParser:
+    """The parser that `chat.parser` names. Raises ConfigError."""
+    made: TurnParser = load("chat.parser", name, PARSERS)()
+    return made
+
+
+def check_parser(parser: TurnParser, tokenizer: AgentTokenizer) -> None:
+    """Raises TokenizerError for a parser that does not read what the template writes of a tool call.
+
+    Its markers must also come through encoding and decoding, or no sampled call could ever be found.
+    """
+    example = parser.example()
+    if example is None:
+        return
+
+    user = ChatMessage("user", "q")
+    after = tokenizer.written([user, example, ChatMessage("tool", "a", call_id="call_1", name="probe")])
+    text = tokenizer.turn_text(tokenizer.encode(after))
+    wanted = [(call.name, json.loads(call.arguments)) for call in example.calls]
+    found = [(name, json.loads(arguments)) for name, arguments in parser.parse(text).calls]
+    if found != wanted:
+        raise TokenizerError(
+            f"chat.parser: {type(parser).__name__} does not read the calls that the chat template writes: {text!r}; "
+            "name the parser of this model, or 'plain' for agents without tools"
+        )
+
+
+def without_beginning(text: str, markers: Iterable[str]) -> str:
+    """The text without what, at its end, may be the beginning of one of these."""
+    ends = len(text)
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), len(text) - ends, -1):
+            if marker.startswith(text[-size:]):
+                ends = len(text) - size
+                break
+    return text[:ends]
+
+
+def _content(text: str, *, goes_on: bool = False) -> ParsedTurn:
+    """Content and calls. Of a text that goes on: only what nothing that follows can change."""
+    closing = _CALL_CLOSED if goes_on else _CALL_CLOSED_OR_CUT
+    ends = len(without_beginning(text, [_CALL_BEGIN])) if goes_on else len(text)  # of what is content, if no call is
+    kept: list[str] = []
+    calls: list[tuple[str, str]] = []
+    place = 0
+    end: re.Match[str] | None = None
+
+    while (begin := text.find(_CALL_BEGIN, place)) >= 0:
+        opened = _CALL_OPENED.match(text, begin)
+        if opened is None and (not goes_on or text[begin:].strip() != _CALL_BEGIN):
+            kept.append(text[place : begin + len(_CALL_BEGIN)])
+            place = begin + len(_CALL_BEGIN)
+            continue
+
+        if opened is not None and (end is None or end.start() < opened.end()):
+            end = closing.search(text, opened.end())
+        if opened is None or end is None:
+            ends = begin if goes_on else ends
+            break
+
+        call = _hermes_call(text[opened.end() : end.start() + 1])
+        kept.append(text[place : begin if call else end.end()])
+        calls += [call] if call else []
+        place = end.end()
+
+    content = "".join([*kept, text[place:ends]])
+    return ParsedTurn(content.rstrip() if calls or goes_on else content, calls=tuple(calls))
+
+
+def _hermes_call(text: str) -> tuple[str, str] | None:
+    if len(text) > _LONGEST_CALL:
+        return None
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, dict | str):
+        return None
+    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

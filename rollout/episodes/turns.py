@@ -1,0 +1,158 @@
+"""Sampling turns for one ticket: what every request of it has in common, and what was sampled in total."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager as ContextManager
+from contextlib import nullcontext
+
+from msgspec.structs import replace
+
+from rl.core.config import Config
+from rl.core.messages import Generate, Generated, Ticket
+from rl.core.moments import Answered, Requested
+from rl.core.seeds import turn_seed
+from rl.core.trace import NO_TRACE, Trace
+from rollout.episodes.sequence import GrowingSequence
+
+GenerateCall = Callable[..., Awaitable[Generated]]
+"""(request, ending=None, read=None): answers one request and assigns `request_id`; see `GenerationClient.generate`."""
+
+
+class EpisodeFailed(Exception):
+    """This ticket has no result; the message says what went wrong, in one line."""
+
+
+class _Reading:
+    """The ids of one turn for who reads along, each once, whatever requests the turn takes."""
+
+    def __init__(self, tell: Callable[[list[int]], None]) -> None:
+        self._tell = tell
+        self._told = 0  # ids of the turn
+        self._begun = 0  # where the present request began
+
+    def read(self, place: int, ids: list[int]) -> None:
+        """Ids of the present request, from this place of its response on."""
+        known = self._told - self._begun - place
+        if 0 <= known < len(ids):
+            self._told += len(ids) - known
+            self._tell(ids[known:])
+
+    def answered(self, ids: list[int]) -> None:
+        """All of the present request; the turn may go on with another."""
+        self.read(0, ids)
+        self._begun = self._told
+
+
+class TurnSampler:
+    """Of one ticket. `during` wraps every wait for a generator (`Activity.during`)."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        config: Config,
+        stop_ids: Sequence[int],
+        generate: GenerateCall,
+        during: Callable[[], ContextManager[None]] = nullcontext,
+        trace: Trace = NO_TRACE,
+    ) -> None:
+        self.temperature = ticket.temperature
+        self.max_tokens = config.sampling.max_tokens  # of one turn
+
+        self.requests = 0
+        self.turns = 0  # begun
+        self.tokens_generated = 0  # as the generators reported, aborted parts included
+        self.epoch = -1  # of the last generation
+        self.newest_version = -1  # of all tokens so far, in whatever sequence
+
+        self._ticket = ticket
+        self._config = config
+        self._stop_ids = list(stop_ids)
+        self._generate = generate
+        self._during = during
+        self._trace = trace
+
+    async def turn(
+        self,
+        sequence: GrowingSequence,
+        max_tokens: int | None = None,
+        ending: asyncio.Future[None] | None = None,
+        tell: Callable[[list[int]], None] | None = None,
+        stop: Sequence[str] = (),
+    ) -> tuple[Generated, bool]:
+        """Generate one turn into the sequence; the last answer, and whether the context ended it.
+
+        A turn aborted on the generators' side (at a weight update) keeps what it has and goes on from there.
+        max_tokens: `self.max_tokens` where there is none, and never more. ending: once it is done the
+        turn is aborted, with what it has. tell: gets the ids while they are sampled, each once. stop: texts that end
+        the turn where they end, as far as the engine reads text. Raises EpisodeFailed.
+        """
+        limit = self._config.generator.max_model_len
+        wanted = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)
+        reading = _Reading(tell) if tell else None
+        self.turns += 1
+        turn = self.turns
+        while True:
+            room = limit - len(sequence)
+            if room < 1:
+                raise EpisodeFailed(
+                    f"the prompt of {len(sequence)} tokens leaves no room in generator.max_model_len={limit}"
+                )
+
+            request = self._request(sequence, min(wanted, room), reading is not None, stop)
+            generated = await self._ask(turn, request, ending, reading)
+            if generated.finish_reason == "error":
+                raise EpisodeFailed(f"generation failed: {generated.error}")
+            try:
+                start, end = sequence.append_generated(generated.columns)
+            except ValueError as error:
+                raise EpisodeFailed(f"generator {generated.generator} answered {error}") from None
+
+            self.newest_version = max(self.newest_version, sequence.newest_version)
+            wanted -= end - start
+            if reading:
+                reading.answered(generated.token_ids.tolist())
+            if generated.finish_reason != "abort":
+                if end == start:
+                    raise EpisodeFailed(f"generator {generated.generator} answered without a token")
+                return generated, generated.finish_reason == "length" and wanted > 0
+            if ending is not None and ending.done():
+                return generated, False
+            if wanted < 1 or len(sequence) >= limit:
+                return replace(generated, finish_reason="length"), wanted > 0
+
+    def _request(self, sequence: GrowingSequence, max_tokens: int, stream: bool, stop: Sequence[str]) -> Generate:
+        ticket = self._ticket
+        sampling = self._config.sampling
+        seed = turn_seed(ticket.seed, self.requests) if sampling.seeded else None
+        self.requests += 1
+        return Generate(
+            request_id=0,
+            session=ticket.ticket_id,
+            kind=ticket.kind,
+            version=ticket.gate(self.newest_version),
+            prompt_ids=sequence.context(),
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=self._stop_ids,
+            stop=list(stop),
+            seed=seed,
+            priority=ticket.group_id if ticket.kind == "train" else 0,
+            stream=stream,
+        )
+
+    async def _ask(
+        self, turn: int, request: Generate, ending: asyncio.Future[None] | None, reading: _Reading | None
+    ) -> Generated:
+        more = (ending, reading.read) if reading else (ending,) if ending is not None else ()
+        self._trace.add(Requested(request.session, turn, len(request.prompt_ids)))
+        with self._during():
+            generated = await self._generate(request, *more)
+        tokens = len(generated.token_ids)
+        self._trace.add(Answered(request.session, turn, generated.generator, tokens, generated.finish_reason))
+
+        self.tokens_generated += generated.tokens_generated
+        self.epoch = generated.epoch
+        return generated

@@ -1,0 +1,78 @@
+"""Requests of a generator that have not been answered, and what is told of them while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl.core.messages import Generate, Grown
+from rollout.generator.engines.base import Sampled
+
+DELIVERED_EVERY = 128  # tokens of one response: at most so many, and those of one heartbeat, are sampled again
+STREAM_S = 0.05  # between two messages to clients that read along
+STREAM_EACH_S = 0.001  # likewise, for each request that they tell of: many readers get longer pieces, not more work
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that has not been answered."""
+
+    request: Generate
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None  # None: held
+    tokens: int = 0  # sampled so far, discarded ones included
+    sampled: Sampled = field(default_factory=Sampled)
+    delivered: int = 0  # tokens of `sampled` that the proxy has
+    first_version: int | None = None
+    aborted: bool = False
+
+    def grown(self, at_least: int) -> tuple[int, dict[str, np.ndarray]] | None:
+        """The new tokens, if there are as many: the first one's place, and their columns."""
+        start = self.delivered
+        new = slice(start, len(self.sampled.token_ids))
+        if new.stop - start < at_least:
+            return None
+        self.delivered = new.stop
+        part = Sampled(self.sampled.token_ids[new], self.sampled.logp[new], self.sampled.policy_version[new])
+        return start, part.arrays()
+
+
+class Streams:
+    """What requests with `stream` have grown by, all of them in one message; the first tokens are told at once.
+
+    The proxy keeps what it passes on, as it keeps what long responses have grown by: what a client has read is not
+    sampled again when this generator dies.
+    """
+
+    def __init__(self, send: Callable[[Grown], None]) -> None:
+        self._send = send
+        self._grown: dict[int, Job] = {}  # by request id: to be told of
+        self._timer: asyncio.TimerHandle | None = None
+        self._next = 0.0  # time of the loop from which on a message may leave
+
+    def grew(self, job: Job) -> None:
+        """It has new tokens and goes on."""
+        self._grown[job.request.request_id] = job
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(self._next, loop.time()), self._tell, loop)
+
+    def forget(self, request_id: int) -> None:
+        """It is answered."""
+        self._grown.pop(request_id, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+        grown = {key: new for key, job in self._grown.items() if (new := job.grown(1))}
+        self._grown.clear()
+        self._timer = None
+        if grown:
+            self._next = loop.time() + max(STREAM_S, STREAM_EACH_S * len(grown))
+            self._send(Grown(grown))

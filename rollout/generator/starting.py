@@ -1,0 +1,88 @@
+"""How the start of an engine advances, for a supervisor that ends what stands still.
+
+An engine that starts blocks its process, and takes seconds or many minutes: it reads, compiles, captures. What all of
+that needs is the processor, or bytes of files. An engine that hangs uses neither, and its process would say that it is
+alive for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl.core.process import Process
+
+_LEAST_CPU_S = 0.1  # a process that only waits for another one, and looks now and then, uses less in a minute
+_LEAST_BYTES = 1 << 20
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Effort:
+    """Of the thread that made it and of the processes below this one."""
+
+    def __init__(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._seen: dict[str, tuple[float, int]] = {}  # process -> CPU seconds, bytes; at the last advance
+
+    def advanced(self) -> bool:
+        """Whether any of them has used the processor, or read, since the last time that this was so."""
+        found = {str(path): _spent(path) for path in _below(Path("/proc/self"))}
+        found["this thread"] = time.clock_gettime(self._clock), 0
+
+        grown = [
+            cpu_s - self._seen[name][0] >= _LEAST_CPU_S or read - self._seen[name][1] >= _LEAST_BYTES
+            for name, (cpu_s, read) in found.items()
+            if name in self._seen
+        ]
+        advanced = any(grown) or found.keys() != self._seen.keys()
+        if advanced:
+            self._seen = found
+        return advanced
+
+
+@contextlib.contextmanager
+def watched_start(process: Process) -> Iterator[None]:
+    """Inside, `process` is busy, and its progress counts below 0 as long as the calling thread or a process below this
+    one advances: a process that fails now has not worked yet. Afterwards it is as it was.
+    """
+    effort = Effort()
+    over = threading.Event()
+    process.busy = True
+
+    def watch() -> None:
+        while not over.wait(process.config.timeouts.heartbeat_s):
+            if effort.advanced():
+                process.progress = min(process.progress, -1) - 1  # -1 is what the supervisor begins with
+
+    thread = threading.Thread(target=watch, name="starting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        process.progress = 0
+        process.busy = False
+
+
+def _below(process: Path) -> Iterator[Path]:
+    """The folder in /proc of every process below this one."""
+    with contextlib.suppress(OSError):
+        for children in process.glob("task/*/children"):
+            for pid in children.read_text().split():
+                yield Path("/proc", pid)
+                yield from _below(Path("/proc", pid))
+
+
+def _spent(process: Path) -> tuple[float, int]:
+    """CPU seconds and bytes read; 0 of one that has ended."""
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        read = int((process / "io").read_text().split()[1])
+    except OSError:
+        return 0.0, 0
+    return (int(fields[11]) + int(fields[12])) / _TICKS, read

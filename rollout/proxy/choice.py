@@ -1,0 +1,64 @@
+"""Which generator takes a request: the cheapest one that has room (`core.py` says what it costs)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout.proxy.admission import Admission
+from rollout.proxy.balance import LoadTree
+from rollout.proxy.prefixes import PrefixIndex
+from rollout.proxy.state import GeneratorState, RoutedRequest
+
+
+class Choice:
+    """Reads what the core keeps up to date. `pin_prompts`, `max_overtakes`: the core's."""
+
+    def __init__(
+        self,
+        generators: Mapping[int, GeneratorState],
+        tree: LoadTree,
+        prefixes: PrefixIndex,
+        admission: Admission,
+        pin_prompts: bool,
+        max_overtakes: int,
+    ) -> None:
+        self._generators = generators
+        self._tree = tree
+        self._prefixes = prefixes
+        self._admission = admission
+        self._pin_prompts = pin_prompts
+        self._max_overtakes = max_overtakes
+
+    def of(self, request: RoutedRequest) -> GeneratorState | None:
+        """The least loaded generator, or one that holds a prefix of the prompt; None if there is no room."""
+        self._admission.reserve(request)
+        prefixes = self._prefixes
+        same_prompt = prefixes.of_prompt(request)
+        if self._pin_prompts and same_prompt is not None and same_prompt.alive:
+            return same_prompt
+
+        index = self._tree.best(request.need)
+        if index is not None and not self._generators[index].takes(request):  # alone it would not fit
+            index = self._tree.best(request.whole)
+        if index is None:
+            return None
+
+        chosen = self._generators[index]
+        cost = chosen.load - prefixes.cached_tokens(request, chosen)
+        for generator in (same_prompt, prefixes.of_session(request)):
+            if generator is not None and generator is not chosen and generator.takes(request):
+                its_cost = generator.load - prefixes.cached_tokens(request, generator)
+                if its_cost <= cost:
+                    chosen = generator
+                    cost = its_cost
+        return chosen
+
+    def overtaker(self, freed: GeneratorState, head: RoutedRequest) -> RoutedRequest | None:
+        """A waiting request that saves more prefill on the freed generator than the head of the queue."""
+        request = freed.cached_here.head()
+        if request is None or request is head or head.overtaken >= self._max_overtakes:
+            return None
+
+        self._admission.reserve(request)
+        saves_more = self._prefixes.cached_tokens(request, freed) > self._prefixes.cached_tokens(head, freed)
+        return request if saves_more and freed.takes(request) else None

@@ -1,0 +1,72 @@
+"""Copies of tests that must fail: which tests they break, and how."""
+
+from __future__ import annotations
+
+import pytest
+
+from envs.swe.must_fail import must_fail_copy
+from envs.swe.runners import must_fail_name
+
+COPIES = {
+    "def test_a():\n    '''Says.'''\n    assert f(1) == 2\n": ("test_a", "Says."),
+    "class A:\n    class B:\n        async def test_a(self):\n            self.assertEqual(2, f())\n": (
+        "A::B::test_a",
+    ),
+    "if x:\n    def test_a(): return f()\n": ("test_a",),
+    "def test_a(): 'é'; assert f('é') == 'é'  # é\n": ("test_a", "é"),
+    "def test_a():\n    'Nothing else.'\n": (),
+    "def check_a():\n    @d\n    def g(): pass\n    g()\ndef other(): pass": ("check_a",),
+    "def test_a(:": (),
+}
+
+
+@pytest.mark.parametrize("source", COPIES)
+def test_copies_that_must_fail(source: str) -> None:
+    copy = must_fail_copy(source, [*COPIES[source], "check_a"])
+    assert copy.names == set(COPIES[source])
+    if copy.names:
+        compile(copy.text, "t.py", "exec")
+
+
+def test_only_tests_that_the_fix_is_for_keep_their_bodies() -> None:
+    source = "def test_a():\n    assert x == 1\n\n\ndef test_b():\n    assert x == 1\n"
+    copy = must_fail_copy(source, ["test_b"], ["test_a"]).text
+    first, second = copy.split("def other_")[0].split("def test_b")
+    assert "other_" not in first and "other_" in second
+
+
+def test_a_changed_value_is_another_of_its_type() -> None:
+    for value in (
+        True,
+        0,
+        -1.5,
+        3 + 1j,
+        "a",
+        b"a",
+        [1],
+        (1,),
+        {1},
+        frozenset(),
+        {"a": 1},
+        None,
+        float("inf"),
+        object(),
+    ):
+        copy = must_fail_copy("def test_a():\n    assert wanted == wanted\n", ["test_a"])
+        namespace = {"wanted": value}
+        exec(copy.text, namespace)
+
+        changed = namespace[next(name for name in namespace if name.startswith("other_"))](value)  # type: ignore[operator]
+        assert changed != value and (
+            type(changed) is type(value) or value in (None, float("inf"), b"a") or type(value) is object
+        )
+
+
+def test_names_of_tests_that_must_fail() -> None:
+    assert (
+        must_fail_name("a/b.py::C::test_a[x::y]")
+        == must_fail_name("test_a (a.b.C)")
+        == must_fail_name("test_a (a.b.C.test_a)")
+        == "C::test_a"
+    )
+    assert must_fail_name("test_a") == "test_a" and must_fail_name("What it says (a.b)") == "What it says (a.b)"

@@ -1,0 +1,130 @@
+"""The comparison with other trainers: tasks that are the same for both, rows, the target, and where seconds go."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envs.math.answers import last_box
+from experiments.bench._processes import watched
+from experiments.bench.compare import Outcome, _best, _options, _trainer, reached_at
+from experiments.compare import fresco, trl
+from experiments.compare.job import Job, Row
+from experiments.compare.tasks import TASKS, Task, questions
+from rl.core.config import load_config
+from tests.launch.test_bad_configuration import EXPERIMENTS
+
+
+def job(folder: Path, **changes: object) -> Job:
+    fields: dict[str, object] = {
+        "folder": folder / "run",
+        "model": folder / "model",
+        "questions": folder / "questions.jsonl",
+        "seed": 0,
+        "lr": 1e-4,
+        "steps": 10,
+        "groups": 16,
+        "group_size": 8,
+        "max_tokens": 16,
+        "rows_at_once": 128,
+    }
+    return Job(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_no_question_comes_twice_and_each_seed_has_its_own_order() -> None:
+    asked = questions(0)
+    assert len(set(asked)) == len(asked) == 8100
+    assert questions(0) == asked != questions(1) and sorted(questions(1)) == sorted(asked)
+    assert all(sum(map(int, question.split(" + "))) == int(answer) for question, answer in asked)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_the_student_is_right_one_time_in_three_and_fits(task: Task) -> None:
+    rng = random.Random(0)
+    asked = questions(0)[:3000]
+    told = [task.demonstrate(question, rng) for question, _ in asked]
+    right = sum(last_box(text) == answer for text, (_, answer) in zip(told, asked, strict=True))
+    assert 0.30 < right / len(asked) < 0.37
+
+    lengths = sorted(len(text) - len("\\boxed{") + 1 for text in told)  # as tokens, without the end of the turn
+    assert lengths[-1] < task.max_tokens
+    if task.thinking:
+        assert lengths[0] <= 9 and lengths[-1] > 450 and lengths[len(lengths) // 2] < 70
+
+
+def test_the_target_is_reached_by_the_mean_of_five_steps() -> None:
+    assert reached_at([1.0] * 4, 0.8) is None
+    assert reached_at([0.6, 0.8, 0.8, 0.8, 0.9, 0.9, 0.0], 0.8) == 6
+    assert reached_at([], 0.8) is None
+
+
+def outcome(*accuracies: float, origin: float = 100.0) -> Outcome:
+    rows = [
+        Row(110.0 + 2 * step, value, 50, {"wait": 0.5 if step else 0.0, "train": 1.0})
+        for step, value in enumerate(accuracies)
+    ]
+    return Outcome(rows, origin, reached_at(accuracies, 0.8), 30.0, {})
+
+
+def test_seconds_of_the_parts_add_up_to_the_target() -> None:
+    found = outcome(0.5, *[0.9] * 9)
+    assert found.reached == 5 and found.wall_s == pytest.approx(18)
+    assert found.seconds() == pytest.approx({"start": 9, "wait": 2, "train": 5, "rest": 2})
+    assert sum(found.seconds().values()) == pytest.approx(found.wall_s)
+
+
+def test_the_best_learning_rate_is_the_first_at_the_target_else_the_best_end() -> None:
+    slow, quick = outcome(*[0.2] * 6, *[0.9] * 5), outcome(*[0.9] * 6)
+    assert _best({1.0: slow, 2.0: quick, 3.0: outcome(*[0.7] * 6)}, 9.0) == 2.0
+    assert _best({1.0: outcome(*[0.3] * 6), 2.0: outcome(*[0.5] * 6)}, 9.0) == 2.0
+    assert _best({}, 9.0) == 9.0
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job(tmp_path).save(tmp_path / "job.json")
+    assert Job.load(tmp_path / "job.json") == job(tmp_path)
+
+
+def test_fresco_is_told_the_job_and_read_back(tmp_path: Path) -> None:
+    command = fresco.command(job(tmp_path, max_tokens=512), "python")
+    assert command[:5] == ["python", "-m", "launch.cli", "run", fresco.RECIPE]
+    config = load_config(EXPERIMENTS / f"{fresco.RECIPE}.yaml", command[5:])
+    assert config.model.path == str(tmp_path / "model") and config.sampling.max_tokens == 512
+    assert config.rollout.groups_per_batch * config.rollout.group_size == 128
+
+    told = {"time": 5.0, "rollout/reward": 0.5, "rollout/length": 6.0}
+    told |= {"time/wait_batch": 3.0, "time/train": 1.0, "time/publish": 0.1}
+    lines = [{"eval/reward": 1.0}, told | {"train/loss": 0.1}, told | {"train/loss": 0.1}]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"train/lo')
+    first, second = fresco.rows(job(tmp_path))
+    assert first.parts["wait"] == 0 and second == Row(5.0, 0.5, 768, {"wait": 3.0, "train": 1.0, "publish": 0.1})
+
+
+def test_both_sides_judge_alike() -> None:
+    said = ["...\\boxed{81}", "\\boxed{80}\\boxed{81}", "81", "\\boxed{8}1"]
+    rewards = trl.reward([[{"role": "assistant", "content": text}] for text in said], ["81"] * 4)
+    assert rewards == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_trainer_is_one_file_found_by_its_name() -> None:
+    assert _options(["trl", "--task", "long"]).trainer == "trl"
+    assert (EXPERIMENTS.parent / _trainer("trl").PINS).exists() and not _trainer("fresco").PINS
+    with pytest.raises(SystemExit):
+        _options(["tasks"])
+
+
+def test_a_command_is_watched_and_ended_with_what_it_began(tmp_path: Path) -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('burnt', flush=True)\ntime.sleep(600)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    with watched([sys.executable, "-c", script], tmp_path / "log") as watch:
+        while "burnt" not in (tmp_path / "log").read_text() or watch.cpu_s < 0.4:
+            assert watch.running
+            watch.process.poll()
+    assert not watch.running and len(watch.used) == 2
+    assert subprocess.run(["pgrep", "-P", str(watch.process.pid)]).returncode == 1

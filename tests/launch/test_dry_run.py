@@ -1,0 +1,122 @@
+"""A dry run comes before gigabytes are installed: a small environment of its own is enough for every recipe."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+LIST = ROOT / "requirements" / "dry_run.txt"
+RECIPES = sorted(path.name for path in (ROOT / "experiments").glob("*.yaml"))
+
+_PYTHON = """#!/bin/sh
+echo "$@" >> "$CALLS"
+if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi
+"""
+_SCRIPT = """#!/usr/bin/env bash
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+echo "$PATH"
+"""
+
+
+def named() -> list[str]:
+    return [line for line in LIST.read_text().splitlines() if line[:1].isalpha()]
+
+
+def with_dependencies(names: list[str]) -> set[str]:
+    """Those of what is installed, as pip would follow them."""
+    found: set[str] = set()
+    while names:
+        name = canonicalize_name(names.pop())
+        if name in found:
+            continue
+
+        found.add(name)
+        for line in importlib.metadata.requires(name) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                names.append(requirement.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with the packages of the list and what they need, and nothing else."""
+    folder = tmp_path_factory.mktemp("small")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--copies", str(folder)], check=True)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+
+    for name in with_dependencies(named()):
+        distribution = importlib.metadata.distribution(name)
+        tops = {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+    return folder / "bin" / "python"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_a_dry_run_without_torch(small: Path, recipe: str) -> None:
+    command = [str(small), "-m", "launch.cli", "run", f"experiments/{recipe}", "--dry-run"]
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    assert "dry run: the configuration is valid; nothing was started" in ended.stdout
+    assert "torch is not installed yet" in ended.stdout or recipe == "simulated.yaml"
+
+
+def test_a_wrong_configuration_is_refused_there_as_well(small: Path) -> None:
+    command = [str(small), "-m", "launch.cli", "run", "math_cpu", "--dry-run", "env.name=mats"]
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode != 0 and "did you mean 'math'" in ended.stderr
+
+
+def test_the_list_has_the_versions_of_a_complete_installation() -> None:
+    pinned = {
+        canonicalize_name(line.partition("==")[0]) for line in (ROOT / "requirements/cpu.txt").open() if "==" in line
+    }
+    assert "-c cpu.txt" in LIST.read_text()
+    assert with_dependencies(named()) <= pinned
+
+
+def test_what_setup_installs(tmp_path: Path) -> None:
+    """With a Python that only writes down what it is asked: a dry run installs the small list, unless all is there."""
+    for folder in ("launch", "requirements"):
+        (tmp_path / folder).mkdir()
+    for file in ("launch/setup.sh", "requirements/cpu.txt", "requirements/dry_run.txt", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    script = tmp_path / "launch" / "any.sh"
+    script.write_text(_SCRIPT)
+    python = tmp_path / "python3.11"
+    python.write_text(_PYTHON)
+    python.chmod(0o755)
+
+    calls = tmp_path / "calls"
+    environment = {"PATH": os.environ["PATH"], "FRESCO_PYTHON": str(python), "CALLS": str(calls)}
+
+    def start(*arguments: str) -> tuple[str, str]:
+        """The first folder in which programs are looked for, and what Python was asked to do."""
+        calls.write_text("")
+        command = ["bash", str(script), *arguments]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
+        return ended.stdout.partition(":")[0], calls.read_text()
+
+    path, asked = start("learner.lr=1", "--dry-run")
+    assert path == str(tmp_path / ".venv-dry-run/bin") and "requirements/dry_run.txt" in asked
+    path, asked = start("--dry-run")
+    assert path == str(tmp_path / ".venv-dry-run/bin") and not asked, "installed once"
+
+    path, asked = start("learner.lr=1")
+    assert path == str(tmp_path / ".venv/bin") and "requirements/cpu.txt" in asked
+    path, asked = start("--dry-run")
+    assert path == str(tmp_path / ".venv/bin") and not asked, "the complete environment serves as well"

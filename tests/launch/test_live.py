@@ -1,0 +1,75 @@
+"""What the terminal shows: what matters first, and all of it on a screen of 80 by 24."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launch.children import Child
+from launch.cli import main
+from launch.live import Display
+from launch.plan import ProcessSpec
+from launch.preflight import Preflight
+from launch.summary import Children, Observed
+from rl.core.messages import Heartbeat
+from rl.core.run import RunFile
+from tests.conftest import MakeRun
+
+ROLES = {"broker": 1, "proxy": 1, "learner": 8, "generator": 20, "env_server": 16}
+
+
+def children() -> Children:
+    unused: Any = None
+    found: Children = {}
+    for role, count in ROLES.items():
+        for index in range(count):
+            beat = Heartbeat(role, index, 0, 1, busy=index % 2 == 0, waits={"a batch of the broker": 10.0 * index})
+            spec = ProcessSpec(role, index, "module")
+            found[role, index] = Child(spec, 0, unused, Path(), 0.0, beat, registered=index < 18)
+    return found
+
+
+def test_everything_stands_on_a_small_screen(make_run: MakeRun) -> None:
+    observed = Observed(started_at=time.time() - 75, step=0)
+    display = Display(make_run("steps=120", "tracking.live=false"), observed)
+    for step, accuracy in ((0, 0.25), (60, 0.5), (120, 0.875)):
+        observed.add(step, {"eval/accuracy": accuracy})
+    row = {"rollout/reward": 0.625, "train/loss": 0.01, "tokens_per_second": 2345.0, "time/step": 0.5}
+    observed.add(34, row)
+    display.row(34, row)
+    for number in range(9):
+        display.note(f"note {number} " + "x" * 200)
+
+    console = Console(width=80, height=24, record=True)
+    console.print(display._table(children()))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+
+    top = "\n".join(lines[:4])
+    for shown in ("34/120", "left", "0.625", "0.250 (step 0) -> 0.875 (step 120)", "2345 tokens/s"):
+        assert shown in top
+    text = "\n".join(lines)
+    assert "generator x 20" in text and "2 starting" in text and "190" in text
+    assert "note 8" in text and "note 5" not in text
+
+
+def test_a_run_prints_what_was_changed_and_where_the_rest_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(run: RunFile, checked: Preflight, forks: object) -> int:
+        run.socket_folder.rmdir()
+        return 0
+
+    monkeypatch.setattr("launch.run.execute", execute)
+    arguments = ["run", "simulated", f"runs={tmp_path}", "rollout.alpha=2"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert "rollout.alpha=2" in first and str(tmp_path / "simulated" / "config.yaml") in first
+    assert len(first.splitlines()) <= 3
+
+    assert main(arguments) == 0
+    assert f"the earlier run of this name is kept as {tmp_path / 'simulated.1'}" in capsys.readouterr().out

@@ -1,0 +1,210 @@
+"""Faults that show before the first batch, at a resume, or outside of every process; and those that nothing finds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from envs.guards import check_server
+from rl.core.alarm_file import RaisedAlarm, keep_alarm, read_alarms
+from rl.core.alarms import ALARMS, Alarms, RunAlarm
+from rl.core.config import load_config
+from rl.core.config_alarms import AlarmsConfig
+from rl.core.run import RunFile
+from rl.learner.link import LearnerLink
+from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
+from tests.conftest import MakeRun
+from tests.envs.model_folder import TEMPLATE, make_model_folder
+from tests.launch.test_supervisor import QUIET, execute
+from tests.museum import slow_faults as slow_faults
+from tests.museum.faults import FAULTS
+from tests.museum.lab import Game, Lab
+from tests.test_end_to_end_simulated import finish, start
+
+ELSEWHERE = {
+    "optimizer-lost": "optimizer-steps",
+    "data-repeated": "data-repeated",
+    "eval-on-train": "eval-on-train",
+    "template-drift": "template-drift",
+    "clock-jumps": "clock",
+    "death": "process-died",
+    "learner-starves": "learner-starved",
+}
+UNSEEN = {"reward-of-another"}
+TABLE = Path(__file__).parents[2] / "docs" / "silent-faults.md"
+
+
+@pytest.fixture(scope="module")
+def first(model_folder: Path) -> Lab:
+    """A run of two steps that is to be resumed."""
+    lab = Lab(model_folder, steps=2)
+    lab.train()
+    return lab
+
+
+def test_optimizer_lost(first: Lab) -> None:
+    lab = first.continued(optimizer=False)
+    assert lab.train() == ["optimizer-steps"] and lab.step == 2
+
+
+def test_data_repeated(first: Lab) -> None:
+    journal = first.core.snapshot()
+    lab = first.continued(journal=journal | {"tasks": journal["tasks"] | {"source": 0}})
+    assert lab.raised == [(2, "data-repeated")]
+
+
+class Tasks:
+    def __init__(self, eval_from: int) -> None:
+        self.eval_from = eval_from
+
+    def task_count(self, split: str) -> int:
+        return 50_000
+
+    def task(self, split: str, index: int) -> dict[str, int]:
+        return {"question": index + self.eval_from * (split == "eval")}
+
+
+def raised_before_the_first_episode(tasks: Tasks, tokenizer: Any) -> list[str]:
+    raised: list[str] = []
+    try:
+        check_server(cast(Any, tasks), tokenizer, 100, Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
+    except RunAlarm as alarm:
+        raised.append(alarm.name)
+    return raised
+
+
+def test_eval_on_train() -> None:
+    assert raised_before_the_first_episode(Tasks(eval_from=0), IdTokenizer()) == ["eval-on-train"]
+    assert raised_before_the_first_episode(Tasks(eval_from=50_000), IdTokenizer()) == []
+
+
+def test_template_drift(tmp_path: Path) -> None:
+    """A template that writes past turns in another form than the last one."""
+    drifting = TEMPLATE.replace(
+        "{%- elif '</think>' in content %}", "{%- else %}{%- set content = '(past) ' + content %}"
+    )
+    plain = ChatTokenizer(make_model_folder(tmp_path / "plain"))
+    spoilt = ChatTokenizer(make_model_folder(tmp_path / "drifting", template=drifting))
+    assert raised_before_the_first_episode(Tasks(eval_from=50_000), plain) == []
+    assert raised_before_the_first_episode(Tasks(eval_from=50_000), spoilt) == ["template-drift"]
+
+
+def test_clock_jumps(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_run(*QUIET)
+    run: RunFile = made.model_copy(update={"socket_folder": made.folder / "ipc"})
+    run.socket_folder.mkdir()
+    run.save()
+    started = run.folder / "logs" / "learner.0.0.log"  # the supervisor has looked at its clock by then
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + 3600 * started.exists())
+    code, summary = execute(run, broker="done", learner="done")
+    assert code == 0 and "a jump of 3600 s" in cast(dict[str, str], summary["alarms"])["clock"]
+
+
+def test_death(make_run: MakeRun) -> None:
+    made = make_run(*QUIET)
+    run: RunFile = made.model_copy(update={"socket_folder": made.folder / "ipc"})
+    run.socket_folder.mkdir()
+    run.save()
+    code, summary = execute(run, generator="die", broker="done1", learner="done1")
+    told = "generator.0 killed by SIGKILL; it is started again"
+    assert code == 0 and summary["alarms"] == {"process-died": f"after step 0, supervisor: {told}"}
+
+    (kept,) = read_alarms(run.folder)
+    assert (kept.name, kept.who, kept.step, kept.detail) == ("process-died", "supervisor", 0, told)
+    assert kept.change == ALARMS["process-died"].change
+
+
+def test_learner_starves(tmp_path: Path) -> None:
+    """The environment takes nearly all of every step."""
+    slow = ("rollout.alpha=0", "env.options.mean_s=0.2", "learner.simulated_step_s=0", "steps=6", "eval.tasks=0")
+    summary = finish(start(tmp_path, *slow, "alarms.starved_s=0.1", "alarms.starved=0.5"), tmp_path)
+    assert summary["alarms"].keys() == {"learner-starved"}
+    (kept,) = read_alarms(tmp_path / "simulated")
+    assert kept.step >= 2, "three such steps in a row"
+    assert summary["alarms"]["learner-starved"] == f"{kept.when}, learner.0: {kept.detail}"
+
+
+@pytest.mark.parametrize(
+    "kind, device, named", [("fsdp", "cuda", True), ("fsdp", "cpu", False), ("simulated", "cpu", True)]
+)
+def test_a_learner_that_waits_on_shared_cpus_does_not_starve(kind: str, device: str, named: bool) -> None:
+    raised: list[str] = []
+    alarms = Alarms(AlarmsConfig(), lambda name, _: raised.append(name))
+    link = object.__new__(LearnerLink)
+    link.config = load_config(None, [f"learner.kind={kind}"])
+    link.process = cast(Any, SimpleNamespace(alarms=alarms))
+    link.run = cast(Any, SimpleNamespace(learner_device=device))
+    link._waited_s = 9.5
+
+    for step in range(3):
+        link._check_starved(step, 10.0)
+    assert raised == ["learner-starved"] * named
+
+
+def test_an_alarm_is_shown_once_and_counted_each_time(tmp_path: Path) -> None:
+    """Every answer is cut, so all steps from the third on raise it."""
+    running = start(tmp_path, "sampling.max_tokens=1", "steps=8", "eval.tasks=0")
+    output, _ = running.communicate(timeout=240)
+    assert running.returncode == 0 and output.count("alarm answers-cut") == 1, output
+
+    kept = {alarm.name: alarm for alarm in read_alarms(tmp_path / "simulated")}["answers-cut"]
+    assert kept.count == 6 and kept.step < kept.last_step <= 8
+    summary = json.loads((tmp_path / "simulated" / "summary.json").read_text())
+    told = f"after step {kept.step}, 6 times up to step {kept.last_step}, broker.0: {kept.detail}"
+    assert summary["alarms"]["answers-cut"] == told
+
+
+def test_what_was_kept_of_an_alarm_outlives_a_broken_line(tmp_path: Path) -> None:
+    alarm = RaisedAlarm.of("clock", 3, "supervisor", "a jump")
+    keep_alarm(tmp_path, alarm)
+    for each in (alarm.again(5), RaisedAlarm.of("entropy", 5, "learner.0", ""), alarm.again(9)):
+        keep_alarm(tmp_path, each)
+    with (tmp_path / "alarms.jsonl").open("ab") as file:
+        file.write(b'{"type":"again","na')  # it was being written
+
+    clock, entropy = read_alarms(tmp_path)
+    assert (clock.step, clock.last_step, clock.count) == (3, 9, 3) and clock == alarm
+    assert (entropy.step, entropy.last_step, entropy.count) == (5, 5, 1)
+
+
+def test_reward_of_another_is_seen_by_nobody(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each episode is consistent in itself: only a second judge could tell. If not, change the table."""
+    lab = Lab(model_folder, steps=3)
+    last: list[float] = [0.0]
+
+    def another(self: Any, ids: list[int]) -> float:
+        last.append(sum(each % 2 == 0 for each in ids) / len(ids))
+        return last[-2]
+
+    monkeypatch.setattr(Game, "judge", another)
+    assert lab.train() == []
+
+
+# ---------------------------------------------------------------- the table
+
+
+def rows() -> dict[str, str]:
+    """The guard's column of each fault."""
+    found = {}
+    for text in TABLE.read_text().splitlines():
+        if text.startswith("| `"):
+            cells = [cell.strip() for cell in text.strip("|").split("|")]
+            found[cells[0].strip("`")] = cells[-1]
+    return found
+
+
+def test_the_table_says_what_the_museum_shows() -> None:
+    expected = {name: fault.alarm for name, fault in FAULTS.items()} | ELSEWHERE
+    found = rows()
+    assert found.keys() == expected.keys() | UNSEEN
+    assert ALARMS.keys() == set(expected.values()), "an alarm that nothing has ever raised"
+    assert len(found) >= 40 and len(UNSEEN) <= 0.05 * len(found)
+    for name, alarm in expected.items():
+        assert alarm in ALARMS and f"`{alarm}`" in found[name], name
+    assert all(found[name].startswith("none") for name in UNSEEN)

@@ -1,0 +1,107 @@
+"""The probe is text: of the model's own tokenizer, where that knows its words, and of the run once it has a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rl.core.config import load_config
+from rl.learner import publish
+from rl.learner.policy import load_policy
+from rl.learner.publish import PROBE_TOKENS, Publisher, probe_prompt
+from rl.weights.layout import Manifest
+from tests.rl.learner.tiny_policies import VOCAB, make_shards, save_tiny
+
+
+def saved(folder: Path, words: list[str]) -> Path:
+    vocabulary = {word: index for index, word in enumerate(["?", *dict.fromkeys(words)])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    return folder
+
+
+def test_it_is_text_where_the_tokenizer_knows_words(tmp_path: Path) -> None:
+    words = [word for word, _ in Whitespace().pre_tokenize_str(publish._PROBE_TEXT)]
+    ids = probe_prompt(saved(tmp_path, words), 1000, 2048)
+    vocabulary = ["?", *dict.fromkeys(words)]
+    assert [vocabulary[index] for index in ids] == words[:PROBE_TOKENS]
+
+
+def test_a_tokenizer_that_knows_none_of_it_gives_ids_of_the_whole_vocabulary(tmp_path: Path) -> None:
+    ids = probe_prompt(saved(tmp_path, ["go", "to"]), 1000, 2048)
+    assert ids == probe_prompt(None, 1000, 2048)
+    assert len(set(ids)) == PROBE_TOKENS and max(ids) < 1000 and max(ids) - min(ids) > 800
+
+
+def test_it_fits_into_a_short_context() -> None:
+    assert len(probe_prompt(None, 1000, 17)) == 16
+
+
+class Link:
+    """Keeps what the learner would say: for each version the probe's ids and log-probabilities."""
+
+    def __init__(self, *overrides: str) -> None:
+        self.config = load_config(None, [*overrides])
+        self.run = SimpleNamespace(model_folder=None)
+        self.said: dict[int, tuple[list[int], list[float]]] = {}
+
+    def span(self, _name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def publish(self, n: int, _write: object, ids: Sequence[int], logp: Sequence[float]) -> None:
+        self.said[n] = [*ids], [*logp]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+def publisher(folder: Path, link: Any) -> Publisher:
+    return Publisher(load_policy(folder), Manifest.layout([]), link)
+
+
+def test_from_the_first_batch_on_it_is_the_runs_own_text(folder: Path) -> None:
+    first, second = (make_shards(1, groups=8, seed=seed)[0] for seed in range(2))
+    link = Link()
+    rank = publisher(folder, link)
+    rank.publish(0)
+    rank.publish(1, first)
+    rank.publish(2, second)
+
+    own = first.columns["token_ids"][:PROBE_TOKENS].tolist()
+    assert [ids for ids, _ in link.said.values()] == [probe_prompt(None, VOCAB, 2048), own, own]
+    ids = torch.tensor(own)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, :-1]  # (P - 1, V)
+    assert link.said[2][1] == pytest.approx(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-4)
+
+
+def test_a_rank_without_a_part_of_the_first_batch_keeps_what_it_has(folder: Path) -> None:
+    link = Link()
+    rank = publisher(folder, link)
+    rank.publish(0)
+    (batch,) = make_shards(1)
+    rank.publish(1, replace(batch, members=[], lengths=[], turn_starts=[]))
+    assert link.said[1] == link.said[0]
+
+
+def test_without_a_probe_none_is_made_of_a_batch(folder: Path) -> None:
+    link = Link("weights.probe=false")
+    rank = publisher(folder, link)
+    rank.publish(0)
+    rank.publish(1, make_shards(1)[0])
+    assert link.said == {0: ([], []), 1: ([], [])}

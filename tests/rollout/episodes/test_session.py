@@ -1,0 +1,157 @@
+"""Requests of one ticket: parallel ones, retries, clients that go away, and the end of the ticket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from rl.core.config import load_config
+from rl.core.messages import Generate, Generated, Ticket, Version
+from rollout.episodes.environment import ChatMessage
+from rollout.episodes.forest import Forest
+from rollout.episodes.generation import Read
+from rollout.episodes.parsing import PlainParser, TurnReader
+from rollout.episodes.session import ModelRequest, Session, SessionClosed
+from rollout.episodes.tokenizer import IdTokenizer
+from rollout.episodes.turns import EpisodeFailed, TurnSampler
+from tests.envs.harness import generated
+
+ASK = ModelRequest((ChatMessage("user", "1 2 3"),))
+RETRY = ModelRequest(ASK.messages, is_retry=True)
+
+
+class Engine:
+    """Answers when told to; an abort is answered with one token."""
+
+    def __init__(self) -> None:
+        self.asked: list[Generate] = []
+        self.reads: list[Read | None] = []
+        self.go = asyncio.Event()
+        self.aborted = 0
+        self.error = ""
+
+    async def generate(self, request: Generate, ending: asyncio.Future[None], read: Read | None = None) -> Generated:
+        self.asked.append(request)
+        self.reads.append(read)
+        number = len(self.asked)
+        while not self.go.is_set() and not ending.done():
+            await asyncio.sleep(0)
+        if self.error:
+            return generated(request, [], "error", error=self.error)
+        if not self.go.is_set():
+            self.aborted += 1
+            return generated(request, [50 + number], "abort")
+        return generated(request, [70 + number, 9])
+
+
+def run(scene: Callable[[Session, Engine], Coroutine[Any, Any, None]], grace_s: float = 0.0) -> Session:
+    async def play() -> Session:
+        engine = Engine()
+        config = load_config(None, ["generator.max_model_len=64", "sampling.max_tokens=8"])
+        sampler = TurnSampler(Ticket(5, 0, 0, 0, Version(0, 3)), config, [9], engine.generate)
+        session = Session(sampler, Forest(TurnReader(IdTokenizer(), PlainParser())), grace_s=grace_s)
+        await asyncio.wait_for(scene(session, engine), 20)
+        await session.close()
+        return session
+
+    return asyncio.run(play())
+
+
+async def begun(engine: Engine, count: int) -> None:
+    while len(engine.asked) < count:
+        await asyncio.sleep(0)
+
+
+def test_parallel_requests_are_samples_of_their_own() -> None:
+    async def scene(session: Session, engine: Engine) -> None:
+        both = [asyncio.create_task(session.respond(ASK)) for _ in range(2)]
+        await begun(engine, 2)
+        engine.go.set()
+        answers = [(await task)[0] for task in both]
+        assert [answer.message.content for answer in answers] == ["71 9", "72 9"]
+        assert answers[0].response_id != answers[1].response_id
+
+    sequences = run(scene).forest.sequences()
+    assert [each.token_ids.tolist() for each in sequences] == [[1, 2, 3, 71, 9], [1, 2, 3, 72, 9]]
+
+
+def test_a_marked_retry_joins_what_runs_and_what_has_ended() -> None:
+    async def scene(session: Session, engine: Engine) -> None:
+        first = asyncio.create_task(session.respond(ASK))
+        await begun(engine, 1)
+        again = asyncio.create_task(session.respond(RETRY))
+        await asyncio.sleep(0)
+        engine.go.set()
+        assert await first == await again == await session.respond(RETRY)
+        assert len(engine.asked) == 1 and session.joined == 2
+
+    (sequence,) = run(scene).forest.sequences()
+    assert sequence.loss_mask.sum() == 2  # trained once
+
+
+def test_a_generation_that_nobody_waits_for_ends_and_its_tokens_are_counted() -> None:
+    async def scene(session: Session, engine: Engine) -> None:
+        gone = asyncio.create_task(session.respond(ASK))
+        await begun(engine, 1)
+        gone.cancel()
+        while not engine.aborted:
+            await asyncio.sleep(0)
+        engine.go.set()
+        await session.respond(RETRY)  # too late to join: another sample
+
+    session = run(scene)
+    assert session.abandoned == 1 and session.joined == 0 and session.sampler.tokens_generated == 3
+    assert [sequence.token_ids.tolist() for sequence in session.forest.sequences()] == [[1, 2, 3, 72, 9]]
+
+
+def test_a_retry_within_the_grace_saves_the_generation() -> None:
+    async def scene(session: Session, engine: Engine) -> None:
+        gone = asyncio.create_task(session.respond(ASK))
+        await begun(engine, 1)
+        gone.cancel()
+        await asyncio.sleep(0)
+        again = asyncio.create_task(session.respond(RETRY))
+        await asyncio.sleep(0)
+        engine.go.set()
+        assert (await again)[0].message.content == "71 9"
+
+    session = run(scene, grace_s=1000.0)
+    assert session.abandoned == 0 and session.joined == 1
+
+
+def test_the_end_of_the_ticket_ends_what_runs_and_refuses_what_comes() -> None:
+    async def scene(session: Session, engine: Engine) -> None:
+        running = asyncio.create_task(session.respond(ASK))
+        await begun(engine, 1)
+        await session.close()
+        with pytest.raises(SessionClosed):
+            await running
+        with pytest.raises(SessionClosed):
+            await session.respond(ASK)
+        assert engine.aborted == 1
+
+    session = run(scene, grace_s=1000.0)
+    assert session.sampler.tokens_generated == 1 and not session.forest.sequences()
+
+
+def test_a_generator_that_refuses_fails_the_request() -> None:
+    async def scene(session: Session, engine: Engine) -> None:
+        engine.error = "too long"
+        engine.go.set()
+        with pytest.raises(EpisodeFailed, match="too long"):
+            await session.respond(ASK)
+
+    run(scene)
+
+
+def test_siblings() -> None:
+    async def scene(session: Session, engine: Engine) -> None:
+        engine.go.set()
+        answers = await session.respond(ModelRequest(ASK.messages, answers=3, max_tokens=4))
+        assert [answer.message.content for answer in answers] == ["71 9", "72 9", "73 9"]
+        assert [request.max_tokens for request in engine.asked] == [4, 4, 4]
+
+    assert len(run(scene).forest.sequences()) == 3

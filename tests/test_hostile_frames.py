@@ -1,0 +1,145 @@
+"""Frames that no peer would send, on every socket of a live run: they cost nobody a process, a sample or a token."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from rl.core import messages
+from rl.core.codec import PROTOCOL
+from rl.core.messages import Frames, Message, Version, encode
+from rl.core.run import RunFile
+from rl.core.sockets import open_socket
+from rl.weights import wire
+from tests.rollout.trajectories import make_trajectory
+from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start, wait_for_step
+
+ONE_WAY = ("trajectories", "usage", "batches", "notices")
+PROMPT = np.arange(4, dtype=np.int32)
+HUGE = 2**63 - 1
+TICKET = messages.Ticket(1, 0, 0, 0, Version(0, 0))
+
+
+def generate(prompt: np.ndarray, max_tokens: int) -> Message:
+    return messages.Generate(1, 2, "train", Version(0, 3), prompt, max_tokens, 1.0, 1.0, [0])
+
+
+FORGED: list[Message] = [
+    messages.ServerHello(7, 0, 1000),
+    messages.ServerHello(0, 0, -1),
+    messages.TicketFailed(0, 0, HUGE, 1, "forged"),
+    messages.TicketCancelled(1, 0, -5, 1),
+    make_trajectory(TICKET, seq=3, reward=1.0, incarnation=9),
+    make_trajectory(TICKET, seq=HUGE, reward=1.0),
+    generate(PROMPT, 8),
+    generate(PROMPT.reshape(2, 2), -1),
+    messages.Abort(1),
+    messages.GeneratorHello(0, 5, HUGE, HUGE, HUGE, Version(0, 0)),
+    messages.GeneratorStatus(0, 0, Version(0, 9), {1: 5}),
+    messages.WeightStatus(0, 5, Version(0, 99), error="forged"),
+    messages.BatchRequest(HUGE),
+    messages.Published(Version(0, HUGE)),
+    messages.SaveRequest(Version(-1, -1)),
+    messages.EvalRequest(Version(0, 0), HUGE),
+    messages.Register("learner", 0, 0, 1),
+    messages.Heartbeat("broker", 0, 0, 1, True),
+    messages.Metrics(3, {"train/loss": float("nan")}),
+    messages.Fatal("learner", 0, "forged"),
+    messages.Done("broker", b"no json"),
+    messages.Done("learner"),
+    messages.Stop("forged"),
+    messages.PeerDied("generator", 0, 0),
+]
+QUESTIONS: list[wire.Question] = [
+    wire.Fetch(99, -5, HUGE),
+    wire.Commit(9, 99, [(HUGE, HUGE, HUGE)]),
+    wire.AskLease("x" * 500, HUGE, Version(0, 0)),
+    wire.AskLease("", -1, Version(HUGE, HUGE)),
+]
+
+
+def array_header(array: object) -> bytes:
+    """Of a request whose array is described by `array`."""
+    fields = msgspec.to_builtins(generate(PROMPT, 8), enc_hook=lambda _: array)
+    return msgspec.msgpack.encode([PROTOCOL, fields])
+
+
+def hostile_frames() -> list[Frames]:
+    whole = encode(generate(PROMPT, 8))
+
+    arrays = [
+        (1, -8, "<i4", [2]),
+        (1, 0, "<i4", [2**63]),
+        (1, 0, "<i4", [-1]),
+        (9, 0, "|O", [1]),
+        (1, 0, "<i4", 4),
+        None,
+    ]
+
+    frames: list[Frames] = [
+        [b""],
+        [b"\xc1garbage"],
+        [b"\x91" * 100_000],
+        [b"\x92\x09\x80"],
+        [b""] * 300,
+        [bytes(1 << 20)],
+        whole[:1],
+        [bytes(whole[0])[:-3], *whole[1:]],
+        *([array_header(array), bytes(16)] for array in arrays),
+        *(encode(message) for message in FORGED),
+        *(wire.codec.encode(wire.Numbered(-1, question)) for question in QUESTIONS),
+    ]
+    return frames
+
+
+def attack(run: RunFile, *, keyed: bool) -> None:
+    """Every frame, on every socket: from a peer with a name that nobody has, or without the run's key."""
+    context = zmq.Context()
+    network = run.config.network.model_copy(update={"curve": keyed})
+    stranger = run.model_copy(update={"config": run.config.model_copy(update={"network": network})})
+    for name, endpoint in run.endpoints().items():
+        kind, _, index = name.partition(".")
+        sender = open_socket(
+            zmq.PUSH if kind in ONE_WAY else zmq.DEALER,
+            stranger,
+            kind,
+            int(index) if index else None,
+            identity=b"env_server.9.0",
+            context=context,
+        )
+        for frames in hostile_frames():
+            with contextlib.suppress(zmq.Again) if not keyed else contextlib.nullcontext():
+                sender.send_multipart(frames, zmq.DONTWAIT)  # nobody takes it from one who is refused
+
+        with socket.socket(socket.AF_UNIX) as raw:  # not even ZeroMQ: a greeting, then a frame of 2^60 bytes
+            raw.connect(endpoint.removeprefix("ipc://"))
+            raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53) + b"\x02\x10" + bytes(7))
+    context.destroy(linger=1000)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_no_frame_ends_a_run(tmp_path: Path, keyed: bool) -> None:
+    process = start(tmp_path, "steps=60", "weights.transport=zmq", "learner.simulated_step_s=0.15")
+    wait_for_step(tmp_path, 2)
+    attack(RunFile.load(tmp_path / "simulated"), keyed=keyed)
+    assert process.poll() is None
+    check_books(finish(process, tmp_path), steps=60)
+
+    last = [row for row in metrics_rows(tmp_path) if "train/loss" in row][-1]
+    dropped = {name: value for name, value in last.items() if name.endswith("/malformed")}
+    if not keyed:
+        assert dropped and not any(dropped.values()), "a stranger without the key was heard"
+        return
+    for name in ("broker.0", "proxy.0", "generator.0", "generator.1"):
+        assert dropped[f"{name}/malformed"] > 10, name
+
+    logs = {log.stem: log.read_text() for log in (tmp_path / "simulated" / "logs").glob("*.log")}
+    for owner in ("learner.0", "updater", "weights"):
+        assert f"{owner}: dropped message" in logs["learner.0.0"]
+    assert sum(map(len, logs.values())) < 50_000, "bad input floods the logs"

@@ -1,0 +1,36 @@
+"""A mixture in the complete system of real processes, with simulated engines: each member's metrics stand apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_end_to_end_simulated import check_books, finish, start
+
+MEMBERS = (
+    "env.options={members: {short: {env: synthetic, weight: 3, max_turns: 1, max_tokens: 8, eval_tasks: 5},"
+    " long: {env: synthetic, options: {turns: 2}, eval_tasks: 3}}}"
+)
+
+
+def test_members_have_their_own_limits_metrics_and_held_out_tasks(tmp_path: Path) -> None:
+    overrides = ("env.name=mixture", MEMBERS, "env.max_turns=2", "eval.tasks=8")
+    summary = finish(start(tmp_path, *overrides), tmp_path)
+    check_books(summary, steps=20)
+
+    (path,) = tmp_path.rglob("metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    trained = [row for row in rows if "rollout/reward" in row]
+    counts = {name: sum(row.get(f"rollout/{name}/episodes", 0) for row in trained) for name in ("short", "long")}
+    assert sum(counts.values()) == summary["ledger"]["samples"]["trained"]
+    assert counts["short"] > counts["long"] > 0  # 3 to 1 in a whole pass; these are 80 groups of it
+    assert {row["rollout/short/turns"] for row in trained if "rollout/short/turns" in row} == {1.0}
+    assert {row["rollout/long/turns"] for row in trained if "rollout/long/turns" in row} == {2.0}
+    assert max(row.get("rollout/short/length", 0) for row in trained) <= 8
+
+    (evaluated, *_) = [row for row in rows if "eval/accuracy" in row]
+    assert (evaluated["eval/short/episodes"], evaluated["eval/long/episodes"]) == (5, 3)
+    mean = (5 * evaluated["eval/short/reward"] + 3 * evaluated["eval/long/reward"]) / 8
+    assert mean == pytest.approx(evaluated["eval/reward"])

@@ -1,0 +1,47 @@
+"""A process that dies is replaced in its place: the others go on, and no sample is lost or trained twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from rl.core.batch_files import read_shard_files
+from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, wait_for_step
+
+MODULES = {"broker": "rollout.broker.process", "proxy": "rollout.proxy.process"}
+SLOW = ("tracking.save_batches=true", "timeouts.heartbeat_s=0.1", "learner.simulated_step_s=0.1")
+
+
+def kill(tmp_path: Path, role: str, incarnation: int = 0) -> None:
+    os.kill(pid_of(tmp_path, MODULES[role], incarnation=incarnation), signal.SIGKILL)
+
+
+def check(summary: dict[str, Any], tmp_path: Path, steps: int, restarts: dict[str, int]) -> None:
+    """Books, and who was started again: every incarnation has a log."""
+    check_books(summary, steps)
+    folder = tmp_path / "simulated"
+    logs = [path.name.split(".") for path in (folder / "logs").iterdir()]
+    again = {role: sum(name == role and incarnation != "0" for name, _, incarnation, _ in logs) for role, *_ in logs}
+    assert {role: count for role, count in again.items() if count} == restarts
+
+    shards = read_shard_files(folder)
+    trained = {shard.step: [row.sample_id for row in shard.rows] for shard in shards}
+    samples = [sample for rows in trained.values() for sample in rows]
+    assert len(samples) == len(set(samples)) == steps * 16
+    assert {shard.epoch for shard in shards} == {0}
+
+
+def test_broker_and_proxy_are_replaced_while_the_others_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "steps=60", "learner.max_restarts=9", *SLOW)
+    wait_for_step(tmp_path, 5)
+    kill(tmp_path, "broker")
+    wait_for_step(tmp_path, 15)
+    kill(tmp_path, "proxy")
+    wait_for_step(tmp_path, 25)
+    kill(tmp_path, "broker", incarnation=1)  # both at once, and again while they start
+    kill(tmp_path, "proxy", incarnation=1)
+    kill(tmp_path, "broker", incarnation=2)
+    kill(tmp_path, "proxy", incarnation=2)
+    check(finish(process, tmp_path), tmp_path, 60, {"broker": 3, "proxy": 3})

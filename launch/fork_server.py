@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
@@ -47,6 +48,7 @@ _REQUEST_BYTES = 1 << 16
 _KNOWN = b"k"
 _END_S = 5.0
 _THREADS_END_S = 5.0
+_ENDED = "ZX"  # proc_pid_stat(5): zombie, dead
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,27 @@ def _serve(line: socket.socket, imports: list[str]) -> Request | None:
 def is_alone(deadline_s: float) -> bool:
     """Whether this process has one thread, or soon has.
 
-    A thread that Python has joined may stay with the kernel for a moment (what vLLM imports uses one).
+    A thread that Python has joined may stay with the kernel for a moment. One that has ended and was not yet taken away
+    (a debugger does that) holds nothing that a copy would miss.
     """
     end = time.monotonic() + deadline_s
-    while len(os.listdir("/proc/self/task")) > 1:
+    while len(living_threads()) > 1:
         if time.monotonic() > end:
             return False
         time.sleep(0.01)
     return True
+
+
+def living_threads() -> list[str]:
+    """Name and state of each thread of this process that has not ended, as the kernel tells them: `python S`."""
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            name, _, rest = Path("/proc/self/task", thread, "stat").read_text().partition("(")[2].rpartition(")")
+            state = rest.split()[0]
+            if state not in _ENDED:
+                found.append(f"{name} {state}")
+    return found
 
 
 def _import(name: str) -> None:

@@ -163,11 +163,12 @@ def test_what_the_recipes_import_leaves_one_thread() -> None:
     assert "rl.learner.process" in imports and "rollout.generator.engines.vllm" in imports
 
     script = (
-        f"import launch.prepare, {', '.join(imports)}; from launch.fork_server import is_alone; print(is_alone(30))"
+        f"import launch.prepare, {', '.join(imports)}; from launch.fork_server import is_alone, living_threads; "
+        "print(is_alone(30), living_threads())"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
-    assert told.stdout.splitlines()[-1:] == ["True"], told.stderr
+    assert told.stdout.splitlines()[-1:] == ["True ['python R']"], told
 
 
 THREADED = """

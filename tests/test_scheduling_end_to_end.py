@@ -44,20 +44,23 @@ def check_selection(summary: dict[str, Any]) -> None:
     assert against["length"]["cut"] > 0 and 0 < against["turns"]["cut"] <= against["turns"]["kept"] == 2
 
 
-def test_dynamic_filtering_replaces_groups_without_signal(tmp_path: Path) -> None:
-    """Responses of one token are worth 0 or 1, so half of the groups of two are constant: they end `filtered`."""
-    overrides = (
+def run_with_one_token(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    """Ten steps with responses of one token, which are worth 0 or 1, and without groups of equal rewards."""
+    options = (
         "rollout.filter_constant_groups=true",
         "rollout.max_filtered_per_step=1000",
-        "rollout.group_size=2",
-        "rollout.groups_per_batch=8",
         "env.options.turns=1",
         "sampling.max_tokens=1",
         "steps=10",
     )
-
-    summary = finish(start(tmp_path, *overrides), tmp_path)
+    summary = finish(start(tmp_path, *options, *overrides), tmp_path)
     check_books(summary, steps=10)
+    return summary
+
+
+def test_dynamic_filtering_replaces_groups_without_signal(tmp_path: Path) -> None:
+    """Responses of one token are worth 0 or 1, so half of the groups of two are constant: they end `filtered`."""
+    summary = run_with_one_token(tmp_path, "rollout.group_size=2", "rollout.groups_per_batch=8")
     samples = summary["ledger"]["samples"]
     tokens = summary["ledger"]["tokens"]
     assert samples["filtered"] > 0 and samples["filtered"] % 2 == 0, "whole groups"
@@ -73,18 +76,7 @@ def test_dynamic_filtering_replaces_groups_without_signal(tmp_path: Path) -> Non
 
 def test_groups_whose_first_episodes_are_equal_are_not_played_to_their_end(tmp_path: Path) -> None:
     """Responses of one token are worth 0 or 1: half of the groups end after two of four, and no other is constant."""
-    overrides = (
-        "rollout.filter_constant_groups=true",
-        "rollout.max_filtered_per_step=1000",
-        "rollout.group_size=4",
-        "rollout.first_episodes=2",
-        "env.options.turns=1",
-        "sampling.max_tokens=1",
-        "steps=10",
-    )
-
-    summary = finish(start(tmp_path, *overrides), tmp_path)
-    check_books(summary, steps=10)
+    summary = run_with_one_token(tmp_path, "rollout.group_size=4", "rollout.first_episodes=2")
     samples = summary["ledger"]["samples"]
     tokens = summary["ledger"]["tokens"]
     assert samples["settled"] > 0 and samples["settled"] % 2 == 0 and samples["filtered"] == 0

@@ -1,4 +1,4 @@
-"""A bubblewrap backend per module, a template, and a sandbox that must leave nothing behind.
+"""A bubblewrap backend per module, a template, a file of SWE tasks, and a sandbox that must leave nothing behind.
 
 A machine without bubblewrap fails these tests, with the line that says what is missing.
 """
@@ -6,12 +6,16 @@ A machine without bubblewrap fails these tests, with the line that says what is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from envs.sandbox import Sandbox, Template, missing_for_bubblewrap
 from envs.sandbox.bubblewrap import STATE, BubblewrapBackend
+from envs.swe.generate import write_tasks
+from envs.swe.packages import PACKAGES
+from tests.envs.repositories import TASK, make_package
 from tests.envs.sandboxes import LIMITS, sh, world_writable
 
 
@@ -31,6 +35,16 @@ def template(tmp_path: Path) -> Path:
         (folder / name).write_text("original\n")
         (folder / name).chmod(0o666)
     return folder
+
+
+@pytest.fixture
+def ledger_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two tasks of the package `ledger` in a file."""
+    monkeypatch.setenv("FRESCO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(PACKAGES, "ledger", make_package(tmp_path / "package"))
+    path = tmp_path / "tasks.jsonl"
+    write_tasks([replace(TASK, instance_id=f"ledger-{n}") for n in range(2)], path)
+    return path
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +13,10 @@ import pytest
 
 from envs.agents.mini_swe import MiniSweFamily, MiniSweOptions, demonstrate, gold_command
 from envs.sandbox import SandboxError
-from envs.swe.generate import write_tasks
-from envs.swe.packages import PACKAGES
 from envs.swe.tasks import file_diff
 from rollout.episodes.parsing import HermesParser
 from rollout.episodes.tokenizer import ChatTokenizer
-from tests.envs.repositories import TASK, make_package
+from tests.envs.repositories import TASK
 from tests.envs.test_gateway import Rig, chat, run  # noqa: F401
 
 INSTALLED = MiniSweOptions().python
@@ -57,16 +54,6 @@ class DefaultAgent:
 }
 
 
-@pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Two tasks of the package `ledger` in a file."""
-    monkeypatch.setenv("FRESCO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(PACKAGES, "ledger", make_package(tmp_path / "package"))
-    path = tmp_path / "tasks.jsonl"
-    write_tasks([replace(TASK, instance_id=f"ledger-{n}") for n in range(2)], path)
-    yield path
-
-
 @pytest.fixture(params=["stand-in", "installed"])
 def python(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "installed":
@@ -85,8 +72,10 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return venv / "bin" / "python"
 
 
-def options(source: Path, python: Path) -> MiniSweOptions:
-    return MiniSweOptions(source=str(source), eval_count=1, sandboxes=2, threads=2, python=python, statement_chars=400)
+def options(ledger_tasks: Path, python: Path) -> MiniSweOptions:
+    return MiniSweOptions(
+        source=str(ledger_tasks), eval_count=1, sandboxes=2, threads=2, python=python, statement_chars=400
+    )
 
 
 def call(command: str) -> str:
@@ -96,9 +85,9 @@ def call(command: str) -> str:
 SUBMIT = call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 
-def test_its_fix_is_judged_by_the_tests(chat: ChatTokenizer, source: Path, python: Path) -> None:  # noqa: F811
+def test_its_fix_is_judged_by_the_tests(chat: ChatTokenizer, ledger_tasks: Path, python: Path) -> None:  # noqa: F811
     async def scene(rig: Rig) -> None:
-        family = MiniSweFamily(options(source, python), 0)
+        family = MiniSweFamily(options(ledger_tasks, python), 0)
         await family.start()
         task = family.task("train", 0)
         fix = gold_command(task)
@@ -123,7 +112,7 @@ def test_its_fix_is_judged_by_the_tests(chat: ChatTokenizer, source: Path, pytho
     run(chat, scene, tokens=1000)
 
 
-def test_an_agent_that_breaks_is_judged_by_what_it_did(chat: ChatTokenizer, source: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_agent_that_breaks_is_judged_by_what_it_did(chat: ChatTokenizer, ledger_tasks: Path, tmp_path: Path) -> None:  # noqa: F811
     """An environment without the package: nothing was done, nothing is earned, and the sandbox is free again."""
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     python = tmp_path / "venv" / "bin" / "python"
@@ -131,7 +120,7 @@ def test_an_agent_that_breaks_is_judged_by_what_it_did(chat: ChatTokenizer, sour
     (tmp_path / "venv" / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix).resolve() / 'bin'}\n")
 
     async def scene(rig: Rig) -> None:
-        family = MiniSweFamily(options(source, python), 0)
+        family = MiniSweFamily(options(ledger_tasks, python), 0)
         await family.start()
         try:
             for _ in range(3):  # more than there are sandboxes
@@ -143,14 +132,14 @@ def test_an_agent_that_breaks_is_judged_by_what_it_did(chat: ChatTokenizer, sour
     run(chat, scene, tokens=1000)
 
 
-def test_where_it_is_not_installed_one_line_says_how(source: Path, tmp_path: Path) -> None:
-    family = MiniSweFamily(options(source, tmp_path / "nowhere" / "bin" / "python"), 0)
+def test_where_it_is_not_installed_one_line_says_how(ledger_tasks: Path, tmp_path: Path) -> None:
+    family = MiniSweFamily(options(ledger_tasks, tmp_path / "nowhere" / "bin" / "python"), 0)
     with pytest.raises(SandboxError, match=r"env.options.python=.*: no such interpreter; make it with .*mini_swe.txt"):
         asyncio.run(family.start())
 
 
-def test_demonstrations_fix_what_they_show(source: Path, tmp_path: Path) -> None:
-    family = MiniSweFamily(options(source, tmp_path), 0)
+def test_demonstrations_fix_what_they_show(ledger_tasks: Path, tmp_path: Path) -> None:
+    family = MiniSweFamily(options(ledger_tasks, tmp_path), 0)
     shown = asyncio.run(demonstrate(family, 3, seed=0, mistakes=0.0, max_turns=3))
     assert len(shown) == 3
     for demonstration in shown:

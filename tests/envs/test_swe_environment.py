@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,27 +13,14 @@ from envs.registry import validate_env
 from envs.swe import environment as module
 from envs.swe import generate
 from envs.swe.environment import SweEnvironment, SweFamily, SweOptions
-from envs.swe.generate import write_tasks
-from envs.swe.packages import PACKAGES
 from envs.swe.tasks import SweTask
 from rl.core.config import ConfigError, load_config
 from rollout.episodes.environment import Step
 from tests.envs.agents import tool_call
 from tests.envs.errors import raises_one_line
-from tests.envs.repositories import TASK, make_package
 from tests.envs.test_swe_tasks import GYM, R2E
 
 SWE = ["env.name=swe", "env.max_turns=30", "env.step_deadline_s=600", "rollout.episode_deadline_s=3600"]
-
-
-@pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Two tasks of the package `ledger` in a file."""
-    monkeypatch.setenv("FRESCO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(PACKAGES, "ledger", make_package(tmp_path / "package"))
-    path = tmp_path / "tasks.jsonl"
-    write_tasks([replace(TASK, instance_id=f"ledger-{n}") for n in range(2)], path)
-    yield path
 
 
 async def scripted(family: SweFamily, task: SweTask, turns: list[str]) -> list[Step]:
@@ -49,12 +35,12 @@ async def scripted(family: SweFamily, task: SweTask, turns: list[str]) -> list[S
     return steps
 
 
-def test_scripted_agents(source: Path) -> None:
+def test_scripted_agents(ledger_tasks: Path) -> None:
     """Gold earns 1 and nothing earns 0; a fix by the tools earns 1, also when the turns run out; noise is counted."""
     fix = tool_call("edit", path="ledger/__init__.py", old="index <= rest", new="index < rest")
 
     async def play() -> None:
-        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=2, threads=2), 0)
+        family = SweFamily(SweOptions(source=str(ledger_tasks), eval_count=1, sandboxes=2, threads=2), 0)
         assert (family.task_count("train"), family.task_count("eval")) == (1, 1)
         await family.start()
 
@@ -84,12 +70,12 @@ def test_scripted_agents(source: Path) -> None:
     asyncio.run(play())
 
 
-def test_nothing_of_a_turn_that_was_cut_off_is_done(source: Path) -> None:
+def test_nothing_of_a_turn_that_was_cut_off_is_done(ledger_tasks: Path) -> None:
     """Neither its whole calls nor a submit: what the agent meant to write next is not known."""
     spoil = tool_call("bash", command="echo spoilt > ledger/__init__.py")
 
     async def play() -> None:
-        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=1, threads=1), 0)
+        family = SweFamily(SweOptions(source=str(ledger_tasks), eval_count=1, sandboxes=1, threads=1), 0)
         await family.start()
         environment = family.make()
         await environment.reset(family.task("train", 0))
@@ -104,9 +90,9 @@ def test_nothing_of_a_turn_that_was_cut_off_is_done(source: Path) -> None:
     asyncio.run(play())
 
 
-def test_half_of_the_tests_passed_is_half_a_reward_and_no_success(source: Path) -> None:
+def test_half_of_the_tests_passed_is_half_a_reward_and_no_success(ledger_tasks: Path) -> None:
     async def play() -> Step:
-        family = SweFamily(SweOptions(source=str(source), eval_count=1, threads=1, partial_reward=True), 0)
+        family = SweFamily(SweOptions(source=str(ledger_tasks), eval_count=1, threads=1, partial_reward=True), 0)
         await family.start()
         task = family.task("train", 0)
         harder = replace(task, fail_to_pass=(*task.fail_to_pass, "tests/test_ledger.py::test_of_tomorrow"))
@@ -119,9 +105,9 @@ def test_half_of_the_tests_passed_is_half_a_reward_and_no_success(source: Path) 
     assert 0 < last.reward < 1 and not last.success
 
 
-def test_a_cancelled_reset_leaves_no_sandbox(source: Path) -> None:
+def test_a_cancelled_reset_leaves_no_sandbox(ledger_tasks: Path) -> None:
     async def play() -> None:
-        family = SweFamily(SweOptions(source=str(source), eval_count=1, sandboxes=1, threads=1), 0)
+        family = SweFamily(SweOptions(source=str(ledger_tasks), eval_count=1, sandboxes=1, threads=1), 0)
         await family.start()
         for _ in range(3):
             environment = family.make()
@@ -138,7 +124,7 @@ def test_a_cancelled_reset_leaves_no_sandbox(source: Path) -> None:
     asyncio.run(play())
 
 
-def test_generated_tasks_are_made_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_tasks_are_made_once(ledger_tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     real = generate.generate
 
@@ -190,9 +176,9 @@ def test_rows_whose_tests_have_no_file_are_refused(tmp_path: Path) -> None:
             validate_env(load_config(None, [*SWE, "env.options.eval_count=0", *overrides]), dry=True)
 
 
-def test_long_statements_are_cut(source: Path) -> None:
+def test_long_statements_are_cut(ledger_tasks: Path) -> None:
     async def play() -> str:
-        family = SweFamily(SweOptions(source=str(source), eval_count=1, statement_chars=100), 0)
+        family = SweFamily(SweOptions(source=str(ledger_tasks), eval_count=1, statement_chars=100), 0)
         await family.start()
         environment = family.make()
         opening = await environment.reset(replace(family.task("train", 0), problem_statement="a" * 500 + "z" * 500))

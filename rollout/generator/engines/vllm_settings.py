@@ -25,7 +25,8 @@ _LAST_WORDS = 10  # lines of the log
 def sampling_params(request: Generate) -> SamplingParams:
     """Only `stop_token_ids` and `stop` end a response early; what ends it is sampled, so it is part of the result.
 
-    vLLM compares texts as they are sampled, and drops what an engine has sampled beyond the first one."""
+    vLLM compares texts as they are sampled, and drops what an engine has sampled beyond the first one.
+    """
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,

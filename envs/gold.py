@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.episodes.environment import DemonstratedTurn, Demonstration, Environment, EnvironmentFamily, Solvable
 
 CONCURRENT = 32  # live environments
+_DRAWS = 64  # of tasks, until one is of the same type
 
 
 async def demonstrate(
-    family: EnvironmentFamily, count: int, *, seed: int, mistakes: float, max_turns: int
+    family: EnvironmentFamily, count: int, *, seed: int, mistakes: float, max_turns: int, slips: float = 0.0
 ) -> list[Demonstration]:
     """`count` episodes over the training tasks, evenly spread; those that are not solved are left out.
 
     `mistakes`: share of turns, in every other episode, in which what was right in another place is written instead. A
-    mistake is shown and not imitated. An episode depends on the seed and its number alone.
+    mistake is shown and not imitated. `slips`: share of all turns in which the same happens and is imitated, so a slip
+    stays, solved or not. An episode depends on the seed and its number alone.
     """
     limit = asyncio.Semaphore(CONCURRENT)
     tasks = family.task_count("train")
@@ -29,7 +32,8 @@ async def demonstrate(
             environment = family.make()
             try:
                 task = family.task("train", order[index % len(order)])
-                return await play(environment, task, rng, mistakes if index % 2 else 0.0, max_turns)
+                player = Player(family, task, rng, mistakes if index % 2 else 0.0, slips)
+                return await player.play(environment, max_turns)
             finally:
                 await environment.close()
 
@@ -37,25 +41,58 @@ async def demonstrate(
     return [episode for episode in played if episode is not None]
 
 
-async def play(
-    environment: Environment, task: Any, rng: random.Random, mistakes: float, max_turns: int
-) -> Demonstration | None:
-    """One episode; None if it is not solved within `max_turns`, or nobody knows how."""
-    if not isinstance(environment, Solvable):
-        return None
-    opening = await environment.reset(task)
-    turns: list[DemonstratedTurn] = []
-    written: list[str] = []
+@dataclass(frozen=True)
+class Player:
+    """One who knows the solution, and errs now and then."""
 
-    for _ in range(max_turns):
-        action = await environment.gold()
-        if action is None:
+    family: EnvironmentFamily
+    task: Any
+    rng: random.Random
+    mistakes: float
+    slips: float
+
+    async def play(self, environment: Environment, max_turns: int) -> Demonstration | None:
+        """One episode; None if nobody knows how, or it is not solved within `max_turns` although there was no slip."""
+        if not isinstance(environment, Solvable):
             return None
-        wrong = bool(written) and rng.random() < mistakes
-        shown = rng.choice(written) if wrong else action
-        written.append(action)
-        step = await environment.step(shown)
-        turns.append(DemonstratedTurn(shown, not wrong, step.messages))
-        if step.done:
-            return Demonstration(opening, turns) if step.success else None
-    return None
+        opening = await environment.reset(self.task)
+        turns: list[DemonstratedTurn] = []
+        written: list[str] = []
+        slipped = False
+
+        for _ in range(max_turns):
+            action = await environment.gold()
+            if action is None:
+                return None
+
+            slip = self.slips > 0 and self.rng.random() < self.slips
+            mistake = bool(written) and self.rng.random() < self.mistakes
+            shown = await self._right_elsewhere(written) if slip or mistake else action
+            slipped |= slip
+            written.append(action)
+
+            step = await environment.step(shown)
+            turns.append(DemonstratedTurn(shown, slip or not mistake, step.messages))
+            if step.done:
+                return Demonstration(opening, turns) if step.success or slipped else None
+        return Demonstration(opening, turns) if slipped else None
+
+    async def _right_elsewhere(self, written: list[str]) -> str:
+        """What was right in an earlier turn or, in the first, in another task of the same type."""
+        if written:
+            return self.rng.choice(written)
+
+        kind = getattr(self.task, "task_type", None)
+        other = self.task
+        for _ in range(_DRAWS):
+            other = self.family.task("train", self.rng.randrange(self.family.task_count("train")))
+            if getattr(other, "task_type", None) == kind:
+                break
+
+        environment = self.family.make()
+        try:
+            await environment.reset(other)
+            assert isinstance(environment, Solvable)
+            return await environment.gold() or ""
+        finally:
+            await environment.close()

@@ -1,6 +1,6 @@
 """What the gateway costs beside the native path: tokens per second and latency, at 1 and at 128 sessions.
 
-    python -m experiments.bench gateway [--rounds 3] [--turns 4] [--tokens 128] [--sessions 1 128] [--out FILE.json]
+    python -m experiments.bench gateway [--rounds 5] [--turns 4] [--tokens 128] [--sessions 1 128] [--out FILE.json]
 
 Each session plays `--turns` turns. Native: a `Conversation` asks the engine itself. Gateway: a client (of aiohttp, or
 with --sdk that of OpenAI) asks over HTTP, streaming and not, in the same process, so that its own work counts against
@@ -33,6 +33,7 @@ from openai import AsyncOpenAI
 
 from envs.gateway.server import Gateway
 from experiments.bench._measuring import parser_of, write
+from experiments.bench._ratios import machine
 from experiments.gateway.tokenizers import make_folder
 from rl.core.config import Config, load_config
 from rl.core.messages import Generate, Generated, Ticket, Turn, Version
@@ -103,7 +104,7 @@ class Timer:
 
 def main(arguments: list[str]) -> None:
     parser = parser_of("gateway", __doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 128])
@@ -115,7 +116,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
         tokenizer = ChatTokenizer(make_folder("qwen3", Path(folder) / "qwen3"))
         found = asyncio.run(_measure(tokenizer, options))
-    write(options.out, found)
+    write(options.out, {**found, "machine": machine()})
 
 
 async def _measure(tokenizer: ChatTokenizer, options: Namespace) -> dict[str, dict[str, float]]:

@@ -45,7 +45,8 @@ def warm_started(
 ) -> Path:
     """The folder of the warm-started model, made first if it is not there. `base` None: a new tiny model.
 
-    Raises ConfigError if the environment has no demonstrator, or one that solves nothing within the limits.
+    Raises ConfigError if the environment has no demonstrator, or one that solves nothing within the limits, or makes no
+    slips where they are asked for.
     """
     folder = (cache or cache_folder()) / f"warm-{fingerprint(config, base)}"
     return made_once(folder, lambda draft: _make(config, base, draft, log))
@@ -69,12 +70,17 @@ def demonstrations(config: Config) -> list[Demonstration]:
     options = config.model.warm_start
     demonstrate = demonstrator(config.env.name)
     family = make_family(config)
-    limits = {"mistakes": options.mistakes, "max_turns": config.env.max_turns}
+    habits = {"mistakes": options.mistakes, "max_turns": config.env.max_turns}
+    if options.slips:
+        if "slips" not in inspect.signature(demonstrate).parameters:
+            refused = f"model.warm_start.slips={options.slips:g}"
+            raise ConfigError(f"{refused}: the demonstrator of env {config.env.name!r} makes none; leave it out")
+        habits["slips"] = options.slips
 
     async def collect() -> list[Demonstration]:
         await family.start()
         try:
-            played: list[Demonstration] = await demonstrate(family, options.demonstrations, seed=options.seed, **limits)
+            played: list[Demonstration] = await demonstrate(family, options.demonstrations, seed=options.seed, **habits)
             return played
         finally:
             await family.stop()

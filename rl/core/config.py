@@ -32,6 +32,9 @@ class WarmStartConfig(Section):
     mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of the demonstrator's turns that are mistakes in every other episode: shown with the way out of them, not
     imitated."""
+    slips: float = Field(0.0, ge=0, lt=1)
+    """Share of all turns in which what was right elsewhere is written and imitated, so that RL begins with a model that
+    knows its task and errs. For environments that know their own solutions."""
     steps: int = Field(400, ge=1)
     """Supervised optimizer steps."""
     batch: int = Field(32, ge=1)

@@ -54,9 +54,9 @@ from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext
 from rollout.episodes.generation import GenerationClient
-from rollout.episodes.parsing import make_reader
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
+from rollout.parsers.client import ParserClient, open_reader
 
 if TYPE_CHECKING:
     from envs.gateway.server import Gateway
@@ -112,7 +112,9 @@ class EnvServer:
         tokenizer = load_tokenizer(run.model_folder, self.config.chat.template_options)
         foreign = getattr(family, "foreign", False)
         self._gateway = gateway = _gateway(self.config) if foreign else None
-        reader = make_reader(self.config, tokenizer) if foreign or getattr(family, "tools", False) else None
+        needed = foreign or getattr(family, "tools", False)
+        reader = open_reader(process, tokenizer, self._malformed, self._fail) if needed else None
+        self._parsers = reader.parser if reader and isinstance(reader.parser, ParserClient) else None
 
         self._context = EpisodeContext(
             self.config,
@@ -147,6 +149,8 @@ class EnvServer:
                 await self.family.start()
         except TimeoutError:
             raise WaitExpired(f"environment {self.config.env.name!r} did not start in {start_s:.0f} s") from None
+        if self._parsers is not None:
+            await self._parsers.ready()
         if self.process.index == 0:
             check_server(self.family, self._context.tokenizer, self.config.eval.tasks, self.process.alarms)
 
@@ -185,6 +189,8 @@ class EnvServer:
             self._tickets.close(peer_died=True)
             self._tickets = self._open_tickets()
             self._greet_broker()
+        elif died.role == "parsers" and self._parsers is not None:
+            self._parsers.peer_died()
 
     def _greet_broker(self) -> None:
         """Also after the connection broke: the broker sends again what did not arrive, and so does this server."""
@@ -214,6 +220,7 @@ class EnvServer:
             "unacknowledged": len(self._unacknowledged),
             "malformed": self._malformed.count,
             **self._counts,
+            **(self._parsers.stats if self._parsers else {}),
         }
 
         self._send_unacknowledged(before=now)
@@ -331,6 +338,8 @@ class EnvServer:
         """End every episode and the family's workers, within STOP_S each."""
         self._stopped = True
         self._client.close()
+        if self._parsers is not None:
+            self._parsers.close()
 
         tasks = [running.task for running in self._episodes.values()]
         for task in tasks:

@@ -18,7 +18,13 @@ _GIB = 1 << 30
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two moments: float32
 
 # A process at rest, its libraries imported (measured on CPU, rounded up).
-_AT_REST = {"vllm": 1400 * _MIB, "fsdp": 700 * _MIB, "simulated": 60 * _MIB, "env_server": 100 * _MIB}
+_AT_REST = {
+    "vllm": 1400 * _MIB,
+    "fsdp": 700 * _MIB,
+    "simulated": 60 * _MIB,
+    "env_server": 100 * _MIB,
+    "parsers": 500 * _MIB,
+}
 
 # Activations of one layer that its backward reads, in numbers per token and hidden unit: sequence of linear layers,
 # norms and products, attention without its matrix (https://arxiv.org/abs/2205.05198, equation 2: 34 bytes at 2 each).
@@ -86,6 +92,8 @@ def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need
     `model` None (it is simulated, or not here yet): only what does not depend on it.
     """
     needs = [_environments(config), _samples(config)]
+    if config.chat.vllm_names:
+        needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
     engine = _engine(config, model) if model and config.generator.engine == "vllm" else {}
     learner = _learner(config, model) if model and config.learner.kind == "fsdp" else {}
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}

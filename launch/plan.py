@@ -10,7 +10,7 @@ from launch.cores import Need, engine_cores, numa_nodes, rank_cores, share_cores
 from launch.gpus import Gpu
 from rl.core.config import Config
 from rl.core.run import RunFile
-from rollout.generator.engines.environment import engine_environment, engine_imports
+from rollout.generator.engines.environment import VLLM_QUIET, engine_environment, engine_imports
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ def make_plan(
         environment = _environment(own, config.learner.threads)
         cores = shares[generators + rank]
         plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))
+
+    if config.chat.vllm_names:
+        parsers = "rollout.parsers.process"
+        imports = (parsers,) if device == "cpu" else ()
+        plan.append(ProcessSpec("parsers", 0, parsers, imports=imports, environment=_environment((), 1) | VLLM_QUIET))
 
     for index in range(generators):
         own = gpus(index * tensor_parallel, tensor_parallel)

@@ -35,6 +35,7 @@ from rl.core.sockets import make_curve_key
 from rl.weights.shm_file import check_space, sweep_stale
 from rollout.broker.policy import make_priority, make_task_source
 from rollout.broker.rules import Rules
+from rollout.parsers.names import check_names
 
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 _locks: dict[Path, FileLock] = {}
@@ -65,6 +66,7 @@ def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Pref
     _check_ports(config)
     _check_folders(config, dry)
     _check_plugins(config)
+    _check_parser(config, dry, unchecked)
     gpus = visible_gpus()
     device = _check_device(config, gpus, dry, unchecked)
 
@@ -134,6 +136,16 @@ def _check_plugins(config: Config) -> None:
     make_priority(rules)
     make_task_source(rules)
     register_configured(config.algo.columns)
+
+
+def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:
+    """The names of vLLM's parsers. Whether they fit the model is known when they have been imported."""
+    try:
+        check_names(config.chat)
+    except ModuleNotFoundError:
+        if not dry:
+            raise ConfigError(f"chat.parser={config.chat.parser!r}: vLLM is not installed; install it") from None
+        unchecked.append(f"chat.parser={config.chat.parser!r}: vLLM is not installed yet")
 
 
 def _check_memory(

@@ -53,12 +53,13 @@ from rl.weights.shm_file import remove_slots
 _LIMITED_BY = {
     "generator": "generator",
     "env_server": "env",
+    "parsers": "env",
     "proxy": "learner",
     "broker": "learner",
     "learner": "learner",
 }
 """The section with a role's max_restarts."""
-_WORKERS = ("generator", "env_server")
+_WORKERS = ("generator", "env_server", "parsers")
 _TOGETHER = "learner"  # its ranks train as one, and are replaced as one
 _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
 _FENCE_S = 10.0  # for the kernel to end a killed process

@@ -34,7 +34,7 @@ from rl.core.trace import FOLDER, SUFFIX, TraceFile, boot_id
 _REFRESH_S = 1.0
 _TAIL_BYTES = 1 << 17  # of metrics.jsonl: some rows
 _NOTES = 4
-_ROLES = ("learner", "generator", "env_server", "proxy", "broker")
+_ROLES = ("learner", "generator", "env_server", "parsers", "proxy", "broker")
 _QUEUE = ("queued", "running", "waiting", "batched")
 
 

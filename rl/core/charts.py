@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-_PROCESS = re.compile(r"^(broker|proxy|learner|generator|env_server)\.\d+/|^wait/")
+_PROCESS = re.compile(r"^(broker|proxy|learner|generator|env_server|parsers)\.\d+/|^wait/")
 _BY_AGE = re.compile(r"^stale_\w+/")
 _DRAWN_BY_AGE = ("/kl_behavior", "/ess", "/tokens")
 _LEFT_OUT = {

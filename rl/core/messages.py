@@ -225,6 +225,33 @@ class ReportsLost(Struct, frozen=True, tag="reports_lost"):
     """Proxy -> broker: a connection broke, and with it perhaps reports of what live tickets have sampled."""
 
 
+# ---------------------------------------------------------------- parsing: environment server <-> parsers
+
+
+class ParserHello(Struct, frozen=True, tag="parser_hello"):
+    """Answer to a ClientHello: the parser fits the tokenizer, and turns may come."""
+
+    opener: str  # as `TurnParser` says
+
+
+class ParseTurn(Struct, frozen=True, tag="parse_turn"):
+    """Read this turn. Asked again, under its number, when its answer may be lost."""
+
+    request_id: int  # unique within the client
+    text: str  # with what the prompt had written of the turn
+    tools: str  # JSON: what the turn could call
+
+
+class TurnParsed(Struct, frozen=True, tag="turn_parsed"):
+    """Or not, and `failed` says why."""
+
+    request_id: int
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = []  # name, arguments as JSON text
+    failed: str = ""
+
+
 # ---------------------------------------------------------------- batches: broker <-> learner
 
 
@@ -334,10 +361,11 @@ RequestMessage = (
     | Usage
     | ReportsLost
 )
+ParsingMessage = ParserHello | ParseTurn | TurnParsed
 BatchMessage = BatchRequest | Published | EvalRequest | SaveRequest | Journal | Shard
 WeightMessage = WeightNotice | WeightStatus
 ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | Stop
-Message = TicketMessage | RequestMessage | BatchMessage | WeightMessage | ControlMessage
+Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage
 
 
 _codec: Codec[Message] = Codec(Message)

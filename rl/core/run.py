@@ -15,7 +15,17 @@ from pydantic import BaseModel, ConfigDict
 from rl.core.columns import register_configured
 from rl.core.config import Config
 
-_ENDPOINTS = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
+_ENDPOINTS = (
+    "control",
+    "tickets",
+    "trajectories",
+    "usage",
+    "steps",
+    "frontend",
+    "backend",
+    "weight_status",
+    "parsers",
+)
 
 
 class RunFile(BaseModel):
@@ -58,7 +68,7 @@ class RunFile(BaseModel):
         Single sockets: control (supervisor ROUTER), tickets (broker ROUTER, environment servers),
         trajectories (broker PULL), usage (broker PULL, from the proxy), steps (broker ROUTER, learner rank 0),
         frontend (proxy ROUTER, environment servers), backend (proxy ROUTER, generators),
-        weight_status (learner rank 0 ROUTER, generators).
+        weight_status (learner rank 0 ROUTER, generators), parsers (parsers ROUTER, environment servers).
         One per receiver: batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight frames).
         """
         if self.config.network.transport == "ipc":
@@ -73,7 +83,8 @@ class RunFile(BaseModel):
 
     def endpoints(self) -> dict[str, str]:
         """All of them, for `--dry-run` and the port check."""
-        found = {name: self.endpoint(name) for name in _ENDPOINTS}
+        names = [name for name in _ENDPOINTS if name != "parsers" or self.config.chat.vllm_names]
+        found = {name: self.endpoint(name) for name in names}
         for rank in range(self.config.learner.ranks):
             found[f"batches.{rank}"] = self.endpoint("batches", rank)
             found[f"blobs.{rank}"] = self.endpoint("blobs", rank)

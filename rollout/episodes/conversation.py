@@ -14,7 +14,7 @@ import numpy as np
 
 from rl.core.columns import ONE_TURN, masked_columns
 from rollout.episodes.environment import ChatMessage, Opening, ToolCall, TurnText
-from rollout.episodes.parsing import TurnReader
+from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
 from rollout.episodes.sequence import GrowingSequence
 from rollout.episodes.tokenizer import ConversationTokenizer
 
@@ -55,22 +55,31 @@ class ToolConversation(Conversation):
     """Likewise with tools: turns are parsed, and what follows a turn depends on what it called."""
 
     def __init__(self, reader: TurnReader, opening: Opening) -> None:
-        self._reader = reader
+        self.reader = reader
         self._tools = opening.tools
         self._calls: tuple[ToolCall, ...] = ()  # of the last turn
         super().__init__(reader.tokenizer, opening.messages)
 
     def text(self, start: int, end: int) -> TurnText:
-        ids = self.context()[start:end].tolist()
-        begun = self._reader.begun(self.context()[:start].tolist())
-        text = TurnText(self._reader.tokenizer.turn_text(ids))
-        message = self._reader.read(ids, f"{len(self.turns)}", text, begun)
-        self._calls = message.calls
-        text.message = message
+        """`sampled` and `read`, with a parser of this process."""
+        sampled = self.sampled(start, end)
+        return self.read(sampled, self.reader.parsed_here(sampled))
+
+    def sampled(self, start: int, end: int) -> SampledText:
+        """What a parser is to read of a turn."""
+        context = self.context()
+        text = self.reader.tokenizer.turn_text(context[start:end].tolist())
+        return SampledText(text, self.reader.begun(context[:start].tolist()), self._tools)
+
+    def read(self, sampled: SampledText, parsed: ParsedTurn) -> TurnText:
+        """The text of the last turn with its message."""
+        text = TurnText(sampled.text)
+        text.message = self.reader.message(parsed, f"{len(self.turns)}")
+        self._calls = text.message.calls
         return text
 
     def _prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        return self._reader.tokenizer.prompt(messages, self._tools)
+        return self.reader.tokenizer.prompt(messages, self._tools)
 
     def _between(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
-        return self._reader.tokenizer.bridge(self._calls, messages, last_id, self._tools)
+        return self.reader.tokenizer.bridge(self._calls, messages, last_id, self._tools)

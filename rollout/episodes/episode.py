@@ -226,11 +226,12 @@ class _Episode:
         generate_s = time.monotonic() - begin
         end = len(conversation)
 
+        text = await self._text(conversation, start, end)
         await self._barrier(STEP)
         begin = time.monotonic()
         self.context.trace.add(StepBegan(self.ticket.ticket_id, self.progress.turns))
         reason = generated.finish_reason
-        call = self.environment.step(conversation.text(start, end), truncated=reason == "length")
+        call = self.environment.step(text, truncated=reason == "length")
         step = _checked_step(await self._call(call, what), what)
 
         stop_reason = self._stop_reason(conversation, step, reason, cut_by_context)
@@ -247,6 +248,12 @@ class _Episode:
         except ValueError as error:
             raise EpisodeFailed(f"environment: {what} answered {error}") from None
         return stop_reason
+
+    async def _text(self, conversation: Conversation, start: int, end: int) -> str:
+        if not isinstance(conversation, ToolConversation):
+            return conversation.text(start, end)
+        sampled = conversation.sampled(start, end)
+        return conversation.read(sampled, await conversation.reader.parsed(sampled))
 
     def _stop_reason(self, conversation: Conversation, step: Step, reason: str, cut_by_context: bool) -> str:
         """Why the episode ends with this step; the empty string: it goes on, with the step's messages appended."""

@@ -40,7 +40,7 @@ from rl.core.messages import TokenSequence, Turn
 from rollout.episodes.bridge import BridgeRefused
 from rollout.episodes.environment import ChatMessage, Tools
 from rollout.episodes.live import LiveTurn
-from rollout.episodes.parsing import TurnReader
+from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
 from rollout.episodes.sequence import GrowingSequence
 from rollout.episodes.tokenizer import AgentTokenizer
 
@@ -102,7 +102,7 @@ class Forest:
         self.forks: Counter[str] = Counter()  # new roots after the first, by reason
         self.turns: list[ForestTurn] = []  # finished, in this order
 
-        self._reader = reader
+        self.reader = reader
         self._tokenizer = reader.tokenizer
         self._thinking = thinking
         self._limit = limit
@@ -140,12 +140,18 @@ class Forest:
 
     def live(self, turn: ForestTurn, stop: Sequence[str] = ()) -> LiveTurn:
         """To read this turn along while it is being sampled."""
-        return LiveTurn(self._reader, self._begun_by_prompt(turn), stop)
+        return LiveTurn(self.reader, self._begun_by_prompt(turn), stop)
 
     def finish(
         self, turn: ForestTurn, finish_reason: str, stop: Sequence[str] = (), text: str | None = None
     ) -> ChatMessage:
-        """The turn was sampled: the message that answers the request. `answered` makes it a part of the episode.
+        """`end` and `read`, with a parser of this process."""
+        return self.read(turn, self.reader.parsed_here(self.end(turn, finish_reason, stop, text)))
+
+    def end(
+        self, turn: ForestTurn, finish_reason: str, stop: Sequence[str] = (), text: str | None = None
+    ) -> SampledText:
+        """The turn was sampled: what a parser is to read of it.
 
         stop: texts that end a turn. What was sampled beyond the first one is no part of it, and neither is its text.
         text: that of the turn, where somebody has read along.
@@ -165,7 +171,11 @@ class Forest:
         turn.sampled = sampled
         turn.finish_reason = finish_reason
 
-        return self._reader.read(ids, f"{self._name}{turn.number}", text, self._begun_by_prompt(turn))
+        return SampledText(text, self._begun_by_prompt(turn), turn.tools)
+
+    def read(self, turn: ForestTurn, parsed: ParsedTurn) -> ChatMessage:
+        """The message that answers the request. `answered` makes it a part of the episode."""
+        return self.reader.message(parsed, f"{self._name}{turn.number}")
 
     def answered(self, turn: ForestTurn, message: ChatMessage) -> None:
         """The agent is given this message for the finished turn: it is a part of the episode from now on."""
@@ -227,7 +237,7 @@ class Forest:
     # ------------------------------------------------------------ inside
 
     def _begun_by_prompt(self, turn: ForestTurn) -> str:
-        return self._reader.begun(turn.context[: turn.prompt_length].tolist())
+        return self.reader.begun(turn.context[: turn.prompt_length].tolist())
 
     def _place(self, history: tuple[ChatMessage, ...], tools: Tools) -> tuple[ForestTurn | None, Ids, str]:
         """The turn to go on from, the ids that follow it, and why a new root is opened (if it is)."""

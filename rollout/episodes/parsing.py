@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from rl.core.config import Config
+from rl.core.config import Config, ConfigError
 from rl.core.plugins import load
-from rollout.episodes.environment import ChatMessage, ToolCall
+from rollout.episodes.environment import ChatMessage, ToolCall, Tools
 from rollout.episodes.tokenizer import AgentTokenizer, TokenizerError
 
 _CALL_BEGIN = "<tool_call>"
@@ -33,6 +34,15 @@ class ParsedTurn:
     content: str
     reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class SampledText:
+    """What a parser is given of a turn."""
+
+    text: str  # of what was sampled, as far as it counts
+    begun: str = ""  # what the prompt has written of the turn
+    tools: Tools = ()  # what it could call
 
 
 class TurnParser(Protocol):
@@ -61,6 +71,16 @@ class LiveParser(TurnParser, Protocol):
         Nothing that may yet become a marker is told; calls are read when the turn is complete.
         """
         ...
+
+
+class DistantParser(ABC):
+    """One in another process. It has an `opener` too, and streams are sent when the turn is complete."""
+
+    opener = ""
+
+    @abstractmethod
+    async def parsed(self, turn: SampledText) -> ParsedTurn:
+        """Within its deadline, whatever happens there: what could not be read stays content."""
 
 
 class PlainParser:
@@ -112,15 +132,19 @@ class TurnReader:
     """The parser of a run with the tokenizer that it fits."""
 
     tokenizer: AgentTokenizer
-    parser: TurnParser
+    parser: TurnParser | DistantParser
 
-    def read(self, ids: Sequence[int], name: str, text: str | None = None, begun: str = "") -> ChatMessage:
-        """The message that a sampled turn is.
+    def parsed_here(self, turn: SampledText) -> ParsedTurn:
+        """By a parser of this process."""
+        assert not isinstance(self.parser, DistantParser), "who waits for nothing needs a parser of this process"
+        return self.parser.parse(turn.begun + turn.text)
 
-        name: makes the ids of its calls unique. text: that of the turn, where it counts only up to a stop text.
-        begun: what the prompt has written of it (`begun`).
-        """
-        parsed = self.parser.parse(begun + (self.tokenizer.turn_text(ids) if text is None else text))
+    async def parsed(self, turn: SampledText) -> ParsedTurn:
+        """By any; one of this process is not waited for."""
+        return await self.parser.parsed(turn) if isinstance(self.parser, DistantParser) else self.parsed_here(turn)
+
+    def message(self, parsed: ParsedTurn, name: str) -> ChatMessage:
+        """What a sampled turn is. name: makes the ids of its calls unique."""
         calls = tuple(
             ToolCall(f"call_{name}_{place}", tool, arguments) for place, (tool, arguments) in enumerate(parsed.calls)
         )
@@ -141,7 +165,9 @@ def make_reader(config: Config, tokenizer: AgentTokenizer) -> TurnReader:
 
 
 def make_parser(name: str) -> TurnParser:
-    """The parser that `chat.parser` names. Raises ConfigError."""
+    """The parser that `chat.parser` names, one of this process. Raises ConfigError."""
+    if name.startswith("vllm:"):
+        raise ConfigError(f"chat.parser={name!r}: vLLM's parsers have a process of their own, which only a run has")
     made: TurnParser = load("chat.parser", name, PARSERS)()
     return made
 

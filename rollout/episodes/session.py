@@ -176,10 +176,14 @@ class Session:
         if generation.ending.done():
             raise SessionClosed("nobody waited for this generation any more, or its ticket has ended")
 
-        return [
-            (turn, self.forest.finish(turn, turn.finish_reason, stop, reader.text() if reader else None))
+        forest = self.forest
+        ended = [
+            forest.end(turn, turn.finish_reason, stop, reader.text() if reader else None)
             for turn, reader in zip(turns, live, strict=True)
         ]
+        parse = forest.reader.parsed
+        parsed = [await parse(ended[0])] if len(ended) == 1 else await asyncio.gather(*map(parse, ended))
+        return [(turn, forest.read(turn, each)) for turn, each in zip(turns, parsed, strict=True)]
 
     async def _sample(
         self,

@@ -14,6 +14,8 @@ _VLLM_IMPORTS = (
     "vllm.v1.worker.cpu_worker",
 )
 
+VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
 
 def engine_imports(config: Config, device: str) -> tuple[str, ...]:
     """What a generator process on `device` and its engine take seconds to import."""
@@ -24,7 +26,7 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
     """Variables for one generator process on `device` (`cpu` or `cuda`)."""
     if config.generator.engine != "vllm":
         return {}
-    variables = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    variables = VLLM_QUIET | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if device == "cpu":
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker shares the engine core's process

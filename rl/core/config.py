@@ -141,7 +141,7 @@ class EnvConfig(Section):
     step_deadline_s: float = Field(30.0, gt=0)
     """Longest time of one reset or step before the ticket fails."""
     max_restarts: int = Field(3, ge=0)
-    """Times that a dead server is started again before the run stops."""
+    """Times that a dead server, or the process of parsers, is started again before the run stops."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment, validated against its own model."""
 

@@ -57,12 +57,17 @@ class VllmParser:
         reasoning, content, calls = self._made(request.tools).parse(
             text, request, enable_auto_tools=True, model_output_token_ids=ids
         )
-        found = tuple((call.name, call.arguments) for call in calls or ())
-        return ParsedTurn(content or "", reasoning or "", found)
+        found = tuple((_utf8(call.name), _utf8(call.arguments)) for call in calls or ())
+        return ParsedTurn(_utf8(content or ""), _utf8(reasoning or ""), found)
 
     def _made(self, tools: Any) -> Any:
         """A new one for each turn: parsers keep what they have read."""
         return self._kind(self._tokenizer, tools, chat_template_kwargs=self._options)
+
+
+def _utf8(text: str) -> str:
+    """A model may write half of a surrogate pair into JSON, and no message can hold that."""
+    return text.encode(errors="replace").decode()
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from rl.core.seeds import turn_seed
 from rollout.episodes.environment import ChatMessage, Opening, Step, TurnText
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.generation import GenerationClient
-from rollout.episodes.parsing import make_reader
+from rollout.episodes.parsing import DistantParser, HermesParser, ParsedTurn, SampledText, TurnReader, make_reader
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
 from tests.envs.harness import generated, ticket
@@ -376,6 +376,18 @@ def test_tools_are_shown_and_their_calls_are_parsed(tmp_path: Path) -> None:
     assert '"name": "add"' in asked[0] and asked[1].startswith(asked[0] + said[0])
     assert asked[1].endswith("<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert result.stop_reason == "done" and len(result.sequence.turns) == 2
+
+    class Elsewhere(DistantParser):
+        opener = "assistant"
+
+        async def parsed(self, turn: SampledText) -> ParsedTurn:
+            await asyncio.sleep(0)
+            assert turn.begun == "assistant" and turn.tools == TOOLS
+            return HermesParser().parse(turn.text)
+
+    asked.clear()
+    elsewhere = run(WithTools(), EpisodeContext(settings, chat, scripted, reader=TurnReader(chat, Elsewhere())))
+    assert elsewhere.sequence.token_ids.tolist() == result.sequence.token_ids.tolist()
 
     with pytest.raises(EpisodeFailed, match="its family does not say tools = True"):
         run(WithTools(), EpisodeContext(settings, chat, scripted))

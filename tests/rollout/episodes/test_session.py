@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from experiments.gateway.agents import TOOLS
 from rl.core.config import load_config
 from rl.core.messages import Generate, Generated, Ticket, Version
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.forest import Forest
 from rollout.episodes.generation import Read
-from rollout.episodes.parsing import PlainParser, TurnReader
+from rollout.episodes.parsing import DistantParser, ParsedTurn, PlainParser, SampledText, TurnParser, TurnReader
 from rollout.episodes.session import ModelRequest, Session, SessionClosed
 from rollout.episodes.tokenizer import IdTokenizer
 from rollout.episodes.turns import EpisodeFailed, TurnSampler
@@ -47,12 +48,29 @@ class Engine:
         return generated(request, [70 + number, 9])
 
 
-def run(scene: Callable[[Session, Engine], Coroutine[Any, Any, None]], grace_s: float = 0.0) -> Session:
+class Elsewhere(DistantParser):
+    """Answers when it has been asked for three turns."""
+
+    def __init__(self) -> None:
+        self.asked: list[SampledText] = []
+
+    async def parsed(self, turn: SampledText) -> ParsedTurn:
+        self.asked.append(turn)
+        while len(self.asked) < 3:
+            await asyncio.sleep(0)
+        return ParsedTurn(turn.text, calls=(("add", "{}"),))
+
+
+def run(
+    scene: Callable[[Session, Engine], Coroutine[Any, Any, None]],
+    grace_s: float = 0.0,
+    parser: TurnParser | DistantParser | None = None,
+) -> Session:
     async def play() -> Session:
         engine = Engine()
         config = load_config(None, ["generator.max_model_len=64", "sampling.max_tokens=8"])
         sampler = TurnSampler(Ticket(5, 0, 0, 0, Version(0, 3)), config, [9], engine.generate)
-        session = Session(sampler, Forest(TurnReader(IdTokenizer(), PlainParser())), grace_s=grace_s)
+        session = Session(sampler, Forest(TurnReader(IdTokenizer(), parser or PlainParser())), grace_s=grace_s)
         await asyncio.wait_for(scene(session, engine), 20)
         await session.close()
         return session
@@ -76,6 +94,19 @@ def test_parallel_requests_are_samples_of_their_own() -> None:
 
     sequences = run(scene).forest.sequences()
     assert [each.token_ids.tolist() for each in sequences] == [[1, 2, 3, 71, 9], [1, 2, 3, 72, 9]]
+
+
+def test_answers_of_one_request_are_read_elsewhere_side_by_side() -> None:
+    parser = Elsewhere()
+
+    async def scene(session: Session, engine: Engine) -> None:
+        engine.go.set()
+        answers = await session.respond(ModelRequest(ASK.messages, tools=TOOLS, answers=3))
+        assert [answer.finish_reason for answer in answers] == ["tool_calls"] * 3
+        assert len({answer.message.calls[0].id for answer in answers}) == 3
+
+    run(scene, parser=parser)
+    assert [turn.text for turn in parser.asked] == ["71 9", "72 9", "73 9"] and parser.asked[0].tools == TOOLS
 
 
 def test_a_marked_retry_joins_what_runs_and_what_has_ended() -> None:

@@ -12,7 +12,7 @@ import pytest
 from experiments.gateway.tokenizers import make_folder
 from rl.core.config import ConfigError, load_config
 from rl.core.config_chat import ChatConfig
-from rl.core.messages import ParseTurn
+from rl.core.messages import ParseTurn, encode
 from rl.core.process import Process
 from rl.core.run import ProcessContext
 from rollout.episodes.parsing import ParsedTurn, make_parser
@@ -185,6 +185,9 @@ def test_a_hostile_turn_ends_after_its_time(parsers: Parsers, monkeypatch: pytes
     assert parsed.request_id == 3 and parsed.failed == "the parser took longer than 0.3 s" and not parsed.content
 
     monkeypatch.setattr(parsers._parser, "parse", good)
-    assert parsers._parsed(ParseTurn(4, HERMES, json.dumps(_TOOLS))).calls
+    half = HERMES.replace("two", "\\ud800")
+    for text in (HERMES, half):
+        answer = parsers._parsed(ParseTurn(4, text, json.dumps(_TOOLS)))
+        assert answer.calls and encode(answer)
     assert parsers._parsed(ParseTurn(5, HERMES, "no json")).failed.startswith("the parser raised JSONDecodeError")
     assert parsers._parsed(ParseTurn(6, HERMES, '[{"type": 1}]')).failed.startswith("the parser raised ValidationError")

@@ -15,17 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from rl.core.columns import register_configured
 from rl.core.config import Config
 
-_ENDPOINTS = (
-    "control",
-    "tickets",
-    "trajectories",
-    "usage",
-    "steps",
-    "frontend",
-    "backend",
-    "weight_status",
-    "parsers",
-)
+_ENDPOINTS = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
 
 
 class RunFile(BaseModel):
@@ -77,19 +67,21 @@ class RunFile(BaseModel):
             offset = _ENDPOINTS.index(name)
         else:
             ranks = self.config.learner.ranks
-            first = {"batches": 0, "blobs": ranks, "notices": 2 * ranks}[name]
+            parsers = 2 * ranks + self.config.generator.count
+            first = {"batches": 0, "blobs": ranks, "notices": 2 * ranks, "parsers": parsers}[name]
             offset = len(_ENDPOINTS) + first + (index or 0)
         return f"tcp://{self.config.network.host}:{self.config.network.base_port + offset}"
 
     def endpoints(self) -> dict[str, str]:
         """All of them, for `--dry-run` and the port check."""
-        names = [name for name in _ENDPOINTS if name != "parsers" or self.config.chat.vllm_names]
-        found = {name: self.endpoint(name) for name in names}
+        found = {name: self.endpoint(name) for name in _ENDPOINTS}
         for rank in range(self.config.learner.ranks):
             found[f"batches.{rank}"] = self.endpoint("batches", rank)
             found[f"blobs.{rank}"] = self.endpoint("blobs", rank)
         for generator in range(self.config.generator.count):
             found[f"notices.{generator}"] = self.endpoint("notices", generator)
+        if self.config.chat.vllm_names:
+            found["parsers"] = self.endpoint("parsers")
         return found
 
 

@@ -158,9 +158,10 @@ def test_server_and_copies_die_with_who_asked_for_them(tmp_path: Path) -> None:
 
 def test_what_the_recipes_import_leaves_one_thread() -> None:
     """A thread is not copied, nor what it holds: whoever waits for either in a copy waits for ever."""
-    plans = [make_plan(load_config(EXPERIMENTS / f"{recipe}.yaml"), "cpu") for recipe in RECIPES]
+    parsers = ["chat.parser=vllm:hermes"]
+    plans = [make_plan(load_config(EXPERIMENTS / f"{recipe}.yaml", parsers), "cpu") for recipe in RECIPES]
     imports = sorted({name for plan in plans for spec in plan for name in spec.imports})
-    assert "rl.learner.process" in imports and "rollout.generator.engines.vllm" in imports
+    assert {"rl.learner.process", "rollout.generator.engines.vllm", "rollout.parsers.process"} <= {*imports}
 
     script = (
         f"import launch.prepare, {', '.join(imports)}; from launch.fork_server import is_alone, living_threads; "

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
 from experiments.gateway.agents import TOOLS
+from launch.memory import estimate
+from launch.plan import make_plan
 from rl.core.messages import ClientHello, Message, ParserHello, ParseTurn, Stop, TurnParsed
 from rl.core.process import Process, WaitExpired
 from rl.core.receiving import Malformed
 from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import open_socket, receive_from, send_to
-from rollout.episodes.parsing import ParsedTurn, SampledText
+from rollout.episodes.live import LiveTurn
+from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
+from rollout.episodes.tokenizer import IdTokenizer
 from rollout.parsers.client import ParserClient
 from tests.conftest import MakeRun
 
@@ -160,5 +163,23 @@ def test_a_process_that_does_not_become_ready_is_named(play: Callable[..., None]
     play(scene, "timeouts.start_s=0.2")
 
 
-def test_without_vllm_parsers_a_run_has_no_such_socket(make_run: MakeRun, tmp_path: Path) -> None:
-    assert "parsers" not in make_run().endpoints() and "parsers" in make_run("chat.parser=vllm:hermes").endpoints()
+def test_only_a_run_with_vllm_parsers_has_a_process_for_them(make_run: MakeRun) -> None:
+    tcp = "network.transport=tcp"
+    for run, count in ((make_run(tcp, "generator.count=2"), 0), (make_run(tcp, "chat.parser=vllm:hermes"), 1)):
+        for device in ("cpu", "cuda"):
+            specs = [spec for spec in make_plan(run.config, device) if spec.role == "parsers"]
+            assert len(specs) == count and all(spec.environment["CUDA_VISIBLE_DEVICES"] == "" for spec in specs)
+            assert [need.what for need in estimate(run.config, device, None)].count("process of parsers") == count
+        assert ("parsers" in run.endpoints()) == bool(count)
+
+        ports = sorted(int(endpoint.rpartition(":")[2]) for endpoint in run.endpoints().values())
+        assert ports == [*range(ports[0], ports[0] + len(ports))]
+
+
+def test_a_stream_is_sent_when_the_turn_is_complete(play: Callable[..., None]) -> None:
+    async def scene(client: ParserClient, side: Side) -> None:
+        live = LiveTurn(TurnReader(IdTokenizer(), client), "", [])
+        assert not live.grew([1, 2]) and not live.grew([3]) and not live.content
+        assert live.text() == "1 2 3"
+
+    play(scene)

@@ -12,7 +12,7 @@ import pytest
 from experiments.gateway.tokenizers import make_folder
 from rl.core.config import ConfigError, load_config
 from rl.core.config_chat import ChatConfig
-from rl.core.messages import ParseTurn, encode
+from rl.core.messages import ClientHello, Message, ParseTurn, ProtocolError, Stop, encode
 from rl.core.process import Process
 from rl.core.run import ProcessContext
 from rollout.episodes.parsing import ParsedTurn, make_parser
@@ -164,6 +164,17 @@ def parsers(base: Path, make_run: MakeRun) -> Iterator[Parsers]:
     made = Parsers(Process("parsers", ProcessContext(run, 0, 0)), *process.make_parser(run))
     yield made
     made.close()
+
+
+def test_what_is_no_question_of_an_environment_server_is_dropped(parsers: Parsers) -> None:
+    strange: list[tuple[Message, bytes]] = [
+        (ParseTurn(1, "a", "[]"), b"env_server.9.0"),
+        (Stop("forged"), b"env_server.0.0"),
+    ]
+    for message, peer in strange:
+        with pytest.raises(ProtocolError):
+            parsers._from_client(message, peer)
+    parsers._from_client(ClientHello(0, 0), b"env_server.0.0")  # it has gone: nobody is answered
 
 
 def test_a_hostile_turn_ends_after_its_time(parsers: Parsers, monkeypatch: pytest.MonkeyPatch) -> None:

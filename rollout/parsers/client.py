@@ -1,7 +1,8 @@
 """An environment server's line to the process of vLLM's parsers. Nothing here imports torch, and nothing blocks.
 
 A turn that is not read within `chat.parse_deadline_s` stays content, whatever the reason. It is counted. Turns are
-asked for again when the process has died or the connection broke, but once: one of them may be what it dies of.
+asked for again when the process has died or the connection broke, but not after two deaths: one of them may be what it
+dies of.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rollout.episodes.parsing import DistantParser, ParsedTurn, SampledText, Tur
 from rollout.episodes.tokenizer import AgentTokenizer
 
 _LOOK_S = 0.1
+_MOST_DEATHS = 2  # of the process, while it was to read a turn
 _QUIET_S = 10.0  # between two lines on turns that were not read
 
 
@@ -32,7 +34,7 @@ _QUIET_S = 10.0  # between two lines on turns that were not read
 class _Asked:
     turn: ParseTurn
     answer: asyncio.Future[TurnParsed]
-    again: bool = False
+    deaths: int = 0
 
 
 class ParserClient(DistantParser):
@@ -80,6 +82,11 @@ class ParserClient(DistantParser):
 
     def peer_died(self) -> None:
         """The successor is met over a new socket, as everywhere."""
+        for asked in self._asked.values():
+            asked.deaths += 1
+            if asked.deaths == _MOST_DEATHS:
+                failed = f"parsers.0 died {_MOST_DEATHS} times while it was to read it"
+                self._end(asked, TurnParsed(asked.turn.request_id, failed=failed))
         self._port.close(peer_died=True)
         self._port = self._open()
         self._greet()
@@ -116,8 +123,7 @@ class ParserClient(DistantParser):
         """Also after the connection broke: what was asked may be lost, or its answer."""
         self._port.send(ClientHello(self._process.index, self._process.incarnation))
         for asked in self._asked.values():
-            if not asked.again:
-                asked.again = True
+            if not asked.answer.done():
                 self._port.send(asked.turn)
 
     def _from_parsers(self, message: Message, _peer: bytes) -> None:

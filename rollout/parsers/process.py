@@ -23,6 +23,7 @@ from rollout.parsers.fitting import ParserRefused, fitting_opener
 from rollout.parsers.vllm_parser import VllmParser
 
 _POLL_S = 0.1
+_REASON_CHARS = 300
 _SHARE = 0.1  # of `chat.parse_deadline_s`: so that a parse that is interrupted delays those behind it, and no more
 
 
@@ -82,7 +83,7 @@ class Parsers:
         except Overran:
             failed = f"the parser took longer than {self._limit_s:g} s"
         except Exception as error:
-            failed = f"the parser raised {type(error).__name__}: {error}"
+            failed = f"the parser raised {type(error).__name__}: {str(error)[:_REASON_CHARS]!a}"
         finally:
             self._process.busy = False
 

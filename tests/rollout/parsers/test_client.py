@@ -126,18 +126,24 @@ def test_what_is_not_read_in_time_stays_content(play: Callable[..., None], capsy
     assert line.startswith("turn 1 that stays content: parsers.0 did not answer within chat.parse_deadline_s=0.3")
 
 
-def test_a_successor_is_asked_again_once(play: Callable[..., None]) -> None:
+def test_a_successor_is_asked_again(play: Callable[..., None]) -> None:
     async def scene(client: ParserClient, side: Side) -> None:
-        turn = ask(client)
+        old = ask(client)
         await side.hears([ParseTurn])
-        again: list[list[type]] = [[ClientHello, ParseTurn], [ClientHello]]
-        for wanted in again:  # the turn may be what they die of
-            side.close()
-            side.open()
-            client.peer_died()
-            await side.hears(wanted)
-        side.says(TurnParsed(1, **ANSWER))
-        assert await turn == READ
+        side.close()
+        side.open()
+        client.peer_died()
+        await side.hears([ClientHello, ParseTurn])
+
+        young = ask(client)
+        await side.hears([ClientHello, ParseTurn, ParseTurn])
+        side.close()
+        side.open()
+        client.peer_died()  # what the two have in common stays content
+        await side.hears([ClientHello, ParseTurn])
+        side.says(TurnParsed(2, **ANSWER))
+        assert (await old, await young) == (ParsedTurn("why</think>hello"), READ)
+        assert client.stats["parse_failures"] == 1
 
     play(scene)
 

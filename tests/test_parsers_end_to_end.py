@@ -27,6 +27,7 @@ SETTINGS = [
     "name=simulated",
     "chat.parser=vllm:hermes",
     "steps=10",
+    "env.servers=2",
     "model.tiny={hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, head_dim: 32, ffn_size: 128}",
     "model.warm_start={demonstrations: 200, steps: 80, batch: 8}",
     "rollout.groups_per_batch=2",
@@ -72,7 +73,9 @@ def test_a_run_goes_on_when_its_parsers_die_and_hang(process: subprocess.Popen[s
     assert max(row.get("env/tool_calls", 0) for row in rows) > 0  # vLLM's parser has found them
     last = [row for row in rows if "parsers.0/turns" in row][-1]
     assert last["parsers.0/turns"] > 0
-    assert last["env_server.0/parse_failures"] == 0  # every turn was asked for again in time
+    assert (
+        last["env_server.0/parse_failures"] == last["env_server.1/parse_failures"] == 0
+    )  # every turn was asked for again in time
 
 
 def test_a_parser_that_does_not_fit_is_refused_at_the_start(

@@ -60,11 +60,6 @@ class ToolConversation(Conversation):
         self._calls: tuple[ToolCall, ...] = ()  # of the last turn
         super().__init__(reader.tokenizer, opening.messages)
 
-    def text(self, start: int, end: int) -> TurnText:
-        """`sampled` and `read`, with a parser of this process."""
-        sampled = self.sampled(start, end)
-        return self.read(sampled, self.reader.parsed_here(sampled))
-
     def sampled(self, start: int, end: int) -> SampledText:
         """What a parser is to read of a turn."""
         context = self.context()

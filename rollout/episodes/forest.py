@@ -18,7 +18,9 @@ sampled. So each request is attached to what was sampled:
     forest = Forest(reader)
     turn = forest.attach(messages, tools)       # its prompt stands in turn.growing
     turn.growing.append_generated(reply)        # once or more
-    message = forest.finish(turn, "stop")       # what the agent is answered
+    ended = forest.end(turn, "stop")            # what a parser is to read
+    message = forest.read(turn, parsed)         # what the agent is answered
+    forest.answered(turn, message)
     forest.sequences()                          # of the trajectory
 """
 
@@ -141,12 +143,6 @@ class Forest:
     def live(self, turn: ForestTurn, stop: Sequence[str] = ()) -> LiveTurn:
         """To read this turn along while it is being sampled."""
         return LiveTurn(self.reader, self._begun_by_prompt(turn), stop)
-
-    def finish(
-        self, turn: ForestTurn, finish_reason: str, stop: Sequence[str] = (), text: str | None = None
-    ) -> ChatMessage:
-        """`end` and `read`, with a parser of this process."""
-        return self.read(turn, self.reader.parsed_here(self.end(turn, finish_reason, stop, text)))
 
     def end(
         self, turn: ForestTurn, finish_reason: str, stop: Sequence[str] = (), text: str | None = None

@@ -134,14 +134,11 @@ class TurnReader:
     tokenizer: AgentTokenizer
     parser: TurnParser | DistantParser
 
-    def parsed_here(self, turn: SampledText) -> ParsedTurn:
-        """By a parser of this process."""
-        assert not isinstance(self.parser, DistantParser), "who waits for nothing needs a parser of this process"
-        return self.parser.parse(turn.begun + turn.text)
-
     async def parsed(self, turn: SampledText) -> ParsedTurn:
-        """By any; one of this process is not waited for."""
-        return await self.parser.parsed(turn) if isinstance(self.parser, DistantParser) else self.parsed_here(turn)
+        """A parser of this process is not waited for."""
+        if isinstance(self.parser, DistantParser):
+            return await self.parser.parsed(turn)
+        return self.parser.parse(turn.begun + turn.text)
 
     def message(self, parsed: ParsedTurn, name: str) -> ChatMessage:
         """What a sampled turn is. name: makes the ids of its calls unique."""

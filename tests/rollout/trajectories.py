@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from msgspec.structs import replace
 
 from rl.core.columns import token_columns
 from rl.core.messages import Ticket, TokenSequence, Trajectory, Turn
+from rollout.episodes.environment import ChatMessage
+from rollout.episodes.forest import Forest, ForestTurn
 
 
 def make_trajectory(
@@ -61,3 +64,10 @@ def reply_columns(token_ids: Sequence[int], logp: Any = -0.5, version: Any = 0) 
         "logp_behavior": np.broadcast_to(np.float32(logp), size).copy(),
         "policy_version": np.broadcast_to(np.int32(version), size).copy(),
     }
+
+
+def finish(
+    forest: Forest, turn: ForestTurn, reason: str, stop: Sequence[str] = (), text: str | None = None
+) -> ChatMessage:
+    """The turn has been sampled and read: what the agent is answered."""
+    return forest.read(turn, asyncio.run(forest.reader.parsed(forest.end(turn, reason, stop, text))))

@@ -15,7 +15,7 @@ from rollout.episodes.environment import ChatMessage, ToolCall
 from rollout.episodes.forest import Forest, ForestTurn, RequestRefused
 from rollout.episodes.parsing import HermesParser, PlainParser, TurnReader, check_parser
 from rollout.episodes.tokenizer import ChatTokenizer, TokenizerError
-from tests.rollout.trajectories import reply_columns
+from tests.rollout.trajectories import finish, reply_columns
 
 SYSTEM = ChatMessage("system", "be brief")
 USER = ChatMessage("user", "add 1 and 2")
@@ -46,7 +46,7 @@ def letters(chat: ChatTokenizer, text: str, *, ended: bool = True) -> list[int]:
 
 def answer(forest: Forest, turn: ForestTurn, ids: list[int], **how: object) -> ChatMessage:
     turn.growing.append_generated(reply_columns(ids, -0.25, 4))
-    message = forest.finish(turn, str(how.get("reason", "stop")), how.get("stop", ()))  # type: ignore[arg-type]
+    message = finish(forest, turn, str(how.get("reason", "stop")), how.get("stop", ()))  # type: ignore[arg-type]
     forest.answered(turn, message)
     return message
 
@@ -181,7 +181,7 @@ def test_a_turn_that_was_given_to_nobody_is_not_trained(chat: ChatTokenizer) -> 
     forest = forest_of(chat)
     lost = forest.attach([USER])
     lost.growing.append_generated(reply_columns(letters(chat, "lost"), -0.5, 4))
-    forest.finish(lost, "stop")
+    finish(forest, lost, "stop")
     answer(forest, forest.attach([USER]), letters(chat, "kept"))
     assert trained(forest) == [letters(chat, "kept")]
 

@@ -13,7 +13,7 @@ from rollout.episodes.forest import Forest
 from rollout.episodes.live import LiveTurn
 from rollout.episodes.parsing import HermesParser, ParsedTurn, TurnReader
 from rollout.episodes.tokenizer import ChatTokenizer
-from tests.rollout.trajectories import reply_columns
+from tests.rollout.trajectories import finish, reply_columns
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 PARTS = [*MARKERS, '{"name": "f", "arguments": {"x": "</tool_call>"}}', "{", "}", "\n", " ", "é∑", "a", "<", "tool_"]
@@ -75,5 +75,5 @@ def test_a_thought_that_the_prompt_has_opened_is_no_content(tmp_path: Path) -> N
         live = forest.live(turn)
         live.grew(chat.encode(text))
         turn.growing.append_generated(reply_columns(chat.encode(text), -0.25, 4))
-        message = forest.finish(turn, "stop", (), live.text())
+        message = finish(forest, turn, "stop", (), live.text())
         assert (message.reasoning, message.content) == (live.reasoning, live.content) == (reasoning, content)

@@ -26,15 +26,15 @@ PARSERS = "rollout.parsers.process"
 SETTINGS = [
     "name=simulated",
     "chat.parser=vllm:hermes",
-    "steps=10",
+    "steps=8",
     "env.servers=2",
     "model.tiny={hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, head_dim: 32, ffn_size: 128}",
-    "model.warm_start={demonstrations: 200, steps: 80, batch: 8}",
+    "model.warm_start={demonstrations: 200, steps: 60, batch: 8}",
     "rollout.groups_per_batch=2",
     "rollout.group_size=4",
     "eval.every=0",
     "eval.tasks=0",
-    "timeouts.hang_s=15",
+    "timeouts.hang_s=20",
     "chat.parse_deadline_s=100",
     "tracking.wandb=disabled",
 ]
@@ -66,16 +66,15 @@ def test_a_run_goes_on_when_its_parsers_die_and_hang(process: subprocess.Popen[s
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output[-4000:]
     assert "parsers.0 killed by SIGKILL; starting it again (1 of 3)" in output
-    assert "parsers.0 no heartbeat for 15 s; starting it again (2 of 3)" in output
+    assert "parsers.0 no heartbeat for 20 s; starting it again (2 of 3)" in output
     nothing_is_left(tmp_path)
 
     rows = [json.loads(line) for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("env/tool_calls", 0) for row in rows) > 0  # vLLM's parser has found them
     last = [row for row in rows if "parsers.0/turns" in row][-1]
     assert last["parsers.0/turns"] > 0
-    assert (
-        last["env_server.0/parse_failures"] == last["env_server.1/parse_failures"] == 0
-    )  # every turn was asked for again in time
+    failures = [last[f"env_server.{index}/parse_failures"] for index in range(2)]
+    assert failures == [0, 0]  # every turn was asked for again in time
 
 
 def test_a_parser_that_does_not_fit_is_refused_at_the_start(

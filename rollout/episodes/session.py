@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from rollout.episodes.environment import ChatMessage, Tools
 from rollout.episodes.forest import Forest, ForestTurn
 from rollout.episodes.live import LiveTurn
+from rollout.episodes.parsing import ParsedTurn, SampledText
 from rollout.episodes.turns import TurnSampler
 
 MOST_ANSWERS = 64  # of one request
+_GIVEN_UP = "nobody waited for this generation any more, or its ticket has ended"
 
 
 class SessionClosed(Exception):
@@ -174,16 +177,23 @@ class Session:
                     raise failed
 
         if generation.ending.done():
-            raise SessionClosed("nobody waited for this generation any more, or its ticket has ended")
+            raise SessionClosed(_GIVEN_UP)
 
         forest = self.forest
         ended = [
             forest.end(turn, turn.finish_reason, stop, reader.text() if reader else None)
             for turn, reader in zip(turns, live, strict=True)
         ]
-        parse = forest.reader.parsed
-        parsed = [await parse(ended[0])] if len(ended) == 1 else await asyncio.gather(*map(parse, ended))
-        return [(turn, forest.read(turn, each)) for turn, each in zip(turns, parsed, strict=True)]
+        reading = asyncio.create_task(self._parsed(ended))
+        waited: set[asyncio.Future[Any]] = {reading, generation.ending}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if generation.ending.done():  # a parser elsewhere may take its time
+            reading.cancel()
+            raise SessionClosed(_GIVEN_UP)
+        return [(turn, forest.read(turn, each)) for turn, each in zip(turns, reading.result(), strict=True)]
+
+    async def _parsed(self, ended: list[SampledText]) -> list[ParsedTurn]:
+        return await asyncio.gather(*map(self.forest.reader.parsed, ended))
 
     async def _sample(
         self,

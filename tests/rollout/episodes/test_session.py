@@ -109,6 +109,21 @@ def test_answers_of_one_request_are_read_elsewhere_side_by_side() -> None:
     assert [turn.text for turn in parser.asked] == ["71 9", "72 9", "73 9"] and parser.asked[0].tools == TOOLS
 
 
+def test_the_end_of_the_ticket_waits_for_no_parser_and_takes_no_turn_of_it() -> None:
+    parser = Elsewhere()
+
+    async def scene(session: Session, engine: Engine) -> None:
+        engine.go.set()
+        task = asyncio.create_task(session.respond(ASK))
+        while not parser.asked:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(session.close(), 1)
+        with pytest.raises(SessionClosed):
+            await task
+
+    assert not run(scene, parser=parser).forest.turns
+
+
 def test_a_marked_retry_joins_what_runs_and_what_has_ended() -> None:
     async def scene(session: Session, engine: Engine) -> None:
         first = asyncio.create_task(session.respond(ASK))

@@ -2,7 +2,7 @@
 
 * Every request is a generation of its own, also beside others that run; `n` answers are `n` turns side by side.
 * A request that is marked as a retry joins the generation of its equal, running or done: the same answer, trained once.
-  An equal request without a mark is another sample.
+  One that failed is begun again. An equal request without a mark is another sample.
 * When everybody who waits for a generation has gone, it ends after `grace_s`, unless a retry comes. Its tokens are
   counted (`TurnSampler.tokens_generated`), and nothing of it is trained.
 * A turn that was delivered to nobody is no part of the episode.
@@ -83,6 +83,12 @@ class _Generation:
     following: list[Follow] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
 
+    @property
+    def answers(self) -> bool:
+        """Whether a retry can be given its answer: it runs, or has not failed."""
+        done = self.task.done()
+        return not self.ending.done() and not (done and (self.task.cancelled() or self.task.exception()))
+
 
 class Session:
     """Of one ticket, on one event loop."""
@@ -107,7 +113,7 @@ class Session:
         if self._closed:
             raise SessionClosed("the ticket of this session has ended")
         generation = self._generations.get(request.key()) if request.is_retry else None
-        if generation is None or generation.ending.done():
+        if generation is None or not generation.answers:
             generation = self._begin(request)
         else:
             self.joined += 1

@@ -183,14 +183,18 @@ def test_the_end_of_the_ticket_ends_what_runs_and_refuses_what_comes() -> None:
     assert session.sampler.tokens_generated == 1 and not session.forest.sequences()
 
 
-def test_a_generator_that_refuses_fails_the_request() -> None:
+def test_a_generator_that_refuses_fails_the_request_and_not_its_retry() -> None:
     async def scene(session: Session, engine: Engine) -> None:
         engine.error = "too long"
         engine.go.set()
         with pytest.raises(EpisodeFailed, match="too long"):
             await session.respond(ASK)
 
-    run(scene)
+        engine.error = ""  # such as that of generators that died
+        (answer,) = await session.respond(RETRY)
+        assert answer.message.content == "72 9" and session.joined == 0
+
+    assert len(run(scene).forest.turns) == 1
 
 
 def test_siblings() -> None:

@@ -191,7 +191,7 @@ class ChatTokenizer:
             return self._template.render(
                 messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=opens_turn, **values
             )
-        except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TokenizerError(f"the chat template refuses messages of roles ({roles}): {error}") from None
 
@@ -258,7 +258,7 @@ def _template_message(message: ChatMessage, plain: Callable[[str], str], as_text
 def _object_or_text(text: str) -> Any:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
 

@@ -189,6 +189,15 @@ def test_a_turn_that_was_given_to_nobody_is_not_trained(chat: ChatTokenizer) -> 
 # ---------------------------------------------------------------- parsers
 
 
+def test_arguments_nested_too_deep_for_python_are_text(chat: ChatTokenizer) -> None:
+    """A parser in another process has a stack of its own, and may read what is too deep for this one."""
+    call = ToolCall("c", "add", '{"a":' * 5000 + "1" + "}" * 5000)
+    history = [ChatMessage("user", "q"), ChatMessage("assistant", calls=(call,)), ChatMessage("tool", "r", call_id="c")]
+    forest = forest_of(chat)
+    answer(forest, forest.attach(history), letters(chat, "3"))
+    assert forest.drift().total() == 1
+
+
 def test_hermes_reads_calls_and_leaves_the_rest() -> None:
     parser = HermesParser()
     two = parser.parse(CALL + "\n" + CALL.replace("1", "7"))

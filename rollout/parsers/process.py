@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
+from collections import deque
 from collections.abc import Iterator
 
 import zmq
@@ -36,7 +38,9 @@ class Parsers:
         self._process = process
         self._parser = parser
         self._opener = opener
-        self._limit_s = _SHARE * process.config.chat.parse_deadline_s
+        self._deadline_s = process.config.chat.parse_deadline_s
+        self._limit_s = min(_SHARE * self._deadline_s, process.config.timeouts.hang_s / 2)
+        self._waiting: deque[tuple[float, bytes, ParseTurn]] = deque()  # until when somebody does, and who
         self._turns = 0
         self._failures = 0
         self._malformed = Malformed("parsers")
@@ -48,8 +52,9 @@ class Parsers:
         receiver = Receiver({self._socket: self._from_client}, self._malformed, process.wake_fd)
         while not process.stopping:
             process.progress += 1
-            receiver.wait(_POLL_S)
+            receiver.wait(0 if self._waiting else _POLL_S)
             receiver.drain()
+            self._parse_next()
             for _ in process.received():  # whoever died: its successor says hello
                 pass
             process.stats = {"turns": self._turns, "failures": self._failures, "malformed": self._malformed.count}
@@ -63,9 +68,17 @@ class Parsers:
             case ClientHello():
                 self._answer(peer, ParserHello(self._opener))
             case ParseTurn():
-                self._answer(peer, self._parsed(message))
+                self._waiting.append((time.monotonic() + self._deadline_s, peer, message))
             case _:
                 raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
+
+    def _parse_next(self) -> None:
+        """One turn that somebody still waits for: those behind hostile ones would all be read too late."""
+        while self._waiting:
+            until, peer, asked = self._waiting.popleft()
+            if time.monotonic() < until:
+                self._answer(peer, self._parsed(asked))
+                return
 
     def _answer(self, peer: bytes, message: Message) -> None:
         with contextlib.suppress(PeerGone):

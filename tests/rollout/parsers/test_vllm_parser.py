@@ -202,3 +202,20 @@ def test_a_hostile_turn_ends_after_its_time(parsers: Parsers, monkeypatch: pytes
         assert answer.calls and encode(answer)
     assert parsers._parsed(ParseTurn(5, HERMES, "no json")).failed.startswith("the parser raised JSONDecodeError")
     assert parsers._parsed(ParseTurn(6, HERMES, '[{"type": 1}]')).failed.startswith("the parser raised ValidationError")
+
+
+def test_what_nobody_waits_for_is_not_read(parsers: Parsers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what has waited too long behind others, nor anything more once the run ends."""
+    asked: list[str] = []
+
+    def parse(text: str, tools: str) -> ParsedTurn:
+        asked.append(text)
+        parsers._process.stopping = True
+        return ParsedTurn(text)
+
+    monkeypatch.setattr(parsers._parser, "parse", parse)
+    for deadline_s, text in ((-1.0, "late"), (60.0, "in time"), (60.0, "at the end")):
+        monkeypatch.setattr(parsers, "_deadline_s", deadline_s)
+        parsers._from_client(ParseTurn(7, text, "[]"), b"env_server.0.0")
+    parsers.serve()
+    assert asked == ["in time"]

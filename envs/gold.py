@@ -52,9 +52,11 @@ class Player:
     slips: float
 
     async def play(self, environment: Environment, max_turns: int) -> Demonstration | None:
-        """One episode; None if nobody knows how, or it is not solved within `max_turns` although there was no slip."""
+        """One episode; None if it is not solved within `max_turns`, or nobody knows how, although there was no slip."""
         if not isinstance(environment, Solvable):
             return None
+        # Before this one is open: a family may have room for few.
+        another = await self._right_in_another_task() if self._slips() else None
         opening = await environment.reset(self.task)
         turns: list[DemonstratedTurn] = []
         written: list[str] = []
@@ -63,11 +65,13 @@ class Player:
         for _ in range(max_turns):
             action = await environment.gold()
             if action is None:
-                return None
+                break
 
-            slip = self.slips > 0 and self.rng.random() < self.slips
+            slip = self._slips() if written else another is not None
             mistake = bool(written) and self.rng.random() < self.mistakes
-            shown = await self._right_elsewhere(written) if slip or mistake else action
+            shown = action if written or another is None else another
+            if written and (slip or mistake):
+                shown = self.rng.choice(written)
             slipped |= slip
             written.append(action)
 
@@ -77,11 +81,11 @@ class Player:
                 return Demonstration(opening, turns) if step.success or slipped else None
         return Demonstration(opening, turns) if slipped else None
 
-    async def _right_elsewhere(self, written: list[str]) -> str:
-        """What was right in an earlier turn or, in the first, in another task of the same type."""
-        if written:
-            return self.rng.choice(written)
+    def _slips(self) -> bool:
+        return self.slips > 0 and self.rng.random() < self.slips
 
+    async def _right_in_another_task(self) -> str | None:
+        """What is right in the first turn of one of the same type; None: nobody knows."""
         kind = getattr(self.task, "task_type", None)
         other = self.task
         for _ in range(_DRAWS):
@@ -93,6 +97,6 @@ class Player:
         try:
             await environment.reset(other)
             assert isinstance(environment, Solvable)
-            return await environment.gold() or ""
+            return await environment.gold()
         finally:
             await environment.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from envs.gold import demonstrate
 from envs.registry import make_family
 from launch.warm_start.imitation import demonstrations
 from rl.core.config import ConfigError, load_config
-from rollout.episodes.environment import Demonstration
+from rollout.episodes.environment import ChatMessage, Demonstration, Step
 
 LAKE = ["env.name=gymnasium", "env.options.id=FrozenLake-v1", "env.options.kwargs={is_slippery: false}"]
 MIXED = [
@@ -58,6 +59,52 @@ def test_walks_go_on_after_a_slip() -> None:
     assert all(turn.imitate for walk in walks for turn in walk.turns)
     longest = max(len(walk.turns) for walk in played(LAKE, 60))
     assert len(walks) == 60 and max(len(walk.turns) for walk in walks) > longest
+
+
+class Narrow:
+    """Room for one episode. Even tasks take two turns, which know nothing after a slip; odd ones nobody can solve."""
+
+    free: asyncio.Semaphore
+    right = 0
+
+    def make(self) -> Narrow:
+        made = Narrow()
+        made.free = self.free
+        return made
+
+    def task_count(self, split: str) -> int:
+        return 2
+
+    def task(self, split: str, index: int) -> int:
+        return index
+
+    async def reset(self, task: int) -> list[ChatMessage]:
+        await self.free.acquire()
+        self.task_index = task
+        return []
+
+    async def gold(self) -> str | None:
+        return f"turn {self.right}" if self.task_index == 0 else None
+
+    async def step(self, action: str, truncated: bool = False) -> Step:
+        self.right = self.right + 1 if action == f"turn {self.right}" else -1
+        self.task_index += self.right < 0
+        return Step([], 0.0, self.right == 2, self.right == 2)
+
+    async def close(self) -> None:
+        self.free.release()
+
+
+def test_a_slip_needs_no_second_place_and_is_always_a_turn_that_somebody_knows() -> None:
+    async def play() -> list[Demonstration]:
+        family: Any = Narrow()
+        family.free = asyncio.Semaphore(1)
+        async with asyncio.timeout(20):
+            return await demonstrate(family, 40, seed=0, mistakes=0.0, max_turns=3, slips=0.5)
+
+    actions = [[turn.action for turn in each.turns] for each in asyncio.run(play())]
+    assert {action for each in actions for action in each} == {"turn 0", "turn 1"}
+    assert ["turn 0", "turn 0"] in actions, "nobody knows how to go on after the slip, which stays"
 
 
 def test_mistakes_are_shown_and_not_imitated() -> None:

@@ -25,6 +25,8 @@ def read(body: Body, is_retry: bool) -> ModelRequest:
     for name in ("functions", "function_call", "audio", "prediction"):
         if body.get(name):
             raise RequestRefused(f"{name} is not supported")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RequestRefused("stream_options: an object is wanted")
 
     messages = tuple(_message(each, f"messages[{i}]") for i, each in enumerate(rules.entries(body, "messages")))
     return ModelRequest(

@@ -74,3 +74,10 @@ def test_one_call_at_most_is_a_wish_that_is_said_to_have_no_effect() -> None:
     assert rules.overridden({"parallel_tool_calls": True, "tool_choice": {"type": "auto"}}) == []
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     assert rules.overridden({"tool_choice": choice}) == ["tool_choice.disable_parallel_tool_use"]
+
+
+@pytest.mark.parametrize("options", [True, 1, "x", [1]])
+def test_options_of_a_stream_are_an_object(options: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "q"}], "stream": True, "stream_options": options}
+    with pytest.raises(RequestRefused, match="stream_options"):
+        openai_chat.read(body, False)

@@ -23,7 +23,16 @@ from envs.sandbox import Backend, Command, Limits, Result, Sandbox, SandboxError
 from envs.sandbox.runtime import HARNESS
 from envs.swe.checkout import Checkout, open_checkout
 from envs.swe.must_fail import must_fail_copy
-from envs.swe.runners import RUNNERS, RunnerName, changed_paths, files_of, must_fail_name, protected_paths, share_passed
+from envs.swe.runners import (
+    RUNNERS,
+    RunnerName,
+    changed_paths,
+    files_of,
+    must_fail_name,
+    outcomes_of,
+    protected_paths,
+    share_passed,
+)
 from envs.swe.tasks import SweTask
 
 MAX_DIFF_CHARS = 1_000_000
@@ -87,7 +96,7 @@ def evaluate(backend: Backend, checkout: Checkout, task: SweTask, diff: str, lim
     fail_to_pass = run.passed(task.fail_to_pass)
     if not run.why and fail_to_pass:
         left_s = max(limits.timeout_s - run.seconds, 0.001)
-        _, broken = _attempt(backend, checkout, task, diff, limits, broken_s=left_s)
+        _, broken = _attempt(backend, checkout, task, diff, limits, broken_s=left_s, counted=run)
         run = replace(run, why=broken.why, tampered=broken.tampered)
 
     if run.why:
@@ -96,9 +105,19 @@ def evaluate(backend: Backend, checkout: Checkout, task: SweTask, diff: str, lim
 
 
 def _attempt(
-    backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits, *, broken_s: float | None = None
+    backend: Backend,
+    checkout: Checkout,
+    task: SweTask,
+    diff: str,
+    limits: Limits,
+    *,
+    broken_s: float | None = None,
+    counted: TestRun | None = None,
 ) -> tuple[dict[str, Any], TestRun]:
-    """What `apply_diff` says, and the run of the tests; `broken_s`: for so long, of copies of them that must fail."""
+    """What `apply_diff` says, and the run of the tests; `broken_s`: for so long, of copies of them that must fail.
+
+    counted: the run of the tests themselves.
+    """
     checkout, sandbox = open_checkout(backend, checkout, limits)
     try:
         machinery = protected_paths(task.runner, task.gold_patch, task.test_files, task.test_patch)
@@ -117,11 +136,22 @@ def _attempt(
 
         if must_fail and run.passed(must_fail):
             return applied, replace(run, why="tests passed that must fail", tampered=True)
+        ran = task.runner == "pytest" and not run.why
+        if must_fail and ran and counted is not None and _vanished(run, counted, must_fail):
+            return applied, replace(run, why="tests that must fail were not run", tampered=True)
         if run.passed(task.fail_to_pass) and _digests(sandbox, applied["kept"]) != before:
             return applied, replace(run, why="files of the tests changed while they ran", tampered=True)
         return applied, run
     finally:
         sandbox.close()
+
+
+def _vanished(run: TestRun, counted: TestRun, tests: Sequence[str]) -> bool:
+    """Whether one that passed where it is counted is not even there now, as when code changes tests while they are
+    collected: which of the two runs it meets in time is luck.
+    """
+    pairs = zip(outcomes_of(run.outcomes, tests), outcomes_of(counted.outcomes, tests), strict=True)
+    return any(now is None and before == "passed" for now, before in pairs)
 
 
 def break_tests(sandbox: Sandbox, task: SweTask) -> tuple[str, ...]:

@@ -39,7 +39,11 @@ def {name}(value):
         return object() if other == value else other
     except Exception:
         return object()
+
+
+__import__("select").select([], [], [], {pause_s})
 """
+_PAUSE_S = 0.2  # a thread that changes the tests after their import has more time here than where they are counted
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def must_fail_copy(source: str, fail_to_pass: Collection[str], pass_to_pass: Col
     for place, text in sorted(found.edits, key=lambda edit: edit[0], reverse=True):
         data = data[:place] + text.encode() + data[place:]
 
-    other = _OTHER.format(name=found.other, number=found.random.randrange(10**4, 10**6))
+    other = _OTHER.format(name=found.other, number=found.random.randrange(10**4, 10**6), pause_s=_PAUSE_S)
     return MustFail(data.decode() + other, frozenset(found.names))
 
 

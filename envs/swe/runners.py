@@ -115,18 +115,19 @@ def must_fail_name(test: str) -> str:
 
 
 def share_passed(outcomes: Mapping[str, str], tests: Sequence[str]) -> float:
-    """Of `tests`, by the names that the harness gave or that SWE-bench's parsers make of them; 1 of none."""
-    if not tests:
-        return 1.0
+    """Of `tests`; 1 of none."""
+    return sum(each == "passed" for each in outcomes_of(outcomes, tests)) / len(tests) if tests else 1.0
 
+
+def outcomes_of(outcomes: Mapping[str, str], tests: Sequence[str]) -> list[str | None]:
+    """Of `tests`, by the names that the harness gave or that SWE-bench's parsers make of them; None: it was not run."""
     by_published_name: dict[str, str] = {}
     if any(test not in outcomes for test in tests):
         for name in filter(has_file, outcomes):
             published = as_published(name)
             by_published_name[published] = worst(outcomes[name], by_published_name.get(published, outcomes[name]))
 
-    passed = sum(outcomes.get(test, by_published_name.get(test)) == "passed" for test in tests)
-    return passed / len(tests)
+    return [outcomes.get(test, by_published_name.get(test)) for test in tests]
 
 
 def as_published(test: str) -> str:

@@ -24,6 +24,7 @@ from experiments.chaos.schedule import Fault
 from rl.core.config import load_config
 
 _LOOK_S = 0.1
+_PREPARE_S = 1800.0  # until the processes begin: a tiny model is made first, once
 _DISK_MB = 256  # of the file system that `disk` fills
 
 
@@ -101,14 +102,16 @@ class _Watch:
     def until_the_end(self, stuck_s: float) -> None:
         moved = time.monotonic()
         while self._process.poll() is None:
-            if self._new_steps():
+            prepared = bool(self.run_ids)
+            if self._new_steps() or bool(self.run_ids) != prepared:
                 moved = time.monotonic()
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.processes.update(self._process.children(recursive=True))
 
             self._inject_next()
-            if time.monotonic() - moved > stuck_s:
-                self._played.violations.append(f"no step for {stuck_s:g} s after step {len(self._played.steps)}")
+            limit_s = stuck_s if self.run_ids else max(stuck_s, _PREPARE_S)
+            if time.monotonic() - moved > limit_s:
+                self._played.violations.append(f"no step for {limit_s:g} s after step {len(self._played.steps)}")
                 self._process.terminate()  # as Ctrl-C: with its books, and nothing left behind
                 moved = math.inf
             time.sleep(_LOOK_S)

@@ -28,14 +28,32 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-def _free_ports(count: int = 20) -> int:
-    """The first of so many ports in a row that nobody holds; each test process looks elsewhere first."""
+def _own_ports(count: int = 20) -> tuple[int, socket.socket]:
+    """The first of so many free ports in a row, and what keeps other test processes of this machine off them.
+
+    Each begins its search elsewhere: the kernel keeps the connections of an earlier one for a while.
+    """
     begin = os.getpid() % 600
     for block in itertools.chain(range(begin, 600), range(begin)):
         first = 20_000 + count * block  # below those that the kernel gives to outgoing connections
+        claim = _claim(first)
+        if claim is None:
+            continue
         if all(map(_is_free, range(first, first + count))):
-            return first
+            return first, claim
+        claim.close()
     raise RuntimeError(f"no {count} free ports between 20000 and {20_000 + 600 * count}")
+
+
+def _claim(first: int) -> socket.socket | None:
+    """A name without a file, held until this process ends; None: another one holds it."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0fresco-test-ports-{first}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 def _is_free(port: int) -> bool:
@@ -48,7 +66,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-BASE_PORT = _free_ports()
+BASE_PORT, _CLAIM = _own_ports()
 """Of twenty ports of this test process alone."""
 
 

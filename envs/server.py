@@ -143,23 +143,26 @@ class EnvServer:
     async def run(self) -> None:
         """Serve until the supervisor says stop. Raises what the server cannot go on after."""
         asyncio.get_running_loop().add_reader(self.process.wake_fd, self._wake.set)
+        try:
+            await self._begin_serving()
+            await self._serve()
+        finally:
+            await self._stop()
+
+    async def _begin_serving(self) -> None:
         start_s = self.config.timeouts.start_s
         try:
             async with asyncio.timeout(start_s):
                 await self.family.start()
         except TimeoutError:
             raise WaitExpired(f"environment {self.config.env.name!r} did not start in {start_s:.0f} s") from None
+
         if self._parsers is not None:
             await self._parsers.ready()
         if self.process.index == 0:
             check_server(self.family, self._context.tokenizer, self.config.eval.tasks, self.process.alarms)
-
-        try:
-            self._greet_proxy()
-            self._greet_broker()
-            await self._serve()
-        finally:
-            await self._stop()
+        self._greet_proxy()
+        self._greet_broker()
 
     async def _serve(self) -> None:
         previous = time.monotonic()
@@ -352,8 +355,8 @@ class EnvServer:
         try:
             async with asyncio.timeout(STOP_S):
                 await self.family.stop()
-        except TimeoutError:
-            print(f"environment {self.config.env.name!r} did not stop in {STOP_S:g} s", file=sys.stderr)
+        except Exception as error:  # of one that had started by half, for instance: what failed then is what is told
+            print(f"environment {self.config.env.name!r} did not stop: {_described(error)}", file=sys.stderr)
 
         if self._gateway is not None:
             await self._gateway.stop()

@@ -78,8 +78,8 @@ def demonstrations(config: Config) -> list[Demonstration]:
         habits["slips"] = options.slips
 
     async def collect() -> list[Demonstration]:
-        await family.start()
         try:
+            await family.start()
             played: list[Demonstration] = await demonstrate(family, options.demonstrations, seed=options.seed, **habits)
             return played
         finally:

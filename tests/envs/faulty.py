@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -13,13 +14,18 @@ KINDS = ("hang", "raise", "exit", "nan", "fine", "long", "stubborn", "fine")
 
 
 class FaultyOptions(BaseModel):
-    pass
+    folder: str = ""
+    """While the family is up, a file `up` stands in it."""
+    start_fails: bool = False
+    tools: bool = False
 
 
 class FaultyFamily:
     Options: type[BaseModel] = FaultyOptions
 
     def __init__(self, options: FaultyOptions, seed: int) -> None:
+        self.options = options
+        self.tools = options.tools
         self.closed = 0
 
     def task_count(self, split: str) -> int:
@@ -29,13 +35,19 @@ class FaultyFamily:
         return KINDS[index]
 
     async def start(self) -> None:
-        pass
+        if self.options.folder:
+            Path(self.options.folder, "up").touch()
+        if self.options.start_fails:
+            raise RuntimeError("start fails")
 
     def make(self) -> FaultyEnvironment:
         return FaultyEnvironment(self)
 
     async def stop(self) -> None:
-        pass
+        if self.options.folder:
+            Path(self.options.folder, "up").unlink()
+        if self.options.start_fails:
+            raise RuntimeError("stop fails as well")
 
 
 class FaultyEnvironment:

@@ -15,6 +15,7 @@ import zmq
 from rl.core.messages import (
     Abort,
     AckTickets,
+    AlarmRaised,
     ClientHello,
     Fatal,
     Generate,
@@ -150,4 +151,4 @@ class ServerPeers:
             case Fatal():
                 self.fatal = message
             case _:
-                assert isinstance(message, ClientHello) or getattr(message, "role", "") == "env_server"
+                assert isinstance(message, AlarmRaised | ClientHello) or getattr(message, "role", "") == "env_server"

@@ -182,6 +182,33 @@ def test_failures_stay_with_their_ticket(make_run: MakeRun) -> None:
         assert sorted(result.seq for result in peers.results) == list(range(1, 10))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["env.options.start_fails=true"], "RuntimeError: start fails"),
+        (
+            ["env.options.tools=true", "chat.parser=vllm:hermes", "timeouts.start_s=1"],
+            "waited 1 s for parsers.0 to be ready",
+        ),
+        (["eval.tasks=8"], "eval-on-train"),
+    ],
+)
+def test_a_server_that_cannot_begin_leaves_nothing_behind(
+    make_run: MakeRun, tmp_path: Path, changes: list[str], said: str
+) -> None:
+    folder = tmp_path / "family"
+    folder.mkdir()
+    faulty = ("env.name=tests.envs.faulty:FaultyFamily", f"env.options.folder={folder}")
+    peers = ServerPeers(make_run(*SYNTHETIC, *faulty, *changes), even)
+    try:
+        peers.until(lambda: peers.fatal is not None, "what failed")
+        assert peers.process.wait(timeout=240) == 1
+    finally:
+        peers.__exit__()
+    assert peers.fatal is not None and said in peers.fatal.message and peers.hello is None
+    assert not list(folder.iterdir())
+
+
 def test_cancels_and_deadlines_at_the_turn_barrier(make_run: MakeRun) -> None:
     """Two of three have generated and wait; the third hangs in its generation until its deadline ends it."""
     run = make_run(*SYNTHETIC, "rollout.turn_barrier=true", "env.options.turns=2")

@@ -29,6 +29,7 @@ from rollout.episodes.session import LiveAnswer, ModelAnswer, ModelRequest, Sess
 from rollout.episodes.turns import EpisodeFailed
 
 LARGEST_BODY = 64 << 20  # bytes
+DEEPEST_BODY = 100  # levels of lists and objects: what reads and writes it later is recursive
 STOP_S = 1.0  # for connections to end
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _FAILURES: dict[type[Exception], int] = {RequestRefused: 400, EpisodeFailed: 500, SessionClosed: 409}  # status of each
@@ -169,7 +170,19 @@ async def _body(request: web.Request) -> Body:
         raise RequestRefused("the body is no JSON") from None
     if not isinstance(body, dict):
         raise RequestRefused("the body is no JSON object")
+    if _levels(body) > DEEPEST_BODY:
+        raise RequestRefused(f"the body is nested more than {DEEPEST_BODY} levels deep")
     return body
+
+
+def _levels(value: Any) -> int:
+    """Of nested lists and objects; a number or a text has none."""
+    levels = 0
+    found = [value]
+    while found := [each for each in found if isinstance(each, dict | list)]:
+        levels += 1
+        found = [inner for each in found for inner in (each.values() if isinstance(each, dict) else each)]
+    return levels
 
 
 class _Stream:

@@ -37,6 +37,14 @@ CLAUDE_TOOLS: list[Any] = [
 BODIES = (b"", b"[]", b"{", b"[" * 100_000, b'{"messages": 3}', b'{"messages": [{"role": []}]}', b'{"n": true}')
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A tool's schema."""
+    found: dict[str, Any] = {"type": "string"}
+    for _ in range(depth // 2):
+        found = {"type": "object", "properties": {"a": found}}
+    return found
+
+
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer(make_folder("qwen3", tmp_path_factory.mktemp("model") / "qwen3"))
@@ -269,21 +277,40 @@ def test_bodies_that_are_none(chat: ChatTokenizer) -> None:
     async def scene(rig: Rig) -> None:
         headers = {"Authorization": f"Bearer {rig.endpoint.api_key}"}
         async with aiohttp.ClientSession(headers=headers) as http:
-            for body in (
-                b"",
-                b"[]",
-                b"{",
-                b"[" * 100_000,
-                b'{"messages": 3}',
-                b'{"messages": [{"role": []}]}',
-                b'{"n": true}',
-            ):
+            for body in BODIES:
                 for path in ("chat/completions", "responses", "messages", "messages/count_tokens"):
                     async with http.post(f"{rig.endpoint.base_url}/v1/{path}", data=body) as answer:
                         assert answer.status == 400, (path, body[:40], await answer.text())
         assert not rig.asked
 
     run(chat, scene)
+
+
+def test_tools_that_are_nested_too_deep_are_refused_and_no_others(chat: ChatTokenizer) -> None:
+    """At 950 levels they are read, and what is done with them runs into Python's limit."""
+
+    async def scene(rig: Rig) -> None:
+        async def status(schema: dict[str, Any], field: str = "tools") -> list[int]:
+            function = {"name": "add", "parameters": schema}
+            tools = [{"type": "function", "function": function}, {"type": "function", **function}]
+            tools += [{"name": "add", "input_schema": schema}] * 2
+            found = []
+            for path, tool in zip(
+                ("chat/completions", "responses", "messages", "messages/count_tokens"), tools, strict=True
+            ):
+                body = {"messages": ASK[1:], "input": "hi", "max_tokens": 5, field: [tool]}
+                async with http.post(f"{rig.endpoint.base_url}/v1/{path}", json=body) as answer:
+                    found.append(answer.status)
+            return found
+
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {rig.endpoint.api_key}"}) as http:
+            for depth in range(100, 950, 50):
+                assert await status(nested(depth)) == [400] * 4, depth
+            assert await status(nested(900), "tool_choice") == await status(nested(900), "stop") == [400] * 4
+            assert not rig.asked
+            assert await status(nested(60)) == [200] * 4
+
+    run(chat, scene, tokens=1000)
 
 
 def test_a_client_that_goes_away_ends_its_generation(chat: ChatTokenizer) -> None:

@@ -22,7 +22,7 @@ import psutil
 
 from experiments.chaos.play import play
 from experiments.chaos.report import played_before, report, table
-from experiments.chaos.schedule import KINDS, Kind, make_schedule
+from experiments.chaos.schedule import KINDS, Kind, make_schedule, roles_of
 from launch.recipes import find_recipe
 from rl.core.config import load_config
 
@@ -54,7 +54,7 @@ def main() -> int:
 
     overrides = [f"seed={arguments.seed}", *UNLIMITED, *arguments.overrides]
     config = load_config(arguments.recipe, overrides)
-    schedule = make_schedule(arguments.seed, arguments.faults, config.steps, arguments.kinds)
+    schedule = make_schedule(arguments.seed, arguments.faults, config.steps, arguments.kinds, roles_of(config))
 
     free = None
     if arguments.compare is True:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from rl.core.config import Config
+
 Kind = Literal["kill", "stop", "pause", "child", "cut", "disk"]
 KINDS: dict[Kind, str] = {
     "kill": "SIGKILL",
@@ -22,8 +24,11 @@ MODULES = {
     "proxy": "rollout.proxy.process",
     "broker": "rollout.broker.process",
     "learner": "rl.learner.",
+    "parsers": "rollout.parsers.process",
 }
 """Role -> module on its processes' command lines. The supervisor is no target: with it the run is asked to end."""
+EVERYWHERE = tuple(role for role in MODULES if role != "parsers")
+"""The roles that every run has."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,18 @@ class Fault:
     draw: float
 
 
-def make_schedule(seed: int, faults: int, steps: int, kinds: Sequence[Kind] = get_args(Kind)) -> list[Fault]:
+def roles_of(config: Config) -> Sequence[str]:
+    """The roles of such a run."""
+    return tuple(MODULES) if config.chat.vllm_names else EVERYWHERE
+
+
+def make_schedule(
+    seed: int,
+    faults: int,
+    steps: int,
+    kinds: Sequence[Kind] = get_args(Kind),
+    roles: Sequence[str] = EVERYWHERE,
+) -> list[Fault]:
     """`faults` of these kinds, in order, between the first and the last but one of `steps`.
 
     Each kind comes about equally often, and so does each role among those that a kind can meet.
@@ -44,14 +60,10 @@ def make_schedule(seed: int, faults: int, steps: int, kinds: Sequence[Kind] = ge
     chance = random.Random(seed)
     places = sorted(chance.uniform(1, max(1, steps - 1)) for _ in range(faults))
     drawn_kinds = _evenly(kinds, faults, chance)
-    roles = {kind: iter(_evenly(_roles(kind), faults, chance)) for kind in kinds}
-    pairs = zip(places, drawn_kinds, strict=True)
-    return [Fault(step, kind, next(roles[kind]), chance.random()) for step, kind in pairs]
-
-
-def _roles(kind: Kind) -> Sequence[str]:
     elsewhere = {"disk": ["machine"], "child": ["grandchild"]}
-    return elsewhere.get(kind, list(MODULES))
+    met = {kind: iter(_evenly(elsewhere.get(kind, roles), faults, chance)) for kind in kinds}
+    pairs = zip(places, drawn_kinds, strict=True)
+    return [Fault(step, kind, next(met[kind]), chance.random()) for step, kind in pairs]
 
 
 def _evenly(values: Sequence[Kind] | Sequence[str], count: int, chance: random.Random) -> list[Any]:

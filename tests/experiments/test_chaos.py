@@ -17,9 +17,10 @@ from experiments.chaos.checks import left_behind, violations
 from experiments.chaos.inject import cut_connection
 from experiments.chaos.play import Played, play
 from experiments.chaos.report import costs, played_before, report
-from experiments.chaos.schedule import MODULES, Fault, Kind, make_schedule
+from experiments.chaos.schedule import EVERYWHERE, MODULES, Fault, Kind, make_schedule, roles_of
 from rl.core.batch_files import write_shard_file
 from rl.core.columns import masked_columns
+from rl.core.config import load_config
 from rl.core.messages import SampleRow, Shard
 
 
@@ -32,7 +33,11 @@ def test_a_schedule_comes_from_its_seed_and_meets_every_role() -> None:
     kinds = Counter(fault.kind for fault in schedule)
     assert kinds.keys() == set(get_args(Kind)) and max(kinds.values()) - min(kinds.values()) <= 1
     killed = Counter(fault.role for fault in make_schedule(7, 50, 300, ["kill"]))
-    assert killed == dict.fromkeys(MODULES, 10)
+    assert killed == dict.fromkeys(EVERYWHERE, 10)
+
+    roles = roles_of(load_config(None, ["chat.parser=vllm:hermes"]))
+    killed = Counter(fault.role for fault in make_schedule(7, 60, 300, ["kill"], roles))
+    assert killed == dict.fromkeys(MODULES, 10) and roles_of(load_config(None, [])) == EVERYWHERE
 
 
 def shard(step: int, samples: list[int]) -> Shard:

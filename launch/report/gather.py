@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ def gather(folder: Path) -> RunPage:
         "evaluations": evaluations(rows, run),
         "gain": gain(folder / "evals.jsonl"),
         "ledger": summary.get("ledger") or ledger(last, len(trained), run),
-        "staleness": (summary.get("staleness") or {}).get("histogram") or _staleness(trained, run.config.batch_size),
+        "staleness": (summary.get("staleness") or {}).get("histogram") or _staleness(trained),
         "violations": summary.get("freshness_violations"),
         "summary": {key: value for key, value in summary.items() if isinstance(value, float | int | str)},
         "alarms": [msgspec.structs.asdict(alarm) for alarm in alarms],
@@ -173,14 +174,9 @@ def ledger(last: Row, steps: int, run: RunFile) -> dict[str, dict[str, float]] |
     return {"samples": {"issued": sum(counts.values())} | counts}
 
 
-def _staleness(rows: Sequence[Row], batch: int) -> dict[str, int]:
-    """Samples by their own age, from the shares of each step; a row's list `staleness` has the age of their groups."""
-    counts: dict[int, int] = {}
-    for row in rows:
-        for name, share in row.items():
-            age = name.removeprefix("staleness/")
-            if name != age and age.isdigit():
-                counts[int(age)] = counts.get(int(age), 0) + round(share * batch)
+def _staleness(rows: Sequence[Row]) -> dict[str, int]:
+    """Samples by their age."""
+    counts = Counter(int(age) for row in rows for age in row.get("staleness", []))
     return {str(age): counts[age] for age in sorted(counts)}
 
 

@@ -291,7 +291,7 @@ class SampleRow(Struct, frozen=True, array_like=True):
     reward: float
     tokens: int  # of all its sequences
     loss_tokens: int
-    version: int  # v(group)
+    version: int  # v(sample)
     truncated: bool = False  # cut by a limit of length or turns instead of ending by itself
     turn_rewards: list[float] = []  # `reward` is their sum; empty: all of it is the last turn's
     turn_states: list[int] = []  # a hash of what each turn answers: equal within a group where the same was observed

@@ -109,7 +109,7 @@ def _row(sample: BatchSample) -> SampleRow:
         reward=trajectory.reward,
         tokens=sum(len(sequence.token_ids) for sequence in trajectory.sequences),
         loss_tokens=sample.outcome.length,
-        version=sample.version,
+        version=sample.outcome.version,
         truncated=trajectory.stop_reason != "done",
         turn_rewards=[turn.reward for turn in trajectory.turns],
         turn_states=[state for sequence in trajectory.sequences for state in _turn_states(sequence)],

@@ -30,6 +30,13 @@ def test_every_rank_knows_the_rewards_of_every_turn_and_who_was_cut() -> None:
         assert shard.turn_starts == [[2] if shard.members == [0] else [2, 4]]
 
 
+def test_a_row_has_the_age_of_its_sample_and_not_that_of_its_group() -> None:
+    one = outcome_of(GOOD)
+    samples = [BatchSample(0, 0, 0, 2, replace(one, version=2)), BatchSample(1, 0, 0, 2, one)]
+    (shard,) = make_shards(EmitBatch(5, samples, {}), epoch=0, ranks=1)
+    assert [row.version for row in shard.rows] == [2, 3]
+
+
 def test_success_is_what_the_environment_said_and_not_a_positive_reward() -> None:
     assert outcome_of(replace(GOOD, reward=0.125, success=False)).success == 0
     assert outcome_of(replace(GOOD, reward=0.0, success=True)).success == 1

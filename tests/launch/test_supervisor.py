@@ -20,6 +20,7 @@ from launch.supervisor import Supervisor
 from rl.core.messages import Fatal, Message
 from rl.core.run import RunFile
 from tests.conftest import MakeRun
+from tests.launch.hanging_engine import WORKS_S
 
 QUIET = ("tracking.wandb=disabled", "tracking.live=false", "timeouts.stop_s=2", "timeouts.heartbeat_s=0.05")
 
@@ -168,6 +169,23 @@ def test_a_hung_worker_is_killed_and_replaced(run: RunFile) -> None:
     run.config.timeouts.hang_s = 5  # and no other is that late
     code, _ = execute(run, generator="hang", broker="done1", learner="done1")
     assert code == 0
+
+
+def test_an_engine_that_hangs_while_it_starts_is_replaced_and_one_that_works_is_not(
+    run: RunFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.config.timeouts.hang_s = 4
+    run.config.generator.engine = "simulated"
+    run.save()
+    others = [
+        FakeSpec(role, 0, "", environment={f"FAKE_{role.upper()}": "done1"}) for role in ("broker", "proxy", "learner")
+    ]
+    begin = time.monotonic()
+    assert Supervisor(run, [*others, ProcessSpec("generator", 0, "tests.launch.hanging_engine")]).execute() == 0
+    assert time.monotonic() - begin > WORKS_S + run.config.timeouts.hang_s
+    shown = capsys.readouterr().out
+    assert shown.count("starting it again") == 1
+    assert "generator.0 busy without progress for 4 s; starting it again (1 of 3)" in shown
 
 
 def test_a_deaf_process_and_detached_grandchildren_are_killed(run: RunFile) -> None:

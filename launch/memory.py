@@ -165,7 +165,7 @@ def _samples(config: Config) -> Need:
     rollout = config.rollout
     groups = (1 + rollout.alpha) * rollout.groups_per_batch + rollout.redundant_groups
     samples = int(groups) * (rollout.group_size + rollout.redundant_episodes)
-    field = "rollout.groups_per_batch, rollout.group_size"
+    field = "rollout.alpha, rollout.groups_per_batch, rollout.group_size"
     return Need("sample", "host", samples, {"tokens": 16 * config.sampling.max_tokens}, field)
 
 

@@ -177,7 +177,10 @@ def _known_to_the_hub(name: str) -> Path | None:
     """The folder of a hub model whose `config.json` was fetched before."""
     if name.count("/") != 1 or Path(name).exists():
         return None
-    found = try_to_load_from_cache(name, "config.json")
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # the hub can have no such name
+        raise ConfigError(f"model.path={name!r}: no such folder, and no hub name (owner/name)") from None
     return Path(found).parent if isinstance(found, str) else None
 
 

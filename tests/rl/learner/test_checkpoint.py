@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -110,12 +111,15 @@ def test_an_interrupted_save_is_never_seen_and_the_newest_are_kept(tmp_path: Pat
     for number in (1, 2, 10):
         begin(tmp_path, number)
         commit(tmp_path, Meta(number, 0, 1), f"journal {number}".encode(), keep=2)
+    for name in ("step-2-best", "step-10.bak", "step-"):  # a user's own, which stays
+        shutil.copytree(tmp_path / "step-10", tmp_path / name)
     partial = begin(tmp_path, 11)
     (partial / "meta.json").write_text("{}")  # everything was written but the rename did not happen
     newest = latest(tmp_path)
     assert newest is not None and newest.name == "step-10"
     assert read_meta(newest) == Meta(10, 0, 1) and read_journal(newest) == b"journal 10"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-11.tmp", "step-2"]
+    mine = ["step-", "step-10.bak", "step-2-best"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step-10", "step-11.tmp", "step-2", *mine])
     assert not list(begin(tmp_path, 11).iterdir())  # the next attempt starts from nothing
     assert latest(tmp_path / "empty") is None
 

@@ -333,6 +333,7 @@ class Supervisor:
 
     def _replace(self, unit: list[Child]) -> None:
         """Fence these processes, tell everyone, and start their next incarnations."""
+        self._reports.pop(unit[0].spec.role, None)  # its last word is that of its successor
         for child in unit:
             child.kill()  # also what is left of its process group
             self._observed.child_died(child)

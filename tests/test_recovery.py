@@ -8,10 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from rl.core.batch_files import read_shard_files
+from rollout.broker.policies.priorities import Oldest
+from rollout.broker.tasks import DrawnTask
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, wait_for_step
 
-MODULES = {"broker": "rollout.broker.process", "proxy": "rollout.proxy.process"}
+MODULES = {
+    "broker": "rollout.broker.process",
+    "proxy": "rollout.proxy.process",
+    "generator": "rollout.generator.process",
+    "env_server": "envs.server",
+    "learner": "rl.learner.simulated",
+}
 SLOW = ("tracking.save_batches=true", "timeouts.heartbeat_s=0.1", "learner.simulated_step_s=0.1")
+
+
+class RaisesOnce(Oldest):
+    """A plug-in in the broker, which fails in one process of a run and not in the next."""
+
+    def consume(self, version: int, task: DrawnTask) -> float:
+        raised = Path(os.environ["TMPDIR"], "raised")  # the folder of the run's sockets
+        if version >= 4 and not raised.exists():
+            raised.touch()
+            raise RuntimeError("once")
+        return super().consume(version, task)
 
 
 def kill(tmp_path: Path, role: str, incarnation: int = 0) -> None:
@@ -45,3 +64,17 @@ def test_broker_and_proxy_are_replaced_while_the_others_go_on(tmp_path: Path) ->
     kill(tmp_path, "broker", incarnation=2)
     kill(tmp_path, "proxy", incarnation=2)
     check(finish(process, tmp_path), tmp_path, 60, {"broker": 3, "proxy": 3})
+
+
+def test_an_exception_in_the_broker_is_a_death_like_any_other(tmp_path: Path) -> None:
+    process = start(tmp_path, "steps=20", "rollout.priority=tests.test_recovery:RaisesOnce", *SLOW)
+    check(finish(process, tmp_path), tmp_path, 20, {"broker": 1})
+
+
+def test_a_batch_system_that_tells_every_process_to_end_takes_nobody_from_a_run(tmp_path: Path) -> None:
+    """The supervisor hears it as well, and ends them all in order; here it does not."""
+    process = start(tmp_path, "steps=30", *SLOW)
+    wait_for_step(tmp_path, 5)
+    for module in MODULES.values():
+        os.kill(pid_of(tmp_path, module), signal.SIGTERM)
+    check(finish(process, tmp_path), tmp_path, 30, {})

@@ -264,7 +264,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
         yield Side(generate, _engine_core(children[1].pid), others)
     finally:
         for child in children:
-            child.terminate()
+            child.kill()
         for child in children:
             child.wait(10)
 

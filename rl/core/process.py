@@ -138,7 +138,8 @@ class Process:
     def __enter__(self) -> Process:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
-        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        # So is SIGTERM, which a batch system sends to every process. Not ignored: children would inherit that.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         self._thread.start()
         return self
 
@@ -178,10 +179,6 @@ class Process:
         """Drain the inbox; call when `wake_fd` is readable, or at every turn of a loop."""
         clear_event(self.wake_fd)
         yield from _drained(self.inbox)
-
-    def _stop(self) -> None:
-        self.stopping = True
-        os.eventfd_write(self.wake_fd, 1)
 
     def _serve_control(self) -> None:
         context = zmq.Context()  # its own, so that ending it means that the last words have left

@@ -124,9 +124,12 @@ class Broker:
             process.progress += 1
             process.stats = self._stats()
 
-    def close(self) -> None:
+    def forget(self) -> None:
+        """The run has ended: nobody goes on from here."""
         self._drop_batches(before=self.core.groups.e)
-        self.log.close()
+        self.log.remove()
+
+    def close(self) -> None:
         for socket in (self.tickets, self.trajectories, self.usage, self.steps, *self.batches):
             socket.close()
 
@@ -390,6 +393,7 @@ def main() -> None:
         broker = Broker(process)
         try:
             broker.run()
+            broker.forget()
         finally:
             broker.close()
     zmq.Context.instance().term()  # no shard is being sent any more, within the linger, from memory that the exit frees

@@ -87,8 +87,7 @@ class WriteAheadLog:
         contents = self._contents()
         return pickle.loads(next(contents)), map(_event, contents)
 
-    def close(self) -> None:
-        """The run has ended: nobody goes on from here."""
+    def remove(self) -> None:
         self._file.close()
         self._path.unlink(missing_ok=True)
 

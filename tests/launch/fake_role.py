@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -56,6 +57,11 @@ def main(role: str) -> None:
         if (behaviour == "die" and process.incarnation == 0) or behaviour == "die always":
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "report and die":
+            process.send(Done(role, json.dumps({"staleness": process.incarnation}).encode()))
+            if process.incarnation == 0:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "hang" and process.incarnation == 0:
             process.busy = True
         if behaviour == "children":

@@ -146,6 +146,12 @@ def test_who_registers_late_hears_of_earlier_deaths(run: RunFile) -> None:
     assert code == 0
 
 
+def test_the_report_of_a_dead_process_does_not_stand_for_that_of_its_successor(run: RunFile) -> None:
+    code, summary = execute(run, broker="report and die", learner="done1")
+    assert code == 0
+    assert summary["staleness"] == 1
+
+
 def test_restarts_are_limited(run: RunFile) -> None:
     code, summary = execute(run, generator="die always")
     assert code == 1 and "generator.0 ended: killed by SIGKILL; it was restarted 3 times already" in str(

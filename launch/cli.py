@@ -15,9 +15,12 @@ fresco doctor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -36,7 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     try:
         # Only now, so that a command imports what it needs and no more: `fresco doctor` works where torch is missing.
-        code: int = resolve_name(arguments.call)(arguments)
+        with _ends_as_interrupts():
+            code: int = resolve_name(arguments.call)(arguments)
+    except KeyboardInterrupt:  # before a run's supervisor, or after it
+        print("fresco: interrupted", file=sys.stderr)
+        return 130
     except ConfigError as error:
         sys.stdout.flush()  # in a log file, too, the error stands below the configuration
         print(f"fresco: {error}", file=sys.stderr)
@@ -50,6 +57,18 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
     return code
+
+
+@contextlib.contextmanager
+def _ends_as_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP (unless `nohup` is in use) are Ctrl-C: what was begun is tidied up."""
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

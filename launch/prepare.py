@@ -6,9 +6,11 @@ torch. Prints progress on stderr and one JSON line on stdout: {"folder", "weight
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,14 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from pydantic import ValidationError
 
 from envs.registry import demonstrator
-from launch.fork_server import PREPARE, PREPARE_IMPORTS, ForkServer
+from launch.fork_server import PREPARE, PREPARE_IMPORTS, Copy, ForkServer
 from rl.core.config import Config, ConfigError, nearest
 from rl.core.config_algo import AlgoConfig
 from rl.core.digests import DIGESTS, damage
 from rl.core.process import die_with_parent
+
+_TIDY_S = 5.0  # for the child to remove what it has begun to make
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,25 @@ def needs_validation(config: Config) -> bool:
 
 def _run_child(arguments: list[str], files: tuple[IO[Any], IO[Any], IO[Any]], forks: ForkServer | None) -> int | None:
     """Its exit code."""
-    child = forks.begin(PREPARE, arguments, files, imports=PREPARE_IMPORTS) if forks is not None else None
-    if child is not None:
-        return child.wait()
+    child: subprocess.Popen[bytes] | Copy | None = None
+    if forks is not None:
+        child = forks.begin(PREPARE, arguments, files, imports=PREPARE_IMPORTS)
+    if child is None:
+        stdin, stdout, stderr = files
+        environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid())}
+        command = [sys.executable, "-m", PREPARE, *arguments]
+        # A session of its own: a terminal's Ctrl-C reaches this process alone, which tells the child once.
+        child = subprocess.Popen(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+        )
 
-    stdin, stdout, stderr = files
-    environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-m", PREPARE, *arguments]
-    return subprocess.run(command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment).returncode
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+            child.wait(_TIDY_S)
+        raise
 
 
 def _model_folder(config: Config) -> Path:
@@ -185,6 +201,8 @@ def main() -> None:
             answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
     except ConfigError as error:
         answer = {"error": str(error)}
+    except KeyboardInterrupt:  # what it had begun to make is gone; whoever asked says why
+        sys.exit(130)
     print(json.dumps(answer))
 
 

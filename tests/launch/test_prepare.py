@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +17,54 @@ from launch.prepare import prepare
 from rl.core.config import Config
 prepare(Config.model_validate({"model": {"path": "tiny", "tiny": {"sft_steps": 100000}}}))
 """
+
+WITHOUT_COPIES = """
+import contextlib, sys
+import launch.run
+from launch.cli import main
+launch.run.fork_server = lambda config: contextlib.nullcontext()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    """The suite may run under nohup, where it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
+def test_an_interrupted_warm_start_is_one_line_and_leaves_nothing(
+    tmp_path: Path, end: signal.Signals, sharing: bool, hang_up: None
+) -> None:
+    """With a fork server, of which the child is a copy, and without."""
+    (tmp_path / "temporary").mkdir()
+    changes = [f"runs={tmp_path / 'runs'}", "tracking.wandb=disabled", "model.tiny.sft_steps=100000"]
+    fresco = ["-m", "launch.cli"] if sharing else ["-c", WITHOUT_COPIES]
+    process = subprocess.Popen(
+        [sys.executable, *fresco, "run", "experiments/math_cpu.yaml", *changes],
+        env=os.environ | {"FRESCO_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    while "warm start" not in (line := process.stdout.readline()):
+        assert line, "it ended"
+    drafts = list((tmp_path / "cache").glob(".*"))
+    below = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, end)  # as a terminal or a batch system does
+
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 130 and output.splitlines()[-1] == "fresco: interrupted"
+    assert "Traceback" not in output
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert drafts and below and not alive
+    assert not list((tmp_path / "cache").glob(".*")) and not list((tmp_path / "temporary").iterdir())
 
 
 def test_it_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

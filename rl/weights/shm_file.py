@@ -19,6 +19,7 @@ import errno
 import fcntl
 import mmap
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ def slots_path(run_id: str) -> Path:
 
 def remove_slots(run_id: str) -> None:
     """Remove the file of a run whose processes have all ended."""
-    slots_path(run_id).unlink(missing_ok=True)
+    path = slots_path(run_id)
+    if path.exists():  # asked first: on a file system that cannot be written, even what is not there cannot be removed
+        path.unlink(missing_ok=True)
 
 
 def process_started(pid: int) -> int | None:
@@ -70,7 +73,12 @@ def _alive(pid: int, started: int) -> bool:
 def check_space(manifest_bytes: int, slots: int) -> None:
     """Raises ConfigError unless `/dev/shm` has room for so many slots of so many bytes."""
     needed = slots * _pages(manifest_bytes) + (1 << 20)
-    available = _available_bytes()
+    try:
+        with tempfile.TemporaryFile(dir=FOLDER):
+            available = _available_bytes()
+    except OSError as error:
+        unusable = f"{FOLDER} cannot be used ({error.strerror})"
+        raise ConfigError(f"weights.transport='shm': {unusable}; set weights.transport=zmq") from None
     if needed > available:
         raise _no_space(needed, available, slots)
 
@@ -79,7 +87,7 @@ def sweep_stale() -> list[Path]:
     """Remove the files of runs that are dead; what was removed. A learner that died may be about to come back."""
     removed = []
     for path in FOLDER.glob("fresco-*-weights"):
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # ended meanwhile; another user's
+        with contextlib.suppress(OSError):  # ended meanwhile; another user's; of a file system that cannot be written
             with path.open("rb") as file:
                 head = _read_head(file.fileno())
             unfinished = head is None and time.time() - path.stat().st_mtime > _UNFINISHED_S

@@ -2,9 +2,9 @@
 
     python -m experiments.alfworld_seeds [--seeds 0 1 2] [--episodes 1024] [--runs FOLDER] [key=value ...]
 
-Each seed is one complete run of `experiments/alfworld_cpu.yaml`, evaluated at temperature 1 on the same games before
+Each seed is one complete run of `experiments/alfworld_small.yaml`, evaluated at temperature 1 on the same games before
 and after (`experiments/before_after.py`). A seed whose result is there is not run again. Writes
-`experiments/results/alfworld/seed-N.json` (every episode) and `README.md` (the table).
+`experiments/results/alfworld_small/seed-N.json` (every episode) and `README.md` (the table).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from experiments.before_after import ALL, RESULTS, gains, run_seed, table
 from launch.recipes import SHIPPED
 
-RECIPE = SHIPPED / "alfworld_cpu.yaml"
+RECIPE = SHIPPED / "alfworld_small.yaml"
 GOAL = 0.15
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--episodes", type=int, default=1024)
     parser.add_argument("--runs", type=Path, help="where to keep the runs; without it they are removed")
-    parser.add_argument("--results", type=Path, default=RESULTS / "alfworld")
+    parser.add_argument("--results", type=Path, default=RESULTS / "alfworld_small")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
     arguments.results.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """`fresco`: the one command line.
 
 fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
-fresco eval runs/alfworld_cpu/checkpoints/step-100 --env alfworld --split valid_unseen [--greedy | --temperature 1]
+fresco eval runs/alfworld_small/checkpoints/step-100 --env alfworld --split valid_unseen [--greedy | --temperature 1]
 fresco check-loss my_module:my_loss clip_high=0.3
 fresco env check gymnasium env.options.id=Taxi-v4
 fresco plan --run runs/math_8gpu --gpus 8

@@ -33,7 +33,7 @@ RECIPES = (
     _recipe("math-seed-1", "math_cpu", "seed=1", "steps=40"),
     _recipe("math-seed-2", "math_cpu", "seed=2", "steps=40", "rollout.alpha=2"),
     _recipe("critic", "math_cpu_critic", "steps=30"),
-    _recipe("alfworld", "alfworld_cpu", "seed=1", "steps=12", "eval.tasks=64", *_FEW_GAMES),
+    _recipe("alfworld", "alfworld_small", "seed=1", "steps=12", "eval.tasks=64", *_FEW_GAMES),
     _recipe("agent-tools", "agent_tools_cpu"),
     _recipe("frozen-lake", "frozen_lake_cpu"),
     _recipe("own-reward", "own_reward_cpu"),

@@ -47,4 +47,9 @@ def _band(axis: Any, runs: Sequence[Run], unit: str, arm: str, color: str) -> No
 
 
 def _places(run: Run, unit: str) -> Sequence[float]:
-    return {"seconds": run.seconds, "samples": run.samples, "steps": range(1, len(run.scores) + 1)}[unit]
+    places: dict[str, Sequence[float]] = {
+        "seconds": run.seconds,
+        "samples": run.samples,
+        "steps": range(1, len(run.scores) + 1),
+    }
+    return places[unit]

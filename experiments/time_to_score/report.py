@@ -12,6 +12,8 @@ from experiments.time_to_score.runs import ARMS, Run
 
 WINDOW = 5
 """Steps over which a score is averaged: one step's 128 answers sway by four points."""
+_MOST = 700.0
+"""Of a logarithm: the interval of one seed has no end."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def sooner(runs: Sequence[Run], arm: str) -> Sooner | None:
     if not logs:
         return Sooner(math.nan, math.nan, math.nan, 0, missed) if missed else None
     found = estimate(logs)
-    ends = (math.exp(found.mean + sign * found.half_width) if found.runs > 1 else math.nan for sign in (-1, 1))
-    return Sooner(math.exp(found.mean), *ends, found.runs, missed)
+    mean, width = found.mean, found.half_width
+    return Sooner(math.exp(mean), math.exp(mean - width), math.exp(min(mean + width, _MOST)), found.runs, missed)
 
 
 def table(runs: Sequence[Run]) -> str:

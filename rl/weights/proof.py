@@ -20,9 +20,9 @@ Logprobs = npt.NDArray[np.float64]
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Nats, mean |difference| over the probe, by the engine's dtype.
 
-In bfloat16 the largest of 200 probes with equal weights is 0.031, and a single matrix of before the warm start moves the
-mean by 0.225 or more; in float32 it is 2e-6 and 0.226 (`python -m experiments.bench probe`). The tolerance stands between:
-three times what is right, and below half of what is wrong."""
+In bfloat16 the largest of 200 probes with equal weights is 0.031, and a single matrix of before the warm start moves
+the mean by 0.225 or more; in float32 it is 2e-6 and 0.226 (`python -m experiments.bench probe`). The tolerance stands
+between: three times what is right, and below half of what is wrong."""
 NOISE_FRACTION = 0.5  # of the tolerance: learners nearer to each other than this are not told apart
 KEPT = 16  # published versions remembered
 

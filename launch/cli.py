@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # before a run's supervisor, or after it
         print("fresco: interrupted", file=sys.stderr)
         return 130
+
     except ConfigError as error:
         sys.stdout.flush()  # in a log file, too, the error stands below the configuration
         print(f"fresco: {error}", file=sys.stderr)

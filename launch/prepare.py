@@ -199,12 +199,14 @@ def main() -> None:
             folder = _model_folder(config)
             check_model_is_trainable(config, folder)
             answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
+
     except ConfigError as error:
         answer = {"error": str(error)}
     except OSError as error:  # of the cache: a full disk, or a folder that cannot be written
         answer = {"error": f"the model cannot be prepared: {error}; FRESCO_CACHE names the folder of what is made"}
     except KeyboardInterrupt:  # what it had begun to make is gone; whoever asked says why
         sys.exit(130)
+
     print(json.dumps(answer))
 
 

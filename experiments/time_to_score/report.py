@@ -85,11 +85,13 @@ def table(runs: Sequence[Run]) -> str:
             "| arm | seeds | steps | CPU s | score at the end | sooner than synchronous, to its last score |",
             "|---|---|---|---|---|---|",
         ]
+
         for arm in ARMS:
             these = [run for run in mine if run.arm == arm]
             if these:
                 lines.append(_line(arm, these, sooner(mine, arm)))
         parts.append("\n".join(lines))
+
     return "\n\n".join(parts)
 
 

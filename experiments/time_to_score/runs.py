@@ -88,6 +88,7 @@ def play(task: Task, arm: str, seed: int) -> Run:
             max_tokens=kind.max_tokens,
             rows_at_once=kind.rows_at_once,
         )
+
         with Idle() as idle:
             rows, origin, cpu_s = _watch(job, overrides(arm), task.seconds)
 

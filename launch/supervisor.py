@@ -263,7 +263,6 @@ class Supervisor:
     def _check_children(self) -> None:
         limits = self._config.timeouts
         now = time.monotonic()
-
         for child in list(self._children.values()):
             if child is not self._children[child.spec.role, child.spec.index]:
                 continue  # replaced meanwhile, with another rank
@@ -276,8 +275,9 @@ class Supervisor:
                 self._child_ended(child)
             elif not child.registered:
                 if now - child.started > limits.start_s:
-                    late = f"{child.name} did not start within timeouts.start_s={limits.start_s:g} s"
-                    raise RunFailed(late, log_tail(child.log))
+                    child.kill(f"did not start within timeouts.start_s={limits.start_s:g} s")
+                    if child.incarnation == 0:  # nobody like it has worked yet: it would come again
+                        raise RunFailed(f"{child.name} {child.why_killed}", log_tail(child.log))
             elif now - child.last_beat > limits.hang_s:
                 child.kill(f"no heartbeat for {limits.hang_s:g} s")
             elif child.beat.busy and now - child.progressed > limits.hang_s:

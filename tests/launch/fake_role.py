@@ -18,6 +18,8 @@ from rl.core.run import context_from_command_line
 
 
 def main(role: str) -> None:
+    if os.environ.get(f"FAKE_{role.upper()}") == "die and never start" and sys.argv[-1] == "1":
+        time.sleep(3600)
     if os.environ.get(f"FAKE_{role.upper()}", "").startswith("late"):
         time.sleep(2)
     with Process(role, context_from_command_line(sys.argv[2:])) as process:
@@ -54,7 +56,7 @@ def main(role: str) -> None:
             raise ValueError("connection closed by peer")
         behaviour = behaviour.replace("die in step", "done")
 
-        if (behaviour == "die" and process.incarnation == 0) or behaviour == "die always":
+        if (behaviour in ("die", "die and never start") and process.incarnation == 0) or behaviour == "die always":
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "report and die":

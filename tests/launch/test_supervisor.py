@@ -177,6 +177,17 @@ def test_a_hung_worker_is_killed_and_replaced(run: RunFile) -> None:
     assert code == 0
 
 
+def test_a_successor_that_hangs_before_it_registers_is_a_death(
+    run: RunFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.config.timeouts.start_s = 10  # a process imports for a second or two, on a busy machine for several
+    code, _ = execute(run, generator="die and never start", broker="done2", learner="done2")
+    assert code == 0
+    assert (
+        "generator.0 did not start within timeouts.start_s=10 s; starting it again (2 of 3)" in capsys.readouterr().out
+    )
+
+
 def test_an_engine_that_hangs_while_it_starts_is_replaced_and_one_that_works_is_not(
     run: RunFile, capsys: pytest.CaptureFixture[str]
 ) -> None:

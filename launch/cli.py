@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         # Only now, so that a command imports what it needs and no more: `fresco doctor` works where torch is missing.
         with _ends_as_interrupts():
             code: int = resolve_name(arguments.call)(arguments)
+
     except KeyboardInterrupt:  # before a run's supervisor, or after it
         print("fresco: interrupted", file=sys.stderr)
         return 130

@@ -124,8 +124,7 @@ class Broker:
             process.progress += 1
             process.stats = self._stats()
 
-    def forget(self) -> None:
-        """The run has ended: nobody goes on from here."""
+        # The run has ended: nobody goes on from here.
         self._drop_batches(before=self.core.groups.e)
         self.log.remove()
 
@@ -390,12 +389,8 @@ def _eval_metrics(report: actions.EvalReport) -> dict[str, float]:
 def main() -> None:
     tune_memory()
     with Process("broker", context_from_command_line()) as process:
-        broker = Broker(process)
-        try:
+        with contextlib.closing(Broker(process)) as broker:
             broker.run()
-            broker.forget()
-        finally:
-            broker.close()
     zmq.Context.instance().term()  # no shard is being sent any more, within the linger, from memory that the exit frees
 
 

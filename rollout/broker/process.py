@@ -388,9 +388,8 @@ def _eval_metrics(report: actions.EvalReport) -> dict[str, float]:
 
 def main() -> None:
     tune_memory()
-    with Process("broker", context_from_command_line()) as process:
-        with contextlib.closing(Broker(process)) as broker:
-            broker.run()
+    with Process("broker", context_from_command_line()) as process, contextlib.closing(Broker(process)) as broker:
+        broker.run()
     zmq.Context.instance().term()  # no shard is being sent any more, within the linger, from memory that the exit frees
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -131,10 +132,15 @@ def _check_folders(config: Config, dry: bool) -> None:
 
 
 def _check_plugins(config: Config) -> None:
-    """Those that the broker makes; environment and algorithm are checked with their options."""
+    """Those that the broker makes, and keeps in its log; environment and algorithm are checked with their options."""
     rules = Rules.of(config, train_tasks=1)
-    make_priority(rules)
-    make_task_source(rules)
+    made = {"priority": make_priority(rules), "curriculum": make_task_source(rules)}
+    for name, plugin in made.items():
+        try:
+            pickle.dumps(plugin)
+        except Exception as error:
+            kept = f"the broker's log cannot keep its state ({error}); hold no lambdas, locks and open files in it"
+            raise ConfigError(f"rollout.{name}={getattr(rules, name)!r}: {kept}") from None
     register_configured(config.algo.columns)
 
 

@@ -19,9 +19,15 @@ from launch.plan import gpus_needed, make_plan
 from launch.preflight import check
 from launch.prepare import Prepared, check_model_is_trainable, needs_validation, validate
 from rl.core.config import Config, ConfigError, load_config
+from rollout.broker.policies.priorities import Oldest
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 GIB = 1 << 30
+
+
+class Unkept(Oldest):
+    def __init__(self) -> None:
+        self.order = lambda version: version
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +55,7 @@ BAD = [
     ("simulated", "timeouts.heartbeat_s=100", "timeouts.heartbeat_s=100"),
     ("simulated", "rollout.priority=nope", "freshest, oldest"),
     ("simulated", "rollout.priority=os:path", "no method 'issue'"),
+    ("simulated", "rollout.priority=tests.launch.test_bad_configuration:Unkept", "the broker's log cannot keep"),
     ("simulated", "chat.parser=vllm:nope", "no tool parser 'nope'"),
     ("agent_tools_cpu", "chat.parser=vllm:hermes+nope", "no reasoning parser 'nope'"),
     ("agent_tools_cpu", "chat.parser=vllm:+", "no parser is named"),

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.gateway.agents import TOOLS
@@ -33,6 +34,7 @@ class Engine:
         self.go = asyncio.Event()
         self.aborted = 0
         self.error = ""
+        self.newer: dict[int, int] = {}  # by the request's number, how much newer than its gate the sampler is
 
     async def generate(self, request: Generate, ending: asyncio.Future[None], read: Read | None = None) -> Generated:
         self.asked.append(request)
@@ -45,7 +47,9 @@ class Engine:
         if not self.go.is_set():
             self.aborted += 1
             return generated(request, [50 + number], "abort")
-        return generated(request, [70 + number, 9])
+        answer = generated(request, [70 + number, 9])
+        answer.columns["policy_version"] += np.int32(self.newer.get(number, 0))
+        return answer
 
 
 class Elsewhere(DistantParser):
@@ -94,6 +98,23 @@ def test_parallel_requests_are_samples_of_their_own() -> None:
 
     sequences = run(scene).forest.sequences()
     assert [each.token_ids.tolist() for each in sequences] == [[1, 2, 3, 71, 9], [1, 2, 3, 72, 9]]
+
+
+def test_a_branch_goes_on_at_the_newest_version_that_sampled_it() -> None:
+    """Two branches of one episode run on generators of different versions; so does what follows the newer one."""
+
+    async def scene(session: Session, engine: Engine) -> None:
+        engine.newer = {2: 3}
+        both = [asyncio.create_task(session.respond(ASK)) for _ in range(2)]
+        await begun(engine, 2)
+        engine.go.set()
+        answers = [(await task)[0] for task in both]
+        said = ChatMessage("assistant", answers[1].message.content)
+        await session.respond(ModelRequest((*ASK.messages, said, ChatMessage("user", "4 5"))))
+        assert [request.version for request in engine.asked] == [Version(0, 3), Version(0, 3), Version(0, 6)]
+
+    sequences = run(scene).forest.sequences()
+    assert [each.policy_version[each.loss_mask == 1].tolist() for each in sequences] == [[3, 3], [6, 6, 6, 6]]
 
 
 def test_answers_of_one_request_are_read_elsewhere_side_by_side() -> None:

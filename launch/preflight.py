@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import yaml
 from filelock import FileLock, Timeout
@@ -28,12 +29,13 @@ from launch.gpus import Gpu, visible_gpus
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
-from rl.core.checkpoint_folder import CheckpointError, Meta, read_meta, verify
+from rl.core.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.core.columns import register_configured
 from rl.core.config import Config, ConfigError
 from rl.core.run import RunFile
 from rl.core.sockets import make_curve_key
 from rl.weights.shm_file import check_space, sweep_stale
+from rollout.broker.core import BrokerCore
 from rollout.broker.policy import make_priority, make_task_source
 from rollout.broker.rules import Rules
 from rollout.parsers.names import check_names
@@ -252,6 +254,8 @@ def make_run(checked: Preflight, started: float) -> RunFile:
     config = checked.config
     folder = (config.runs / config.name).absolute()
     meta = _resume_from(config, verify)
+    if meta is not None:
+        _check_journal(config, checked.train_tasks, meta)
     if folder.exists():
         config = _set_aside(folder, config)
     folder.mkdir(parents=True)
@@ -306,6 +310,16 @@ def _resume_from(config: Config, read: Callable[[Path], Meta]) -> Meta | None:
     try:
         return read(config.resume)
     except CheckpointError as error:
+        raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
+
+
+def _check_journal(config: Config, train_tasks: int, meta: Meta) -> None:
+    """The broker can go on from the journal with this configuration. Raises ConfigError."""
+    assert config.resume is not None
+    try:
+        state = msgspec.msgpack.decode(read_journal(config.resume))
+        BrokerCore(Rules.of(config, train_tasks, meta.step)).restore(state)
+    except (CheckpointError, ValueError, LookupError, msgspec.MsgspecError) as error:
         raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
 
 

@@ -39,11 +39,11 @@ def restore(groups: Groups, state: dict[str, Any]) -> None:
         raise ValueError(f"journal of format {state['format']}, this broker reads {_FORMAT}")
     if groups.tickets.epoch >= 0 or groups.open:
         raise ValueError("a broker that has begun cannot be restored")
-    for name in ("group_size", "members"):
-        if state[name] != getattr(groups.rules, name):
-            raise ValueError(
-                f"the checkpoint has {name}={state[name]}, the configuration {getattr(groups.rules, name)}"
-            )
+    rules = groups.rules
+    then = {"group_size": state["group_size"], "redundant_episodes": state["members"] - state["group_size"]}
+    for name, value in then.items():
+        if value != getattr(rules, name):
+            raise ValueError(f"rollout.{name}={getattr(rules, name)}: its groups have {value}; set it as it was")
 
     groups.advance_to(state["n"], state["n"])
     groups.tasks.restore(state["tasks"])

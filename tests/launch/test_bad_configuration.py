@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from transformers import Gemma2Config, GPT2Config, PreTrainedConfig, Qwen3MoeConfig
 
@@ -16,10 +17,13 @@ from launch.cli import main
 from launch.gpus import Gpu, visible_gpus
 from launch.memory import ModelShape, check_context, check_memory, estimate, read_shape
 from launch.plan import gpus_needed, make_plan
-from launch.preflight import check
+from launch.preflight import check, make_run
 from launch.prepare import Prepared, check_model_is_trainable, needs_validation, validate
+from rl.core.checkpoint_folder import Meta, begin, commit
 from rl.core.config import Config, ConfigError, load_config
+from rollout.broker.core import BrokerCore
 from rollout.broker.policies.priorities import Oldest
+from rollout.broker.rules import Rules
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 GIB = 1 << 30
@@ -156,6 +160,28 @@ def circle(path: Path) -> None:
 
 def wrong_base(path: Path) -> None:
     path.write_text("base: [a, b]\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("rollout.group_size=9", "rollout.group_size=9: its groups have 4; set it as it was"),
+        ("rollout.redundant_episodes=1", "rollout.redundant_episodes=1: its groups have 0; set it as it was"),
+        ("rollout.curriculum=success", "another rollout.curriculum than success"),
+    ],
+)
+def test_a_checkpoint_that_the_broker_cannot_go_on_from(tmp_path: Path, change: str, told: str) -> None:
+    recipe = EXPERIMENTS / "simulated.yaml"
+    state = BrokerCore(Rules.of(load_config(recipe, []), train_tasks=1000)).snapshot()
+    begin(tmp_path, 0)
+    checkpoint = commit(tmp_path, Meta(0, 0, 2), msgspec.msgpack.encode(state), keep=1)
+
+    resumed = [f"runs={tmp_path / 'runs'}", f"resume={checkpoint}"]
+    make_run(check(load_config(recipe, [*resumed, "name=fits"]), dry=False), started=0.0)
+    with pytest.raises(ConfigError) as caught:
+        make_run(check(load_config(recipe, [*resumed, change]), dry=False), started=0.0)
+    assert str(caught.value).startswith(f"resume='{checkpoint}': ") and str(caught.value).endswith(told)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["fits"]
 
 
 @pytest.mark.parametrize("make", [folder, binary, circle, wrong_base])

@@ -36,7 +36,7 @@ class Injector:
             return "full disk"
 
         targets = self._grandchildren() if fault.kind == "child" else self._of(fault.role)
-        if fault.kind == "stop":  # one that has not registered yet is given timeouts.start_s, and ends the run then
+        if fault.kind == "stop":  # one that has not registered yet is given timeouts.start_s, which is a long time
             targets = [target for target in targets if time.time() - target.create_time() > _STARTED_S]
         if not targets:
             return None

@@ -27,6 +27,7 @@ from pkgutil import resolve_name
 from launch import __version__
 from launch.recipes import find_recipe
 from rl.core.config import ConfigError
+from rl.core.failures import CANNOT_WRITE
 from rl.core.made_once import cache_folder
 from rl.core.plugins import own_packages_first
 
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EPIPE, errno.EROFS):
+        if error.errno not in (*CANNOT_WRITE, errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer goes nowhere
         print(f"fresco: {error}", file=sys.stderr)

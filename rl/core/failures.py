@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""A full disk, a quota that is used up, a file system that has become read-only: so they are for every process."""
+
 
 class EndsRun(Exception):
     """Base of errors that a process which is started again would meet again, and of verdicts on the run as a whole."""
@@ -13,5 +16,5 @@ class EndsRun(Exception):
 
 
 def ends_run(error: BaseException) -> bool:
-    """A full disk is one for all."""
-    return isinstance(error, EndsRun) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
+    """Whoever is started again would meet it again."""
+    return isinstance(error, EndsRun) or (isinstance(error, OSError) and error.errno in CANNOT_WRITE)

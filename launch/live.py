@@ -104,6 +104,8 @@ class Display:
 
         pace_s = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         seconds = pace_s * (self._last_step - self._observed.step)
+        if (limit_s := self._run.config.seconds) is not None:
+            seconds = min(seconds, limit_s * max(0.0, 1 - self._row["time/over"]))
         return clock(seconds)
 
     def _line(self, step: int, values: dict[str, float]) -> str:

@@ -85,6 +85,14 @@ def test_a_run_closes_its_books(tmp_path: Path, alpha: float) -> None:
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 21))
 
 
+def test_a_run_ends_by_its_time(tmp_path: Path) -> None:
+    summary = finish(start(tmp_path, "steps=100000", "seconds=2", "learner.ranks=2"), tmp_path)
+    check_books(summary, steps=summary["steps"])
+    over = [row["time/over"] for row in metrics_rows(tmp_path) if "train/loss" in row]
+    assert len(over) == summary["steps"] and over[-1] >= 1 > max(over[:-1])
+    assert summary["eval"].keys() == {"first", "last"}
+
+
 def test_redundancy_and_tcp_with_curve(tmp_path: Path) -> None:
     overrides = (
         "rollout.redundant_groups=2",

@@ -54,7 +54,7 @@ def gather(folder: Path) -> RunPage:
     broker = summary.get("broker", {})
     facts = {
         "name": run.config.name,
-        "state": state(folder, run, summary),
+        "state": state(folder, run, summary, last),
         "error": summary.get("error", ""),
         "origin": read_origin(folder, run.config),
         "config": flat(run.config.model_dump(mode="json")),
@@ -81,12 +81,16 @@ def gather(folder: Path) -> RunPage:
     return RunPage(facts, {"timeline": timeline.arrays, "samples": samples.arrays})
 
 
-def state(folder: Path, run: RunFile, summary: dict[str, Any]) -> str:
-    """`finished`, `stopped` early, `failed`, `running`, or `killed`: nothing was left to say how it ended."""
+def state(folder: Path, run: RunFile, summary: dict[str, Any], last: Row) -> str:
+    """`finished`, `stopped` early, `failed`, `running`, or `killed`: nothing was left to say how it ended.
+
+    last: the row of the last trained batch.
+    """
     if summary:
         if summary.get("error"):
             return "failed"
-        return "finished" if summary["steps"] >= run.config.steps else "stopped"
+        finished = summary["steps"] >= run.config.steps or last.get("time/over", 0.0) >= 1
+        return "finished" if finished else "stopped"
     if not (folder / "lock").exists():
         return "killed"
 

@@ -271,6 +271,9 @@ class Config(Section):
     """Seed of data order, sampling seeds and initialisation."""
     steps: int = Field(100, ge=0, le=1_000_000_000)
     """Batches to train; a run with `resume` trains as many more. 0: evaluate only (what `fresco eval` does)."""
+    seconds: float | None = Field(None, gt=0)
+    """Of training, the evaluation of the first version apart: the first batch that is complete after them is the last,
+    if `steps` do not end the run before. `learner.schedule` follows whichever is nearer to its end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None

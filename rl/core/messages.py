@@ -300,7 +300,7 @@ class SampleRow(Struct, frozen=True, array_like=True):
 
 class Shard(TokenColumns, frozen=True, kw_only=True, tag="shard"):
     """One rank's part of the batch of `step`; `rows` lists the whole batch, ordered by sample id. Without rows:
-    there is no such batch, and none after it, because the run is to be saved.
+    there is no such batch, and none after it, because the run is to be saved or its time is over.
 
     The sequences follow as one concatenation: `lengths[i]` tokens of the sample `members[i]`, an index into rows; a
     sample's stand side by side. `columns` has every carried column, an entry per token, turn or sequence; what a sample
@@ -316,6 +316,7 @@ class Shard(TokenColumns, frozen=True, kw_only=True, tag="shard"):
     turn_starts: list[list[int]]  # per sequence: start of each generated span
     loss_tokens: int  # of the whole batch: the global normaliser
     metrics: dict[str, float] = field(default_factory=dict)  # the broker's view of this batch (staleness, queue, waits)
+    over: float = 0.0  # share of the run's time; from 1 on there is no batch after this one
 
     def entries(self) -> dict[Scope, list[int]]:
         """Of each scope: how many entries each sequence has."""

@@ -54,6 +54,7 @@ class StepGuards:
     def batch(self, shard: Shard, minibatches: list[Minibatch]) -> None:
         """Raises RunAlarm for a batch that must not be trained, or an optimizer that must not train it."""
         self._step = shard.step
+        self._over = shard.over
         self._updates = 0
         self._same_for_all_ranks(shard)
         self._tokens(shard, minibatches)
@@ -199,7 +200,8 @@ class StepGuards:
         learner = self._config.learner
         done = self._step - self._first_step
         decays = learner.schedule != "constant" and learner.min_lr_fraction < 0.01
-        return done < self._config.algo.critic.pretrain_steps or (decays and done + 1 >= 0.9 * self._config.steps)
+        ends = max(self._over, (done + 1) / self._config.steps) >= 0.9
+        return done < self._config.algo.critic.pretrain_steps or (decays and ends)
 
 
 class _Matrices:

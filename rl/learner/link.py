@@ -83,7 +83,9 @@ class LearnerLink:
         self.config = process.config
         self.rank = process.index
         self.first_step = first_step
-        self.last_step = self.run.start_step + self.config.steps  # one past the last batch
+        self.last_step = (
+            self.run.start_step + self.config.steps
+        )  # one past the last batch, if its time is not over before
         self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
         self._writer = make_writer(self.run, self.rank, manifest)
         self._writer.open()
@@ -122,17 +124,28 @@ class LearnerLink:
         batch with it. Raises WaitExpired after `learner.batch_deadline_s`, Stopped when told to stop, RunAlarm,
         ValueError.
         """
-        for step in range(self.first_step, self.last_step):
+        step = self.first_step
+        while step < self.last_step:
             self._step = step
             self._request(step)
             shard = self._receive(step)
+            if shard.over >= 1:
+                self._end_at(step + bool(shard.rows))
             if not shard.rows:
                 self._ended_at = step
                 return
+
             if step >= self._publications.newest:
                 self._request(step + 1)
             self.process.busy = True
             yield shard
+            step += 1
+
+    def _end_at(self, step: int) -> None:
+        """The run's time is over: version `step` is its last. One that was published before is evaluated now."""
+        self.last_step = step
+        if step == self._step and self._broker is not None and self.config.eval.tasks:
+            self._broker.tell(EvalRequest(Version(self.epoch, step), self.config.eval.tasks))
 
     def _request(self, step: int) -> None:
         """Once each."""
@@ -259,6 +272,7 @@ class LearnerLink:
             "time/step": step_s,
             "time/wait_batch": self._waited_s,
             "version/epoch": float(self.epoch),
+            "time/over": shard.over,
             "tokens/trained": tokens,
             "tokens_per_second": tokens / step_s,
         }

@@ -1,6 +1,7 @@
 """AdamW with warm-up and decay of the learning rate, and clipping by the global gradient norm.
 
-The schedule is a pure function of the batch that is being trained, so a checkpoint needs no state for it.
+The schedule is a pure function of the batch that is being trained, which carries the share of the run's time: a
+checkpoint needs no state for it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from torch.distributed.tensor import DTensor
 from rl.core.config import LearnerConfig
 
 
-def learning_rate(config: LearnerConfig, step: int, last_step: int) -> float:
+def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float = 0.0) -> float:
     """Learning rate of batch `step` (0-based) in a run whose last batch is `last_step - 1`.
 
     Linear warm-up over `warmup_steps` batches, the first of which already moves (lr / warmup_steps); then
-    constant, or down to `min_lr_fraction * lr` at the last batch, linearly or along half a cosine.
+    constant, or down to `min_lr_fraction * lr` at the last batch, linearly or along half a cosine. `over` is the share
+    of the run's time: where it is the larger one, it counts in the place of the share of the steps.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
     length = max(1, last_step - 1 - config.warmup_steps)
-    done = min(1.0, (step - config.warmup_steps) / length)
+    done = min(1.0, max(over, (step - config.warmup_steps) / length))
     shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * shape)
 
@@ -48,7 +50,7 @@ class Optimizer:
             groups.append({"params": vectors, "weight_decay": 0.0})
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
-    def step(self, batch_step: int) -> tuple[float, float]:
+    def step(self, batch_step: int, over: float = 0.0) -> tuple[float, float]:
         """One update with the accumulated gradients. Returns (gradient norm before clipping, learning rate).
 
         Raises FloatingPointError, with the parameters untouched, when the norm is not finite.
@@ -60,7 +62,8 @@ class Optimizer:
 
         rate = 0.0
         if batch_step >= self._still_steps:
-            rate = learning_rate(self._config, batch_step - self._still_steps, self._last_step - self._still_steps)
+            still = self._still_steps
+            rate = learning_rate(self._config, batch_step - still, self._last_step - still, over)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()

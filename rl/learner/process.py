@@ -47,7 +47,7 @@ def train(learner: Learner, link: LearnerLink) -> None:
         stats = UpdateStats()
         with link.span("train"):
             for minibatch in minibatches:
-                update = learner.trainer.update(minibatch, shard.step)
+                update = learner.trainer.update(minibatch, shard.step, shard.over)
                 learner.guards.updated(minibatch, update)
                 stats.add(update)
 

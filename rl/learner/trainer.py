@@ -111,10 +111,13 @@ class Trainer:
             observe=self._observe,
         )
 
-    def update(self, minibatch: Minibatch, step: int) -> UpdateStats:
-        """One optimizer step of the policy on batch `step`, and `algo.critic.epochs` of the critic."""
+    def update(self, minibatch: Minibatch, step: int, over: float = 0.0) -> UpdateStats:
+        """One optimizer step of the policy on batch `step`, and `algo.critic.epochs` of the critic.
+
+        over: share of the run's time.
+        """
         stats = self.accumulate(minibatch)
-        norm, rate = self.optimizer.step(step)
+        norm, rate = self.optimizer.step(step, over)
         stats.steps = {"train/grad_norm": [norm], "train/lr": [rate]}
         if self.critic is None or self.algorithm.critic is None:
             return stats
@@ -124,7 +127,7 @@ class Trainer:
         clip = self.algorithm.critic.clip
         for _ in range(self.algorithm.critic.epochs):
             sums = accumulate_critic(self.critic, packs, global_tokens=tokens, world_size=self._ranks, clip=clip)
-            norm, _rate = self.critic_optimizer.step(step)
+            norm, _rate = self.critic_optimizer.step(step, over)
             stats.critic.add(sums)
             stats.steps.setdefault("critic/grad_norm", []).append(norm)
         return stats

@@ -52,6 +52,7 @@ class EmitBatch(Struct, frozen=True):
     step: int
     samples: list[BatchSample]
     metrics: dict[str, float]
+    over: float = 0.0  # share of the run's time; from 1 on this is its last batch
 
 
 class GroupRecord(Struct, frozen=True):

@@ -69,15 +69,16 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
                 columns=_joined([sequence.columns | trajectories[member].columns for member, sequence in sequences]),
                 loss_tokens=loss_tokens,
                 metrics=metrics,
+                over=batch.over,
             )
         )
     return shards
 
 
-def no_batch(step: int, epoch: int, rank: int) -> Shard:
-    """In the place of batch `step`: there is none, and none after it."""
+def no_batch(step: int, last_step: int, epoch: int, rank: int) -> Shard:
+    """In the place of batch `step`: there is none, and none after it. From `last_step` on the run is over."""
     nothing: Any = {"rows": [], "members": [], "lengths": [], "turn_starts": [], "loss_tokens": 0}
-    return Shard(step=step, rank=rank, epoch=epoch, columns=_joined([]), **nothing)
+    return Shard(step=step, rank=rank, epoch=epoch, columns=_joined([]), over=float(step >= last_step), **nothing)
 
 
 def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

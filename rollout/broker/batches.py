@@ -21,7 +21,6 @@ class Batches:
         self.groups = groups
         self._order = order
         self.size = rules.groups_per_batch  # B
-        self.held_since: float | None
         self._ready: list[tuple[float, int, int, Group]] = []  # heap of (order, -cut-offs, number); ended ones linger
         self.clear()
 
@@ -40,7 +39,7 @@ class Batches:
     def is_complete(self) -> bool:
         """The learner asked for it, and B groups are ready."""
         groups = self.groups
-        return groups.ready >= self.size and groups.e in self.requested and groups.e < self.rules.steps
+        return groups.ready >= self.size and groups.e in self.requested and groups.e < groups.run.steps
 
     def is_held(self, now: float) -> bool:
         """F5: it waits, as long as its deadline allows, for groups that would expire with it."""
@@ -51,7 +50,7 @@ class Batches:
         return now < self.held_since + self.rules.hold_deadline_s
 
     def assemble(self, now: float) -> EmitBatch:
-        """F4: the first B ready groups in their order."""
+        """F4: the first B ready groups in their order; the last batch of the run if its time is over."""
         step = self.groups.e
         groups: list[Group] = []
         while len(groups) < self.size:
@@ -70,7 +69,7 @@ class Batches:
         self.untrained[step] = groups
         self.groups.advance_to(self.groups.n, step + 1)
         self.held_since = None
-        return EmitBatch(step, batched, batch_metrics(step, batched) | metrics)
+        return EmitBatch(step, batched, batch_metrics(step, batched) | metrics, self.groups.run.assembled(step, now))
 
     def trained(self, now: float) -> list[GroupRecord]:
         """The learner has published the version that batch n made."""
@@ -84,4 +83,4 @@ class Batches:
         """No batch is requested, none is untrained."""
         self.requested: dict[int, float] = {}  # step -> when the learner asked
         self.untrained: dict[int, list[Group]] = {}  # by step
-        self.held_since = None
+        self.held_since: float | None = None

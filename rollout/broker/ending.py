@@ -17,7 +17,7 @@ class Ending:
     def comes(self, now: float) -> bool:
         """True once: it comes now."""
         rules = self.rules
-        awaited = rules.eval_tasks > 0 and rules.steps not in self.evaluations.requested
+        awaited = rules.eval_tasks > 0 and self.evaluations.groups.run.steps not in self.evaluations.requested
         if self.has_come or awaited or self.evaluations.pending:
             self.since = None
             return False

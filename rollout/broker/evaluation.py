@@ -129,4 +129,5 @@ class Evaluations:
         self.pending.remove(evaluation)
         report = evaluation.report(now)
         self.groups.stats.evaluated(report)
+        self.groups.run.evaluated(evaluation.version.n, now)
         return [report]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rollout.broker.actions import EpisodeOutcome, GroupRecord
 from rollout.broker.ages import Ages
+from rollout.broker.duration import Duration
 from rollout.broker.first_episodes import FirstEpisodes
 from rollout.broker.ledger import state_of
 from rollout.broker.records import ENDS, NAMES, Attempt, Group, Phase, Sample, State
@@ -31,6 +32,7 @@ class Groups:
         self.ages = Ages(rules.hold_patience)
         self.ready = 0
         self.given_up = 0  # in a row, without any episode finishing
+        self.run = Duration(rules.steps, rules.seconds)
         self.advance_to(0, 0)
 
     def advance_to(self, n: int, e: int) -> None:
@@ -115,7 +117,7 @@ class Groups:
 
         With R > 0 that is what redundancy was for: so many of them count as redundant.
         """
-        if self.e == self.rules.steps:
+        if self.e == self.run.steps:
             left = [group for group in self.open.values() if group.phase is not Phase.BATCHED]
             return [record for group in left for record in self.end(group, State.REDUNDANT, now)]
 
@@ -132,7 +134,7 @@ class Groups:
                 self._end_sample(member, end)
         self.leave(group, Phase.ENDED)
         del self.open[group.group_id]
-        if end is State.STALE or (end is State.REDUNDANT and self.e < self.rules.steps):
+        if end is State.STALE or (end is State.REDUNDANT and self.e < self.run.steps):
             self.tasks.put_back(group.task)
 
         record = group.record(end, now)

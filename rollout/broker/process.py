@@ -175,7 +175,8 @@ class Broker:
                 self._later.append(message)
             case messages.BatchRequest() | messages.EvalRequest():
                 self._take(message)
-                self._no_more = self.intake.closed
+                beyond = isinstance(message, messages.BatchRequest) and message.step >= self.core.groups.run.steps
+                self._no_more = self.intake.closed or beyond
             case messages.Published():
                 self._waiting_since = self._now
                 self._take(message)
@@ -275,7 +276,7 @@ class Broker:
         self._trace(self.core.ledger.take_moments())
         self._carry_out_later()
         for rank, socket in enumerate(self.batches) if self._no_more else ():
-            send(socket, no_batch(self.core.groups.e, self.core.epoch, rank))
+            send(socket, no_batch(self.core.groups.e, self.core.groups.run.steps, self.core.epoch, rank))
         self._no_more = False
         for refused in self.intake.refused:
             self._malformed(ProtocolError(refused))

@@ -15,7 +15,8 @@ class Rules(RolloutConfig):
     """Every field of `rollout` with its own default; B, G, R, g, P and S are explained there."""
 
     steps: int
-    """The version at which the run ends."""
+    """The version at which the run ends, unless `seconds` of training are over before."""
+    seconds: float | None = _DEFAULTS.seconds
     train_tasks: int
     """Tasks of the training split."""
     seed: int = _DEFAULTS.seed
@@ -34,7 +35,7 @@ class Rules(RolloutConfig):
             **config.rollout.model_dump(),
             steps=start_step + config.steps,
             train_tasks=train_tasks,
-            seed=config.seed,
+            **config.model_dump(include={"seed", "seconds"}),
             temperature=config.sampling.temperature,
             eval_tasks=config.eval.tasks,
             eval_temperature=config.eval.temperature,

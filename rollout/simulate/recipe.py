@@ -123,13 +123,13 @@ def assumed(config: Config, train_s: float | None = None, env_s: Distribution | 
 
 
 def scenario_of(config: Config, measured: Measured) -> Scenario:
-    """The recipe's machine and rules with the measured times."""
+    """The recipe's machine and rules with the measured times; how many seconds it may take is the question."""
     generator = config.generator
     options = config.env.options
     synthetic = config.env.name == "synthetic"
 
     return Scenario(
-        broker=Rules.of(config, measured.tasks),
+        broker=Rules.of(config, measured.tasks).changed(seconds=None),
         generators=Generators(
             count=generator.count,
             max_num_seqs=generator.max_num_seqs,

@@ -65,6 +65,11 @@ def test_how_a_run_ended(played: Path, tmp_path: Path) -> None:
     assert (facts["state"], facts["error"]) == ("failed", "broker.0: no space")
     assert gather(copied(played, tmp_path / "stopped", summary={"steps": 2})).facts["state"] == "stopped"
 
+    ended = copied(played, tmp_path / "by-time", summary={"steps": 2})
+    row = {"step": 2, "train/loss": 0.1, "time/over": 1.01}
+    (ended / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert gather(ended).facts["state"] == "finished"
+
 
 def test_the_books_of_a_killed_run_are_those_of_its_last_row(played: Path, tmp_path: Path) -> None:
     closed = gather(played).facts

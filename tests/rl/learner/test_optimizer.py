@@ -42,6 +42,14 @@ def test_a_resumed_schedule_continues_where_it_was() -> None:
     assert [learning_rate(settings, step, 6) for part in (first, resumed) for step in part] == uninterrupted
 
 
+def test_a_run_that_ends_by_time_decays_with_its_time() -> None:
+    """The share of the time counts, or that of the steps where they come to their end sooner."""
+    settings = config(schedule="linear", warmup_steps=2)
+    assert learning_rate(settings, 0, 1000, over=0.5) == pytest.approx(0.05)  # the warm-up has a length of its own
+    assert [learning_rate(settings, 9, 1003, over) for over in (0.25, 0.9, 1.3)] == pytest.approx([0.075, 0.01, 0])
+    assert learning_rate(settings, 502, 1003, over=0.25) == pytest.approx(0.05)
+
+
 def test_gradient_is_clipped_by_its_global_norm() -> None:
     """The norm is reported before clipping; AdamW without momentum then moves by lr * sign(g) whatever the scale."""
     model = torch.nn.Linear(2, 1)

@@ -15,6 +15,7 @@ from rl.core.messages import BatchRequest, Done, EvalRequest, Fatal, Metrics, Pe
 from rl.core.sockets import send
 from rl.learner.simulated import simulated_weights
 from rl.weights import WeightReader, make_reader
+from rollout.broker.assembly import no_batch
 from tests.conftest import MakeRun
 from tests.rl.learner.learner_harness import Harness, make_batch
 
@@ -89,6 +90,29 @@ def test_evaluations_come_at_their_period_and_never_twice(make_run: MakeRun) -> 
         harness.finish()
         assert [m.version.n for m in harness.inbox if isinstance(m, EvalRequest)] == [0, 2, 4]
         assert [m.version.n for m in harness.inbox if isinstance(m, Published)] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_whose_time_is_over_is_evaluated_and_saved_once(make_run: MakeRun) -> None:
+    """The batch says so. A learner that is killed after the last one hears it again when it asks for another."""
+    run = make_run(*SIMULATED, "steps=1000", "seconds=60", "learner.simulated_step_s=0", "eval.tasks=3")
+    (last,) = make_batch(1)
+    with Harness(run, MODULE) as harness:
+        rows = harness.train([make_batch(0)])
+        assert harness.take(BatchRequest).step == 1
+        harness.send_batch([msgspec.structs.replace(last, over=1.02)])
+        rows.append(harness.take(Metrics))
+        harness.take(Done)
+        assert [m.version.n for m in harness.inbox if isinstance(m, EvalRequest)] == [0, 2]
+        saved = latest(run.folder / "checkpoints")
+        assert saved is not None and read_meta(saved).step == 2
+
+        harness.restart()
+        assert harness.take(BatchRequest).step == 2
+        assert not [message for message in harness.inbox if isinstance(message, EvalRequest)]
+        harness.send_batch([no_batch(2, 2, 0, 0)])
+        assert harness.take(EvalRequest).version == Version(0, 2)
+        harness.finish()
+    assert [row.values["time/over"] for row in rows] == [0.0, 1.02]
 
 
 def test_a_resumed_run_starts_at_its_step_in_its_epoch(make_run: MakeRun) -> None:

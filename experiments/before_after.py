@@ -40,19 +40,26 @@ def run_seed(recipe: Path, seed: int, overrides: Sequence[str], kept: Path | Non
         runs = kept or Path(dropped)
         name = f"seed-{seed}"
         seeds = [f"seed={seed}", f"model.warm_start.seed={seed}"]
-        command = [sys.executable, "-m", "launch.cli", "run", str(recipe), *seeds, f"runs={runs}", f"name={name}"]
-        began = time.monotonic()
-        spent_s = _cpu_s()
-
-        if code := subprocess.run([*command, *overrides]).returncode:
-            raise RuntimeError(f"{' '.join([*command, *overrides])} ended with {code}")
-
-        took = {
-            "wall_s": round(time.monotonic() - began, 1),
-            "cpu_s": round(_cpu_s() - spent_s, 1),
-            "load": os.getloadavg()[1],
-        }
+        took = timed_run(recipe, [*seeds, f"runs={runs}", f"name={name}", *overrides])
         return read_run(runs / name, seed) | took
+
+
+def timed_run(recipe: Path, overrides: Sequence[str]) -> dict[str, float]:
+    """One run: its seconds by the clock and of all CPUs, and the machine's load over the last 5 minutes.
+
+    Raises RuntimeError when it does not finish.
+    """
+    command = [sys.executable, "-m", "launch.cli", "run", str(recipe), *overrides]
+    began = time.monotonic()
+    spent_s = _cpu_s()
+    if code := subprocess.run(command).returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {code}")
+
+    return {
+        "wall_s": round(time.monotonic() - began, 1),
+        "cpu_s": round(_cpu_s() - spent_s, 1),
+        "load": os.getloadavg()[1],
+    }
 
 
 def read_run(folder: Path, seed: int) -> dict[str, Any]:
@@ -110,7 +117,7 @@ def table(results: Sequence[dict[str, Any]], counted: str = "held-out tasks") ->
 def cost(results: Sequence[dict[str, Any]]) -> str:
     """Markdown: what each run took, its warm start included where it was not made before."""
     lines = ["| seed | steps | minutes | CPU minutes | load of the machine |", "|---|---|---|---|---|"]
-    for each in results:
+    for each in (result for result in results if "wall_s" in result):  # older ones were not timed
         times = f"{each['wall_s'] / 60:.1f} | {each['cpu_s'] / 60:.1f}"
         lines.append(f"| {each['seed']} | {each['steps']} | {times} | {each['load']:.1f} |")
     return "\n".join(lines)

@@ -61,7 +61,7 @@ def run(recipe: str, folder: Path, cache: Path, *overrides: str) -> tuple[str, d
 
 def test_the_laptop_recipe_imitates_then_trains_on_many_turns(tmp_path: Path, cache: Path) -> None:
     output, summary = run(
-        "alfworld_small.yaml",
+        "alfworld_cpu.yaml",
         tmp_path,
         cache,
         "env.options.games={train: 24, valid_seen: 0, valid_unseen: 8, task_types: [look_at_obj_in_light], "

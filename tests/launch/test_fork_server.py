@@ -23,7 +23,7 @@ from tests.launch.test_bad_configuration import EXPERIMENTS
 
 ROLE = "tests.launch.forked_role"
 ROOT = Path(__file__).parents[2]
-RECIPES = ["math_cpu", "alfworld_small", "swe_cpu"]
+RECIPES = ["math_cpu", "alfworld_cpu", "swe_cpu"]
 
 
 @pytest.fixture

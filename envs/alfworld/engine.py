@@ -21,6 +21,7 @@ from pathlib import Path
 
 import fast_downward
 from alfworld.agents.utils.misc import Demangler
+from mementos import core as mementos
 from textworld.envs.pddl.logic import Atom
 from textworld.generator.game import EntityInfo
 from textworld.logic import Placeholder, Proposition, Type, Variable
@@ -29,6 +30,8 @@ from envs.alfworld.grammar import Context, Facts, Grammar
 from envs.alfworld.translation import GameFile, Translation, kept_translation, read_game
 
 NOTHING = "Nothing happens."
+FACTS_REMEMBERED = 100_000
+"""By TextWorld, which keeps every fact of every game for ever: some 2 000 of a room of usual size, 1 MB."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class PreparedGame:
 
     def begin(self, atoms: list[bytes]) -> None:
         """Once, with the planner's initial state: facts and the names of everything."""
+        if len(mementos._memento_cache) > FACTS_REMEMBERED:
+            mementos._memento_cache.clear()  # it saves time, no more: facts are compared by what they say
         translated = self.translation.facts
         facts = [Proposition(name, [Variable(*each) for each in arguments]) for name, arguments in translated]
         for raw in atoms:

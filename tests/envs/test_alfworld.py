@@ -21,6 +21,7 @@ import pytest
 import textworld
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredTWEnv
 from alfworld.gen import constants
+from mementos import core as mementos
 from textworld.envs.pddl import PddlEnv
 
 from envs.alfworld.demonstrations import demonstrate
@@ -206,6 +207,25 @@ def test_loading_again_is_a_fresh_start_without_a_leak(folder: Path, engine: Eng
     for _ in range(300):
         engine.load(prepared)
     assert resident_bytes() - before < 100 << 20  # a leak of 1.7 MB per reset would be 510 MB
+
+
+def test_what_textworld_remembers_is_bounded_and_not_missed(
+    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A game that was prepared before goes on with new facts beside its own."""
+    paths = [game.path for game in list_games(folder, "train")[:3]]
+    kept = [PreparedGame(game := read_game(path), kept_translation(game)) for path in paths]
+    played = [replay(engine, prepared, walkthrough(path)) for path, prepared in zip(paths, kept, strict=True)]
+    assert all(seen.won for seen in played)
+
+    monkeypatch.setattr("envs.alfworld.engine.FACTS_REMEMBERED", 0)
+    sizes = []
+    for path in paths:
+        fresh = PreparedGame(game := read_game(path), kept_translation(game))
+        assert replay(engine, fresh, walkthrough(path)).won
+        sizes.append(len(mementos._memento_cache))
+    assert [replay(engine, game, walkthrough(path)) for path, game in zip(paths, kept, strict=True)] == played
+    assert max(sizes) < 10_000  # of one game: the ones before are forgotten
 
 
 def test_translating_keeps_the_arguments_of_the_process(folder: Path) -> None:

@@ -17,10 +17,10 @@ class Batches:
     """`order` is that of consumption, by (v, task), lower first; among equals the task cut off most often."""
 
     def __init__(self, rules: Rules, groups: Groups, order: Callable[[int, DrawnTask], float]) -> None:
-        self.rules = rules
         self.groups = groups
         self._order = order
         self.size = rules.groups_per_batch  # B
+        self.held_since: float | None
         self._ready: list[tuple[float, int, int, Group]] = []  # heap of (order, -cut-offs, number); ended ones linger
         self.clear()
 
@@ -47,7 +47,7 @@ class Batches:
             return False
         if self.held_since is None:
             self.held_since = now
-        return now < self.held_since + self.rules.hold_deadline_s
+        return now < self.held_since + self.groups.rules.hold_deadline_s
 
     def assemble(self, now: float) -> EmitBatch:
         """F4: the first B ready groups in their order; the last batch of the run if its time is over."""
@@ -83,4 +83,4 @@ class Batches:
         """No batch is requested, none is untrained."""
         self.requested: dict[int, float] = {}  # step -> when the learner asked
         self.untrained: dict[int, list[Group]] = {}  # by step
-        self.held_since: float | None = None
+        self.held_since = None

@@ -34,8 +34,8 @@ class Critic(PackedModel):
         """
         targets = (select & (position_ids > 0)).nonzero()[:, 0]  # (S,)
         with self.autocast(token_ids.device.type):
-            hidden = self.hidden_states(token_ids, position_ids)  # (T, H)
-            values = self.head(hidden[targets - 1])[:, 0].float()  # (S,)
+            hidden = self.contexts(token_ids, position_ids, targets)  # (S, H)
+            values = self.head(hidden)[:, 0].float()  # (S,)
         return torch.zeros(len(token_ids), device=token_ids.device).index_copy(0, targets, values)
 
 

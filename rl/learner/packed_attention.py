@@ -2,7 +2,8 @@
 
 transformers' `sdpa` gives a pack one mask of (T, T): its cost grows with the square of the pack. Here each run of
 samples of equal length is a causal call of its own, so a pack costs what its samples cost. `make_packs` puts equal
-lengths side by side.
+lengths side by side. Where samples share prompts (`shared_prompts`), each prompt is computed once, and its keys and
+values are given to all of its answers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rl.learner.shared_prompts import SharedPrompts
+
 NAME = "packed_sdpa"
 
 
@@ -26,28 +29,59 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    shared: SharedPrompts | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
     """query (1, heads, T, d), key and value (1, kv heads, T, d); `cu_seq_lens_q` (samples + 1,): where samples begin.
 
-    Returns (1, T, heads, d). Raises ValueError without the bounds: samples would see each other.
+    shared: instead of the bounds, where the T tokens are those of a pack with each prompt once.
+    Returns (1, T, heads, d). Raises ValueError without either: samples would see each other.
     """
-    if cu_seq_lens_q is None or attention_mask is not None:
-        raise ValueError(f"{NAME} needs the bounds of the samples (cu_seq_lens_q) and takes no mask")
+    if (cu_seq_lens_q is None) == (shared is None) or attention_mask is not None:
+        raise ValueError(f"{NAME} needs the bounds of the samples (cu_seq_lens_q) or their prompts, and takes no mask")
 
-    shared = query.shape[1] != key.shape[1]
-    lengths = cu_seq_lens_q.diff().tolist()
-    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
+    if shared is not None:
+        whole, answers = shared.whole, shared.answers
+    else:
+        assert cu_seq_lens_q is not None
+        lengths = cu_seq_lens_q.diff().tolist()
+        whole, answers = [(length, len(list(equal))) for length, equal in groupby(lengths)], []
 
     # One split of each tensor: a slice for each sample would let its backward write a tensor of the whole pack.
-    sizes = [length * count for length, count in runs]
+    sizes = [length * count for length, count in whole] + [each.length * each.count for each in answers]
+    states = [each.transpose(1, 2)[0] for each in (query, key, value)]  # (tokens, heads, d)
+    runs = list(zip(*(each.split(sizes) for each in states), strict=True))
+    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+
     parts = []
-    split = [states.transpose(1, 2)[0].split(sizes) for states in (query, key, value)]  # of (tokens, heads, d)
-    for (length, count), *states in zip(runs, *split, strict=True):
-        q, k, v = (tokens.unflatten(0, (count, length)).transpose(1, 2) for tokens in states)
-        found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared)
+    for (length, count), run in zip(whole, runs, strict=False):
+        q, k, v = (tokens.unflatten(0, (count, length)).transpose(1, 2) for tokens in run)
+        found = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         parts.append(found.transpose(1, 2).flatten(0, 1))
+
+    if shared is not None:
+        parts += _answered(shared, states, runs[len(whole) :], options)
     return torch.cat(parts)[None], None
+
+
+def _answered(
+    shared: SharedPrompts, states: list[Tensor], runs: list[tuple[Tensor, ...]], options: dict[str, Any]
+) -> list[Tensor]:
+    """Attention of each run of answers to its prompts and to itself; (tokens, heads, d) each."""
+    sizes = [each.prompt * each.count for each in shared.answers]
+    keys, values = (each.index_select(0, shared.prompts).split(sizes) for each in states[1:])
+
+    parts = []
+    for answers, (q, *own), *prompts in zip(shared.answers, runs, keys, values, strict=True):
+        both = [
+            torch.cat([before.unflatten(0, (answers.count, -1)), after.unflatten(0, (answers.count, -1))], 1)
+            for before, after in zip(prompts, own, strict=True)
+        ]
+
+        q, k, v = (each.transpose(1, 2) for each in (q.unflatten(0, (answers.count, -1)), *both))
+        found = scaled_dot_product_attention(q, k, v, attn_mask=answers.mask, **options)
+        parts.append(found.transpose(1, 2).flatten(0, 1))
+    return parts
 
 
 def pack_bounds(position_ids: Tensor) -> dict[str, Any]:

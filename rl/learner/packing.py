@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl.core.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
 from rl.core.messages import Shard
+from rl.learner.shared_prompts import same_prompts
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,11 @@ class Pack:
         )
 
 
-def make_packs(shard: Shard, max_tokens: int, version: int) -> list[Pack]:
+def make_packs(shard: Shard, max_tokens: int, version: int, *, share: bool = False) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
     `version` is the version being trained. Deterministic. Advantages are 0 and weights 1 until `credit.assign`.
+    share: samples with the same prompt stay together, and their prompt counts once, because it is computed once.
     """
     columns = _spread(shard)
     ends = np.cumsum(shard.lengths, dtype=np.int64)
@@ -90,8 +92,36 @@ def make_packs(shard: Shard, max_tokens: int, version: int) -> list[Pack]:
 
     samples = [list(own) for _, own in groupby(range(len(shard.members)), shard.members.__getitem__)]
     lengths = [sum(shard.lengths[i] for i in own) for own in samples]
-    packs = [[samples[k] for k in chosen] for chosen in assign(lengths, max_tokens)]
-    return [_pack(shard, columns, spans, chosen, version) for chosen in packs]
+    prompts = [columns["token_ids"][spans[own[0]]][: _prompt(shard, own[0])] for own in samples]
+
+    parts = [(lengths[k], [k]) for k in range(len(samples))]
+    if share:
+        families = same_prompts(prompts)
+        parts = [part for own in families for part in _cut(own, lengths, len(prompts[own[0]]), max_tokens)]
+
+    packs = [
+        [k for part in chosen for k in parts[part][1]] for chosen in assign([size for size, _ in parts], max_tokens)
+    ]
+    return [_pack(shard, columns, spans, [samples[k] for k in chosen], version) for chosen in packs]
+
+
+def _prompt(shard: Shard, sequence: int) -> int:
+    """Tokens before its first turn."""
+    starts = shard.turn_starts[sequence]
+    return starts[0] if starts else shard.lengths[sequence]
+
+
+def _cut(samples: list[int], lengths: Sequence[int], prompt: int, max_tokens: int) -> list[tuple[int, list[int]]]:
+    """Samples with the same prompt as parts of at most `max_tokens`, longest first: (tokens, samples) of each."""
+    parts: list[tuple[int, list[int]]] = []
+    for k in sorted(samples, key=lambda k: -lengths[k]):
+        answer = lengths[k] - prompt
+        if parts and parts[-1][0] + answer <= max_tokens:
+            size, own = parts[-1]
+            parts[-1] = (size + answer, [*own, k])
+        else:
+            parts.append((lengths[k], [k]))
+    return parts
 
 
 def assign(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -27,6 +27,7 @@ from rl.core.config import LearnerConfig
 from rl.learner import packed_attention
 from rl.learner.logprob import token_logprobs
 from rl.learner.packed_attention import can_pack, pack_bounds, takes_bounds
+from rl.learner.shared_prompts import find_shared
 
 # Settings by which some architectures change the logits after the head: the chunked head would ignore them.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -53,18 +54,32 @@ class PackedModel(nn.Module):
         self.model = model
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
         self._takes_bounds = takes_bounds(model)
+        self.shares_prompts = model.config._attn_implementation == packed_attention.NAME
 
     @property
     def decoder(self) -> Any:
         """The layers without a head."""
         return self.model.get_decoder()
 
-    def hidden_states(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """(T, H) of several samples one after another, each blind to the others; both arguments (T,) int64."""
-        bounds = pack_bounds(position_ids) if self._takes_bounds else {}
+    def contexts(self, token_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Tensor:
+        """(S, H): the state before each target, of several samples one after another, each blind to the others.
+
+        token_ids, position_ids (T,) int64; targets (S,) int64: ascending places with a position above 0. A prompt that
+        several samples share is computed once, where the attention can.
+        """
+        rows = targets - 1
+        bounds: dict[str, Any] = {}
+        shared = find_shared(token_ids, position_ids, targets) if self.shares_prompts else None
+        if shared is not None:
+            token_ids, position_ids = token_ids[shared.tokens], position_ids[shared.tokens]
+            rows = shared.rows[rows]
+            bounds = {"shared": shared}
+        elif self._takes_bounds:
+            bounds = pack_bounds(position_ids)
+
         output = self.decoder(token_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        return hidden[rows]
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """In which forwards run."""
@@ -109,10 +124,10 @@ class Policy(PackedModel):
         wanted = position_ids > 0 if select is None else select & (position_ids > 0)
         targets = wanted.nonzero()[:, 0]  # (S,)
         with self.autocast(token_ids.device.type):
-            hidden = self.hidden_states(token_ids, position_ids)  # (T, H)
+            hidden = self.contexts(token_ids, position_ids, targets)  # (S, H)
 
         logp, entropy = token_logprobs(
-            hidden[targets - 1],
+            hidden,
             self.model.get_output_embeddings().weight,
             token_ids[targets],
             temperature=temperature,

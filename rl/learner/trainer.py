@@ -82,8 +82,9 @@ class Trainer:
         """
         settings = self._config.learner
         kept = kept_rows(shard, self.algorithm)
+        share = self.policy.shares_prompts
         packed = [
-            mask_rows(make_packs(part, settings.max_tokens_per_pack, shard.step), kept)
+            mask_rows(make_packs(part, settings.max_tokens_per_pack, shard.step, share=share), kept)
             for part in split_minibatches(shard, settings.minibatches)
         ]
         counts = all_reduce(torch.tensor([max(1, len(packs)) for packs in packed]), "max")  # (minibatches,)

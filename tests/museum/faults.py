@@ -225,6 +225,7 @@ def cross_attention(lab: Lab, patch: pytest.MonkeyPatch) -> None:
         return {"cu_seq_lens_q": torch.tensor([0, len(position_ids)])}
 
     patch.setattr("rl.learner.policy.pack_bounds", one_sample)
+    patch.setattr("rl.learner.policy.find_shared", lambda *_: None)
 
 
 def packed(lab: Lab, change: Callable[[Pack], Pack]) -> None:

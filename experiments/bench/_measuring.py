@@ -119,17 +119,25 @@ def temporary_run(overrides: Sequence[str] = (), **fields: Any) -> Iterator[RunF
         yield run
 
 
-def random_shard(groups: int, size: int, prompt: int, answers: tuple[int, int], vocabulary: int) -> Shard:
-    """Samples of `prompt` tokens and answers of random length, both ends of the range `answers` included."""
+def random_shard(
+    groups: int, size: int, prompt: int, answers: tuple[int, int], vocabulary: int, *, shared: bool = False
+) -> Shard:
+    """Samples of `prompt` tokens and answers of random length, both ends of the range `answers` included.
+
+    shared: the samples of a group have the same prompt, as those of a run; else each has its own.
+    """
     random = np.random.default_rng(0)
     count = groups * size
     answered = random.integers(answers[0], answers[1] + 1, count)
     lengths = [prompt + int(answer) for answer in answered]
     mask = np.concatenate([np.repeat(np.array([0, 1], np.uint8), [prompt, answer]) for answer in answered])
 
-    columns = token_columns(
-        random.integers(0, vocabulary, len(mask)), mask, logp_behavior=-random.random(len(mask)) * 5, policy_version=0
-    )
+    token_ids = random.integers(0, vocabulary, len(mask))
+    if shared:
+        prompts = random.integers(0, vocabulary, (groups, prompt)).repeat(size, 0)  # (count, prompt)
+        token_ids[mask == 0] = prompts.flatten()
+
+    columns = token_columns(token_ids, mask, logp_behavior=-random.random(len(mask)) * 5, policy_version=0)
 
     return Shard(
         step=0,

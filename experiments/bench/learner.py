@@ -1,6 +1,6 @@
 """Seconds of a learner step over those of a bare loop, and the time to publish a version.
 
-    python -m experiments.bench learner [--lengths mixed|equal] [--rounds 15] [--groups 2] [--device cpu] [--out FILE]
+    python -m experiments.bench learner [--lengths mixed|equal|prompts] [--rounds 15] [--groups 2] [--out FILE.json]
 
 A: torch and transformers only: forward, clipped loss, backward, clip, fused AdamW, on tensors that were made before.
 B: what the learner does for a batch from the wire: decode, advantages, packs, gradients with diagnostics, clip, fused
@@ -9,7 +9,8 @@ generated positions only, and neither computes attention between samples or on p
 
 `equal`: 128 samples of 10 tokens for each two groups. A runs them as one stock batch, (samples, length) with torch's
 own causal attention. `mixed`: 96 to 192 tokens. A runs the packs of B with its attention: what a stock batch would
-lose by padding is not counted for us.
+lose by padding is not counted for us. `prompts`: eight answers of 4 to 12 tokens to each prompt of 48. A computes each
+prompt eight times, as stock loops do; the learner computes it once.
 
 Rounds are short and alternate A B, B A, so drift of the machine hits both; the ratio is the median of the rounds' own
 ratios, in wall time and in CPU time. Target: at most 1.05 in CPU time.
@@ -46,7 +47,9 @@ from rl.learner.update import UpdateStats
 
 TARGET = 1.05
 _VOCAB = 1024
-_GROUP_SIZE = {"equal": 64, "mixed": 8}
+_GROUP_SIZE = {"equal": 64, "mixed": 8, "prompts": 8}
+_TOKENS = {"equal": (6, (4, 4)), "mixed": (64, (32, 128)), "prompts": (48, (4, 12))}
+"""Of a prompt, and the range of an answer's."""
 
 
 def run_fields(folder: Path, arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
@@ -141,7 +144,7 @@ def synchronised(work: Callable[[], object], device: str) -> Work:
     return run
 
 
-def measure(run: RunFile, rounds: int, *, equal: bool) -> dict[str, Any]:
+def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
     """Tokens a second of both sides, and the medians of the rounds' ratios."""
     process = Process("learner", ProcessContext(run, 0, 0))  # not entered: there is no supervisor
     learner = Learner(process)
@@ -149,14 +152,15 @@ def measure(run: RunFile, rounds: int, *, equal: bool) -> dict[str, Any]:
     publisher = Publisher(learner.policy, learner.manifest, link)
     versions = itertools.count()
 
-    prompt, answer = (6, (4, 4)) if equal else (64, (32, 128))
+    prompt, answer = _TOKENS[kind]
     rollout = run.config.rollout
-    shard = random_shard(rollout.groups_per_batch, rollout.group_size, prompt, answer, _VOCAB)
+    shared = kind == "prompts"
+    shard = random_shard(rollout.groups_per_batch, rollout.group_size, prompt, answer, _VOCAB, shared=shared)
     frames = encode(shard)
     packs = [pack for minibatch in learner.trainer.minibatches(shard) for pack in minibatch.packs]
 
     works = {
-        "bare": bare_step(run, packs, shard.loss_tokens, equal=equal),
+        "bare": bare_step(run, packs, shard.loss_tokens, equal=kind == "equal"),
         "fresco": lambda: fresco_step(learner, link, frames),
         "publish": lambda: publisher.publish(next(versions)),
     }
@@ -191,7 +195,7 @@ def main(argv: list[str]) -> None:
     parser = parser_of("learner", __doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--lengths", choices=["equal", "mixed"], default="mixed")
+    parser.add_argument("--lengths", choices=list(_TOKENS), default="mixed")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -201,7 +205,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
         overrides, fields = run_fields(Path(folder), arguments)
         with temporary_run(overrides, **fields) as run:
-            result = measure(run, arguments.rounds, equal=arguments.lengths == "equal")
+            result = measure(run, arguments.rounds, arguments.lengths)
 
     print(f"{result['parameters'] / 1e6:.1f}M parameters, {result['batch_tokens']} tokens in {result['packs']} packs")
     print(f"bare loop       {result['bare_tokens_per_s']:8.0f} tokens/s")

@@ -26,6 +26,12 @@ def test_milliseconds_are_the_median_of_wall_and_the_mean_of_cpu_time() -> None:
     assert milliseconds({"step": timings}) == pytest.approx({"step_ms": 2.0, "step_cpu_ms": 3.0})
 
 
+def test_the_samples_of_a_group_share_a_prompt_where_they_are_told_to() -> None:
+    shard = random_shard(groups=2, size=3, prompt=5, answers=(2, 2), vocabulary=1000, shared=True)
+    prompts = shard.columns["token_ids"].reshape(6, 7)[:, :5].tolist()
+    assert prompts[0] == prompts[1] == prompts[2] != prompts[3] == prompts[4] == prompts[5]
+
+
 def test_a_random_shard_is_a_whole_batch() -> None:
     shard = random_shard(groups=3, size=4, prompt=5, answers=(2, 6), vocabulary=16)
     check_shard(shard, step=0, rank=0, epoch=0, staleness_bound=0)

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rl.core.batch_files import read_shard_files
 from rollout.broker.policies.priorities import Oldest
 from rollout.broker.tasks import DrawnTask
@@ -78,3 +80,14 @@ def test_a_batch_system_that_tells_every_process_to_end_takes_nobody_from_a_run(
     for module in MODULES.values():
         os.kill(pid_of(tmp_path, module), signal.SIGTERM)
     check(finish(process, tmp_path), tmp_path, 30, {})
+
+
+def test_a_job_that_is_ended_as_a_whole_leaves_a_checkpoint_and_its_books(tmp_path: Path) -> None:
+    process = start(tmp_path, "steps=1000", *SLOW)
+    wait_for_step(tmp_path, 5)
+    for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+        each.terminate()
+
+    summary = finish(process, tmp_path, code=130)
+    assert summary["steps"] >= 5 and summary["freshness_violations"] == 0
+    assert [path.name for path in (tmp_path / "simulated" / "checkpoints").iterdir()] == [f"step-{summary['steps']}"]

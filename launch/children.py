@@ -17,11 +17,21 @@ import psutil
 
 from launch.fork_server import Copy, ForkServer
 from launch.plan import ProcessSpec
+from rl.core.config import Config
 from rl.core.messages import Fatal, Heartbeat
 from rl.core.run import RunFile
 from rl.core.sockets import identity
 
 _LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
+
+_LIMITED_BY = {
+    "generator": "generator",
+    "env_server": "env",
+    "parsers": "env",
+    "proxy": "learner",
+    "broker": "learner",
+    "learner": "learner",
+}
 
 
 @dataclass
@@ -72,6 +82,12 @@ class Child:
         self.why_killed = self.why_killed or why
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+def most_restarts(config: Config, role: str) -> int:
+    """Of each process of this role."""
+    limit: int = getattr(config, _LIMITED_BY[role]).max_restarts
+    return limit
 
 
 def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, forks: ForkServer | None = None) -> Child:

@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 import psutil
 import zmq
 
-from launch.children import Child, descendants, end_all, end_descendants, log_tail, spawn
+from launch.children import Child, descendants, end_all, end_descendants, log_tail, most_restarts, spawn
 from launch.dashboard import open_dashboard
 from launch.fork_server import ForkServer
 from launch.live import Display
@@ -50,15 +50,6 @@ from rl.core.trace import Trace
 from rl.core.tracking import Tracker
 from rl.weights.shm_file import remove_slots
 
-_LIMITED_BY = {
-    "generator": "generator",
-    "env_server": "env",
-    "parsers": "env",
-    "proxy": "learner",
-    "broker": "learner",
-    "learner": "learner",
-}
-"""The section with a role's max_restarts."""
 _WORKERS = ("generator", "env_server", "parsers")
 _TOGETHER = "learner"  # its ranks train as one, and are replaced as one
 _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
@@ -162,7 +153,7 @@ class Supervisor:
         self._trace.add(ProcessStarted(spec.role, spec.index, incarnation, child.popen.pid))
 
     def _watch(self) -> None:
-        while not self._reports.keys() >= _CLOSING_REPORTS:
+        while not all(map(self._has_finished, _CLOSING_REPORTS)):
             self._drain(_POLL_S)
             self._check_children()
             self._check_clock()
@@ -177,8 +168,12 @@ class Supervisor:
             self._saver = broker
             self._send(broker, Stop("interrupted", save_first=True))
             self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
-        if "learner" in self._reports or time.monotonic() > until:
+        if self._has_finished("learner") or time.monotonic() > until:
             raise KeyboardInterrupt
+
+    def _has_finished(self, role: str) -> bool:
+        """It has said its last word, and not because of an exception: then its successor will."""
+        return role in self._reports and self._children[role, 0].last_words is None
 
     def _check_clock(self) -> None:
         jump_s = self._clock.jump_s(time.time(), time.monotonic())
@@ -314,7 +309,7 @@ class Supervisor:
 
         unit = self._unit(child)
         used = self._restarts[unit[0].name]
-        allowed = getattr(self._config, _LIMITED_BY[child.spec.role]).max_restarts
+        allowed = most_restarts(self._config, child.spec.role)
         if used >= allowed:
             raise RunFailed(f"{ended}; it was restarted {used} times already", detail)
         self._restarts[unit[0].name] += 1

@@ -59,6 +59,13 @@ def main(role: str) -> None:
         if (behaviour in ("die", "die and never start") and process.incarnation == 0) or behaviour == "die always":
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "report and raise":
+            process.closing_report = lambda: {"staleness": process.incarnation}
+            if process.incarnation == 0:
+                process.progress = 1
+                time.sleep(0.3)
+                raise ValueError("the first cause")
+            process.send_closing_report()
         if behaviour == "report and die":
             process.send(Done(role, json.dumps({"staleness": process.incarnation}).encode()))
             if process.incarnation == 0:

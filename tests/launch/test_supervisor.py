@@ -152,6 +152,25 @@ def test_the_report_of_a_dead_process_does_not_stand_for_that_of_its_successor(r
     assert summary["staleness"] == 1
 
 
+class Unaware(Supervisor):
+    """It hears of the ends of processes seconds after their last words."""
+
+    turns = 0
+
+    def _check_children(self) -> None:
+        self.turns += bool(self._reports)
+        if not self._reports or self.turns > 60:
+            super()._check_children()
+
+
+def test_broker_and_learner_that_raise_at_once_do_not_end_the_run(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Supervisor", Unaware)
+    code, summary = execute(run, broker="report and raise", learner="report and raise")
+    assert (code, summary["staleness"]) == (0, 1)
+
+
 def test_restarts_are_limited(run: RunFile) -> None:
     code, summary = execute(run, generator="die always")
     assert code == 1 and "generator.0 ended: killed by SIGKILL; it was restarted 3 times already" in str(

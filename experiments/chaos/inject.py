@@ -18,6 +18,16 @@ import psutil
 from experiments.chaos.schedule import MODULES, Fault
 
 PAUSE_S = 1.0
+SIGNALS = {"pause": signal.SIGSTOP, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
+RAISING = """
+import signal
+
+def _raise(*_):
+    raise RuntimeError("injected")
+
+signal.signal(signal.SIGUSR1, _raise)
+"""
+"""Python runs it as `sitecustomize` when a process begins: what `raise` needs in it."""
 _STARTED_S = 10.0
 _PIDFD_GETFD = 438  # the system call's number, on every architecture
 
@@ -50,7 +60,7 @@ class Injector:
         if fault.kind == "cut":
             return f"cut {name}" if cut_connection(target.pid, random.Random(fault.draw)) else None
 
-        target.send_signal(signal.SIGSTOP if fault.kind in ("stop", "pause") else signal.SIGKILL)
+        target.send_signal(SIGNALS.get(fault.kind, signal.SIGKILL))
         if fault.kind == "pause":
             threading.Timer(PAUSE_S, _go_on, [target]).start()
         return f"{fault.kind} {name}"

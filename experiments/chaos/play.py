@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from experiments.chaos.checks import left_behind, violations
-from experiments.chaos.inject import Injector
+from experiments.chaos.inject import RAISING, Injector
 from experiments.chaos.schedule import Fault
 from rl.core.config import load_config
 
@@ -60,7 +60,11 @@ def play(recipe: str | Path, overrides: Sequence[str], schedule: Sequence[Fault]
         output_file = temporary.with_name("output")
         with output_file.open("wb") as output:
             command = [sys.executable, "-m", "launch.cli", "run", recipe, *mine]
-            environment = os.environ | {"TMPDIR": str(temporary)}
+            site = temporary.with_name("site")
+            site.mkdir()
+            (site / "sitecustomize.py").write_text(RAISING)
+            paths = [str(site), os.environ.get("PYTHONPATH", "")]
+            environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
             process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
         watch = _Watch(process, runs, list(schedule), played)

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 from rl.core.config import Config
 
-Kind = Literal["kill", "stop", "pause", "child", "cut", "disk"]
+Kind = Literal["kill", "raise", "stop", "pause", "child", "cut", "disk"]
 KINDS: dict[Kind, str] = {
     "kill": "SIGKILL",
+    "raise": "an exception, wherever its main thread is",
     "stop": "SIGSTOP, for good: the supervisor has to find it",
     "pause": "SIGSTOP, then SIGCONT after a second",
     "child": "SIGKILL of a grandchild: an engine's process, a worker of an environment server",

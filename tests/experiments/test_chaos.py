@@ -127,9 +127,9 @@ def test_a_short_schedule_on_a_live_run(seed: int) -> None:
     # Steps take longer than two looks at the run: each fault comes while there is one left.
     overrides = ["steps=40", "learner.checkpoint_every=2", "timeouts.hang_s=10", f"seed={seed}"]
     overrides += ["learner.simulated_step_s=0.2", "learner.max_restarts=9"]
-    schedule = make_schedule(seed, 5, 40, ["kill", "pause"])
+    schedule = make_schedule(seed, 9, 40, ["kill", "raise", "pause"])
     played = play("experiments/simulated.yaml", overrides, schedule, stuck_s=240)
-    assert played.violations == [] and len(played.faults) == 5
+    assert played.violations == [] and len(played.faults) == 9
 
 
 def test_a_worker_below_an_environment_server_dies(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class Tracker:
     def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]] | None = None) -> None:
         """Raises OSError where the disk is full."""
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, "time": time.time()} | finite | (histograms or {})) + "\n")
+        lists = {name: [each for each in found if math.isfinite(each)] for name, found in (histograms or {}).items()}
+        self._file.write(json.dumps({"step": step, "time": time.time()} | finite | lists) + "\n")
         self.dashboard.log(step, values, histograms or {})
 
     def alert(self, title: str, text: str) -> None:

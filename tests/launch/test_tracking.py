@@ -64,7 +64,7 @@ def offline(make_run: MakeRun) -> RunFile:
 
 def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, NoDashboard())
-    tracker.log(3, {"train/loss": 0.5, "x": float("nan")}, {"staleness": [0.0, 1.0]})
+    tracker.log(3, {"train/loss": 0.5, "x": float("nan")}, {"staleness": [0.0, float("inf"), 1.0]})
     assert tracker.close(240)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["step"] == 3 and row["train/loss"] == 0.5 and row["x"] is None and row["staleness"] == [0.0, 1.0]

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -116,6 +117,8 @@ class Supervisor:
             error = RunFailed(f"the supervisor cannot write: {failure}")
         except SystemExit:  # rich's answer to a broken pipe
             error = RunFailed("standard output was closed")
+        except Exception as failure:  # a fault of ours ends a run with its books, as any other cause
+            error = RunFailed(f"the supervisor failed: {failure!r}", traceback.format_exc())
 
         finally:
             for number in handlers:  # a second Ctrl-C must not interrupt the clean-up

@@ -247,6 +247,18 @@ SUPERVISE = (
 )
 
 
+def test_a_fault_of_the_supervisor_itself_ends_the_run_with_its_books(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(Supervisor, "_record", fails)
+    code, summary = execute(run, learner="step")
+    assert code == 1 and summary["error"] == "the supervisor failed: ValueError('a fault')"
+    assert "Traceback" in capsys.readouterr().out
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
     (run.folder / "metrics.jsonl").symlink_to("/dev/full")
     code, summary = execute(run, learner="step")

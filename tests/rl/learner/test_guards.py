@@ -48,3 +48,15 @@ def test_rare_tokens_are_missed_by_few_draws_but_not_by_many(branches: int, olde
     guards._surprise = functools.partial(StepGuards._surprise, cast(Any, guards))
     StepGuards._at_equal_weights(cast(Any, guards), stats)
     assert heard == raised
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "over", "stands"),
+    [("linear", 5, 0.5, False), ("linear", 95, 0.0, True), ("linear", 5, 0.95, True), ("constant", 95, 0.95, False)],
+)
+def test_weights_may_stand_still_at_the_end_of_a_decay_by_steps_or_by_time(
+    schedule: str, step: int, over: float, stands: bool
+) -> None:
+    config = load_config(None, ["steps=100", f"learner.schedule={schedule}", "seconds=60"])
+    guards = SimpleNamespace(_config=config, _step=step, _first_step=0, _over=over)
+    assert StepGuards._stands_by_schedule(cast(Any, guards)) is stands

@@ -13,6 +13,7 @@ _DRAWN_BY_AGE = ("/kl_behavior", "/ess", "/tokens")
 _LEFT_OUT = {
     "train/reward",  # rollout/reward
     "version/epoch",
+    "time/over",
     "tokens/trained",
     "loss/kl_behavior_k1",
     "loss/token_staleness",

@@ -64,8 +64,13 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ends_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP (unless `nohup` is in use) are Ctrl-C: what was begun is tidied up."""
-    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    """SIGTERM and SIGHUP (unless `nohup` is in use) are Ctrl-C: what was begun is tidied up.
+
+    So is SIGINT also where a shell that began us in the background has it ignored.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield

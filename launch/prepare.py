@@ -191,6 +191,7 @@ def _may_be_on_hub(path: str) -> bool:
 
 def main() -> None:
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has begun us in the background
     config = Config.model_validate_json(sys.stdin.read())
     answer: dict[str, object] = {"folder": None, "weight_bytes": 0}
     try:

@@ -51,7 +51,7 @@ def packed_sdpa(
     sizes = [length * count for length, count in whole] + [each.length * each.count for each in answers]
     states = [each.transpose(1, 2)[0] for each in (query, key, value)]  # (tokens, heads, d)
     runs = list(zip(*(each.split(sizes) for each in states), strict=True))
-    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
 
     parts = []
     for (length, count), run in zip(whole, runs, strict=False):

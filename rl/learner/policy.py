@@ -54,7 +54,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
         self._takes_bounds = takes_bounds(model)
-        self.shares_prompts = model.config._attn_implementation == packed_attention.NAME
+        self.shares_prompts = self.model.config._attn_implementation == packed_attention.NAME
 
     @property
     def decoder(self) -> Any:

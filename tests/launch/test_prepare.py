@@ -28,17 +28,19 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.fixture
-def hang_up() -> Iterator[None]:
-    """The suite may run under nohup, where it is ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def inherited() -> Iterator[None]:
+    """What a process is begun with: SIGINT ignored, as by a shell in the background; SIGHUP not, as outside nohup."""
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGHUP, hang_up)
 
 
 @pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
 def test_an_interrupted_warm_start_is_one_line_and_leaves_nothing(
-    tmp_path: Path, end: signal.Signals, sharing: bool, hang_up: None
+    tmp_path: Path, end: signal.Signals, sharing: bool, inherited: None
 ) -> None:
     """With a fork server, of which the child is a copy, and without."""
     (tmp_path / "temporary").mkdir()
@@ -52,14 +54,17 @@ def test_an_interrupted_warm_start_is_one_line_and_leaves_nothing(
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    while "warm start" not in (line := process.stdout.readline()):
-        assert line, "it ended"
-    drafts = list((tmp_path / "cache").glob(".*"))
-    below = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, end)  # as a terminal or a batch system does
+    try:
+        assert process.stdout is not None
+        while "warm start" not in (line := process.stdout.readline()):
+            assert line, "it ended"
+        drafts = list((tmp_path / "cache").glob(".*"))
+        below = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, end)  # as a terminal or a batch system does
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()  # its children die with it
 
-    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130 and output.splitlines()[-1] == "fresco: interrupted"
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(below, timeout=60)

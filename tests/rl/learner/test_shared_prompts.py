@@ -37,7 +37,7 @@ def shard_of(groups: list[tuple[int, list[int]]], seed: int = 0) -> Shard:
     """Of random tokens; the samples of the groups in a mixed order."""
     random = np.random.default_rng(seed)
     samples = []
-    rows = []
+    rows: list[SampleRow] = []
     starts = []
     for group, (prompt, answers) in enumerate(groups):
         asked = random.integers(0, VOCAB, prompt)

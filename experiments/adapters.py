@@ -17,7 +17,7 @@ from pathlib import Path
 
 from envs.check import agents
 from envs.check.findings import Earned
-from envs.check.player import Agent, Outcome, Player
+from envs.check.player import Agent, Player, PlayResult
 from envs.registry import make_family
 from rl.core.config import ConfigError, load_config
 
@@ -92,11 +92,11 @@ async def play(environment: str, option: str, name: str) -> Row:
     return Row(name, _said("gold", gold), _said("at random", chance), time.monotonic() - begin, failed)
 
 
-async def _outcomes(player: Player, agent: Agent) -> list[Outcome]:
+async def _outcomes(player: Player, agent: Agent) -> list[PlayResult]:
     return [await player.play(index, agent, "eval") for index in range(TASKS)]
 
 
-def _said(agent: str, outcomes: list[Outcome]) -> str:
+def _said(agent: str, outcomes: list[PlayResult]) -> str:
     return f"{Earned.of(agent, outcomes).reward:.2f}" if outcomes else "-"
 
 

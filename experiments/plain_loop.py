@@ -46,7 +46,7 @@ class Generate(Protocol):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class PlayedEpisode:
     """One episode: a prompt, its completion and what the verifier said."""
 
     prompt: list[int]
@@ -71,7 +71,7 @@ class PlainLoop:
         self.policy: Policy = self.trainer.policy
         self.generate: Generate = generate or self._sample_here
 
-    def rollout(self, step: int) -> list[Attempt]:
+    def rollout(self, step: int) -> list[PlayedEpisode]:
         """The batch of `step`: the tasks and seeds that a run of the system gives the same sample ids."""
         settings = self.config.rollout
         count = self.family.task_count("train")
@@ -83,23 +83,23 @@ class PlainLoop:
             tasks += [int(task_order(self.config.seed, data_pass, count)[index])] * settings.group_size
 
         ids = range(first * settings.group_size, first * settings.group_size + len(tasks))
-        return self._attempts("train", tasks, ids, self.config.sampling.temperature)
+        return self._play("train", tasks, ids, self.config.sampling.temperature)
 
     def evaluate(self, temperature: float) -> float:
         """Share of held-out tasks answered right."""
         tasks = range(min(self.config.eval.tasks, self.family.task_count("eval")))
-        attempts = self._attempts("eval", tasks, [-1 - task for task in tasks], temperature)
-        return sum(attempt.reward for attempt in attempts) / max(1, len(attempts))
+        episodes = self._play("eval", tasks, [-1 - task for task in tasks], temperature)
+        return sum(episode.reward for episode in episodes) / max(1, len(episodes))
 
-    def train(self, step: int, batch: Sequence[Attempt], lag: int = 0) -> dict[str, float]:
+    def train(self, step: int, batch: Sequence[PlayedEpisode], lag: int = 0) -> dict[str, float]:
         """The optimizer steps of a batch sampled `lag` versions ago; the update's metrics."""
         group_size = self.config.rollout.group_size
         shard = make_shard(step, batch, group_size, step - lag)
         stats = UpdateStats()
         for minibatch in self.trainer.minibatches(shard):
             stats.add(self.trainer.update(minibatch, step))
-        rewards = [attempt.reward for attempt in batch]
-        lengths = [len(attempt.completion.token_ids) for attempt in batch]
+        rewards = [episode.reward for episode in batch]
+        lengths = [len(episode.completion.token_ids) for episode in batch]
 
         return stats.metrics() | {
             "reward/mean": sum(rewards) / len(rewards),
@@ -107,7 +107,7 @@ class PlainLoop:
             "batch/tokens": float(sum(shard.lengths)),
         }
 
-    def _attempts(self, split: str, tasks: Sequence[int], ids: Sequence[int], temperature: float) -> list[Attempt]:
+    def _play(self, split: str, tasks: Sequence[int], ids: Sequence[int], temperature: float) -> list[PlayedEpisode]:
         problems = [self.family.task(split, task) for task in tasks]
         prompts = asyncio.run(self._prompts(problems))
         seeds = [turn_seed(sample_seed(self.config.seed, sample_id), 0) for sample_id in ids]
@@ -117,7 +117,7 @@ class PlainLoop:
         stop_ids = self.tokenizer.stop_ids
         truncated = [completion.token_ids[-1] not in stop_ids for completion in completions]
 
-        return [Attempt(*fields) for fields in zip(prompts, completions, rewards, truncated, strict=True)]
+        return [PlayedEpisode(*fields) for fields in zip(prompts, completions, rewards, truncated, strict=True)]
 
     async def _prompts(self, problems: Sequence[Any]) -> list[list[int]]:
         return [self.tokenizer.prompt(await self.family.make().reset(problem)) for problem in problems]
@@ -144,23 +144,23 @@ class PlainLoop:
         )
 
 
-def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: int) -> Shard:
+def make_shard(step: int, batch: Sequence[PlayedEpisode], group_size: int, version: int) -> Shard:
     """The batch as the broker would send it to a single rank; whole groups stand together."""
-    lengths = [len(attempt.prompt) + len(attempt.completion.token_ids) for attempt in batch]
-    starts = [len(attempt.prompt) for attempt in batch]
+    lengths = [len(episode.prompt) + len(episode.completion.token_ids) for episode in batch]
+    starts = [len(episode.prompt) for episode in batch]
     first = step * len(batch)
 
     rows = [
         SampleRow(
             sample_id=first + index,
             group_id=(first + index) // group_size,
-            reward=attempt.reward,
+            reward=episode.reward,
             tokens=lengths[index],
-            loss_tokens=len(attempt.completion.token_ids),
+            loss_tokens=len(episode.completion.token_ids),
             version=version,
-            truncated=attempt.truncated,
+            truncated=episode.truncated,
         )
-        for index, attempt in enumerate(batch)
+        for index, episode in enumerate(batch)
     ]
 
     return Shard(
@@ -186,7 +186,7 @@ def make_shard(step: int, batch: Sequence[Attempt], group_size: int, version: in
 def run(loop: PlainLoop, lag: int = 0) -> Iterator[dict[str, float]]:
     """Train `config.steps` batches; yields one row of metrics per step, with held-out accuracy when it is due."""
     config = loop.config
-    waiting: deque[list[Attempt]] = deque()
+    waiting: deque[list[PlayedEpisode]] = deque()
     sampled = 0
 
     for step in range(config.steps + 1):

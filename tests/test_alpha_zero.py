@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.plain_loop import Attempt, PlainLoop
+from experiments.plain_loop import PlainLoop, PlayedEpisode
 from launch.warm_start.sampling import Sampled
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.core.batch_files import read_shard_files
@@ -129,7 +129,7 @@ class EngineOfLoop:
         return self.wait(everything())
 
 
-def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[Attempt], dict[str, float]]]:
+def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[PlayedEpisode], dict[str, float]]]:
     torch.manual_seed(0)
     engine = EngineOfLoop(run, None)
     loop = PlainLoop(run.config, model, engine)
@@ -159,7 +159,10 @@ def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[Attempt], dict[
 
 
 def check_equal(
-    shards: list[Shard], rows: list[dict[str, Any]], plain: list[tuple[list[Attempt], dict[str, float]]], logp: float
+    shards: list[Shard],
+    rows: list[dict[str, Any]],
+    plain: list[tuple[list[PlayedEpisode], dict[str, float]]],
+    logp: float,
 ) -> None:
     assert len(rows) == len(plain) == STEPS
     for step, (batch, metrics) in enumerate(plain):
@@ -168,14 +171,14 @@ def check_equal(
             starts = np.cumsum([0, *shard.lengths])
             for index, member in enumerate(shard.members):
                 row = shard.rows[member]
-                attempt = batch[member]
+                episode = batch[member]
                 part = slice(starts[index], starts[index + 1])
 
                 assert row.sample_id == step * len(batch) + member
-                assert shard.token_ids[part].tolist() == [*attempt.prompt, *attempt.completion.token_ids]
+                assert shard.token_ids[part].tolist() == [*episode.prompt, *episode.completion.token_ids]
                 generated = shard.loss_mask[part] == 1
-                np.testing.assert_allclose(shard.logp_behavior[part][generated], attempt.completion.logp, atol=logp)
-                assert row.reward == pytest.approx(attempt.reward, abs=1e-9)
+                np.testing.assert_allclose(shard.logp_behavior[part][generated], episode.completion.logp, atol=logp)
+                assert row.reward == pytest.approx(episode.reward, abs=1e-9)
                 seen += 1
 
         assert seen == len(batch)
@@ -222,7 +225,7 @@ def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
     plain = [
         (
-            [Attempt(one["prompt"], Sampled(one["ids"], one["logp"]), one["reward"]) for one in step["batch"]],
+            [PlayedEpisode(one["prompt"], Sampled(one["ids"], one["logp"]), one["reward"]) for one in step["batch"]],
             step["metrics"],
         )
         for step in json.loads((reference / "steps.json").read_text())

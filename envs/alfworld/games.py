@@ -164,7 +164,7 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
     total = sum(counts.values())
     made = 0
     keys = set[str]()
-    attempts: Counter[tuple[str, int]] = Counter()
+    draws: Counter[tuple[str, int]] = Counter()
     wanted = [(split, index) for split, count in counts.items() for index in range(count)]
     pool = ProcessPoolExecutor(
         min(workers, max(1, total // _CHUNK)), multiprocessing.get_context("spawn"), _begin_worker, (os.getpid(),)
@@ -175,7 +175,7 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
             jobs = []
             for begin in range(0, len(wanted), _CHUNK):
                 places = wanted[begin : begin + _CHUNK]
-                drawn = [(split, _draw(recipe, split, index, attempts, keys)) for split, index in places]
+                drawn = [(split, _draw(recipe, split, index, draws, keys)) for split, index in places]
                 jobs.append((places, pool.submit(_prove_and_write, folder, drawn)))
 
             wanted = []
@@ -188,13 +188,13 @@ def _make(recipe: GameRecipe, folder: Path, workers: int, log: Callable[[str], N
     log(f"games: {made} made and proven in {time.monotonic() - begun:.0f} s")
 
 
-def _draw(recipe: GameRecipe, split: str, index: int, attempts: Counter[tuple[str, int]], keys: set[str]) -> Problem:
+def _draw(recipe: GameRecipe, split: str, index: int, draws: Counter[tuple[str, int]], keys: set[str]) -> Problem:
     """A game that is unlike all in `keys`; the same for the same recipe, whatever the number of workers."""
     task_type = recipe.task_types[index % len(recipe.task_types)]
     choices = scenes_of(task_type, unseen=split == "valid_unseen")
-    while attempts[split, index] < _DRAWS:
-        attempts[split, index] += 1
-        rng = random.Random(f"{recipe.seed} {split} {index} {attempts[split, index]}")
+    while draws[split, index] < _DRAWS:
+        draws[split, index] += 1
+        rng = random.Random(f"{recipe.seed} {split} {index} {draws[split, index]}")
         try:
             problem = draw_problem(task_type, rng.choice(choices), rng, recipe.max_receptacles, recipe.clutter)
         except Infeasible:

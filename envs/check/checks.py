@@ -14,7 +14,7 @@ from envs.check import agents
 from envs.check.attacks import HOSTILE
 from envs.check.elsewhere import openings_elsewhere
 from envs.check.findings import Earned, Page
-from envs.check.player import Agent, Outcome, Player, Said, View
+from envs.check.player import Agent, Player, PlayResult, Said, View
 from envs.check.resources import held
 from envs.check.watch import LoopWatch
 from envs.guards import overlap
@@ -48,7 +48,7 @@ class Lab:
     page: Page
     watch: LoopWatch
     temporary: Path
-    scripted: list[Outcome] = field(default_factory=list)
+    scripted: list[PlayResult] = field(default_factory=list)
     """What a random agent got in the first tasks: what other checks compare with."""
 
     @property
@@ -234,7 +234,7 @@ def _always(said: Said) -> Agent:
     return act
 
 
-def _difference(indices: list[int], first: list[Outcome], second: list[Outcome]) -> str:
+def _difference(indices: list[int], first: list[PlayResult], second: list[PlayResult]) -> str:
     """Where the same was done and something else came of it."""
     for index, one, other in zip(indices, first, second, strict=True):
         if one.what_happened == other.what_happened:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from envs.check.player import Outcome
+from envs.check.player import PlayResult
 
 Verdict = Literal["ok", "note", "FAIL"]
 
@@ -27,7 +27,7 @@ class Earned:
     turns: float
 
     @classmethod
-    def of(cls, agent: str, outcomes: list[Outcome]) -> Earned:
+    def of(cls, agent: str, outcomes: list[PlayResult]) -> Earned:
         played = [outcome for outcome in outcomes if not outcome.error]
         count = max(1, len(played))
         return cls(

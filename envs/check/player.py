@@ -46,7 +46,7 @@ Agent = Callable[[View], Awaitable[Said]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlayResult:
     """`error`: why the episode failed; then nothing else is known of it."""
 
     error: str = ""
@@ -99,13 +99,13 @@ class Player:
         }
         self.config = config.model_copy(update=limits)
 
-    async def play(self, index: int, agent: Agent, split: str = "train") -> Outcome:
+    async def play(self, index: int, agent: Agent, split: str = "train") -> PlayResult:
         """One episode of this task. Raises what the agent raises."""
         try:
             task = self.family.task(split, index)
             environment = self.family.make()
         except Exception as error:  # the environment's own code
-            return Outcome(error=f"task {index} raised {type(error).__name__}: {error}")
+            return PlayResult(error=f"task {index} raised {type(error).__name__}: {error}")
 
         self._played += 1
         ticket = Ticket(self._played, self._played, 0, index, Version(0, 0), kind=split)
@@ -114,9 +114,9 @@ class Player:
         try:
             return self._outcome(await run_episode(ticket, lambda: environment, task, context))
         except EpisodeFailed as error:
-            return Outcome(error=str(error).removeprefix("environment: "))
+            return PlayResult(error=str(error).removeprefix("environment: "))
 
-    async def play_all(self, indices: Sequence[int], agent: Agent, together: bool = False) -> list[Outcome]:
+    async def play_all(self, indices: Sequence[int], agent: Agent, together: bool = False) -> list[PlayResult]:
         """One after another, or all of them at once."""
         if together:
             return list(await asyncio.gather(*(self.play(index, agent) for index in indices)))
@@ -137,12 +137,12 @@ class Player:
 
         return generate
 
-    def _outcome(self, trajectory: Trajectory) -> Outcome:
+    def _outcome(self, trajectory: Trajectory) -> PlayResult:
         (sequence,) = trajectory.sequences
         turns = sequence.turns
         decode = self._tokenizer.decode
 
-        return Outcome(
+        return PlayResult(
             opening=decode(sequence.token_ids[: turns[0].start].tolist()),
             text=decode(sequence.token_ids.tolist()),
             rewards=tuple(turn.reward for turn in turns),

@@ -56,7 +56,7 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """One training run, until the target or its last step."""
 
     rows: list[Row]
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     pythons = {name: str(_python(trainer)) for name, trainer in trainers.items()}
     model = ensure_start_model(task)
 
-    def run(name: str, seed: int, lr: float) -> Outcome:
+    def run(name: str, seed: int, lr: float) -> RunResult:
         with tempfile.TemporaryDirectory(prefix="fresco-compare-") as folder:
             job = _job(task, Path(folder), model, seed, lr, options)
             outcome = _train(trainers[name], job, pythons[name], options.target)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
     tried = {name: {lr: run(name, _TUNING_SEED, lr) for lr in options.tune} for name in names}
     rates = {name: _best(tried[name], options.lr) for name in names}
 
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+    outcomes: dict[str, list[RunResult]] = {name: [] for name in names}
     with Idle() as idle:
         for seed in range(options.pairs):
             for name in names if seed % 2 == 0 else reversed(names):
@@ -169,7 +169,7 @@ def _job(task: Task, folder: Path, model: Path, seed: int, lr: float, options: a
     )
 
 
-def _train(trainer: Trainer, job: Job, python: str, target: float) -> Outcome:
+def _train(trainer: Trainer, job: Job, python: str, target: float) -> RunResult:
     """Until the target is reached, or all steps are done. Raises SystemExit if it ends before."""
     settings = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # each side's own business
     environment = {name: value for name, value in os.environ.items() if name not in settings}
@@ -187,7 +187,7 @@ def _train(trainer: Trainer, job: Job, python: str, target: float) -> Outcome:
                 raise SystemExit(f"it ended after {len(rows)} steps:\n{output.read_text(errors='replace')[-4000:]}")
             time.sleep(_LOOK_S)
 
-    return Outcome(rows, watch.origin, reached, watch.cpu_s, watch.used)
+    return RunResult(rows, watch.origin, reached, watch.cpu_s, watch.used)
 
 
 def reached_at(accuracies: Sequence[float], target: float) -> int | None:
@@ -198,28 +198,28 @@ def reached_at(accuracies: Sequence[float], target: float) -> int | None:
     return None
 
 
-def _best(tried: Mapping[float, Outcome], otherwise: float) -> float:
+def _best(tried: Mapping[float, RunResult], otherwise: float) -> float:
     """The learning rate that got there first; of those that did not, the one with the best end."""
     if not tried:
         return otherwise
 
-    def rank(lr: float) -> tuple[bool, float]:
+    def order(lr: float) -> tuple[bool, float]:
         outcome = tried[lr]
         if outcome.reached is not None:
             return False, outcome.wall_s
         return True, -statistics.fmean(row.accuracy for row in outcome.rows[-_WINDOW:])
 
-    return min(tried, key=rank)
+    return min(tried, key=order)
 
 
-def _tell(name: str, seed: int, lr: float, outcome: Outcome) -> None:
+def _tell(name: str, seed: int, lr: float, outcome: RunResult) -> None:
     how = f"after {outcome.wall_s:.1f} s, {outcome.reached} steps" if outcome.reached else "not reached"
     end = statistics.fmean(row.accuracy for row in outcome.rows[-_WINDOW:])
     print(f"{name} seed {seed} lr {lr:g}: {how}; {outcome.cpu_s:.0f} CPU s, accuracy {end:.2f}", flush=True)
 
 
 def _report(
-    options: argparse.Namespace, rates: dict[str, float], outcomes: dict[str, list[Outcome]], idle: Idle
+    options: argparse.Namespace, rates: dict[str, float], outcomes: dict[str, list[RunResult]], idle: Idle
 ) -> dict[str, Any]:
     """Print the tables and the verdict; the same as a result."""
     medians = {name: _medians(each) for name, each in outcomes.items()}
@@ -244,7 +244,7 @@ def _report(
     return result | provenance(idle, {f"fresco over {options.trainer}": ratio})
 
 
-def _medians(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def _medians(outcomes: Sequence[RunResult]) -> dict[str, float]:
     """Seconds of each part, and what they add up to."""
     spent = [outcome.seconds() for outcome in outcomes]
     steps = [len(outcome.rows[: outcome.reached]) for outcome in outcomes]

@@ -47,7 +47,7 @@ class Row:
     """One training step."""
 
     time: float
-    """When it had ended, in seconds since the epoch."""
+    """When it had ended, in seconds of Unix time."""
     accuracy: float
     """Of its samples."""
     tokens: int

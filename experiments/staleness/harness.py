@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.plain_loop import Attempt, PlainLoop
+from experiments.plain_loop import PlainLoop, PlayedEpisode
 from experiments.staleness import sampler
 from experiments.staleness.grid import Job
 from experiments.staleness.records import RECIPE, Record, setting
@@ -84,7 +84,7 @@ def run_job(
     loop = LaggedLoop(job_config(job, overrides), folder)
     evals: dict[str, float] = {}
     curves: dict[str, list[float]] = {name: [] for name in CURVES}
-    waiting: deque[list[Attempt]] = deque()
+    waiting: deque[list[PlayedEpisode]] = deque()
     sampled = 0
     steps = loop.config.steps
     every = loop.config.eval.every

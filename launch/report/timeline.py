@@ -45,7 +45,7 @@ class Timeline:
 
 
 def gather_timeline(folder: Path, started: float, alarms: Sequence[RaisedAlarm] = ()) -> Timeline:
-    """Without lanes where no trace was kept. started: seconds since the epoch, where the timeline begins.
+    """Without lanes where no trace was kept. started: seconds of Unix time, where the timeline begins.
 
     Alarms come from their own file: it is complete where the supervisor's trace is missing or was cut.
     """

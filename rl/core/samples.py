@@ -41,7 +41,7 @@ class Sample(msgspec.Struct):
     """Per-token lists have one entry for each of the T tokens; prompts and observations have version -1."""
 
     time: float
-    """Of its end, seconds since the epoch of the clock."""
+    """Of its end, seconds of Unix time."""
     kind: str
     """`train` or `eval`."""
     ticket_id: int

@@ -25,7 +25,7 @@ from rl.core.codec import MAX_FRAME_BYTES
 from rl.core.messages import Frames, Message, ProtocolError, decode, encode
 from rl.core.run import RunFile
 
-HIGH_WATER_MARK = 100_000  # messages; flow control is by credit, not by blocking sockets
+HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
 # Plain numbers: enums are slow to combine.
 _DONTWAIT = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
@@ -150,7 +150,7 @@ def made_again(socket: zmq.SyncSocket) -> bool:
 
 
 def send(socket: zmq.SyncSocket, message: Message) -> None:
-    """Send to the one peer. Never blocks: flow control is by credit, so a full queue is an error (zmq.Again)."""
+    """Send to the one peer. Never blocks: senders count what is under way, so a full queue is an error (zmq.Again)."""
     _send_frames(socket, encode(message))
 
 

@@ -52,7 +52,7 @@ class Source(msgspec.Struct, frozen=True):
 
 class TraceEvent(NamedTuple):
     time: float
-    """Seconds since the epoch, never going backwards within a process. Processes of one machine share one clock."""
+    """Seconds of Unix time, never going backwards within a process. Processes of one machine share one clock."""
     source: Source
     moment: Moment
 

@@ -54,7 +54,7 @@ def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
 
 
 def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
-    """The minibatches of a batch, with advantages, weights, shaped rewards and (for a critic) returns.
+    """The minibatches of a batch, with advantages, token weights, shaped rewards and (for a critic) returns.
 
     parts: this rank's packs of each minibatch, one at least; they carry `logp_reference` and `values` where the
     algorithm needs them. `shard` is the whole batch. All ranks call it together.
@@ -62,11 +62,11 @@ def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[
     packs = [pack for part in parts for pack in part]
     rewards = shaped_rewards(shard, algorithm)  # (N,)
     episodes = gather_episodes(shard, packs, rewards, algorithm)
-    credit = {"advantages": algorithm.estimator(episodes)}  # (T,) of all packs
+    columns = {"advantages": algorithm.estimator(episodes)}  # (T,) of all packs
     if algorithm.critic is not None and episodes.values is not None:
         discount = getattr(algorithm.estimator.options, "discount", 1.0)
         advantages = gae_advantages(episodes, discount, algorithm.critic.lam)
-        credit["returns"] = (advantages + episodes.values).float()
+        columns["returns"] = (advantages + episodes.values).float()
 
     counted = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, algorithm)  # (N,)
     minibatch = torch.tensor(minibatch_of(shard, len(parts)))  # (N,)
@@ -80,9 +80,9 @@ def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[
         for pack in part:
             begin = end
             end += pack.tokens
-            pack = pack.with_columns(**{name: values[begin:end] for name, values in credit.items()})
+            pack = pack.with_columns(**{name: values[begin:end] for name, values in columns.items()})
             if pack.members:
-                pack = pack.with_columns(weights=_at_tokens(weights, pack))
+                pack = pack.with_columns(token_weights=_at_tokens(weights, pack))
                 pack = replace(pack, rewards=rewards[list(pack.members)].float())
             credited.append(pack)
 

@@ -1,7 +1,7 @@
 """Samples of a shard as packs: flat, padding-free token axes of bounded length, one forward each.
 
-Whatever is normalised over the batch (`credit`: advantages, weights, the token count) is computed from the whole
-batch, so how samples are spread over packs, ranks and minibatches changes no gradient.
+Whatever is normalised over the batch (`rl.learner.credit`: advantages, token weights, the token count) is computed from
+the whole batch, so how samples are spread over packs, ranks and minibatches changes no gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pack:
     logp_behavior = Accessor[Tensor]()  # (T,) float32
     staleness = Accessor[Tensor]()  # (T,) int64, 0 where masked
     advantages = Accessor[Tensor]()  # (T,) float32
-    weights = Accessor[Tensor]()  # (T,) float32
+    token_weights = Accessor[Tensor]()  # (T,) float32, of the aggregation
     logp_proximal = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.update.with_logp` adds this and the next
     logp_reference = OptionalAccessor[Tensor]()  # (T,) float32
     values = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.critic.with_values` adds it
@@ -83,7 +83,7 @@ class Pack:
 def make_packs(shard: Shard, max_tokens: int, version: int, *, share: bool = False) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
-    `version` is the version being trained. Deterministic. Advantages are 0 and weights 1 until `credit.assign`.
+    `version` is the version being trained. Deterministic. Advantages are 0 and token weights 1 until `credit.assign`.
     share: samples with the same prompt stay together, and their prompt counts once, because it is computed once.
     """
     columns = _spread(shard)
@@ -166,7 +166,7 @@ def dummy_pack() -> Pack:
     """One token that is not generated: it runs through the model and contributes exactly zero."""
     place = torch.zeros(1, dtype=torch.int64)
     columns = _tensors(masked_columns(dict.fromkeys(get_args(Scope), 1)))
-    columns |= {"staleness": place, "advantages": torch.zeros(1), "weights": torch.zeros(1)}
+    columns |= {"staleness": place, "advantages": torch.zeros(1), "token_weights": torch.zeros(1)}
     return Pack(columns, position_ids=place, sample=place, turn=place, rewards=torch.zeros(1), members=())
 
 
@@ -231,7 +231,7 @@ def _pack(
     mask = found["loss_mask"]
     found["staleness"] = (version - found["policy_version"]) * mask
     found["advantages"] = torch.zeros(len(mask))
-    found["weights"] = torch.ones(len(mask))
+    found["token_weights"] = torch.ones(len(mask))
     return Pack(
         columns=found,
         position_ids=torch.cat([torch.arange(n) for n in lengths]),

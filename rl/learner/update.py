@@ -86,7 +86,7 @@ def accumulate_gradients(
 
         inputs = loss_inputs(pack, output, needs_proximal=algorithm.needs_proximal, first_step=first_step)
         result = algorithm.regularisation(inputs, algorithm.correction(inputs, algorithm.loss))
-        total = (inputs.masked(result.per_token) * pack.weights).sum()
+        total = (inputs.masked(result.per_token) * pack.token_weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
         stats.diagnostics.update(inputs, result)
         with torch.no_grad():

@@ -17,14 +17,14 @@ from rollout.broker.tickets import Tickets
 
 
 class Groups:
-    """`rank` orders the issue of groups, lower first; ties go by issue number."""
+    """`order` is that of issue, by task, lower first; ties go by issue number."""
 
-    def __init__(self, rules: Rules, tickets: Tickets, tasks: TaskQueue, rank: Callable[[DrawnTask], float]) -> None:
+    def __init__(self, rules: Rules, tickets: Tickets, tasks: TaskQueue, order: Callable[[DrawnTask], float]) -> None:
         self.rules = rules
         self.tickets = tickets
         self.tasks = tasks
         self.stats = Statistics()
-        self._rank = rank
+        self._order = order
         self.size = rules.group_size  # G
         self.first = FirstEpisodes(rules, tickets)
 
@@ -46,7 +46,7 @@ class Groups:
         """F1: new groups up to the limit, with their first episodes."""
         while len(self.open) < self.limit:
             group_id, task = self.tasks.take()
-            group = Group(group_id, task, self._rank(task), now, alive=self.first.members)
+            group = Group(group_id, task, self._order(task), now, alive=self.first.members)
             self.open[group_id] = group
             self.first.begin(group)
 

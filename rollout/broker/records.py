@@ -96,7 +96,7 @@ class Group:
 
     group_id: int  # also its issue number
     task: DrawnTask
-    rank: float  # issue priority, lower first
+    order: float  # of its issue, lower first
     opened_at: float
     alive: int  # members that have not failed for good
     members: list[Sample] = field(default_factory=list)

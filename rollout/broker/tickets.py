@@ -27,7 +27,7 @@ class Tickets:
 
         self.epoch = -1
         self._next_id = 0
-        self._queue: list[tuple[bool, float, int, Sample]] = []  # heap of (first attempt?, rank, sample id, sample)
+        self._queue: list[tuple[bool, float, int, Sample]] = []  # heap of (first attempt?, order, sample id, sample)
 
     def begin(self, epoch: int) -> None:
         self.epoch = epoch
@@ -38,8 +38,8 @@ class Tickets:
         return self._next_id - 1
 
     def enqueue(self, sample: Sample) -> None:
-        """Samples that are tried again go first, then groups in the order of their rank and issue."""
-        heapq.heappush(self._queue, (sample.failures == 0, sample.group.rank, sample.sample_id, sample))
+        """Samples that are tried again go first, then groups in their order and that of their issue."""
+        heapq.heappush(self._queue, (sample.failures == 0, sample.group.order, sample.sample_id, sample))
 
     def issue(self, n: int, oldest_useful: int, now: float) -> list[IssueTicket]:
         """F2: tickets carry version n, the newest. None goes out that no later batch could use."""

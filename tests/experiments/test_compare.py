@@ -12,7 +12,7 @@ import pytest
 
 from envs.math.answers import last_box
 from experiments.bench._processes import watched
-from experiments.bench.compare import Outcome, _best, _options, _trainer, reached_at
+from experiments.bench.compare import RunResult, _best, _options, _trainer, reached_at
 from experiments.compare import fresco, trl
 from experiments.compare.job import Job, Row
 from experiments.compare.tasks import TASKS, Task, questions
@@ -63,12 +63,12 @@ def test_the_target_is_reached_by_the_mean_of_five_steps() -> None:
     assert reached_at([], 0.8) is None
 
 
-def outcome(*accuracies: float, origin: float = 100.0) -> Outcome:
+def outcome(*accuracies: float, origin: float = 100.0) -> RunResult:
     rows = [
         Row(110.0 + 2 * step, value, 50, {"wait": 0.5 if step else 0.0, "train": 1.0})
         for step, value in enumerate(accuracies)
     ]
-    return Outcome(rows, origin, reached_at(accuracies, 0.8), 30.0, {})
+    return RunResult(rows, origin, reached_at(accuracies, 0.8), 30.0, {})
 
 
 def test_seconds_of_the_parts_add_up_to_the_target() -> None:

@@ -14,7 +14,7 @@ import torch
 import launch.warm_start.sampling
 from algos.registry import get_loss, loss_names, make_loss
 from algos.types import LossInputs
-from experiments.plain_loop import Attempt, make_shard
+from experiments.plain_loop import PlayedEpisode, make_shard
 from experiments.staleness import grid, records, report, sampler, system
 from experiments.staleness.grid import Job
 from experiments.staleness.harness import CURVES, LaggedLoop, run_job
@@ -77,10 +77,10 @@ def test_sampler_refuses_another_architecture(folder: Path) -> None:
 def test_batches_are_of_the_policy_lag_updates_ago(folder: Path, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The behaviour log-probabilities of batch s are, by the learner's own forward, those of version s - lag."""
     weights: list[dict[str, torch.Tensor]] = []
-    batches: list[Sequence[Attempt]] = []
+    batches: list[Sequence[PlayedEpisode]] = []
     train = LaggedLoop.train
 
-    def spy(self: LaggedLoop, step: int, batch: Sequence[Attempt], lag: int = 0) -> dict[str, float]:
+    def spy(self: LaggedLoop, step: int, batch: Sequence[PlayedEpisode], lag: int = 0) -> dict[str, float]:
         weights.append({name: value.clone() for name, value in self.policy.state_dict().items()})
         batches.append(batch)
         return train(self, step, batch, lag)

@@ -55,8 +55,8 @@ class _Running:
 
     request: Generate
     sampled: Sampled = field(default_factory=Sampled)  # by the present attempt
-    discarded: int = 0  # tokens of earlier attempts
-    stream: Stream | None = None  # None: outside vLLM, between attempts or at the gate
+    discarded: int = 0  # tokens of earlier starts
+    stream: Stream | None = None  # None: outside vLLM, between two starts or at the gate
     gate: asyncio.Future[None] | None = None  # set by the end of a load, or by an abort
     aborted: bool = False  # by the caller
     began_episode: bool = False  # its first token decides on which version's cache the episode runs (`keep`)

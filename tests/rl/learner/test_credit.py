@@ -168,7 +168,7 @@ def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool)
                 "sequence": 1 / (len(members) * lengths[i]),
                 "constant": 1 / (len(members) * (constant or 1)),
             }[aggregation]
-            found = tokens_of(minibatch.packs, i, "weights") / minibatch.loss_tokens
+            found = tokens_of(minibatch.packs, i, "token_weights") / minibatch.loss_tokens
             assert found.tolist() == pytest.approx([coefficient] * lengths[i], rel=1e-6)
 
 

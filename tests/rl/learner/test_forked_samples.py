@@ -106,7 +106,7 @@ def credited(shard: Shard, algorithm: Algorithm, loss: str, options: dict[str, o
         for pack in minibatch.packs:
             pack = pack.with_columns(logp_proximal=pack.logp_behavior + 0.1 * torch.cos(pack.token_ids.float()))
             inputs = loss_inputs(pack, output_of(pack), needs_proximal=made.needs_proximal)
-            values = made(inputs).per_token * pack.weights / minibatch.loss_tokens
+            values = made(inputs).per_token * pack.token_weights / minibatch.loss_tokens
             for place in pack.mask.nonzero()[:, 0].tolist():
                 assert int(pack.token_ids[place]) not in found, "a token is trained twice"
                 found[int(pack.token_ids[place])] = {

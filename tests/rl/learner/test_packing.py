@@ -47,7 +47,7 @@ def test_packs_hold_what_the_shard_holds() -> None:
             np.testing.assert_array_equal(pack.logp_behavior[where], shard.logp_behavior[span])
             np.testing.assert_array_equal(pack.staleness[where], np.where(mask, 5 - shard.policy_version[span], 0))
             np.testing.assert_array_equal(pack.position_ids[where], np.arange(shard.rows[member].tokens))
-            assert not pack.advantages[where].any() and (pack.weights[where] == 1).all()
+            assert not pack.advantages[where].any() and (pack.token_weights[where] == 1).all()
             assert pack.rewards[i] == pytest.approx(shard.rows[member].reward)
 
     assert sorted(seen) == sorted(shard.members)

@@ -7,7 +7,6 @@ trained.
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,15 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from envs.agents.clients import WAYS, AnthropicClient, Client, OpenAiClient
-from envs.agents.tool_loop import OPERATIONS, SLIP, Sum, ToolLoopFamily, ToolLoopOptions, called
-from rollout.episodes.environment import (
-    ChatMessage,
-    DemonstratedTurn,
-    Demonstration,
-    Endpoint,
-    EnvironmentFamily,
-    Outcome,
-)
+from envs.agents.tool_loop import Sum, ToolLoopFamily, ToolLoopOptions, called, demonstrated
+from rollout.episodes.environment import Demonstration, Endpoint, EnvironmentFamily, Outcome
 
 
 class SdkAgentOptions(ToolLoopOptions):
@@ -103,22 +95,8 @@ class SdkAgentFamily(ToolLoopFamily):
 async def demonstrate(
     family: EnvironmentFamily, count: int, *, seed: int, mistakes: float, max_turns: int
 ) -> list[Demonstration]:
-    """Two calls in one turn, and the answer that they gave; a share of them calls a wrong operation."""
-    shown = []
-    for index in range(count):
-        task: TwoSums = family.task("train", index % family.task_count("train"))
-        chance = random.Random(f"{seed} {index}")
-        calls = []
-        results = []
-        for each in task.sums:
-            name = chance.choice(list(OPERATIONS)) if chance.random() < SLIP else each.operation
-            arguments = json.dumps({"a": each.a, "b": each.b})
-            calls.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
-            results.append(called(name, arguments))
-
-        turns = [
-            DemonstratedTurn("\n".join(calls), True, [ChatMessage("tool", result) for result in results]),
-            DemonstratedTurn(" ".join(results), True, []),
-        ]
-        shown.append(Demonstration([ChatMessage("user", task.question)], turns))
-    return shown
+    """Two calls in one turn, and the answer that they gave."""
+    tasks: list[TwoSums] = [family.task("train", index % family.task_count("train")) for index in range(count)]
+    return [
+        demonstrated(task.question, task.sums, random.Random(f"{seed} {index}")) for index, task in enumerate(tasks)
+    ]

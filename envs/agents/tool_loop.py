@@ -10,7 +10,7 @@ import json
 import operator
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,20 +152,24 @@ class ToolLoopFamily:
 async def demonstrate(
     family: EnvironmentFamily, count: int, *, seed: int, mistakes: float, max_turns: int
 ) -> list[Demonstration]:
-    """One call and the answer that it gave; a share of them calls the wrong operation, which RL has to unlearn."""
-    shown = []
-    for index in range(count):
-        task: Sum = family.task("train", index % family.task_count("train"))
-        chance = random.Random(f"{seed} {index}")
-        slips = chance.random() < SLIP
-        name = chance.choice(list(OPERATIONS)) if slips else task.operation
-        arguments = json.dumps({"a": task.a, "b": task.b})
+    """One call and the answer that it gave."""
+    tasks: list[Sum] = [family.task("train", index % family.task_count("train")) for index in range(count)]
+    return [demonstrated(task.question, [task], random.Random(f"{seed} {index}")) for index, task in enumerate(tasks)]
 
-        call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-        result = called(name, arguments)
-        turns = [
-            DemonstratedTurn(call, True, [ChatMessage("tool", result)]),
-            DemonstratedTurn(result, True, []),
-        ]
-        shown.append(Demonstration([ChatMessage("user", task.question)], turns))
-    return shown
+
+def demonstrated(question: str, sums: Sequence[Sum], chance: random.Random) -> Demonstration:
+    """A call for each sum in one turn, and their answers; a share calls a wrong operation, which RL has to unlearn."""
+    calls = []
+    results = []
+    for each in sums:
+        slips = chance.random() < SLIP
+        name = chance.choice(list(OPERATIONS)) if slips else each.operation
+        arguments = json.dumps({"a": each.a, "b": each.b})
+        calls.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
+        results.append(called(name, arguments))
+
+    turns = [
+        DemonstratedTurn("\n".join(calls), True, [ChatMessage("tool", result) for result in results]),
+        DemonstratedTurn(" ".join(results), True, []),
+    ]
+    return Demonstration([ChatMessage("user", question)], turns)

@@ -14,7 +14,7 @@ from envs.sandbox.service import SandboxService
 from envs.sources import SourceOptions, split_tasks
 from envs.swe.checkout import Checkout, open_checkout
 from envs.swe.checkout_cache import CheckoutCache
-from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, Outcome, evaluate
+from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, DiffResult, evaluate
 from envs.swe.generate import generated_tasks
 from envs.swe.gold import gold_turns
 from envs.swe.packages import PACKAGES
@@ -132,7 +132,7 @@ class SweFamily:
         checkout = self._checkouts.prepare(task, images=backend.name != "bubblewrap")
         return open_checkout(backend, checkout, self._limits)
 
-    def evaluate(self, task: SweTask, checkout: Checkout, diff: str) -> Outcome:
+    def evaluate(self, task: SweTask, checkout: Checkout, diff: str) -> DiffResult:
         """Blocks for the time of the tests."""
         return evaluate(self.sandboxes.backend, checkout, task, diff, self._test_limits)
 
@@ -226,7 +226,7 @@ class SweEnvironment:
         }
         return Step([], reward, done=True, success=outcome.resolved, info=info)
 
-    def _evaluate(self) -> tuple[Outcome, str]:
+    def _evaluate(self) -> tuple[DiffResult, str]:
         """The agent's sandbox ends before the tests begin: a server needs no more of them than episodes."""
         assert self._sandbox is not None, "reset() comes first"
         diff = extract_diff(self._sandbox, self._checkout.base, MAX_DIFF_CHARS)

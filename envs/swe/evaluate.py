@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -40,7 +40,7 @@ TEST_LIMITS = Limits(timeout_s=300, memory_bytes=2 << 30, processes=128, disk_by
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DiffResult:
     """What a submitted diff earns. Where `why` says something, nothing counts."""
 
     fail_to_pass: float
@@ -83,67 +83,82 @@ class TestRun:
         return share_passed(self.outcomes, tests)
 
 
-def evaluate(backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits = TEST_LIMITS) -> Outcome:
+def evaluate(
+    backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits = TEST_LIMITS
+) -> DiffResult:
     """Blocks for the time of the tests. Raises SandboxError for faults of the host only."""
     if len(diff) > MAX_DIFF_CHARS:
-        return Outcome(0, 0, applied=False, why=f"the diff has {len(diff)} characters, more than {MAX_DIFF_CHARS}")
+        return DiffResult(0, 0, applied=False, why=f"the diff has {len(diff)} characters, more than {MAX_DIFF_CHARS}")
 
-    applied, run = _attempt(backend, checkout, task, diff, limits)
+    applied, run = _counted_run(backend, checkout, task, diff, limits)
     if not applied["applied"]:
-        return Outcome(0, 0, applied=False, why=f"the diff does not apply: {applied['error']}")
+        return DiffResult(0, 0, applied=False, why=f"the diff does not apply: {applied['error']}")
 
     restored = tuple(applied["restored"])
     fail_to_pass = run.passed(task.fail_to_pass)
     if not run.why and fail_to_pass:
-        left_s = max(limits.timeout_s - run.seconds, 0.001)
-        _, broken = _attempt(backend, checkout, task, diff, limits, broken_s=left_s, counted=run)
+        broken = _must_fail_run(backend, checkout, task, diff, limits, run)
         run = replace(run, why=broken.why, tampered=broken.tampered)
 
     if run.why:
-        return Outcome(0, 0, applied=True, why=run.why, tampered=run.tampered, restored=restored)
-    return Outcome(fail_to_pass, run.passed(task.pass_to_pass), applied=True, restored=restored)
+        return DiffResult(0, 0, applied=True, why=run.why, tampered=run.tampered, restored=restored)
+    return DiffResult(fail_to_pass, run.passed(task.pass_to_pass), applied=True, restored=restored)
 
 
-def _attempt(
-    backend: Backend,
-    checkout: Checkout,
-    task: SweTask,
-    diff: str,
-    limits: Limits,
-    *,
-    broken_s: float | None = None,
-    counted: TestRun | None = None,
+def _counted_run(
+    backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits
 ) -> tuple[dict[str, Any], TestRun]:
-    """What `apply_diff` says, and the run of the tests; `broken_s`: for so long, of copies of them that must fail.
+    """What `apply_diff` says, and the run of the task's tests."""
+    with _patched(backend, checkout, task, diff, limits) as (sandbox, checkout, applied):
+        if not applied["applied"]:
+            return applied, TestRun(why="the diff does not apply")
+        return applied, _run_unchanged(sandbox, checkout, task, applied["kept"])
 
-    counted: the run of the tests themselves.
-    """
+
+def _must_fail_run(
+    backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits, counted: TestRun
+) -> TestRun:
+    """A run of copies of the tests that must fail, in the time that `counted` has left; `why`: what came otherwise."""
+    with _patched(backend, checkout, task, diff, limits) as (sandbox, checkout, applied):
+        if not applied["applied"]:
+            return TestRun(why="the diff does not apply")
+        must_fail = break_tests(sandbox, task)
+        if not must_fail:
+            return TestRun()
+
+        left_s = max(limits.timeout_s - counted.seconds, 0.001)
+        run = _run_unchanged(sandbox, checkout, task, applied["kept"], left_s)
+        if run.passed(must_fail):
+            return replace(run, why="tests passed that must fail", tampered=True)
+        if task.runner == "pytest" and not run.why and _vanished(run, counted, must_fail):
+            return replace(run, why="tests that must fail were not run", tampered=True)
+        return run
+
+
+@contextlib.contextmanager
+def _patched(
+    backend: Backend, checkout: Checkout, task: SweTask, diff: str, limits: Limits
+) -> Iterator[tuple[Sandbox, Checkout, dict[str, Any]]]:
+    """A fresh sandbox with its checkout, to which the diff and the task's tests were applied; what the harness says."""
     checkout, sandbox = open_checkout(backend, checkout, limits)
     try:
         machinery = protected_paths(task.runner, task.gold_patch, task.test_files, task.test_patch)
         fixed = changed_paths(task.gold_patch)
-        applied = apply_diff(sandbox, checkout, diff, task.test_patch, machinery, fixed)
-        if not applied["applied"]:
-            return applied, TestRun(why="the diff does not apply")
-
-        must_fail = break_tests(sandbox, task) if broken_s else ()
-        if broken_s and not must_fail:
-            return applied, TestRun()
-
-        before = _digests(sandbox, applied["kept"])
-        read_only = beside(task.test_files, applied["kept"])
-        run = run_tests(sandbox, checkout, task.test_files, runner=task.runner, read_only=read_only, timeout_s=broken_s)
-
-        if must_fail and run.passed(must_fail):
-            return applied, replace(run, why="tests passed that must fail", tampered=True)
-        ran = task.runner == "pytest" and not run.why
-        if must_fail and ran and counted is not None and _vanished(run, counted, must_fail):
-            return applied, replace(run, why="tests that must fail were not run", tampered=True)
-        if run.passed(task.fail_to_pass) and _digests(sandbox, applied["kept"]) != before:
-            return applied, replace(run, why="files of the tests changed while they ran", tampered=True)
-        return applied, run
+        yield sandbox, checkout, apply_diff(sandbox, checkout, diff, task.test_patch, machinery, fixed)
     finally:
         sandbox.close()
+
+
+def _run_unchanged(
+    sandbox: Sandbox, checkout: Checkout, task: SweTask, kept: Sequence[str], timeout_s: float | None = None
+) -> TestRun:
+    """The tests that stand there; none of the files that are kept may change while they run."""
+    before = _digests(sandbox, kept)
+    read_only = beside(task.test_files, kept)
+    run = run_tests(sandbox, checkout, task.test_files, runner=task.runner, read_only=read_only, timeout_s=timeout_s)
+    if run.passed(task.fail_to_pass) and _digests(sandbox, kept) != before:
+        return replace(run, why="files of the tests changed while they ran", tampered=True)
+    return run
 
 
 def _vanished(run: TestRun, counted: TestRun, tests: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ from envs.sandbox import Command, Limits, Template
 from envs.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.checkout import Checkout
 from envs.swe.checkout_cache import CheckoutCache
-from envs.swe.evaluate import Outcome, TestRun, evaluate, run_tests
+from envs.swe.evaluate import DiffResult, TestRun, evaluate, run_tests
 from envs.swe.packages import open_to_all
 from envs.swe.runners import protected_paths
 from envs.swe.tasks import file_diff, parse_task
@@ -120,7 +120,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return CheckoutCache(folder / "cache", folder).prepare(TASK, images=False)
 
 
-def submitted(backend: BubblewrapBackend, checkout: Checkout, script: str) -> Outcome:
+def submitted(backend: BubblewrapBackend, checkout: Checkout, script: str) -> DiffResult:
     checkout, diff = agents_work(backend, checkout, script, LIMITS)
     assert diff, "the attempt changes nothing"
     return evaluate(backend, checkout, TASK, diff, LIMITS)
@@ -132,10 +132,10 @@ def beside_the_tests(code: str) -> str:
 
 
 def test_a_fix_earns_it_and_nothing_does_not(backend: BubblewrapBackend, checkout: Checkout) -> None:
-    assert submitted(backend, checkout, FIX) == Outcome(1, 1, applied=True)
+    assert submitted(backend, checkout, FIX) == DiffResult(1, 1, applied=True)
     elsewhere = submitted(backend, checkout, f"{FIX}; echo 'x = 1' > vault/more/data.py; echo 1 > latest.txt")
     assert elsewhere.resolved and not elsewhere.restored
-    assert evaluate(backend, checkout, TASK, "", LIMITS) == Outcome(0, 1, applied=True)
+    assert evaluate(backend, checkout, TASK, "", LIMITS) == DiffResult(0, 1, applied=True)
 
 
 EDITS = {

@@ -16,7 +16,7 @@ from envs.sandbox import Limits, Template
 from envs.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.checkout import Checkout
 from envs.swe.checkout_cache import CheckoutCache
-from envs.swe.evaluate import Outcome, evaluate
+from envs.swe.evaluate import DiffResult, evaluate
 from envs.swe.packages import Package, PackageError
 from envs.swe.tasks import file_diff
 from tests.envs.agents import agents_work
@@ -38,16 +38,18 @@ def checkout(package: Package, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def submitted(
     backend: BubblewrapBackend, checkout: Checkout, script: str, limits: Limits = LIMITS
-) -> tuple[Outcome, str]:
+) -> tuple[DiffResult, str]:
     """The outcome of what `script` leaves in the agent's sandbox, and its diff."""
     _, diff = agents_work(backend, checkout, script, LIMITS)
     return evaluate(backend, checkout, TASK, diff, limits), diff
 
 
 def test_the_gold_patch_earns_it_and_nothing_does_not(backend: BubblewrapBackend, checkout: Checkout) -> None:
-    assert evaluate(backend, checkout, TASK, TASK.gold_patch) == Outcome(1, 1, applied=True)
+    assert evaluate(backend, checkout, TASK, TASK.gold_patch) == DiffResult(1, 1, applied=True)
     nothing = evaluate(backend, checkout, TASK, "")
-    assert nothing == Outcome(0, 1, applied=True) and nothing.reward(partial=False) == nothing.reward(partial=True) == 0
+    assert (
+        nothing == DiffResult(0, 1, applied=True) and nothing.reward(partial=False) == nothing.reward(partial=True) == 0
+    )
 
 
 def test_an_honest_fix_earns_it(backend: BubblewrapBackend, checkout: Checkout) -> None:
@@ -70,9 +72,9 @@ def test_the_fix_is_not_in_the_history(backend: BubblewrapBackend, checkout: Che
 
 
 def test_partial_reward() -> None:
-    assert Outcome(0.5, 1, True).reward(partial=True) == 0.5 and Outcome(0.5, 1, True).reward(partial=False) == 0
-    assert Outcome(1, 0.9, True).reward(partial=True) == Outcome(1, 0.9, True).reward(partial=False) == 0
-    assert Outcome(1, 1, False).reward(partial=False) == 0
+    assert DiffResult(0.5, 1, True).reward(partial=True) == 0.5 and DiffResult(0.5, 1, True).reward(partial=False) == 0
+    assert DiffResult(1, 0.9, True).reward(partial=True) == DiffResult(1, 0.9, True).reward(partial=False) == 0
+    assert DiffResult(1, 1, False).reward(partial=False) == 0
 
 
 ATTEMPTS = {

@@ -15,7 +15,7 @@ from envs.sandbox import Limits
 from envs.sandbox.bubblewrap import BubblewrapBackend
 from envs.swe.checkout import Checkout
 from envs.swe.checkout_cache import CheckoutCache
-from envs.swe.evaluate import Outcome, evaluate, run_tests
+from envs.swe.evaluate import DiffResult, evaluate, run_tests
 from envs.swe.harness import apply_diff
 from envs.swe.harness.apply_diff import is_protected
 from envs.swe.runners import RUNNERS, as_published, protected_paths, share_passed
@@ -167,9 +167,9 @@ def test_gold_earns_it_and_nothing_does_not(
     backend: BubblewrapBackend, checkouts: dict[str, Checkout], runner: str
 ) -> None:
     task = TASKS[runner]
-    assert evaluate(backend, checkouts[runner], task, task.gold_patch, LIMITS) == Outcome(1, 1, applied=True)
+    assert evaluate(backend, checkouts[runner], task, task.gold_patch, LIMITS) == DiffResult(1, 1, applied=True)
     nothing = evaluate(backend, checkouts[runner], task, "", LIMITS)
-    assert nothing == Outcome(0, 1, applied=True) and nothing.reward(partial=True) == 0
+    assert nothing == DiffResult(0, 1, applied=True) and nothing.reward(partial=True) == 0
 
 
 def test_sympy_outcomes(backend: BubblewrapBackend, checkouts: dict[str, Checkout]) -> None:

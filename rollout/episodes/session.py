@@ -21,7 +21,7 @@ from typing import Any
 from rollout.episodes.environment import ChatMessage, Tools
 from rollout.episodes.forest import Forest, ForestTurn
 from rollout.episodes.live import LiveTurn
-from rollout.episodes.parsing import ParsedTurn, SampledText
+from rollout.episodes.parsing import DistantParser, ParsedTurn, SampledText
 from rollout.episodes.turns import TurnSampler
 
 MOST_ANSWERS = 64  # of one request
@@ -190,16 +190,25 @@ class Session:
             forest.end(turn, turn.finish_reason, stop, reader.text() if reader else None)
             for turn, reader in zip(turns, live, strict=True)
         ]
-        reading = asyncio.create_task(self._parsed(ended))
-        waited: set[asyncio.Future[Any]] = {reading, generation.ending}
+        parsed = await self._parsed(ended, generation.ending)
+        return [(turn, forest.read(turn, each)) for turn, each in zip(turns, parsed, strict=True)]
+
+    async def _parsed(self, ended: list[SampledText], ending: asyncio.Future[None]) -> list[ParsedTurn]:
+        """Raises SessionClosed where a parser of another process has not answered when the generation is to end."""
+        reader = self.forest.reader
+        if not isinstance(reader.parser, DistantParser):
+            return [await reader.parsed(each) for each in ended]
+
+        async def read() -> list[ParsedTurn]:
+            return await asyncio.gather(*map(reader.parsed, ended))
+
+        reading = asyncio.create_task(read())
+        waited: set[asyncio.Future[Any]] = {reading, ending}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if generation.ending.done():  # a parser elsewhere may take its time
+        if ending.done():
             reading.cancel()
             raise SessionClosed(_GIVEN_UP)
-        return [(turn, forest.read(turn, each)) for turn, each in zip(turns, reading.result(), strict=True)]
-
-    async def _parsed(self, ended: list[SampledText]) -> list[ParsedTurn]:
-        return await asyncio.gather(*map(self.forest.reader.parsed, ended))
+        return reading.result()
 
     async def _sample(
         self,

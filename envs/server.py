@@ -132,7 +132,7 @@ class EnvServer:
     def _open_frontend(self) -> Port:
         return self._open("frontend", self._from_proxy, self._greet_proxy)
 
-    def _open(self, name: str, handle: Handler, again: Callable[[], None]) -> Port:
+    def _open(self, name: str, handle: Handler[Message], again: Callable[[], None]) -> Port:
         me = identity("env_server", self.process.index, self.process.incarnation)
         socket = open_socket(zmq.DEALER, self.process.run, name, identity=me)
         return Port(socket, handle, self._malformed, self._fail, again)

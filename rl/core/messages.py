@@ -369,6 +369,6 @@ ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | P
 Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage
 
 
-_codec: Codec[Message] = Codec(Message)
-encode = _codec.encode
-decode = _codec.decode
+codec: Codec[Message] = Codec(Message)
+encode = codec.encode
+decode = codec.decode

@@ -12,13 +12,16 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 import zmq
 
-from rl.core.messages import Message, ProtocolError, decode
+from rl.core.codec import Codec
+from rl.core.messages import Message, ProtocolError, codec
 from rl.core.sockets import Connection, close_at_once, made_again, receive_frames, send
 
-Handler = Callable[[Message, bytes], None]
+M = TypeVar("M")
+Handler = Callable[[M, bytes], None]
 MESSAGES_PER_TURN = 512  # of one socket, so that none starves the others
 _QUIET_S = 10.0  # between two lines on the same kind of what was dropped
 _MESSAGES_PER_CALLBACK = 64
@@ -47,7 +50,7 @@ class Malformed:
         print(f"{self._owner}: dropped message {self.count}: {text}{more}", file=sys.stderr, flush=True)
 
 
-class Receiver:
+class Receiver(Generic[M]):
     """The sockets of a poll loop, drained in the order in which they are given.
 
         receiver = Receiver({self._backend: self._from_generator}, Malformed("proxy"), process.wake_fd)
@@ -57,20 +60,23 @@ class Receiver:
 
     `wake_fd` ends a wait as well; its owner reads it. At most `limit` messages of each socket are handled in a turn.
     again: of sockets that connect, whether they receive or not: called when their connection has been made again.
+    codec: of the messages on these sockets, where they are not those of `rl.core.messages`.
     """
 
     def __init__(
         self,
-        handlers: Mapping[zmq.SyncSocket, Handler],
+        handlers: Mapping[zmq.SyncSocket, Handler[M]],
         malformed: Malformed,
         wake_fd: int | None = None,
         limit: int = MESSAGES_PER_TURN,
         again: Mapping[zmq.SyncSocket, Callable[[], None]] | None = None,
+        codec: Codec[Any] = codec,
     ) -> None:
         self._sources = [(socket, handle, socket.type == zmq.ROUTER) for socket, handle in handlers.items()]
         self._again = {socket: call for socket, call in (again or {}).items() if isinstance(socket, Connection)}
         self._malformed = malformed
         self._limit = limit
+        self._codec: Codec[M] = codec
 
         self._poller = zmq.Poller()
         for source in handlers if wake_fd is None else (wake_fd, *handlers):
@@ -90,7 +96,7 @@ class Receiver:
 
         for socket, handle, addressed in self._sources:
             for _ in range(self._limit):
-                if not _take(socket, handle, addressed, self._malformed):
+                if not _take(socket, handle, addressed, self._malformed, self._codec):
                     break
 
 
@@ -105,7 +111,7 @@ class Port:
     def __init__(
         self,
         socket: zmq.SyncSocket,
-        handle: Handler,
+        handle: Handler[Message],
         malformed: Malformed,
         failed: Callable[[Exception], None],
         again: Callable[[], None] | None = None,
@@ -160,13 +166,13 @@ class Port:
             for _ in range(_MESSAGES_PER_CALLBACK):
                 if not self._readable():
                     return
-                _take(self._socket, self._handle, False, self._malformed)
+                _take(self._socket, self._handle, False, self._malformed, codec)
         except Exception as error:
             self._failed(error)
         self._schedule()
 
 
-def _take(socket: zmq.SyncSocket, handle: Handler, addressed: bool, malformed: Malformed) -> bool:
+def _take(socket: zmq.SyncSocket, handle: Handler[M], addressed: bool, malformed: Malformed, codec: Codec[M]) -> bool:
     """Handle the next message; False if there is none."""
     try:
         frames = receive_frames(socket)
@@ -175,7 +181,7 @@ def _take(socket: zmq.SyncSocket, handle: Handler, addressed: bool, malformed: M
 
     peer = bytes(frames.pop(0)) if addressed else b""
     try:
-        handle(decode(frames), peer)
+        handle(codec.decode(frames), peer)
     except ProtocolError as error:
         malformed(error)
     return True

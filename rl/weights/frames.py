@@ -4,7 +4,7 @@
     AskLease(reader, incarnation, at_least) ──▶
                                             ◀── Granted(version, slot, segments), or NotYet(who is waited for)
                                                 every rank r (a thread)
-    Fetch(slot, offset, length) * n         ──▶                  a few at a time: the reader's credit
+    Fetch(slot, offset, length) * n         ──▶                  a few at a time, as the reader asks
                                             ◀── Chunk(offset, data), sent without a copy
                                                 rank 0
     Release                                 ──▶
@@ -29,9 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from rl.core.codec import ProtocolError
 from rl.core.messages import Version
-from rl.core.receiving import Malformed
+from rl.core.receiving import Malformed, Receiver
 from rl.core.run import RunFile
 from rl.core.sockets import open_socket
 from rl.weights import wire
@@ -39,7 +38,7 @@ from rl.weights.layout import Manifest, WeightsError
 from rl.weights.slots import Lease, SlotTable
 from rl.weights.transport import Slots, WeightWriter, slot_geometry
 
-_TICK_MS = 50
+_TICK_S = 0.05
 _ANSWER_S = 1.0  # longest that rank 0's server needs for an answer which waits for nothing
 
 
@@ -111,7 +110,6 @@ class _Server:
     def __init__(self, run: RunFile, rank: int, slots: PrivateSlots) -> None:
         self.failed: str | None = None
         self._slots = slots
-        self._malformed = Malformed("weights")
         self._stopping = False
         self._socket = open_socket(zmq.ROUTER, run, "blobs", rank, bind=True)
         self._thread = threading.Thread(target=self._serve, name=f"weights.{rank}", daemon=True)
@@ -122,24 +120,18 @@ class _Server:
         self._thread.join(5)
 
     def _serve(self) -> None:
+        receiver = Receiver({self._socket: self._from_peer}, Malformed("weights"), codec=wire.codec)
         try:
             while not self._stopping:
-                if self._socket.poll(_TICK_MS):
-                    self._receive()
+                receiver.wait(_TICK_S)
+                receiver.drain()
         except Exception as error:  # raised again in the learner by its next call
             traceback.print_exc()
             self.failed = f"the weight server ended: {type(error).__name__}: {error}"
         finally:
             self._socket.close(linger=0)
 
-    def _receive(self) -> None:
-        peer, *frames = self._socket.recv_multipart()
-        try:
-            asked = wire.codec.decode(frames)
-        except ProtocolError as error:  # one reader's fault, not the others'
-            self._malformed(error)
-            return
-
+    def _from_peer(self, asked: wire.Numbered, peer: bytes) -> None:
         self._slots.saw(peer)
         try:
             answer = self._answer(peer, asked.message)

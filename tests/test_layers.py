@@ -19,6 +19,7 @@ from experiments.structure.figures import LONGEST_FILE, LONGEST_FUNCTION, arrows
 ROOT = Path(__file__).parent.parent
 MODULES = modules_of(ROOT, *FLOORS)
 MAX_ARROWS = 13
+FRESHNESS = ("rules", "tickets", "groups", "batches")
 
 
 def no_circle(graph: Graph) -> None:
@@ -64,6 +65,15 @@ def test_torch_is_not_imported(module: str) -> None:
     code = f"import sys, {module}; sys.exit({heavy} or 0)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, f"{module} imports {ended.stderr}"
+
+
+def test_freshness_alone_is_read_in_less_than_400_lines_without_any_policy() -> None:
+    """Rules F1 to F5, in the files that docs/freshness.md names."""
+    files = [module for module in MODULES if module.name in [f"rollout.broker.{name}" for name in FRESHNESS]]
+    assert len(files) == len(FRESHNESS) and sum(len(module.lines) for module in files) < 400
+
+    imported = set().union(*(import_graph(MODULES)[module.name] for module in files))
+    assert not [name for name in imported if "polic" in name]
 
 
 def test_files_stay_short() -> None:

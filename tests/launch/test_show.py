@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +11,14 @@ import pytest
 from launch.cli import main
 from rl.core.messages import Ticket, Version
 from rl.core.samples import SampleFile, read_samples, sample_of
+from tests.launch.simulated_run import simulated_run
 from tests.rollout.trajectories import make_trajectory
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the simulated recipe that kept every group."""
-    folder = tmp_path_factory.mktemp("runs")
-    overrides = [f"runs={folder}", "steps=3", "eval.tasks=4", "tracking.samples=1", "tracking.live=false"]
-    command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder / "simulated"
+    return simulated_run(tmp_path_factory.mktemp("runs"), "tracking.live=false")
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str], *filters: str) -> str:

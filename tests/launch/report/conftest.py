@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-ROOT = Path(__file__).parents[3]
+from tests.launch.simulated_run import simulated_run
 
 
 @pytest.fixture(scope="package")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the simulated recipe that kept every group and its whole trace."""
-    folder = tmp_path_factory.mktemp("runs")
-    overrides = [f"runs={folder}", "steps=3", "eval.tasks=4", "tracking.samples=1", "tracking.trace=full"]
-    command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder / "simulated"
+    return simulated_run(tmp_path_factory.mktemp("runs"), "tracking.trace=full")
 
 
 @pytest.fixture(scope="package")

@@ -15,6 +15,7 @@ from tests.rollout.broker.world import World
 def configurations(draw: st.DrawFn) -> Rules:
     """Small numbers, so that every limit is met."""
     group_size = draw(st.integers(1, 3))
+
     return Rules(
         steps=draw(st.integers(1, 5)),
         groups_per_batch=draw(st.integers(1, 4)),

@@ -53,15 +53,15 @@ SHAPE: dict[str, Any] = {
 class Experts:
     """The learner of a small model with experts; version n is the random model of seed n."""
 
-    def __init__(self, make_run: MakeRun, folder: Path, dtype: str) -> None:
+    def __init__(self, make_run: MakeRun, folder: Path, dtype: str, device: str = "cpu") -> None:
         self.dtype = dtype
         self.model(0).save_pretrained(folder)
         settings = [f"generator.dtype={dtype}", "generator.max_model_len=512", "generator.max_num_seqs=4"]
         settings += ["generator.kv_cache_bytes=8388608", f"weights.deadline_s={DEADLINE_S[dtype]}"]
-        self.run = make_run(*settings, model_folder=folder)
+        self.run = make_run(*settings, model_folder=folder, device=device)
         entries = [(name, tuple(tensor.shape), dtype) for name, tensor in self.model(0).named_parameters()]
         self.manifest = Manifest.layout(entries)
-        os.environ.update(engine_environment(self.run.config, "cpu"))
+        os.environ.update(engine_environment(self.run.config, device))
         os.environ["TMPDIR"] = str(self.run.folder)
         self.outside = Outside(self.run, self.manifest)
 

@@ -1,4 +1,4 @@
-"""One real vLLM engine (float32, tiny random Qwen3), its event loop in a thread, and transformers as the judge.
+"""One real vLLM engine (tiny random Qwen3), its event loop in a thread, and transformers in float32 as the judge.
 
 Policy version n is the random model of seed n: neighbouring versions differ by nats per token, so a token
 tagged with the wrong version cannot pass a 1e-4 comparison.
@@ -51,7 +51,6 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 SETTINGS = [
-    "generator.dtype=float32",
     f"generator.max_model_len={MAX_MODEL_LEN}",
     f"generator.max_num_seqs={MAX_NUM_SEQS}",
     f"generator.kv_cache_bytes={KV_BYTES}",
@@ -60,18 +59,18 @@ SETTINGS = [
 
 
 class Rig:
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, device: str = "cpu", dtype: str = "float32") -> None:
         self.tied = tied
         self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
-        config = load_config(None, SETTINGS)
-        os.environ.update(engine_environment(config, "cpu"))
+        config = load_config(None, [*SETTINGS, f"generator.dtype={dtype}"])
+        os.environ.update(engine_environment(config, device))
         self.model(0).save_pretrained(self.folder / "model")
         self.run = RunFile(
             config=config,
             run_id="0badf00d",
             folder=self.folder,
             socket_folder=self.folder,
-            device="cpu",
+            device=device,
             model_folder=self.folder / "model",
             train_tasks=1,
             eval_tasks=1,
@@ -194,15 +193,19 @@ class Rig:
 
     def error(self, request: Generate, sampled: Sampled, **distribution: float) -> float:
         """Largest |difference| to the model of each token's own version, in nats."""
+        return float(self.errors(request, sampled, **distribution).max())
+
+    def errors(self, request: Generate, sampled: Sampled, **distribution: float) -> np.ndarray:
+        """(T,) of each token."""
         assert len(sampled.token_ids) == len(sampled.logp) == len(sampled.policy_version) > 0
         assert sampled.policy_version == sorted(sampled.policy_version)
         prompt = request.prompt_ids.tolist()
-        worst = 0.0
+        errors = np.zeros(len(sampled.logp))
         for n in set(sampled.policy_version):
             expected = self.reference(n, prompt + sampled.token_ids, **distribution)[len(prompt) - 1 :]
             mine = np.array(sampled.policy_version) == n
-            worst = max(worst, float(np.abs(expected - np.array(sampled.logp))[mine].max()))
-        return worst
+            errors[mine] = np.abs(expected - np.array(sampled.logp))[mine]
+        return errors
 
 
 def _is_engine(process: psutil.Process) -> bool:
@@ -220,8 +223,9 @@ def _model(n: int, tied: bool) -> Any:
         return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=tied)).eval()
 
 
-def _running(tied: bool) -> Iterator[Rig]:
-    rig = Rig(tied)
+def running(tied: bool, device: str = "cpu", dtype: str = "float32") -> Iterator[Rig]:
+    """A started rig for a fixture."""
+    rig = Rig(tied, device, dtype)
     rig.start()
     yield rig
     rig.stop()
@@ -229,7 +233,7 @@ def _running(tied: bool) -> Iterator[Rig]:
 
 @pytest.fixture(scope="session")
 def shared_rig() -> Iterator[Rig]:
-    yield from _running(tied=False)
+    yield from running(tied=False)
 
 
 @pytest.fixture
@@ -241,4 +245,4 @@ def rig(shared_rig: Rig) -> Rig:
 
 @pytest.fixture(scope="session")
 def tied_rig() -> Iterator[Rig]:
-    yield from _running(tied=True)
+    yield from running(tied=True)

@@ -1,11 +1,15 @@
-"""The documents: every link leads somewhere, and a link to a line shows what it says."""
+"""The documents: links lead somewhere, links to lines show what they say, and commands are such as can be typed."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from launch.cli import parse
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md")])
@@ -37,6 +41,32 @@ def test_links_to_lines_show_what_they_say(document: Path) -> None:
         name = text.strip("`").split(".")[-1].removesuffix("()")
         if name not in line:
             wrong.append(f"{text} -> {target}: {line.strip()}")
+
+    assert not wrong, "\n".join(wrong)
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words of each command, in a block or quoted; `…` stands for what a reader knows, a bare name for itself."""
+    spans = [*re.findall(r"`((?:fresco|bash|python -m) [^`]+)`", document.read_text())]
+    for block in re.findall(r"^```bash\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
+        spans += re.findall(r"(?:^|&& )((?:fresco|bash|python -m) [^\n]+)", block, re.MULTILINE)
+    return [shlex.split(span.replace("…", "").partition(" | ")[0], comments=True) for span in spans]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_can_be_typed(document: Path) -> None:
+    wrong = []
+
+    for program, *words in commands(document):
+        if program == "bash" and not (ROOT / words[0]).exists():
+            wrong.append(f"no script {words[0]}")
+        if program == "python" and importlib.util.find_spec(words[1]) is None:
+            wrong.append(f"no module {words[1]}")
+        if program == "fresco" and words[0].isidentifier() and len(words) > 1 and words[1:] != ["check"]:
+            try:
+                parse(words)
+            except SystemExit:
+                wrong.append(f"fresco does not take {words}")
 
     assert not wrong, "\n".join(wrong)
 

@@ -46,13 +46,17 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Need:
-    """Of `count` like processes or GPUs: bytes of each, by purpose. `field` is what to change if it is too much."""
+    """Of `count` like processes or GPUs: bytes of each, by purpose. `field` is what to change if it is too much.
+
+    share: of its GPU, which it may take.
+    """
 
     what: str
     where: Literal["host", "gpu"]
     count: int
     parts: dict[str, int]
     field: str
+    share: float = 1.0
 
     @property
     def each(self) -> int:
@@ -102,7 +106,9 @@ def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need
     if device == "cuda":
         if engine:
             devices = config.generator.count * config.generator.tensor_parallel
-            needs.append(Need("engine's GPU", "gpu", devices, engine, "generator.tensor_parallel"))
+            # vLLM sizes its cache by this share, unless it is told the bytes.
+            share = 1.0 if config.generator.kv_cache_bytes else config.generator.gpu_memory_utilization
+            needs.append(Need("engine's GPU", "gpu", devices, engine, "generator.tensor_parallel", share))
         if learner:
             needs.append(Need("learner's GPU", "gpu", config.learner.ranks, learner, "learner.max_tokens_per_pack"))
             # Each rank reads the whole model in float32 before it keeps its part.
@@ -129,8 +135,11 @@ def check_memory(needs: list[Need], host: int, gpu: int | None) -> None:
         )
 
     for need in needs:
-        if need.where == "gpu" and gpu is not None and need.each > gpu:
-            raise ConfigError(f"{need.field}: {need}, and a GPU has {_text(gpu)}; see {need.field} and model.path")
+        if need.where == "gpu" and gpu is not None and need.each > need.share * gpu:
+            part = f", of which generator.gpu_memory_utilization leaves {need.share:g}" if need.share < 1 else ""
+            raise ConfigError(
+                f"{need.field}: {need}, and a GPU has {_text(gpu)}{part}; see {need.field} and model.path"
+            )
 
 
 def check_context(config: Config, model: ModelShape) -> None:

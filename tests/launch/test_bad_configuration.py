@@ -240,6 +240,14 @@ def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int], tmp_p
         check_memory(needs, host=16 * GIB, gpu=80 * GIB)
 
 
+def test_an_engine_has_no_more_of_its_gpu_than_it_may_take(tmp_path: Path) -> None:
+    overrides = ["generator.gpu_memory_utilization=0.15"]
+    config = load_config(EXPERIMENTS / "alfworld_8gpu.yaml", overrides)
+    needs = estimate(config, "cuda", shape_of(SEVEN_B, tmp_path))
+    with pytest.raises(ConfigError, match=r"engine's GPU.* has 80.0 GiB, of which .*utilization leaves 0.15"):
+        check_memory(needs, host=512 * GIB, gpu=80 * GIB)
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -55,6 +55,7 @@ SETTINGS = [
     f"generator.max_num_seqs={MAX_NUM_SEQS}",
     f"generator.kv_cache_bytes={KV_BYTES}",
     "weights.deadline_s=120",
+    "generator.enforce_eager=false",  # a CPU has no CUDA graphs, whatever it says
 ]
 
 

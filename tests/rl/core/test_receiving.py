@@ -50,7 +50,7 @@ def test_sockets_are_drained_in_their_order_and_in_bounded_turns(context: zmq.Sy
         first.here: lambda message, peer: handle("first", message, peer),
         second.here: lambda message, peer: handle("second", message, peer),
     }
-    receiver = Receiver(handlers, Malformed("test"), limit=2)
+    receiver: Receiver[Message] = Receiver(handlers, Malformed("test"), limit=2)
     for step in range(3):
         send(second.there, BatchRequest(step))
         send(first.there, BatchRequest(step))
@@ -65,7 +65,9 @@ def test_sockets_are_drained_in_their_order_and_in_bounded_turns(context: zmq.Sy
 
 def test_the_wait_ends_when_the_descriptor_is_readable(context: zmq.SyncContext) -> None:
     wake_fd = os.eventfd(1, os.EFD_NONBLOCK)
-    receiver = Receiver({Pair(context, "quiet").here: lambda message, peer: None}, Malformed("test"), wake_fd)
+    receiver: Receiver[Message] = Receiver(
+        {Pair(context, "quiet").here: lambda message, peer: None}, Malformed("test"), wake_fd
+    )
     assert receiver.wait(60)
     os.eventfd_read(wake_fd)
     assert not receiver.wait(0.01)

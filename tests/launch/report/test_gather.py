@@ -44,8 +44,8 @@ from rl.core.run import RunFile
 from rl.core.samples import Sample
 from rl.core.trace import Source, TraceEvent
 from rl.weights.shm_file import remove_slots
-from tests.launch.report.conftest import ROOT
 from tests.launch.report.runs import bare, copied
+from tests.launch.simulated_run import ROOT
 
 SERVER = Source("env_server", 0, 0)
 GENERATOR = Source("generator", 0, 0)

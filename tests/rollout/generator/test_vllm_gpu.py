@@ -45,7 +45,8 @@ def expected(rig: Rig, status: WeightStatus) -> Expected:
 @pytest.mark.parametrize("distribution", [{}, {"temperature": 0.7}, {"top_p": 0.9}])
 def test_log_probabilities_are_the_learners(rig: Rig, distribution: dict[str, float]) -> None:
     requests = [rig.request(prompt, **distribution) for prompt in prompts(8)]
-    errors = [rig.errors(*pair, **distribution) for pair in zip(requests, rig.generate(*requests), strict=True)]
+    pairs = zip(requests, rig.generate(*requests), strict=True)
+    errors = [rig.errors(request, sampled, **distribution) for request, sampled in pairs]
     assert np.concatenate(errors).mean() < NATS
 
 

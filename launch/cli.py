@@ -20,6 +20,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
@@ -66,10 +67,11 @@ def main(argv: list[str] | None = None) -> int:
 def _ends_as_interrupts() -> Iterator[None]:
     """SIGTERM and SIGHUP (unless `nohup` is in use) are Ctrl-C: what was begun is tidied up.
 
-    So is SIGINT also where a shell that began us in the background has it ignored.
+    So is SIGINT also where a shell that began us in the background has it ignored. A thread that calls a command cannot
+    change what signals do.
     """
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    numbers = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
+    if numbers and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:

@@ -98,6 +98,7 @@ def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need
     needs = [_environments(config), _samples(config)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
+
     engine = _engine(config, model) if model and config.generator.engine == "vllm" else {}
     learner = _learner(config, model) if model and config.learner.kind == "fsdp" else {}
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
@@ -109,6 +110,7 @@ def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need
             # vLLM sizes its cache by this share, unless it is told the bytes.
             share = 1.0 if config.generator.kv_cache_bytes else config.generator.gpu_memory_utilization
             needs.append(Need("engine's GPU", "gpu", devices, engine, "generator.tensor_parallel", share))
+
         if learner:
             needs.append(Need("learner's GPU", "gpu", config.learner.ranks, learner, "learner.max_tokens_per_pack"))
             # Each rank reads the whole model in float32 before it keeps its part.

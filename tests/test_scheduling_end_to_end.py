@@ -13,7 +13,14 @@ from tests.test_end_to_end_simulated import check_books, finish, start
 
 SETTINGS = {
     "baselines": ("rollout.batch_barrier=true", "rollout.pin_prompts=true", "rollout.alpha=0"),
-    "filtering": ("rollout.filter_constant_groups=true", "rollout.redundant_groups=2", "rollout.surplus=cancel"),
+    "filtering": (
+        "rollout.filter_constant_groups=true",
+        "rollout.redundant_groups=2",
+        "rollout.surplus=cancel",
+        "env.episodes_per_server=32",  # a seat for each, and time to be cut while they run
+        "env.options.mean_s=0.05",
+        "env.options.sigma_s=0.05",
+    ),
     "curriculum": ("rollout.curriculum=success", "rollout.priority=freshest", "rollout.hold_patience=0"),
 }
 

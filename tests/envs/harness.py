@@ -110,8 +110,12 @@ class ServerPeers:
             poller.register(socket, zmq.POLLIN)
         while not condition():
             assert time.monotonic() < deadline, f"waited {deadline_s} s for {what}; results: {self.results}"
-            assert self.process.poll() is None or self.fatal is not None, f"the server ended, waiting for {what}"
-            for socket, _ in poller.poll(50):
+            ended = self.process.poll() is not None and self.fatal is None
+            ready = poller.poll(50)
+            assert ready or not ended, (
+                f"the server ended, waiting for {what}"
+            )  # its last words may still be on their way
+            for socket, _ in ready:
                 self._handle(receive(socket) if socket is self.sockets["trajectories"] else receive_from(socket)[1])
 
     def run_for(self, seconds: float) -> None:

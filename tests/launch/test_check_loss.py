@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from algos import registry
 from launch.cli import main
 from launch.recipes import find_recipe
 from rl.core.config import load_config
@@ -35,6 +36,8 @@ def test_the_documented_example_holds_in_any_folder(
     assert len(example.splitlines()) <= 25
     (tmp_path / "mine_of_the_docs.py").write_text(example)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(registry._registered, "loss", dict(registry.registered("loss")))  # what the example adds, goes
+
     assert main(["check-loss", "mine_of_the_docs:soft_clip", "tau=0.3"]) == 0
     (tmp_path / "wrong_one.py").write_text(
         "from algos.types import LossResult\n"

@@ -158,12 +158,16 @@ def test_server_and_copies_die_with_who_asked_for_them(tmp_path: Path) -> None:
 
 
 WAITS = """
+import sys
 import threading
+import traceback
 from pathlib import Path
 from launch.fork_server import is_alone, living_threads
 print(is_alone(30), living_threads())
 for thread in Path("/proc/self/task").iterdir():
     print(thread.name, (thread / "wchan").read_text(), (thread / "syscall").read_text().strip())
+for thread in threading.enumerate():
+    print(thread, traceback.format_stack(sys._current_frames().get(thread.ident))[-3:])
 print(threading.active_count())
 """
 
@@ -187,7 +191,7 @@ def test_what_the_recipes_import_starts_no_thread_of_python() -> None:
     script = f"import launch.prepare, {', '.join(imports)}\n{WAITS}"
     told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
     first, *threads, count = told.stdout.splitlines() or ["", ""]
-    assert count == "1", told
+    assert count == "1", f"{told.stdout}\n{told.stderr}\n{sorted(environment)}"
     if first != "True ['python R']":
         warnings.warn(f"no copies would be made: {first}; {threads}", stacklevel=1)
 

@@ -66,7 +66,7 @@ def test_how_a_run_ended(played: Path, tmp_path: Path) -> None:
     assert gather(copied(played, tmp_path / "stopped", summary={"steps": 2})).facts["state"] == "stopped"
 
     ended = copied(played, tmp_path / "by-time", summary={"steps": 2})
-    row = {"step": 2, "train/loss": 0.1, "time/over": 1.01}
+    row = {"step": 2, "time": 1.0, "train/loss": 0.1, "time/over": 1.01}
     (ended / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert gather(ended).facts["state"] == "finished"
 

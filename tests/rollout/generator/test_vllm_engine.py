@@ -96,6 +96,8 @@ def test_keep_continues_on_old_kv_and_new_episodes_see_none_of_it(rig: Rig) -> N
     old, new = rig.generate(rig.request(prompt, session=100_000), request)
     assert rig.error(request, new) < TOLERANCE
     assert rig.error(request, old) > 0.1  # a later turn of an old episode finds its own KV
+    rig.engine.on_update = "recompute"
+    rig.update()  # what was kept goes: a run has one of these policies, the tests share an engine
 
 
 def test_abort_restarts_what_was_running(rig: Rig) -> None:
@@ -280,7 +282,7 @@ def test_vllm_s_internals_are_as_we_use_them(rig: Rig) -> None:
         stream = await Stream.begin(rig.engine._llm, "internals", tokens_input(PROBE), parameters, 0)
         assert stream.spans == []
         completion, finished = await stream.next()
-        assert not finished and len(completion.token_ids) == 1
+        assert not finished and 1 <= len(completion.token_ids) < 400  # several where this loop was late
         spans = list(stream.spans)
         await stream.abort()
         while not finished:

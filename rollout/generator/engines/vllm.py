@@ -77,11 +77,14 @@ class VllmEngine:
         self._ended: asyncio.Future[BaseProcess]
 
     async def start(self) -> EngineInfo:
-        os.environ[OWNER_VARIABLE] = str(os.getpid())
         arguments, untied = engine_arguments(self._context)
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._llm = start_engine(arguments)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        try:
+            self._llm = start_engine(arguments)
+        finally:
+            del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none
         await self._llm.get_supported_tasks()  # cached: add_request then reaches the core without a switch
 
         for process in engine_processes(self._llm):

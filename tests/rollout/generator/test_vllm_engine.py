@@ -55,15 +55,15 @@ def test_each_token_is_tagged_with_the_weights_that_sampled_it(rig: Rig) -> None
     """Many requests over five updates, with a consumer that lags behind the engine at each of them."""
     requests = [rig.request(prompt, max_tokens=300) for prompt in prompts(MAX_NUM_SEQS + 12)]
     for update in range(1, 6):
-        rig.publish(rig.n + update)  # not while the engine goes on
+        rig.write(rig.n + update)  # not while the engine goes on
 
     async def run() -> list[Sampled]:
         tasks, tokens = rig.watch(requests)
         for update in range(5):
             while sum(tokens) < (update + 0.5) / 5 * 300 * MAX_NUM_SEQS:
                 await asyncio.sleep(0.01)
-            time.sleep(0.1)  # the loop sleeps: outputs of the old weights pile up unconsumed
-            await rig.load_next()
+            time.sleep(0.05)  # the loop sleeps: outputs of the old weights pile up unconsumed
+            await rig.next()
         return await asyncio.gather(*tasks)
 
     results = rig.call(run())

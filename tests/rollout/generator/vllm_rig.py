@@ -122,13 +122,19 @@ class Rig:
         return _model(n, self.tied)
 
     def publish(self, n: int, without: str = "") -> None:
+        written = self.folder / f"written.{n}"
+        if not written.exists():
+            self.write(n, without)
+        written.rename(self.folder / f"weights.{n}.safetensors")
+
+    def write(self, n: int, without: str = "") -> None:
+        """What `publish` gives its name: the slow part of it."""
         from safetensors.torch import save_file
 
         weights = {name: tensor.clone() for name, tensor in self.model(n).state_dict().items() if name != without}
         if self.tied:
             weights.pop("lm_head.weight")
-        save_file(weights, self.folder / "writing")
-        (self.folder / "writing").rename(self.folder / f"weights.{n}.safetensors")
+        save_file(weights, self.folder / f"written.{n}")
 
     async def next(self) -> WeightStatus:
         """Publish and load the next version."""

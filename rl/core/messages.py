@@ -259,6 +259,12 @@ class BatchRequest(Struct, frozen=True, tag="batch_request"):
     step: int
 
 
+class BatchUnderway(Struct, frozen=True, tag="batch_underway"):
+    """To a learner that waits: tokens are sampled for this batch, or episodes of it have ended."""
+
+    step: int
+
+
 class Published(Struct, frozen=True, tag="published"):
     """The learner has trained `version.n` batches and published the weights."""
 
@@ -363,7 +369,7 @@ RequestMessage = (
     | ReportsLost
 )
 ParsingMessage = ParserHello | ParseTurn | TurnParsed
-BatchMessage = BatchRequest | Published | EvalRequest | SaveRequest | Journal | Shard
+BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | Shard
 WeightMessage = WeightNotice | WeightStatus
 ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | Stop
 Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage

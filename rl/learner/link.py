@@ -30,6 +30,7 @@ from rl.core import moments
 from rl.core.checkpoint_folder import latest, read_meta, verify
 from rl.core.messages import (
     BatchRequest,
+    BatchUnderway,
     EvalRequest,
     Journal,
     Message,
@@ -121,8 +122,8 @@ class LearnerLink:
 
         The next batch is requested as soon as one has arrived, so it is assembled and sent during training. Only where
         its version was published before, it is requested after that: it may come out otherwise this time, and the
-        batch with it. Raises WaitExpired after `learner.batch_deadline_s`, Stopped when told to stop, RunAlarm,
-        ValueError.
+        batch with it. Raises WaitExpired when it comes no nearer for `learner.batch_deadline_s`, Stopped when told to
+        stop, RunAlarm, ValueError.
         """
         step = self.first_step
         while step < self.last_step:
@@ -362,6 +363,10 @@ class LearnerLink:
         arrived: list[M] = []
 
         def take(message: Message, peer: bytes) -> None:
+            nonlocal begin
+            if isinstance(message, BatchUnderway):
+                begin = time.monotonic()
+                return
             if not isinstance(message, kind):
                 raise ProtocolError(f"{type(message).__name__} instead of the {what}")
             arrived.append(message)

@@ -112,6 +112,18 @@ class Intake:
         """It has said hello, and may have died since."""
         return (server, incarnation) in self._orders or self.core.servers.is_dead(server, incarnation)
 
-    def late_servers(self) -> dict[int, int]:
+    def awaited(self) -> str:
+        """Whom the next batch waits for, in words."""
+        core = self.core
+        if core.epoch < 0:
+            return "the learner's first version"
+        if not core.servers.by_index:
+            return "an environment server"
+        if late := self._late_servers():
+            return f"missing messages of environment servers {late}"
+        groups = f"{core.groups.ready} of {core.rules.groups_per_batch} groups ready"
+        return f"{core.servers.outstanding} episodes of the environment servers ({groups})"
+
+    def _late_servers(self) -> dict[int, int]:
         """How many messages of each server wait for one before them."""
         return {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}

@@ -38,6 +38,7 @@ from rollout.broker.guards import BatchGuards
 from rollout.broker.intake import Intake, ProxyMessage, ServerMessage
 from rollout.broker.ledger import Ledger
 from rollout.broker.memory import tune_memory
+from rollout.broker.patience import Patience
 from rollout.broker.rules import Rules
 from rollout.broker.statistics import labelled_metrics
 from rollout.broker.traced_ledger import TracedLedger
@@ -79,6 +80,7 @@ class Broker:
         self._saves: list[messages.SaveRequest] = []  # of versions that are not published yet
         self._now = time.monotonic()  # of this turn
         self._waiting_since = self._now  # the learner's earliest possible wait for batch n
+        self._patience = Patience(self.config.learner.batch_deadline_s, self._now)
         self.counts = {"tickets": 0, "cancels": 0}
         self._malformed = Malformed("broker")
         process.closing_report = lambda: self.core.report()
@@ -141,6 +143,7 @@ class Broker:
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
         if not isinstance(message, ProxyMessage):
             raise ProtocolError(f"{type(message).__name__} on the usage socket")
+        self._patience.advanced(self._now)
         self._take(message)
 
     def _result(self, message: Message, _peer: bytes) -> None:
@@ -150,6 +153,7 @@ class Broker:
         key = (message.server, message.incarnation)
         if not self.intake.knows(*key):
             raise ProtocolError(f"Trajectory of an unknown environment server {key}")
+        self._patience.advanced(self._now)
         self._take(message)
 
     def _from_server(self, message: Message, peer: bytes) -> None:
@@ -344,28 +348,21 @@ class Broker:
     def _watch(self) -> None:
         """The learner waits for batch n from the publication of n, if it has asked. Raises WaitExpired."""
         core = self.core
-        deadline_s = self.config.learner.batch_deadline_s
         asked = core.batches.requested.get(core.n)
-        if asked is None or time.monotonic() - max(asked, self._waiting_since) <= deadline_s:
+        if asked is None:
+            return
+        if self._patience.must_be_told(self._now):
+            for socket in self.batches:
+                send(socket, messages.BatchUnderway(core.n))
+        if not self._patience.has_run_out(max(asked, self._waiting_since), self._now):
             return
 
         error = WaitExpired(
-            f"learner.0 waited {deadline_s:g} s for the broker: batch {core.n} (learner.batch_deadline_s); "
-            f"the broker waits for {self._whom()}"
+            f"learner.0 waited for the broker's batch {core.n}, and for {self._patience.deadline_s:g} s no token was "
+            f"sampled and no episode ended (learner.batch_deadline_s); the broker waits for {self.intake.awaited()}"
         )
         error.add_note(json.dumps(core.describe(), indent=2))
         raise error
-
-    def _whom(self) -> str:
-        core = self.core
-        if core.epoch < 0:
-            return "the learner's first version"
-        if not core.servers.by_index:
-            return "an environment server"
-        if late := self.intake.late_servers():
-            return f"missing messages of environment servers {late}"
-        groups = f"{core.groups.ready} of {core.rules.groups_per_batch} groups ready"
-        return f"{core.servers.outstanding} episodes of the environment servers ({groups})"
 
     def _stats(self) -> dict[str, float]:
         samples = self.core.ledger.report()["samples"]

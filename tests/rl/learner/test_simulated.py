@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from rl.core.checkpoint_folder import latest, read_journal, read_meta
-from rl.core.messages import BatchRequest, Done, EvalRequest, Fatal, Metrics, PeerDied, Published, Version
+from rl.core.messages import (
+    BatchRequest,
+    BatchUnderway,
+    Done,
+    EvalRequest,
+    Fatal,
+    Metrics,
+    PeerDied,
+    Published,
+    Version,
+)
 from rl.core.sockets import send
 from rl.learner.simulated import simulated_weights
 from rl.weights import WeightReader, make_reader
@@ -142,6 +152,18 @@ def test_a_batch_that_does_not_come_names_who_waited_for_what(make_run: MakeRun)
     with Harness(run, MODULE) as harness:
         expected = "WaitExpired: learner.0 waited 0.3 s for broker: batch 0 (learner.batch_deadline_s)"
         assert harness.take(Fatal).message == expected
+
+
+def test_a_learner_waits_for_as_long_as_its_batch_comes_nearer(make_run: MakeRun) -> None:
+    run = make_run(*SIMULATED, "steps=1", "learner.simulated_step_s=0", "learner.batch_deadline_s=3")
+    with Harness(run, MODULE) as harness:
+        harness.take(BatchRequest)
+        for _ in range(10):
+            time.sleep(0.5)
+            send(harness.shards[0], BatchUnderway(0))
+        harness.send_batch(make_batch(0))
+        assert harness.take(Metrics).step == 1
+        harness.finish()
 
 
 def test_a_learner_that_waits_for_a_batch_stops_when_told(make_run: MakeRun) -> None:

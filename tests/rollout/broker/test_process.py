@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from rl.core.messages import (
     AckTickets,
     BatchRequest,
+    BatchUnderway,
     CancelTickets,
     Done,
     EvalRequest,
@@ -249,10 +250,33 @@ def test_the_watchdog_says_who_waits_for_whom(broker: BrokerProcess) -> None:
     send(broker.learner, BatchRequest(0))
     fatal = broker.await_control(Fatal)
     assert isinstance(fatal, Fatal)
-    assert "learner.0 waited 0.5 s for the broker: batch 0" in fatal.message
+    assert "learner.0 waited for the broker's batch 0, and for 0.5 s no token was sampled" in fatal.message
     assert "4 episodes of the environment servers (0 of 2 groups ready)" in fatal.message
     assert '"running": 4' in fatal.detail
     assert broker.process.wait(60) == 1
+
+
+@pytest.mark.parametrize("broker", [(*BASE, "learner.batch_deadline_s=3")], indirect=True)
+def test_a_batch_that_comes_nearer_may_take_longer_than_its_deadline(broker: BrokerProcess) -> None:
+    """Tokens are sampled for longer, and the learner, whose deadline is the same, hears of it meanwhile."""
+    send(broker.learner, Published(Version(0, 0)))
+    broker.join(0, 4)
+    tickets = broker.tickets(4)
+    send(broker.learner, BatchRequest(0))
+
+    heard: list[Message] = []
+    began = time.monotonic()
+    while time.monotonic() < began + 5:
+        send(broker.proxy, Usage(tickets[0].ticket_id, 1))
+        if broker.shards[0].poll(100):
+            heard.append(receive(broker.shards[0]))
+    assert len(heard) > 1 and set(heard) == {BatchUnderway(0)}
+
+    for ticket in tickets:
+        broker.deliver(ticket, float(ticket.sample_id % 2))
+    while not isinstance(shard := _next(broker.shards[0]), Shard):
+        pass
+    assert shard.step == 0
 
 
 @pytest.mark.parametrize("broker", [(*BASE, "rollout.redundant_episodes=1")], indirect=True)

@@ -5,19 +5,22 @@
         state, events = log.read()
     log.begin(state)                 # replaces what is there, at once
     log.append(now, message)         # every event, before it changes anything outside
-    log.flush()                      # before anything leaves that follows from it
+    log.flush()                      # before anything leaves that follows from it; in every turn of the loop
 
 A record is a head (length, xxh3 of the content, xxh3 of both) and its content. The first holds the state, pickled:
 plug-ins keep what they like, and nobody but this process's successor reads it. The others hold a time and the frames of
-a message. Nothing is synced: what is written survives the process, and a machine's death ends the run, which goes on
-from a checkpoint.
+a message. What is written survives the process at once. It is synced to the disk in groups, a second's records each, by
+a thread beside the loop: of a machine's death the run recovers from a checkpoint, and the disk is not waited for.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ _HEAD = struct.Struct("<QQ")
 _CHECK = struct.Struct("<Q")
 _LONG_BYTES = 64 << 20
 _LONG_EVENTS = 50_000  # a second or two to read again
+SYNC_S = 1.0
 
 
 class LogDamaged(EndsRun, RuntimeError):
@@ -45,6 +49,11 @@ class WriteAheadLog:
         self._waiting: list[bytes] = []
         self._events = 0
         self._bytes = 0
+
+        self._disk = ThreadPoolExecutor(1, "sync of the log")
+        self._syncing: Future[None] | None = None
+        self._synced_at = 0.0
+        self._is_synced = True
 
     def exists(self) -> bool:
         return self._path.exists()
@@ -72,12 +81,29 @@ class WriteAheadLog:
         self._events += 1
 
     def flush(self) -> None:
-        """Hand to the kernel what was appended. Raises OSError: the disk is full, for instance."""
+        """Hand to the kernel what was appended, and to the disk once a second. Raises OSError: it is full, say."""
         if self._waiting:
             self._bytes += sum(map(len, self._waiting))
             self._file.writelines(self._waiting)
             self._file.flush()
             self._waiting = []
+            self._is_synced = False
+
+        now = time.monotonic()
+        if not self._is_synced and now - self._synced_at >= SYNC_S and self._sync():
+            self._synced_at = now
+            self._is_synced = True
+
+    def _sync(self) -> bool:
+        """Begin with the next group; False while the disk is busy with the one before. Raises OSError of that one."""
+        if self._syncing is not None:
+            if not self._syncing.done():
+                return False
+            self._syncing.result()
+
+        # A descriptor of its own: the log may begin anew meanwhile, and close this file.
+        self._syncing = self._disk.submit(_sync_and_close, os.dup(self._file.fileno()))
+        return True
 
     def read(self) -> tuple[Any, Iterator[tuple[float, Message | None]]]:
         """The state and the events since. A last record that its dead writer did not finish is dropped.
@@ -88,6 +114,7 @@ class WriteAheadLog:
         return pickle.loads(next(contents)), map(_event, contents)
 
     def remove(self) -> None:
+        self._disk.shutdown()
         self._file.close()
         self._path.unlink(missing_ok=True)
 
@@ -106,6 +133,13 @@ class WriteAheadLog:
                 raise LogDamaged(f"{self._path} is damaged at byte {start}: resume=CHECKPOINT begins without it")
             yield content
             start = begin + size
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _record(content: bytes) -> tuple[bytes, bytes, bytes]:

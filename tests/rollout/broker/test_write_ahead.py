@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import queue
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.core.messages import BatchRequest, Message, PeerDied, Published, ServerHello, TicketFailed, Version, encode
-from rollout.broker import BrokerCore, Rules
+from rollout.broker import BrokerCore, Rules, write_ahead
 from rollout.broker.actions import IssueTicket, RevokeTickets
 from rollout.broker.intake import Intake
 from rollout.broker.write_ahead import LogDamaged, WriteAheadLog
@@ -154,3 +159,45 @@ def test_an_end_is_acknowledged_when_it_is_taken_and_each_time_it_comes_again() 
     assert intake.acks == {(0, 0): [first.ticket_id, second.ticket_id, second.ticket_id]}
     intake.take(PeerDied("env_server", 0, 0), 4.0)
     assert intake.take(late, 5.0) == []
+
+
+def test_the_loop_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group at a time; what is written meanwhile is in the next one."""
+    began: queue.Queue[int] = queue.Queue()
+    may_end = threading.Semaphore(0)
+
+    def slow(descriptor: int) -> None:
+        began.put(os.fstat(descriptor).st_size)
+        may_end.acquire()
+
+    monkeypatch.setattr(write_ahead, "SYNC_S", 0.0)
+    monkeypatch.setattr(os, "fdatasync", slow)
+    log = WriteAheadLog(tmp_path / "log")
+    log.begin(None)
+    first = began.get(timeout=60)
+    for _ in range(3):
+        log.append(1.0, None)
+        log.flush()
+    assert began.empty()
+
+    may_end.release(2)
+    while began.empty():
+        log.flush()
+    assert began.get() == (tmp_path / "log").stat().st_size > first
+    log.remove()
+
+
+def test_what_the_disk_refuses_is_said_at_the_next_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(write_ahead, "SYNC_S", 0.0)
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    log = WriteAheadLog(tmp_path / "log")
+    log.begin(None)
+    deadline = time.monotonic() + 60
+    with pytest.raises(OSError, match="Input/output error"):
+        while time.monotonic() < deadline:
+            log.append(1.0, None)
+            log.flush()
+    log.remove()

@@ -73,7 +73,7 @@ def made(name: str, family: type[EnvironmentFamily], options: Any, seed: int) ->
     try:
         return family(options, seed)
     except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(f"env {name!r}: {error}") from error
+        raise ConfigError(f"env.options of env.name={name!r}: {error}") from error
 
 
 def validate_options(config: Config) -> Any:

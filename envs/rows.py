@@ -111,7 +111,7 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RowError(f"{path} cannot be read: {error}") from None
+        raise RowError(_unreadable(path, error)) from None
 
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -136,7 +136,13 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str,
                 raise RowError(f"{path} has no column {name!r}; it has {_listed(there)}")
         yield from pyarrow.parquet.read_table(path, columns=columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise RowError(f"{path} cannot be read: {error}") from None
+        raise RowError(_unreadable(path, error)) from None
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"source={path} cannot be read: no such file; name a .jsonl or .parquet file that is there"
+    return f"source={path} cannot be read: {error}"
 
 
 def _hub(name: str, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:

@@ -24,7 +24,10 @@ from tests.envs.errors import raises_one_line
         (["env.name=nowhere:Family"], "No module named 'nowhere'"),
         (["env.name=synthetic", "env.options.turn=3"], "unknown key 'env.options.turn'; did you mean 'turns'?"),
         (["env.name=synthetic", "env.options.turns=0"], "env.options.turns=0: Input should be greater"),
-        (["env.name=math", "env.options.source=/no/such.jsonl"], "cannot be read"),
+        (
+            ["env.name=math", "env.options.source=/no/such.jsonl"],
+            "env.options of env.name='math': source=/no/such.jsonl cannot be read: no such file; name a .jsonl",
+        ),
         (["env.name=synthetic", "eval.tasks=100"], "only 64 held-out tasks"),
     ],
 )

@@ -372,7 +372,7 @@ class BrokerCore:
         """Continue from a snapshot; only a core that has seen no event may do so."""
         journal.restore(self.groups, state)
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> dict[str, float]:
         """What policies did; 0 where one is off."""
         return {"hedged_episodes": self.stats.hedged, **self.policies.counts()}
 

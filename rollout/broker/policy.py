@@ -102,7 +102,7 @@ class SchedulingPolicy:
         """When a turn is needed though nothing happens."""
         return None
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """For metrics and the closing report."""
         return {}
 
@@ -139,9 +139,10 @@ class Policies(list[SchedulingPolicy]):
     def deadlines(self) -> list[float | None]:
         return [policy.next_deadline() for policy in self]
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """What they did; 0 where one is off."""
-        counts = {"quarantines": 0, "filtered_groups": 0, "settled_groups": 0}
+        names = ("quarantines", "filtered_groups", "filtered_successes", "settled_groups")
+        counts: dict[str, float] = dict.fromkeys(names, 0)
         for policy in self:
             counts |= policy.counts()
         return counts

@@ -208,7 +208,7 @@ def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisod
     return metrics
 
 
-def state_metrics(ledger: Ledger, counts: dict[str, int]) -> dict[str, float]:
+def state_metrics(ledger: Ledger, counts: dict[str, float]) -> dict[str, float]:
     """Samples by state, and what policies did."""
     queue = {f"queue/{NAMES[state]}": ledger.samples[state] for state in State if state not in ENDS}
     ends: dict[str, float] = {

@@ -15,14 +15,17 @@ from rollout.broker.records import Group, State
 class ConstantGroups(SchedulingPolicy):
     filtered = 0  # in the current step
     settled = 0
+    successes = 0.0  # of the filtered ones' samples
 
     def completed(self, now: float, group: Group) -> Proposals:
-        rewards = {member.outcome.reward for member in group.accepted() if member.outcome is not None}
+        outcomes = [member.outcome for member in group.accepted() if member.outcome is not None]
+        rewards = {outcome.reward for outcome in outcomes}
         if len(rewards) > 1 or self.filtered + self.settled >= self.rules.max_filtered_per_step:
             return
 
         if group.done == self.groups.size:
             self.filtered += 1
+            self.successes += sum(outcome.success for outcome in outcomes)
             yield EndGroup(group, State.FILTERED)
         else:
             self.settled += 1
@@ -30,7 +33,12 @@ class ConstantGroups(SchedulingPolicy):
 
     def assembled(self, now: float) -> Proposals:
         self.filtered = self.settled = 0
+        self.successes = 0.0
         return ()
 
-    def counts(self) -> dict[str, int]:
-        return {"filtered_groups": self.filtered, "settled_groups": self.settled}
+    def counts(self) -> dict[str, float]:
+        return {
+            "filtered_groups": self.filtered,
+            "filtered_successes": self.successes,
+            "settled_groups": self.settled,
+        }

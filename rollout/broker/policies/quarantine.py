@@ -76,7 +76,7 @@ class Quarantine(SchedulingPolicy):
     def next_deadline(self) -> float | None:
         return self._releases[0][0] if self._releases else None
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         return {"quarantines": self.quarantines}
 
     def _suspend_if_due(self, server: int, now: float) -> Proposals:

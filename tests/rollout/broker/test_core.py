@@ -317,6 +317,29 @@ def test_constant_groups_are_dropped_up_to_the_bound() -> None:
     assert groups_of(batch) == [1, 2] and batch.metrics["broker/filtered_groups"] == 1
 
 
+def test_a_step_tells_the_successes_of_the_groups_that_were_dropped_in_it_and_of_no_earlier_one() -> None:
+    driver = Driver(rules(filter_constant_groups=True))
+    driver.publish(0)
+    driver.request(0)
+    driver.finish_group(0, 0, (1.0, 1.0))
+    driver.finish_group(1, 0, (0.0, 0.0))
+    driver.finish_group(2, 0)
+    (first,) = of(driver.finish_group(3, 0), EmitBatch)
+
+    driver.publish(1)
+    driver.request(1)
+    driver.finish_group(4, 1, (1.0, 1.0))
+    driver.finish_group(5, 1)
+    (second,) = of(driver.finish_group(6, 1), EmitBatch)
+
+    told = [
+        (batch.metrics["broker/filtered_groups"], batch.metrics["broker/filtered_successes"])
+        for batch in (first, second)
+    ]
+    assert told == [(2, 2), (1, 2)]
+    assert first.metrics["rollout/accuracy"] == 0.5  # of what is trained
+
+
 def test_retries_go_first_and_a_group_is_replaced_after_the_last_attempt() -> None:
     driver = Driver(rules(alpha=1, max_attempts=2), capacity=2)
     driver.publish(0)

@@ -6,6 +6,8 @@ from experiments.compare.job import Job, Row, read_lines
 
 PINS = ""
 RECIPE = "math_cpu"
+HELD_OUT = 8
+"""Questions that are not trained."""
 
 
 def command(job: Job, python: str) -> list[str]:
@@ -17,8 +19,8 @@ def command(job: Job, python: str) -> list[str]:
         "model.path": job.model,
         "env.options.source": job.questions,
         "env.options.instruction": "",
-        "env.options.eval_count": 8,
-        "eval.tasks": 8,  # nothing is evaluated but the two ends
+        "env.options.eval_count": HELD_OUT,
+        "eval.tasks": HELD_OUT,  # nothing is evaluated but the two ends
         "eval.every": 0,
         "sampling.max_tokens": job.max_tokens,
         "rollout.groups_per_batch": job.groups,

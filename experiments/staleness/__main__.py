@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.command_line import names, numbers
 from experiments.plain_loop import model_folder
 from experiments.staleness import __doc__ as description
 from experiments.staleness.grid import ON_POLICY, Job, study
@@ -74,14 +75,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="the study with a forced lag")
     runner.add_argument("--minutes", type=float, default=1e6, help="begin no further run after this long")
-    runner.add_argument("--losses", type=_names, help="comma-separated; default: all of the study")
-    runner.add_argument("--lags", type=_numbers)
-    runner.add_argument("--seeds", type=_numbers)
+    runner.add_argument("--losses", type=names, help="comma-separated; default: all of the study")
+    runner.add_argument("--lags", type=numbers)
+    runner.add_argument("--seeds", type=numbers)
 
     system = commands.add_parser("system", help="the same setting in the complete asynchronous system")
-    system.add_argument("--losses", type=_names, default=[ON_POLICY])
-    system.add_argument("--alphas", type=_numbers, default=[2, 4])
-    system.add_argument("--seeds", type=_numbers, default=[1])
+    system.add_argument("--losses", type=names, default=[ON_POLICY])
+    system.add_argument("--alphas", type=numbers, default=[2, 4])
+    system.add_argument("--seeds", type=numbers, default=[1])
 
     for command in (runner, system):
         command.add_argument("--model", type=Path, help="start from this folder, not from the recipe's tiny model")
@@ -99,14 +100,6 @@ def main() -> None:
 def _wanted(job: Job, arguments: argparse.Namespace) -> bool:
     chosen = ((job.loss, arguments.losses), (job.lag, arguments.lags), (job.seed, arguments.seeds))
     return all(allowed is None or value in allowed for value, allowed in chosen)
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

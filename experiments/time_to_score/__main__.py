@@ -6,9 +6,12 @@ import argparse
 import time
 from collections.abc import Iterable
 
+from experiments.command_line import names, numbers
 from experiments.time_to_score import __doc__ as description
-from experiments.time_to_score.report import final, table
-from experiments.time_to_score.runs import ARMS, RESULTS, SEEDS, STUDY, append, play, read
+from experiments.time_to_score.report import page
+from experiments.time_to_score.runs import ARMS, RESULTS, SEEDS, append, play, read
+from experiments.time_to_score.sooner import final
+from experiments.time_to_score.tasks import STUDY
 
 
 def run(tasks: Iterable[str], arms: Iterable[str], seeds: Iterable[int], minutes: float) -> None:
@@ -34,7 +37,7 @@ def report() -> None:
 
     runs = read()
     head = "# Asynchronous against synchronous training in time to score"
-    text = table(runs)
+    text = page(runs)
     (RESULTS / "README.md").write_text(f"{head}\n\n{description}\n![curves](curves.png)\n\n{text}\n")
     draw(runs, RESULTS / "curves.png")
     print(text)
@@ -45,24 +48,18 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="the runs that are not there yet")
     runner.add_argument("--minutes", type=float, default=1e6, help="begin no further run after this long")
-    runner.add_argument("--tasks", type=_names, default=list(STUDY))
-    runner.add_argument("--arms", type=_names, default=list(ARMS))
-    runner.add_argument("--seeds", type=_numbers, default=list(SEEDS))
+    runner.add_argument("--tasks", type=names, default=list(STUDY))
+    runner.add_argument("--arms", type=names, default=list(ARMS))
+    runner.add_argument("--seeds", type=numbers, default=list(SEEDS))
     commands.add_parser("report", help="table and curves of the finished runs")
     arguments = parser.parse_args()
 
     if arguments.command == "run":
+        if unknown := ({*arguments.tasks} - {*STUDY}) | ({*arguments.arms} - {*ARMS}):
+            parser.error(f"{', '.join(sorted(unknown))}: tasks are {', '.join(STUDY)}, arms {', '.join(ARMS)}")
         run(arguments.tasks, arguments.arms, arguments.seeds, arguments.minutes)
     else:
         report()
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -12,15 +12,16 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from experiments.time_to_score.report import WINDOW, smoothed
-from experiments.time_to_score.runs import ARMS, Run
+from experiments.time_to_score.runs import ARMS, WINDOW, Run
+from experiments.time_to_score.sooner import smoothed
+from experiments.time_to_score.tasks import STUDY
 
 _POINTS = 100
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """One row of three pictures for each task."""
-    tasks = sorted({run.task for run in runs})
+    tasks = [name for name in STUDY if any(run.task == name for run in runs)]
     figure, axes = pyplot.subplots(len(tasks), 3, figsize=(12, 3.4 * len(tasks)), layout="constrained", squeeze=False)
 
     for row, task in zip(axes, tasks, strict=True):
@@ -30,7 +31,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 if these:
                     _band(axis, these, unit, arm, f"C{index}")
             axis.set(xlabel=unit, title=task, ylim=(0, 1))
-        row[0].set(ylabel="right answers")
+        row[0].set(ylabel="right, of the samples of a step")
     axes[0, 0].legend(fontsize=8, title="α")
 
     figure.savefig(path, dpi=110)

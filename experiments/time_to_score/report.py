@@ -1,103 +1,112 @@
-"""The table: how much sooner each arm has the score that the synchronous one ends with."""
+"""The tables: how much sooner each arm has the score that the synchronous one ends with, and what stands beside it."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from experiments.bench._ratios import BUSY
 from experiments.staleness.statistics import estimate
-from experiments.time_to_score.runs import ARMS, Run
+from experiments.time_to_score.runs import ARMS, SEEDS, Run
+from experiments.time_to_score.sooner import final, label, seconds_to, sooner, verdict
+from experiments.time_to_score.tasks import STUDY
 
-WINDOW = 5
-"""Steps over which a score is averaged: one step's 128 answers sway by four points."""
-_MOST = 700.0
-"""Of a logarithm: the interval of one seed has no end."""
-
-
-@dataclass(frozen=True)
-class Sooner:
-    """Seconds of the synchronous arm over seconds of another to the same score: geometric mean over seeds, 95 %."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-    missed: int
-    """Seeds whose run did not reach the score in its time; the mean is of the others."""
-
-    def __str__(self) -> str:
-        interval = f" ({self.low:.2f} to {self.high:.2f})" if self.seeds > 1 else " (one seed)"
-        missed = f", {self.missed} of {self.seeds + self.missed} not reached" if self.missed else ""
-        return (f"{self.mean:.2f} ×{interval}" if self.seeds else "–") + missed
+MARK = "*"
 
 
-def smoothed(scores: Sequence[float]) -> list[float]:
-    """Means over the last `WINDOW` steps; the first WINDOW - 1 entries are left out."""
-    return [statistics.fmean(scores[end - WINDOW : end]) for end in range(WINDOW, len(scores) + 1)]
-
-
-def final(run: Run) -> float:
-    """Score at the end of the run's time."""
-    return smoothed(run.scores)[-1]
-
-
-def seconds_to(run: Run, score: float) -> float | None:
-    """When the averaged score was first there; None: never."""
-    for second, found in zip(run.seconds[WINDOW - 1 :], smoothed(run.scores), strict=True):
-        if found >= score:
-            return second
-    return None
-
-
-def sooner(runs: Sequence[Run], arm: str) -> Sooner | None:
-    """Pairs by seed: the score is what that seed's synchronous run ends with. None where no pair is there."""
-    by_key = {(run.arm, run.seed): run for run in runs}
-    logs = []
-    missed = 0
-
-    for run in runs:
-        base = by_key.get(("sync", run.seed))
-        if run.arm != arm or base is None:
-            continue
-        score = final(base)
-        needed = seconds_to(run, score)
-        if needed is None:
-            missed += 1
-            continue
-        logs.append(math.log((seconds_to(base, score) or math.inf) / needed))
-
-    if not logs:
-        return Sooner(math.nan, math.nan, math.nan, 0, missed) if missed else None
-    found = estimate(logs)
-    mean, width = found.mean, found.half_width
-    return Sooner(math.exp(mean), math.exp(mean - width), math.exp(min(mean + width, _MOST)), found.runs, missed)
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Markdown: a table for each task, one line for each arm."""
-    parts = []
-    for task in sorted({run.task for run in runs}):
-        mine = [run for run in runs if run.task == task]
-        lines = [
-            f"## {task}\n",
-            "| arm | seeds | steps | CPU s | score at the end | sooner than synchronous, to its last score |",
-            "|---|---|---|---|---|---|",
-        ]
-
-        for arm in ARMS:
-            these = [run for run in mine if run.arm == arm]
-            if these:
-                lines.append(_line(arm, these, sooner(mine, arm)))
-        parts.append("\n".join(lines))
-
+def page(runs: Sequence[Run]) -> str:
+    """Markdown: what is there and under which conditions, then a verdict and a table for each task."""
+    parts = [_conditions(runs)]
+    for name, task in STUDY.items():
+        mine = [run for run in runs if run.task == name]
+        parts.append(f"## {name}")
+        parts.append(verdict(mine) if mine else "No run yet.")
+        if mine:
+            parts.append(_table(mine, task.goal))
     return "\n\n".join(parts)
 
 
-def _line(arm: str, runs: Sequence[Run], gained: Sooner | None) -> str:
-    steps = statistics.fmean(len(run.seconds) for run in runs)
-    cpu = statistics.fmean(run.cpu_s for run in runs)
-    name = "synchronous" if arm == "sync" else f"α = {arm}"
-    compared = "1" if arm == "sync" else str(gained or "–")
-    return f"| {name} | {len(runs)} | {steps:.0f} | {cpu:.0f} | {estimate([final(run) for run in runs])} | {compared} |"
+def is_busy(run: Run) -> bool:
+    """Others used more of the machine meanwhile than a benchmark allows."""
+    return run.others > BUSY
+
+
+def missing(runs: Sequence[Run]) -> dict[str, list[int]]:
+    """Seeds of the study that are not there, by task and arm."""
+    there = {run.key for run in runs}
+    absent = {
+        f"{name} {label(arm)}": [seed for seed in SEEDS if (name, arm, seed) not in there]
+        for name in STUDY
+        for arm in ARMS
+    }
+    return {cell: seeds for cell, seeds in absent.items() if seeds}
+
+
+def _conditions(runs: Sequence[Run]) -> str:
+    machines = sorted({run.machine for run in runs})
+    busy = [run for run in runs if is_busy(run)]
+    absent = missing(runs)
+    listed = "; ".join(f"{cell}: seeds {', '.join(map(str, seeds))}" for cell, seeds in absent.items())
+
+    lines = [f"{len(runs)} runs. Machine: {'; '.join(machines) or 'none yet'}."]
+    if busy:
+        shares = ", ".join(f"{run.task} {label(run.arm)} seed {run.seed}: {run.others:.0%}" for run in busy)
+        lines.append(
+            f"In {len(busy)} of them others used more than {BUSY:.0%} of the machine's cores. They count, and their "
+            f"arms are marked ({MARK}): {shares}."
+        )
+    elif runs:
+        lines.append(f"In none of them others used more than {BUSY:.0%} of the machine's cores.")
+    count = sum(map(len, absent.values()))
+    lines.append(f"{count} runs are missing: {listed}." if absent else "No run is missing.")
+    return "\n\n".join(lines)
+
+
+def _table(runs: Sequence[Run], goal: float) -> str:
+    """One line for each arm that has runs."""
+    titles = (
+        "arm",
+        "seeds",
+        "steps",
+        "CPU s",
+        "used by others",
+        "score at the end",
+        f"seconds to {goal:.0%}",
+        "sooner than synchronous, to its last score",
+    )
+    lines = [_row(titles), _row(["---"] * len(titles))]
+
+    for arm in ARMS:
+        these = [run for run in runs if run.arm == arm]
+        if these:
+            gained = "1" if arm == "sync" else str(sooner(runs, arm) or "–")
+            lines.append(_row([*_facts(arm, these), to_goal(these, goal), gained]))
+    return "\n".join(lines)
+
+
+def _facts(arm: str, runs: Sequence[Run]) -> list[str]:
+    busy = sum(map(is_busy, runs))
+    others = [f"{run.others:.0%}" + (MARK if is_busy(run) else "") for run in runs]
+    return [
+        label(arm) + (f" {MARK}{busy}" if busy else ""),
+        str(len(runs)),
+        f"{statistics.fmean(len(run.seconds) for run in runs):.0f}",
+        f"{statistics.fmean(run.cpu_s for run in runs):.0f}",
+        ", ".join(others),
+        str(estimate([final(run) for run in runs])),
+    ]
+
+
+def to_goal(runs: Sequence[Run], goal: float) -> str:
+    """Median over the seeds, of which one that never has the score takes for ever."""
+    needed = [seconds_to(run, goal) for run in runs]
+    reached = [each for each in needed if each is not None]
+    if 2 * len(reached) <= len(runs):  # the median is no number of seconds
+        return f"– ({len(reached)} of {len(runs)})" if reached else "–"
+
+    median = statistics.median([float("inf") if each is None else each for each in needed])
+    return f"{median:.0f}" + (f" ({len(reached)} of {len(runs)})" if len(reached) < len(runs) else "")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,27 +13,15 @@ from pathlib import Path
 
 from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, machine
-from experiments.compare import fresco
-from experiments.compare.job import Job, Row
-from experiments.compare.start_model import ensure_start_model
-from experiments.compare.tasks import TASKS, questions
+from experiments.compare.job import read_lines
+from experiments.time_to_score.tasks import STEPS, Metrics, Task
 
 RESULTS = Path(__file__).parents[1] / "results" / "time_to_score"
 ARMS = ("sync", "0.5", "1", "2", "4")
 SEEDS = (0, 1, 2)
+WINDOW = 5
+"""Steps over which a score is averaged: one step's samples sway by several points."""
 _LOOK_S = 0.2
-_STEPS = 500  # more than any run reaches
-
-
-@dataclass(frozen=True)
-class Task:
-    name: str
-    seconds: float
-    """Of each run, from its command."""
-    lr: float
-
-
-STUDY = {task.name: task for task in (Task("addition", 100, 1e-4), Task("long", 360, 1e-4))}
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,7 @@ class Run:
     seconds: list[float]
     """When it had been trained, since the command."""
     scores: list[float]
-    """Share of right answers among its samples."""
+    """Share of right ones among the samples of the step (`Task.score`)."""
     samples: list[int]
     """Trained so far."""
     cpu_s: float
@@ -67,59 +55,72 @@ def overrides(arm: str) -> list[str]:
 
 
 def play(task: Task, arm: str, seed: int) -> Run:
-    """Train for the task's seconds. Raises SystemExit if training ends before."""
-    kind = TASKS[task.name]
-    model = ensure_start_model(kind)
+    """Train for the task's seconds.
 
+    Raises SystemExit if training ends before its time and its last step, or was too slow to have a score, or may have
+    drawn something twice.
+    """
     with tempfile.TemporaryDirectory(prefix="fresco-study-") as name:
-        folder = Path(name)
-        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in questions(seed)]
-        (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
-
-        job = Job(
-            folder=folder / "run",
-            model=model,
-            questions=folder / "questions.jsonl",
-            seed=seed,
-            lr=task.lr,
-            steps=_STEPS,
-            groups=kind.groups,
-            group_size=kind.group_size,
-            max_tokens=kind.max_tokens,
-            rows_at_once=kind.rows_at_once,
-        )
+        folder = Path(name) / "run"
+        setup = task.set_up(folder, seed)
 
         with Idle() as idle:
-            rows, origin, cpu_s = _watch(job, overrides(arm), task.seconds)
+            steps, origin, cpu_s = _watch([*setup.command, *overrides(arm)], folder, task.seconds)
 
-    batch = kind.groups * kind.group_size
+    if len(steps) < WINDOW:
+        raise SystemExit(f"{len(steps)} steps in {task.seconds:g} s: a score is the mean of {WINDOW}")
+    if drawn(task, steps) > setup.tasks:
+        raise SystemExit(f"{setup.tasks} training tasks are too few: up to {drawn(task, steps)} were drawn")
+
     return Run(
         task=task.name,
         arm=arm,
         seed=seed,
-        seconds=[round(row.time - origin, 3) for row in rows],
-        scores=[round(row.accuracy, 6) for row in rows],
-        samples=[batch * number for number in range(1, len(rows) + 1)],
+        seconds=[round(step["time"] - origin, 3) for step in steps],
+        scores=[round(task.score(step), 6) for step in steps],
+        samples=[batch_size(task) * number for number in range(1, len(steps) + 1)],
         cpu_s=round(cpu_s, 1),
         others=round(idle.others, 3),
         machine=machine(),
     )
 
 
-def _watch(job: Job, more: Sequence[str], seconds: float) -> tuple[list[Row], float, float]:
-    """The rows of the time, when the command was given, and the CPU seconds of all its processes."""
+def batch_size(task: Task) -> int:
+    """Samples that one step trains."""
+    return task.groups * task.group_size
+
+
+def drawn(task: Task, steps: Sequence[Metrics]) -> int:
+    """Tasks drawn until the last of these steps was assembled, at most: a group that was cut off draws no new one.
+
+    Of every state of the ledger, except that the batches of the steps before are counted whether they are trained or
+    still to be trained.
+    """
+    last = steps[-1]
+    trained = batch_size(task) * (len(steps) - 1)
+    others = sum(
+        value
+        for name, value in last.items()
+        if name.startswith("queue/") or (name.startswith("broker/") and name.endswith("_samples"))
+    )
+    return math.ceil((trained + others) / task.group_size)
+
+
+def _watch(command: Sequence[str], folder: Path, seconds: float) -> tuple[list[Metrics], float, float]:
+    """The training steps of the time, when the command was given, and the CPU seconds of all its processes."""
     settings = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # the run decides
     environment = {name: value for name, value in os.environ.items() if name not in settings}
-    output = job.folder.with_suffix(".log")
+    output = folder.with_suffix(".log")
 
-    with watched([*fresco.command(job, sys.executable), *more], output, environment) as watch:
+    with watched(command, output, environment) as watch:
         while watch.running and watch.elapsed_s < seconds:
             time.sleep(_LOOK_S)
 
-        rows = [row for row in fresco.rows(job) if row.time - watch.origin <= seconds]
-        if not watch.running and len(rows) < job.steps:
-            raise SystemExit(f"it ended after {len(rows)} steps:\n{output.read_text(errors='replace')[-4000:]}")
-        return rows, watch.origin, watch.cpu_s
+        lines: list[Metrics] = [*read_lines(folder / "metrics.jsonl")]
+        steps = [line for line in lines if "train/loss" in line and line["time"] - watch.origin <= seconds]
+        if not watch.running and len(steps) < STEPS:
+            raise SystemExit(f"it ended after {len(steps)} steps:\n{output.read_text(errors='replace')[-4000:]}")
+        return steps, watch.origin, watch.cpu_s
 
 
 def read(folder: Path = RESULTS) -> list[Run]:

@@ -127,14 +127,21 @@ def random_shard(
     shared: the samples of a group have the same prompt, as those of a run; else each has its own.
     """
     random = np.random.default_rng(0)
-    count = groups * size
-    answered = random.integers(answers[0], answers[1] + 1, count)
-    lengths = [prompt + int(answer) for answer in answered]
+    answered = random.integers(answers[0], answers[1] + 1, groups * size)
+    return shard_of(prompt, answered.tolist(), size, vocabulary, random, shared=shared)
+
+
+def shard_of(
+    prompt: int, answered: Sequence[int], size: int, vocabulary: int, random: np.random.Generator, *, shared: bool
+) -> Shard:
+    """Random samples of `prompt` tokens and answers of these lengths, `size` in a group. shared: see `random_shard`."""
+    count = len(answered)
+    lengths = [prompt + answer for answer in answered]
     mask = np.concatenate([np.repeat(np.array([0, 1], np.uint8), [prompt, answer]) for answer in answered])
 
     token_ids = random.integers(0, vocabulary, len(mask))
     if shared:
-        prompts = random.integers(0, vocabulary, (groups, prompt)).repeat(size, 0)  # (count, prompt)
+        prompts = random.integers(0, vocabulary, (count // size, prompt)).repeat(size, 0)  # (count, prompt)
         token_ids[mask == 0] = prompts.flatten()
 
     columns = token_columns(token_ids, mask, logp_behavior=-random.random(len(mask)) * 5, policy_version=0)
@@ -143,10 +150,10 @@ def random_shard(
         step=0,
         rank=0,
         epoch=0,
-        rows=[SampleRow(i, i // size, float(random.random()), lengths[i], int(answered[i]), 0) for i in range(count)],
+        rows=[SampleRow(i, i // size, float(random.random()), lengths[i], answered[i], 0) for i in range(count)],
         members=list(range(count)),
         lengths=lengths,
         turn_starts=[[prompt]] * count,
         columns=columns,
-        loss_tokens=int(answered.sum()),
+        loss_tokens=sum(answered),
     )

@@ -8,6 +8,12 @@ sides take turns, a seed for each pair. A side has reached the target when the m
 steps has; its seconds count from its command, with every import and start. `--tune` gives both sides the same effort:
 each tries each learning rate once, on a seed of its own, and keeps the one that got there first.
 
+Two cores bound what any system can do, so each run of Fresco that reached the target has a bound, measured right after
+it: half the CPU seconds that a bare learner and a bare engine need for the same samples, plus its own start. A run may
+take 1.15 times that. `experiments/bench/_bound.py` says what is measured; there is a harder bound beside it, whose
+learner computes a group's prompt once, as Fresco's does. Where a run is below its bound, the bound is wrong, and that
+is printed.
+
 The other trainer lives in a virtual environment of its own under Fresco's cache, which the first call makes (about
 1.5 GB). The CPU build of torch comes from where pip finds it; see the README.
 """
@@ -23,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -31,9 +37,12 @@ from typing import Any, Protocol, cast
 from rich.console import Console
 from rich.table import Table
 
+from experiments.bench._bound import bound_of
+from experiments.bench._bound_report import bound_report, tell_bound
 from experiments.bench._measuring import Timing, parser_of, write
-from experiments.bench._processes import Used, watched
-from experiments.bench._ratios import Idle, provenance, ratio_of
+from experiments.bench._outcome import RunResult
+from experiments.bench._processes import watched
+from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.compare.job import Job, Row
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS, Task, questions
@@ -43,6 +52,8 @@ _ROOT = Path(__file__).parents[2]
 _WINDOW = 5
 _TUNING_SEED = 1000
 _LOOK_S = 0.2
+_AT_MOST = {"addition": 0.5, "long": 0.1}
+"""Of the other trainer's seconds."""
 
 
 class Trainer(Protocol):
@@ -55,34 +66,6 @@ class Trainer(Protocol):
     def rows(self, job: Job) -> list[Row]: ...
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """One training run, until the target or its last step."""
-
-    rows: list[Row]
-    origin: float
-    reached: int | None
-    """The step, counted from 1; None: never."""
-    cpu_s: float
-    processes: Mapping[str, Used]
-
-    @property
-    def wall_s(self) -> float:
-        return self.rows[(self.reached or len(self.rows)) - 1].time - self.origin
-
-    def seconds(self) -> dict[str, float]:
-        """Where they went: the start, then each part by the trainer's own name, then what no part accounts for."""
-        rows = self.rows[: self.reached]
-        parts: dict[str, float] = {}
-        for row in rows:
-            for name, seconds in row.parts.items():
-                parts[name] = parts.get(name, 0.0) + seconds
-
-        start = rows[0].time - self.origin - sum(rows[0].parts.values())
-        rest = self.wall_s - start - sum(parts.values())
-        return {"start": start, **parts, "rest": rest}
-
-
 def main(argv: list[str]) -> None:
     options = _options(argv)
     task = TASKS[options.task]
@@ -91,12 +74,12 @@ def main(argv: list[str]) -> None:
     pythons = {name: str(_python(trainer)) for name, trainer in trainers.items()}
     model = ensure_start_model(task)
 
-    def run(name: str, seed: int, lr: float) -> RunResult:
+    def run(name: str, seed: int, lr: float, *, bounded: bool = False) -> RunResult:
         with tempfile.TemporaryDirectory(prefix="fresco-compare-") as folder:
             job = _job(task, Path(folder), model, seed, lr, options)
             outcome = _train(trainers[name], job, pythons[name], options.target)
-        _tell(name, seed, lr, outcome)
-        return outcome
+            _tell(name, seed, lr, outcome)
+            return _with_bound(job, outcome) if bounded and outcome.reached else outcome
 
     tried = {name: {lr: run(name, _TUNING_SEED, lr) for lr in options.tune} for name in names}
     rates = {name: _best(tried[name], options.lr) for name in names}
@@ -105,7 +88,7 @@ def main(argv: list[str]) -> None:
     with Idle() as idle:
         for seed in range(options.pairs):
             for name in names if seed % 2 == 0 else reversed(names):
-                outcomes[name].append(run(name, seed, rates[name]))
+                outcomes[name].append(run(name, seed, rates[name], bounded=name == "fresco"))
 
     write(options.out, _report(options, rates, outcomes, idle))
 
@@ -119,7 +102,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5, help="seeds, each trained by both sides")
     parser.add_argument("--target", type=float, default=0.8, help=f"mean accuracy of {_WINDOW} training steps")
     parser.add_argument("--steps", type=int, default=400, help="at most")
-    parser.add_argument("--lr", type=float, default=1e-4, help="of both sides, where nothing is tuned")
+    parser.add_argument("--lr", type=float, default=3e-4, help="of both sides, where nothing is tuned")
     parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
 
     return parser.parse_args(argv)
@@ -190,6 +173,14 @@ def _train(trainer: Trainer, job: Job, python: str, target: float) -> RunResult:
     return RunResult(rows, watch.origin, reached, watch.cpu_s, watch.used)
 
 
+def _with_bound(job: Job, outcome: RunResult) -> RunResult:
+    """The same, with what its samples cost bare sides, measured now."""
+    assert outcome.reached is not None
+    bound = bound_of(job, outcome.reached, outcome.seconds()["start"])
+    tell_bound(bound)
+    return replace(outcome, bound=bound)
+
+
 def reached_at(accuracies: Sequence[float], target: float) -> int | None:
     """The first step, counted from 1, at which the mean of the last five is at least the target."""
     for step in range(_WINDOW, len(accuracies) + 1):
@@ -232,16 +223,22 @@ def _report(
     result["to_target_s"] = {
         name: [outcome.wall_s if outcome.reached else None for outcome in each] for name, each in outcomes.items()
     }
-    reached = all(outcome.reached for each in outcomes.values() for outcome in each)
-    if not reached:
+    ratios: dict[str, Ratio] = {}
+    ours = outcomes["fresco"]
+    if all(outcome.bound for outcome in ours):
+        result["bound"], ratios = bound_report(ours, idle)
+    if not all(outcome.reached for each in outcomes.values() for outcome in each):
         print("no verdict: a side did not reach the target")
-        return result | provenance(idle)
+        return result | provenance(idle, ratios)
 
     timings = {name: [Timing(each.wall_s, each.cpu_s) for each in ended] for name, ended in outcomes.items()}
     ratio = ratio_of(timings["fresco"], timings[options.trainer])
+    result["verdict"] = ratio.verdict(at_most=_AT_MOST[options.task], of="wall", idle=idle)
+    walls = zip(timings["fresco"], timings[options.trainer], strict=True)
+    result["ahead"] = sum(mine.wall_s < theirs.wall_s for mine, theirs in walls)
     print(f"fresco over {options.trainer}, to the target: {ratio}")
-    print(ratio.verdict(at_most=0.5 if options.task == "addition" else 0.1, of="wall", idle=idle))
-    return result | provenance(idle, {f"fresco over {options.trainer}": ratio})
+    print(f"{result['verdict']}; ahead in {result['ahead']} of {options.pairs} pairs")
+    return result | provenance(idle, ratios | {f"fresco over {options.trainer}": ratio})
 
 
 def _medians(outcomes: Sequence[RunResult]) -> dict[str, float]:

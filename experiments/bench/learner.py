@@ -28,18 +28,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import Work, alternate, parser_of, random_shard, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from rl.core.messages import Shard, decode, encode
 from rl.core.process import Process
 from rl.core.run import ProcessContext, RunFile
 from rl.learner.link import LearnerLink
-from rl.learner.packed_attention import NAME, pack_bounds
 from rl.learner.packing import Pack
 from rl.learner.process import Learner
 from rl.learner.publish import Publisher
@@ -82,43 +79,9 @@ def run_fields(folder: Path, arguments: argparse.Namespace) -> tuple[list[str], 
 
 def bare_step(run: RunFile, packs: list[Pack], tokens: int, *, equal: bool) -> Work:
     """One step of the bare loop over these packs."""
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.config.model.dtype]
-    attention = "sdpa" if equal else NAME
-    folder = str(run.model_folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    if dtype != torch.float32:
-        mesh = init_device_mesh(run.device, (1,))
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
-
-    model.train()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
+    loop = BareLoop(run, "stock" if equal else "packed")
     packs = [pack.to(run.device) for pack in packs]
-
-    def step() -> None:
-        for pack in packs:
-            rows = len(pack.rewards) if equal else 1
-            bounds = {} if equal else pack_bounds(pack.position_ids)
-            ids = pack.token_ids.view(rows, -1)
-            positions = pack.position_ids.view(rows, -1)
-            hidden = model.model(ids, position_ids=positions, use_cache=False, **bounds).last_hidden_state.flatten(0, 1)
-
-            wanted = pack.mask.nonzero()[:, 0]  # (S,) generated tokens; the logits before each predict it
-            logits = model.lm_head(hidden[wanted - 1])  # (S, vocab)
-            logp = -F.cross_entropy(logits.float(), pack.token_ids[wanted], reduction="none")
-
-            ratio = (logp - pack.logp_behavior[wanted]).exp()
-            advantages = pack.advantages[wanted]
-            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / tokens
-            loss.backward()
-
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
-
-    return step
+    return lambda: loop.step(packs, tokens)
 
 
 def fresco_step(learner: Learner, link: LearnerLink, frames: list[bytes | memoryview]) -> None:

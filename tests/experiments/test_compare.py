@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from envs.math.answers import last_box
+from experiments.bench._outcome import RunResult
 from experiments.bench._processes import watched
-from experiments.bench.compare import RunResult, _best, _options, _trainer, reached_at
+from experiments.bench.compare import _best, _options, _trainer, reached_at
 from experiments.compare import fresco, trl
 from experiments.compare.job import Job, Row
 from experiments.compare.tasks import TASKS, Task, questions

@@ -1,0 +1,86 @@
+"""CPU seconds that bare learners need for the samples of some steps: `python -m experiments.bench._bare_learner WORK`.
+
+`stock`: a step's samples sorted by length, `rows_at_once` in a batch, padded to its longest, with torch's own
+causal attention; nothing is computed of padding but what a batch cannot leave out. `shared`: the packs that
+Fresco's learner makes, each prompt once. Tokens and advantages are random: what they say costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+import torch
+
+from experiments.bench._bare_loop import BareLoop, Form
+from experiments.bench._bound import Work
+from experiments.bench._measuring import shard_of
+from rl.core.messages import Shard
+from rl.core.run import RunFile
+from rl.learner.packing import Pack, make_packs
+
+
+def measure(work: Work, form: Form) -> float:
+    """CPU seconds of all threads, after one step that warms up."""
+    run = RunFile.load(work.run)
+    torch.set_num_threads(1)
+    loop = BareLoop(run, form)
+    random = np.random.default_rng(0)
+    vocabulary = loop.model.config.vocab_size
+
+    batches = []
+    for step in work.steps:
+        shard = shard_of(step.prompt, step.answers, work.group_size, vocabulary, random, shared=True)
+        if form == "stock":
+            packs = padded(shard, work.rows_at_once)
+        else:
+            packs = make_packs(shard, run.config.learner.max_tokens_per_pack, shard.step, share=True)
+        batches.append(([_with_advantages(pack) for pack in packs], shard.loss_tokens))
+
+    loop.step(*batches[0])
+    begin = time.process_time()
+    for packs, tokens in batches:
+        loop.step(packs, tokens)
+    return time.process_time() - begin
+
+
+def padded(shard: Shard, rows_at_once: int) -> list[Pack]:
+    """Batches of samples of similar length, each sample with padding behind it up to its batch's longest."""
+    ends = np.cumsum(shard.lengths)
+    order = sorted(range(len(ends)), key=shard.lengths.__getitem__)
+    chunks = [order[first : first + rows_at_once] for first in range(0, len(order), rows_at_once)]
+    return [_batch(shard, chunk, ends) for chunk in chunks]
+
+
+def _batch(shard: Shard, chosen: Sequence[int], ends: np.ndarray) -> Pack:
+    longest = max(shard.lengths[i] for i in chosen)
+    columns = {}
+    for name in ("token_ids", "loss_mask", "logp_behavior"):
+        column = shard.columns[name]
+        rows = np.zeros((len(chosen), longest), column.dtype)
+        for row, i in enumerate(chosen):
+            rows[row, : shard.lengths[i]] = column[ends[i] - shard.lengths[i] : ends[i]]
+        columns[name] = torch.from_numpy(rows.reshape(-1))
+
+    columns["token_ids"] = columns["token_ids"].long()
+    columns["loss_mask"] = columns["loss_mask"].bool()
+    sample = torch.arange(len(chosen)).repeat_interleave(longest)
+    positions = torch.arange(longest).repeat(len(chosen))
+    return Pack(columns, positions, sample, torch.zeros_like(sample), torch.zeros(len(chosen)), tuple(chosen))
+
+
+def _with_advantages(pack: Pack) -> Pack:
+    return pack.with_columns(advantages=torch.randn(pack.tokens))
+
+
+def main(argv: list[str]) -> None:
+    work = Work.load(argv[0])
+    print(json.dumps({form: measure(work, form) for form in get_args(Form) if form != "packed"}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""The bare learner that ours is measured against: torch and transformers, nothing of the learner's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+from rl.core.run import RunFile
+from rl.learner.packed_attention import NAME, pack_bounds
+from rl.learner.packing import Pack
+from rl.learner.shared_prompts import find_shared
+
+Form = Literal["stock", "packed", "shared"]
+"""How a forward reads a pack. `stock`: one batch of (samples, length) with torch's own causal attention; samples may
+end with padding, which no token before it sees. `packed`: one row, each sample blind to the others. `shared`: likewise,
+and a prompt that several samples have in common is computed once."""
+
+
+class BareLoop:
+    """The model of a run and its optimizer."""
+
+    def __init__(self, run: RunFile, form: Form) -> None:
+        self._form = form
+        self.model = _model(run, "sdpa" if form == "stock" else NAME)
+        self.model.train()
+        self._adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
+
+    def step(self, packs: Sequence[Pack], tokens: int) -> None:
+        """Forward, clipped loss, backward, clip and fused AdamW; the head runs on generated positions only.
+
+        packs: on the model's device. tokens: all that were generated in them, which the loss is divided by.
+        """
+        for pack in packs:
+            wanted = pack.mask.nonzero()[:, 0]  # (S,) generated tokens; the logits before each predict it
+            logits = self.model.lm_head(self._contexts(pack, wanted))  # (S, vocab)
+            logp = -F.cross_entropy(logits.float(), pack.token_ids[wanted], reduction="none")
+
+            ratio = (logp - pack.logp_behavior[wanted]).exp()
+            advantages = pack.advantages[wanted]
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / tokens
+            loss.backward()
+
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+
+    def _contexts(self, pack: Pack, wanted: Tensor) -> Tensor:
+        """(S, H): the state before each generated token."""
+        ids, positions = pack.token_ids, pack.position_ids
+        places = wanted - 1
+        rows = len(pack.rewards) if self._form == "stock" else 1
+        bounds: dict[str, Any] = {}
+
+        shared = find_shared(ids, positions, wanted) if self._form == "shared" else None
+        if shared is not None:
+            ids, positions, places = ids[shared.tokens], positions[shared.tokens], shared.rows[places]
+            bounds = {"shared": shared}
+        elif self._form != "stock":
+            bounds = pack_bounds(positions)
+
+        ids, positions = ids.view(rows, -1), positions.view(rows, -1)
+        output = self.model.model(ids, position_ids=positions, use_cache=False, **bounds)
+        hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+        return hidden[places]
+
+
+def _model(run: RunFile, attention: str) -> Any:
+    """In the run's dtype and on its device; below float32 with float32 master weights, as the learner's."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.config.model.dtype]
+    folder = str(run.model_folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    if dtype == torch.float32:
+        return model.to(run.device)
+
+    mesh = init_device_mesh(run.device, (1,))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    return fully_shard(model, mesh=mesh, mp_policy=precision)

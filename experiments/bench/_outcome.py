@@ -1,0 +1,40 @@
+"""What a training run came to, as the bench saw it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from experiments.bench._bound import Bound
+from experiments.bench._processes import Used
+from experiments.compare.job import Row
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One training run, until the target or its last step."""
+
+    rows: list[Row]
+    origin: float
+    reached: int | None
+    """The step, counted from 1; None: never."""
+    cpu_s: float
+    processes: Mapping[str, Used]
+    bound: Bound | None = None
+    """Of a run of Fresco's that reached the target."""
+
+    @property
+    def wall_s(self) -> float:
+        return self.rows[(self.reached or len(self.rows)) - 1].time - self.origin
+
+    def seconds(self) -> dict[str, float]:
+        """Where they went: the start, then each part by the trainer's own name, then what no part accounts for."""
+        rows = self.rows[: self.reached]
+        parts: dict[str, float] = {}
+        for row in rows:
+            for name, seconds in row.parts.items():
+                parts[name] = parts.get(name, 0.0) + seconds
+
+        start = rows[0].time - self.origin - sum(rows[0].parts.values())
+        rest = self.wall_s - start - sum(parts.values())
+        return {"start": start, **parts, "rest": rest}

@@ -11,7 +11,8 @@ There are two bare learners, and a bound of each. The stock one sorts a step's s
 `rows_at_once` at a time, padded to the longest of those. The sharing one has what Fresco's learner has: no padding, and
 a prompt that a group shares once. Fresco may beat the first bound on its learner's side; the second one is fair there.
 
-What is measured is every k-th step, evenly spread, so that a bound costs seconds; both sides are scaled by tokens.
+What is measured is every k-th step, evenly spread: at most 40 of them and about 200,000 tokens. Both sides are scaled
+by tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ AT_MOST = 1.15
 """Times the bound that a run may take."""
 _CORES = 2
 _MOST_STEPS = 40
+_MOST_TOKENS = 200_000
 _ROOT = Path(__file__).parents[2]
 
 
@@ -119,12 +121,13 @@ def work_of(job: Job, steps: int) -> tuple[int, Work]:
     """Every how many-th of the steps is measured, and the work of all of them."""
     found = steps_of(job)[:steps]
     work = Work(str(job.folder), found, job.group_size, job.rows_at_once, most_at_once(job.folder))
-    return every_of(len(found)), work
+    return every_of(found), work
 
 
-def every_of(steps: int) -> int:
-    """So that at most 40 steps are measured."""
-    return -(-steps // _MOST_STEPS)
+def every_of(steps: Sequence[Step]) -> int:
+    """So that at most 40 steps are measured, and of long ones fewer."""
+    tokens, _answers = _tokens(steps)
+    return min(len(steps), max(-(-len(steps) // _MOST_STEPS), -(-tokens // _MOST_TOKENS)))
 
 
 def steps_of(job: Job) -> list[Step]:

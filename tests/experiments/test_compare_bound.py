@@ -57,10 +57,17 @@ def test_the_bound_is_half_of_both_sides_and_the_start() -> None:
 
 @pytest.mark.parametrize("steps", [1, 39, 40, 41, 81, 254, 400])
 def test_at_most_forty_steps_are_measured_and_they_are_evenly_spread(steps: int) -> None:
-    every = every_of(steps)
+    every = every_of([Step(13, [6] * 128)] * steps)
     chosen = range(steps)[every // 2 :: every]
     assert 0 < len(chosen) <= 40 and len(chosen) >= min(steps, 20)
     assert chosen[0] < every and steps - chosen[-1] <= every
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100])
+def test_of_long_steps_fewer_are_measured_but_one_at_least(steps: int) -> None:
+    every = every_of([Step(100, [1900] * 50)] * steps)  # 100,000 tokens each
+    assert every == {1: 1, 2: 1, 100: 50}[steps]
+    assert every_of([Step(100, [1900] * 500)] * steps) == steps
 
 
 def test_five_pairs_have_a_verdict_of_both_bounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from rollout.broker.tasks import ShuffledTasks
 
 _OWN_ENDS = frozenset({"trained", "filtered", "settled"})  # by their own rewards; other ends say nothing fair of a task
 _RECENT = 1 / 32  # weight of the newest group in what is known of all
+_CLASSES = 10
 
 
 def mixed_chance(won: float, lost: float, size: int) -> float:
@@ -27,15 +28,45 @@ def mixed_chance(won: float, lost: float, size: int) -> float:
     return 1.0 - exp(_log_beta(won + size, lost) - whole) - exp(_log_beta(won, lost + size) - whole)
 
 
+class Calibration:
+    """What became of predictions: the share of recent groups that were mixed, by the chance that they had been given.
+
+    A prediction stands for itself until groups of its class (a tenth of the unit interval) have ended, and counts as
+    much as `_PRIOR` of them.
+    """
+
+    _PRIOR = 4.0
+
+    def __init__(self) -> None:
+        self.classes = [(0.0, 0.0)] * _CLASSES  # of each: mixed groups, groups; older ones count less
+
+    def of(self, chance: float) -> float:
+        mixed, groups = self.classes[self._class(chance)]
+        return (self._PRIOR * chance + mixed) / (self._PRIOR + groups)
+
+    def add(self, chance: float, is_mixed: bool) -> None:
+        mixed, groups = self.classes[self._class(chance)]
+        self.classes[self._class(chance)] = (
+            (1 - _RECENT) * mixed + is_mixed,
+            (1 - _RECENT) * groups + 1,
+        )
+
+    def _class(self, chance: float) -> int:
+        return min(int(chance * _CLASSES), _CLASSES - 1)
+
+
 class SuccessWeighted:
     """New tasks in the shuffled order, and between them tasks that were tried before and will likely teach something.
 
     A group teaches where some of its episodes win and some lose. The chance of that is `mixed_chance` under the
     task's posterior: Beta(strength * m, strength * (1 - m)) before its first group, m the recent success of all tasks,
     plus what its own groups won and lost, each counted `decay` times less with every later one: the policy changes.
+    The posterior knows nothing of a policy that learns a task by playing it. So the chances of known tasks, and that of
+    new ones, are corrected by what became of those before them (`Calibration`).
 
     While less than `target` of the recent groups were mixed, the task that was tried longest ago, at least `rest`
-    draws before, comes again if its chance is above that of a new task. Else the shuffled order goes on. In a later
+    draws before, comes again if its chance is above that of a new task, at most in a share `repeat` of the draws: a
+    policy that plays the same tasks over and over learns them by heart. Else the shuffled order goes on. In a later
     pass over the data a known task is taken with its chance, and never less often than with `floor`. The draws are a
     function of run seed and position, so a resumed run goes on as the uninterrupted one.
     """
@@ -49,13 +80,15 @@ class SuccessWeighted:
         decay: float = 0.7,
         strength: float = 1.0,
         target: float = 0.85,
-        rest: int = 32,
+        repeat: float = 0.6,
+        rest: int = 64,
     ) -> None:
         limits = [
             (0 < floor <= 1, f"floor={floor} must lie in (0, 1]"),
             (0 <= decay < 1, f"decay={decay} must lie in [0, 1)"),
             (strength > 0, f"strength={strength} must be above 0"),
             (0 <= target <= 1, f"target={target} must lie in [0, 1]"),
+            (0 <= repeat <= 1, f"repeat={repeat} must lie in [0, 1]"),
             (rest >= 1, f"rest={rest} must be at least 1"),
         ]
         if wrong := [text for holds, text in limits if not holds]:
@@ -67,24 +100,35 @@ class SuccessWeighted:
         self.decay = decay
         self.strength = strength
         self.target = target
+        self.repeat = repeat
         self.rest = rest
 
         self.known: dict[int, tuple[float, float]] = {}  # task: episodes won and lost, discounted
         self.success = 0.5  # of all tasks, recently
         self.mixed = 0.0  # share of recent groups
+        self.calibration = {"new": Calibration(), "known": Calibration()}
         self.drawn = 0
+        self.repeated = 0
         self.skipped = 0
         self._resting: deque[tuple[int, int]] = deque()  # (draw from which on it may come again, task), in that order
 
     def chance(self, task_index: int) -> float:
         """That the next group of this task is mixed."""
+        return self._calibration(task_index).of(self._posterior(task_index))
+
+    def _calibration(self, task_index: int) -> Calibration:
+        return self.calibration["known" if task_index in self.known else "new"]
+
+    def _posterior(self, task_index: int) -> float:
         won, lost = self.known.get(task_index, (0.0, 0.0))
         prior = self.strength * min(max(self.success, 0.05), 0.95)
         return mixed_chance(prior + won, self.strength - prior + lost, self.group_size)
 
     def next(self) -> int:
         self.drawn += 1
-        if self.mixed < self.target and (again := self._rested()) is not None:
+        may_repeat = self.mixed < self.target and self.repeated < self.repeat * self.drawn
+        if may_repeat and (again := self._rested()) is not None:
+            self.repeated += 1
             return again
 
         for _ in range(self._order.tasks):
@@ -98,8 +142,10 @@ class SuccessWeighted:
     def ended(self, record: GroupRecord) -> None:
         if record.end not in _OWN_ENDS or record.success is None:
             return
+        is_mixed = len(set(record.rewards)) > 1
+        self._calibration(record.task_index).add(self._posterior(record.task_index), is_mixed)
         self.success += _RECENT * (record.success - self.success)
-        self.mixed += _RECENT * ((len(set(record.rewards)) > 1) - self.mixed)
+        self.mixed += _RECENT * (is_mixed - self.mixed)
 
         won, lost = self.known.get(record.task_index, (0.0, 0.0))
         episodes = len(record.rewards)
@@ -115,7 +161,9 @@ class SuccessWeighted:
             "known": [[task, *counts] for task, counts in self.known.items()],
             "resting": [list(each) for each in self._resting],
             "recent": [self.success, self.mixed],
+            "calibration": {kind: [list(each) for each in of.classes] for kind, of in self.calibration.items()},
             "drawn": self.drawn,
+            "repeated": self.repeated,
             "skipped": self.skipped,
         }
 
@@ -127,7 +175,10 @@ class SuccessWeighted:
         self.known = {int(task): (float(won), float(lost)) for task, won, lost in state["known"]}
         self._resting = deque((int(due), int(task)) for due, task in state["resting"])
         self.success, self.mixed = state["recent"]
+        for kind, classes in state["calibration"].items():
+            self.calibration[kind].classes = [(float(mixed), float(groups)) for mixed, groups in classes]
         self.drawn = state["drawn"]
+        self.repeated = state["repeated"]
         self.skipped = state["skipped"]
 
     def _rested(self) -> int | None:

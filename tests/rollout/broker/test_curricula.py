@@ -85,6 +85,24 @@ def test_a_task_rests_and_comes_again_only_while_too_few_groups_are_mixed() -> N
     assert first not in [satisfied.next() for _ in range(99)], "every other task once"
 
 
+def test_tasks_come_again_in_a_share_of_the_draws_alone() -> None:
+    success = dict.fromkeys(range(2000), 0.5) | {task: 1.0 for task in range(0, 2000, 2)}
+    played = play(SuccessWeighted(run_seed=1, tasks=2000, group_size=8, target=1.0, repeat=0.25), success, 400)
+    again = len(played) - len({task for task, _ in played})
+    assert 0.2 * 400 < again <= 0.25 * 400
+
+
+def test_what_is_learned_by_heart_is_not_played_over_and_over() -> None:
+    """Each group of a task that was mixed makes it one that is always won, which no posterior of its past can tell."""
+    source = SuccessWeighted(run_seed=1, tasks=2000, group_size=8, target=1.0, repeat=1.0, rest=8)
+    seen: Counter[int] = Counter()
+    for _ in range(400):
+        task = source.next()
+        source.ended(record(task, [1.0] * 8 if seen[task] else [1.0, 0.0] * 3 + [1.0] * 2))
+        seen[task] += 1
+    assert len(seen) > 0.8 * 400
+
+
 def test_a_later_pass_takes_known_tasks_by_their_chance_and_never_less_often_than_the_floor() -> None:
     source = SuccessWeighted(run_seed=3, tasks=10, group_size=8, floor=0.05, decay=0.98, target=0.0)
     for task in range(10):

@@ -68,6 +68,7 @@ def test_the_laptop_recipe_imitates_then_trains_on_many_turns(tmp_path: Path, ca
         "max_receptacles: 4, clutter: [2, 4]}",
         "model.warm_start={demonstrations: 48, steps: 60, batch: 16}",
         "rollout.filter_constant_groups=false",
+        "rollout.first_episodes=0",
         "rollout.groups_per_batch=2",
         "rollout.group_size=4",
         "steps=3",

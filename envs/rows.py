@@ -141,8 +141,10 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str,
 
 def _unreadable(path: Path, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"source={path} cannot be read: no such file; name a .jsonl or .parquet file that is there"
-    return f"source={path} cannot be read: {error}"
+        return (
+            f"{path} cannot be read: no such file; source and eval_source name .jsonl or .parquet files that are there"
+        )
+    return f"{path} cannot be read: {error}"
 
 
 def _hub(name: str, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:

@@ -260,7 +260,7 @@ class BatchRequest(Struct, frozen=True, tag="batch_request"):
 
 
 class BatchUnderway(Struct, frozen=True, tag="batch_underway"):
-    """To a learner that waits: tokens are sampled for this batch, or episodes of it have ended."""
+    """To a learner that waits: answers or episodes have begun or ended since it was last told."""
 
     step: int
 

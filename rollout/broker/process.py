@@ -358,8 +358,8 @@ class Broker:
             return
 
         error = WaitExpired(
-            f"learner.0 waited for the broker's batch {core.n}, and for {self._patience.deadline_s:g} s no token was "
-            f"sampled and no episode ended (learner.batch_deadline_s); the broker waits for {self.intake.awaited()}"
+            f"learner.0 waited for the broker's batch {core.n}, and for {self._patience.deadline_s:g} s no answer "
+            f"began or ended, and no episode (learner.batch_deadline_s); the broker waits for {self.intake.awaited()}"
         )
         error.add_note(json.dumps(core.describe(), indent=2))
         raise error

@@ -26,7 +26,7 @@ from tests.envs.errors import raises_one_line
         (["env.name=synthetic", "env.options.turns=0"], "env.options.turns=0: Input should be greater"),
         (
             ["env.name=math", "env.options.source=/no/such.jsonl"],
-            "env.options of env.name='math': source=/no/such.jsonl cannot be read: no such file; name a .jsonl",
+            "env.options of env.name='math': /no/such.jsonl cannot be read: no such file; source and eval_source name",
         ),
         (["env.name=synthetic", "eval.tasks=100"], "only 64 held-out tasks"),
     ],

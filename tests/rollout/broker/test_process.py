@@ -250,7 +250,7 @@ def test_the_watchdog_says_who_waits_for_whom(broker: BrokerProcess) -> None:
     send(broker.learner, BatchRequest(0))
     fatal = broker.await_control(Fatal)
     assert isinstance(fatal, Fatal)
-    assert "learner.0 waited for the broker's batch 0, and for 0.5 s no token was sampled" in fatal.message
+    assert "learner.0 waited for the broker's batch 0, and for 0.5 s no answer began or ended" in fatal.message
     assert "4 episodes of the environment servers (0 of 2 groups ready)" in fatal.message
     assert '"running": 4' in fatal.detail
     assert broker.process.wait(60) == 1

@@ -6,7 +6,8 @@ Every cell is a file of its own in `experiments/results/alfworld/`, and is not m
 study can be interrupted and go on another day; `README.md` there is the table of the cells that are there, and says
 which are missing (`--table` makes it without a run). A cell is a training run without evaluation (`seed-0.recipe.json`)
 or 1 024 unseen games of its last checkpoint, at temperature 1 or greedily (`seed-0.recipe.greedy.json`); those of the
-warm start (`seed-0.warm.greedy.json`) are shared by all arms of a seed. Checkpoints stay in `--runs`.
+warm start (`seed-0.warm.greedy.json`) are shared by all arms of a seed. Checkpoints stay in `--runs`. A cell says which
+recipe made it, and one of another recipe is refused.
 
 The controls differ from the recipe in one thing each. `entropy`: all rewards are 0 when advantages are computed, so
 that the loss is the entropy charge alone; groups are filtered by what they really earned, as in the recipe.
@@ -31,6 +32,8 @@ from experiments.before_after import ALL, RESULTS, timed_run
 from launch.intervals import paired_bootstrap, wilson
 from launch.recipes import find_recipe
 from rl.core.checkpoint_folder import latest
+from rl.core.config import load_config
+from rl.core.made_once import digest
 from rl.core.run import RunFile
 
 WARM = "warm"
@@ -41,6 +44,9 @@ ARMS = {
 }
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 GOAL = 0.15
+_OF_WARM = {"model", "sampling", "env"}
+_NOT_OF_A_CELL = {"name", "runs", "resume", "eval", "tracking", "alarms"}
+"""What a study sets itself, or what changes no result."""
 
 Won = dict[str, str]
 """By task type, in the order of the tasks: 1 won, 0 lost, - not answered."""
@@ -75,8 +81,21 @@ class Study:
         return self.results / f"{cell.name}.json"
 
     def read(self, cell: Cell) -> dict[str, Any] | None:
+        """None if it is not there. Raises StudyError if another recipe made it."""
         path = self.file(cell)
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found.get("recipe") != self.made_by(cell):
+            raise StudyError(f"{path} was made by another recipe, or with other overrides: remove it to make it again")
+        return found
+
+    def made_by(self, cell: Cell) -> str:
+        """A digest of what the cell follows from: the recipe, and of it the warm start's part for that."""
+        config = load_config(self.recipe, [*ARMS.get(cell.arm, ()), *self.overrides]).model_dump(mode="json")
+        left_out = config.keys() - _OF_WARM if cell.arm == WARM else _NOT_OF_A_CELL
+        return digest(json.dumps({key: config[key] for key in sorted(config.keys() - left_out)}))
 
     def won(self, cell: Cell) -> Won | None:
         found = self.read(cell)
@@ -95,7 +114,7 @@ class Study:
 
         took = timed_run(self.recipe, [*settings, *self.overrides])
         read = read_evaluation if cell.how else read_training
-        return read(self.runs / cell.name) | took
+        return read(self.runs / cell.name) | took | {"recipe": self.made_by(cell)}
 
     def _checkpoint(self, trained: Cell) -> Path:
         checkpoint = latest(self.runs / trained.name / "checkpoints")

@@ -35,7 +35,7 @@ def study(folder: Path) -> Study:
 
 
 def put(made: Study, cell: Cell, content: dict[str, object]) -> None:
-    made.file(cell).write_text(json.dumps(content))
+    made.file(cell).write_text(json.dumps(content | {"recipe": made.made_by(cell)}))
 
 
 def filled(folder: Path, recipe: Won) -> Study:
@@ -92,7 +92,7 @@ def test_a_cell_that_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pyt
         played.append(cell)
         if len(played) == 3:
             raise KeyboardInterrupt
-        return {"won": won(60, 60)} if cell.how else TRAINED
+        return ({"won": won(60, 60)} if cell.how else TRAINED) | {"recipe": self.made_by(cell)}
 
     monkeypatch.setattr(Study, "play", play)
     filled(tmp_path, won(50, 50))
@@ -106,6 +106,18 @@ def test_a_cell_that_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pyt
     wanted = [cell for cell in cells([0], list(alfworld_study.ARMS)) if cell not in there]
     assert played == [*wanted[:3], *wanted[2:]]  # the third one was interrupted
     assert "No cell is missing." in (tmp_path / "README.md").read_text()
+
+
+def test_cells_of_another_recipe_are_refused_but_a_warm_start_is_shared(tmp_path: Path) -> None:
+    filled(tmp_path, won(50, 50))
+    other = Study(EXPERIMENTS / "alfworld_cpu.yaml", tmp_path, tmp_path / "runs", 200, ("rollout.alpha=2",))
+    assert other.won(Cell(0, "warm", "sampled")) == won(30, 30)
+    with pytest.raises(StudyError, match=r"seed-0\.recipe\.sampled\.json was made by another recipe"):
+        other.won(Cell(0, "recipe", "sampled"))
+
+    larger = Study(EXPERIMENTS / "alfworld_cpu.yaml", tmp_path, tmp_path / "runs", 200, ("model.tiny.layers=5",))
+    with pytest.raises(StudyError, match=r"seed-0\.warm\.sampled\.json"):
+        larger.won(Cell(0, "warm", "sampled"))
 
 
 def test_the_controls_differ_from_the_recipe_in_one_thing() -> None:

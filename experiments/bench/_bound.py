@@ -37,6 +37,8 @@ AT_MOST = 1.15
 _CORES = 2
 _MOST_STEPS = 40
 _MOST_TOKENS = 200_000
+_SIDE_S = 1800
+"""A bare side's deadline: it takes minutes for the most tokens."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -168,7 +170,10 @@ def _told(work: Work, module: str, path: Path) -> dict[str, float]:
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(_ROOT)}
     command = [sys.executable, "-m", f"experiments.bench.{module}", str(path)]
 
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SIDE_S)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{module} has not ended within {_SIDE_S} s") from None
     if ended.returncode:
         raise SystemExit(f"{module} ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
     told: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])

@@ -78,6 +78,17 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def wake_without_pushing() -> None:
+    """What wakes up waits until whoever has the core has no more to do, or its time is over (Linux, SCHED_BATCH).
+
+    Of this thread, and of the threads and children that it begins later. For processes that share few cores: there the
+    reader of a message else takes the core from the writer of the next ones, an engine runs a step for each request
+    instead of one for all of them, and every process pays for a turn of its loop for each message.
+    """
+    with contextlib.suppress(PermissionError):  # a container may forbid it, and nothing depends on it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 class Waits:
     """Seconds this process waited, by whom it waited for."""
 
@@ -137,6 +148,8 @@ class Process:
 
     def __enter__(self) -> Process:
         die_with_parent()
+        if self.run.device == "cpu":
+            wake_without_pushing()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
         # So is SIGTERM, which a batch system sends to every process. Not ignored: children would inherit that.
         signal.signal(signal.SIGTERM, lambda *_: None)

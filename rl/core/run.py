@@ -45,7 +45,10 @@ class RunFile(BaseModel):
         return run
 
     def save(self) -> None:
-        (self.folder / "run.json").write_text(self.model_dump_json(indent=2))
+        """Whoever looks meanwhile reads the one before, or none: never a part."""
+        partial = self.folder / "run.json.part"
+        partial.write_text(self.model_dump_json(indent=2))
+        partial.replace(self.folder / "run.json")
 
     @property
     def learner_device(self) -> str:

@@ -39,7 +39,7 @@ from rl.core.recent import Recent
 from rl.core.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.owner import OWNER_VARIABLE
-from rollout.generator.engines.vllm_internals import Stream, engine_processes, know_texts, start_engine
+from rollout.generator.engines.vllm_internals import Stream, engine_processes, know_texts, pause_at_once, start_engine
 from rollout.generator.engines.vllm_settings import engine_arguments, engine_death, engine_info, sampling_params
 
 _PROBE_PRIORITY = -(1 << 31)  # before every request
@@ -227,10 +227,11 @@ class VllmEngine:
                 fetched = await self._fetch(version)  # torn: the writer took the slot back
 
             self._version = Version(fetched["epoch"], fetched["n"])
-            await self._llm.update_weight_version(_label(self._version))
+            told = asyncio.create_task(self._llm.update_weight_version(_label(self._version)))
             probe = asyncio.create_task(self._probe(probe_ids))
-            await asyncio.sleep(0)  # the probe is queued before anything else resumes
+            await asyncio.sleep(0)  # both are queued, in this order, before anything resumes
             await self._llm.resume_generation()
+            await told
 
             self._open = True
             for running in self._running.values():
@@ -274,10 +275,10 @@ class VllmEngine:
             version = max(leased)
 
     async def _pause(self) -> None:
-        """Stop stepping, as `on_update` says; vLLM has processed every earlier output when this returns."""
+        """Stop stepping, as `on_update` says."""
         match self.on_update:
             case "recompute":
-                await self._llm.pause_generation(mode="keep", clear_cache=True)
+                await pause_at_once(self._llm)
             case "abort":
                 await self._llm.pause_generation(mode="abort", clear_cache=True)
             case "drain":

@@ -42,7 +42,7 @@ from rl.core.moments import (
 )
 from rl.core.run import RunFile
 from rl.core.samples import Sample
-from rl.core.trace import Source, TraceEvent
+from rl.core.trace import Source, TraceEvent, trace_files
 from rl.weights.shm_file import remove_slots
 from tests.launch.report.runs import bare, copied
 from tests.launch.simulated_run import ROOT
@@ -268,10 +268,19 @@ def test_spans_keep_their_names_and_waits_add_up_over_incarnations() -> None:
     assert builder.timeline().waits == [{"name": "learner.0", "seconds": 5.0, "causes": {"broker": 4.0}}]
 
 
+def _sources_of(run: Path, kind: type[Moment]) -> set[str]:
+    """Which generators and servers had work: on a busy machine one may come when three steps are done."""
+    return {
+        f"{file.source.role}.{file.source.index}"
+        for file in trace_files(run)
+        if any(isinstance(moment, kind) for _, moment in file.read())
+    }
+
+
 def test_bars_of_a_row_do_not_overlap(played: Path) -> None:
     page = gather(played)
     lanes = {lane["name"] for lane in page.facts["timeline"]["lanes"]}
-    assert lanes == {"learner.0", "learner.1", "generator.0", "generator.1", "env_server.0", "env_server.1"}
+    assert lanes == {"learner.0", "learner.1"} | _sources_of(played, SamplingBegan) | _sources_of(played, ResetBegan)
 
     arrays = page.arrays["timeline"]
     for layer in ("episodes", "parts"):

@@ -115,6 +115,8 @@ def test_experts_are_loaded_again_and_a_dead_engine_ends_the_generator(experts: 
 
     outside = experts.outside
     engine = experts.engine_process()
+    for pid in (outside.process.pid, engine.pid):
+        assert os.sched_getscheduler(pid) == os.SCHED_BATCH, "on a CPU nobody is pushed off its core by a message"
     engine.suspend()  # a load begins and does not end
     send(outside.notices, WeightNotice(Version(0, 3), PROBE))
     outside.heartbeat(lambda beat: beat.busy)

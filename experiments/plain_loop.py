@@ -63,6 +63,8 @@ class PlainLoop:
             raise ValueError("the plain loop knows no filtering")
         if config.env.max_turns != 1:
             raise ValueError(f"env.max_turns={config.env.max_turns}: the plain loop runs one turn only")
+        if config.seconds is not None:
+            raise ValueError(f"seconds={config.seconds:g}: the plain loop counts steps; set seconds=null and steps")
 
         self.config = config
         self.family: EnvironmentFamily = make_family(config)

@@ -271,3 +271,12 @@ def reference_in_process(folder: Path, model: Path) -> None:
     ]
 
     (folder / "steps.json").write_text(json.dumps(steps))
+
+
+@pytest.mark.parametrize(
+    "setting", ["seconds=60", "env.max_turns=2", "rollout.filter_constant_groups=true"], ids=lambda each: str(each)
+)
+def test_the_plain_loop_refuses_what_it_would_leave_out(setting: str, tmp_path: Path) -> None:
+    config = load_config(None, ["steps=1", setting])
+    with pytest.raises(ValueError, match="the plain loop"):
+        PlainLoop(config, tmp_path)

@@ -188,7 +188,7 @@ class LearnerConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """Times that the ranks, all together, are started again after a death; also those of broker and of proxy."""
     batch_deadline_s: float = Field(900.0, gt=0)
-    """Longest wait for a batch that comes no nearer (no answer begins or ends, no episode); then the run stops."""
+    """Longest wait for a batch while no answer begins, grows or ends, and no episode does; then the run stops."""
 
 
 class WeightsConfig(Section):

@@ -221,6 +221,10 @@ class Usage(Struct, frozen=True, tag="usage"):
     lost: bool = False  # by a generator that died
 
 
+class StillSampling(Struct, frozen=True, tag="still_sampling"):
+    """Proxy -> broker: answers that run have grown. A batch that waits for a long one comes nearer."""
+
+
 class ReportsLost(Struct, frozen=True, tag="reports_lost"):
     """Proxy -> broker: a connection broke, and with it perhaps reports of what live tickets have sampled."""
 
@@ -260,7 +264,7 @@ class BatchRequest(Struct, frozen=True, tag="batch_request"):
 
 
 class BatchUnderway(Struct, frozen=True, tag="batch_underway"):
-    """To a learner that waits: answers or episodes have begun or ended since it was last told."""
+    """To a learner that waits: answers have begun, grown or ended since it was last told, or episodes have."""
 
     step: int
 
@@ -366,6 +370,7 @@ RequestMessage = (
     | FirstToken
     | GeneratorStatus
     | Usage
+    | StillSampling
     | ReportsLost
 )
 ParsingMessage = ParserHello | ParseTurn | TurnParsed

@@ -1,7 +1,7 @@
 """How long the learner may wait for a batch: as long as it comes nearer. Pure, like the core.
 
 patience = Patience(deadline_s, now)
-patience.advanced(now)           # an answer has begun or ended, or an episode has
+patience.advanced(now)           # an answer has begun, grown or ended, or an episode has
 patience.has_run_out(asked, now) # nothing of this for the deadline, since the learner asked
 patience.must_be_told(now)       # the learner, which has the same deadline and does not see what advances
 """

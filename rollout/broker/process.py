@@ -141,10 +141,11 @@ class Broker:
     # ------------------------------------------------------------ messages to events
 
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
-        if not isinstance(message, ProxyMessage):
+        if not isinstance(message, ProxyMessage | messages.StillSampling):
             raise ProtocolError(f"{type(message).__name__} on the usage socket")
         self._patience.advanced(self._now)
-        self._take(message)
+        if isinstance(message, ProxyMessage):
+            self._take(message)
 
     def _result(self, message: Message, _peer: bytes) -> None:
         """A trajectory, of a server that has said hello."""
@@ -359,7 +360,8 @@ class Broker:
 
         error = WaitExpired(
             f"learner.0 waited for the broker's batch {core.n}, and for {self._patience.deadline_s:g} s no answer "
-            f"began or ended, and no episode (learner.batch_deadline_s); the broker waits for {self.intake.awaited()}"
+            "began, grew or ended, and no episode (learner.batch_deadline_s); the broker waits for "
+            f"{self.intake.awaited()}"
         )
         error.add_note(json.dumps(core.describe(), indent=2))
         raise error

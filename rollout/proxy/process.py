@@ -66,6 +66,7 @@ class Proxy:
         self._incarnations: dict[bytes, tuple[int, int]] = {}  # generator peers: index, incarnation
         self._peers: dict[int, bytes] = {}  # generator index -> its peer
         self._clients: set[bytes] = set()  # that have said hello
+        self._sampled: dict[bytes, dict[int, int]] = {}  # generator peers: tokens of what ran, as last reported
 
         self._malformed = Malformed("proxy")
         self._undelivered = 0
@@ -157,6 +158,10 @@ class Proxy:
                 self._perform(self._core.first_token(*when_and_who, message.request_id), message)
 
             case messages.GeneratorStatus():
+                before = self._sampled.get(peer, {})
+                if any(tokens > before.get(key, 0) for key, tokens in message.running.items()):
+                    send(self._usage, messages.StillSampling())
+                self._sampled[peer] = message.running
                 self._perform(self._core.status(*when_and_who, message.running, message.version))
                 self._deliver(message.grown, *when_and_who[1:])
             case messages.Grown(requests=grown):

@@ -31,6 +31,7 @@ from rl.core.messages import (
     SaveRequest,
     ServerHello,
     Shard,
+    StillSampling,
     Stop,
     Ticket,
     TicketCancelled,
@@ -250,14 +251,15 @@ def test_the_watchdog_says_who_waits_for_whom(broker: BrokerProcess) -> None:
     send(broker.learner, BatchRequest(0))
     fatal = broker.await_control(Fatal)
     assert isinstance(fatal, Fatal)
-    assert "learner.0 waited for the broker's batch 0, and for 0.5 s no answer began or ended" in fatal.message
+    assert "learner.0 waited for the broker's batch 0, and for 0.5 s no answer began, grew or ended" in fatal.message
     assert "4 episodes of the environment servers (0 of 2 groups ready)" in fatal.message
     assert '"running": 4' in fatal.detail
     assert broker.process.wait(60) == 1
 
 
 @pytest.mark.parametrize("broker", [(*BASE, "learner.batch_deadline_s=3")], indirect=True)
-def test_a_batch_that_comes_nearer_may_take_longer_than_its_deadline(broker: BrokerProcess) -> None:
+@pytest.mark.parametrize("sampled", [Usage(0, 1), StillSampling()], ids=["answers end", "one answer grows"])
+def test_a_batch_that_comes_nearer_may_take_longer_than_its_deadline(broker: BrokerProcess, sampled: Message) -> None:
     """Tokens are sampled for longer, and the learner, whose deadline is the same, hears of it meanwhile."""
     send(broker.learner, Published(Version(0, 0)))
     broker.join(0, 4)
@@ -267,7 +269,7 @@ def test_a_batch_that_comes_nearer_may_take_longer_than_its_deadline(broker: Bro
     heard: list[Message] = []
     began = time.monotonic()
     while time.monotonic() < began + 5:
-        send(broker.proxy, Usage(tickets[0].ticket_id, 1))
+        send(broker.proxy, replace(sampled, session=tickets[0].ticket_id) if isinstance(sampled, Usage) else sampled)
         if broker.shards[0].poll(100):
             heard.append(receive(broker.shards[0]))
     assert len(heard) > 1 and set(heard) == {BatchUnderway(0)}

@@ -23,6 +23,7 @@ from rl.core.messages import (
     Heartbeat,
     Message,
     PeerDied,
+    StillSampling,
     Stop,
     Usage,
     Version,
@@ -152,6 +153,21 @@ def test_requests_and_answers_cross_unchanged_but_for_the_request_id(outside: Ou
     }
 
 
+def test_the_broker_hears_that_an_answer_grows_and_not_that_it_stands_still(outside: Outside) -> None:
+    """A batch may wait for one long answer alone, of which nothing else is heard until it ends."""
+    generator = outside.generator(0)
+    send(outside.client, request(1, session=9))
+    key = get(generator, Generate).request_id  # type: ignore[union-attr]
+    for tokens in (4, 4, 9, 9):
+        send(generator, GeneratorStatus(0, 0, Version(0, 3), {key: tokens}))
+    send(generator, answer(key, 9, tokens=12))
+    assert [get(outside.usage, StillSampling | Usage) for _ in range(3)] == [  # type: ignore[arg-type]
+        StillSampling(),
+        StillSampling(),
+        Usage(9, 12, lost=False),
+    ]
+
+
 def test_a_dead_generator_s_requests_are_sent_to_another(outside: Outside) -> None:
     first = outside.generator(0)
     send(outside.client, request(1, session=9))
@@ -170,6 +186,7 @@ def test_a_dead_generator_s_requests_are_sent_to_another(outside: Outside) -> No
     assert isinstance(again, Generate) and again.request_id == key
     np.testing.assert_array_equal(again.prompt_ids, [*range(20), *range(50, 57)])
     assert (again.max_tokens, again.version) == (23, Version(0, 4))
+    assert get(outside.usage, StillSampling) == StillSampling()
     assert get(outside.usage, Usage) == Usage(9, 7, lost=False)
     assert get(outside.usage, Usage) == Usage(9, 4, lost=True)
 

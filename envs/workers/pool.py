@@ -99,7 +99,7 @@ class Worker(Generic[Body, Result]):
         self._settled = asyncio.Event()  # set once the first process serves or has failed to
         self._failed_starts = 0  # since the last process that served
         self._failure: WorkerNotStarted | None = None  # of so many starts that those who waited were told
-        self._oldest_since = 0.0  # loop time at which the oldest request became that
+        self._oldest_since = 0.0  # by the process's clock: when the oldest request became that
         self._alarm: asyncio.TimerHandle | None = None
         self._hung = False
         self._task: asyncio.Task[None] | None = None
@@ -184,10 +184,11 @@ class Worker(Generic[Body, Result]):
 
     def _watch(self) -> None:
         """The deadline runs from when a request became the oldest."""
-        loop = asyncio.get_running_loop()
-        self._oldest_since = loop.time()
+        if self._process is None:
+            return
+        self._oldest_since = self._process.clock()
         if self._alarm is None:
-            self._alarm = loop.call_later(self._kind.deadline_s, self._expire)
+            self._alarm = asyncio.get_running_loop().call_later(self._kind.deadline_s, self._expire)
 
     def _expire(self) -> None:
         """One timer at a time: it asks again when the request that is now the oldest would be due."""
@@ -195,10 +196,9 @@ class Worker(Generic[Body, Result]):
         if not self._pending or self._process is None:
             return
 
-        loop = asyncio.get_running_loop()
-        due = self._oldest_since + self._kind.deadline_s
-        if loop.time() < due:
-            self._alarm = loop.call_at(due, self._expire)
+        left_s = self._oldest_since + self._kind.deadline_s - self._process.clock()
+        if left_s > 0:
+            self._alarm = asyncio.get_running_loop().call_later(left_s, self._expire)
         else:
             self._hung = True
             self._process.kill()

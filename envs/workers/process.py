@@ -13,7 +13,7 @@ from typing import Generic
 
 from envs.workers.wire import CHUNK, Body, CurrentRequest, FrameReader, Result, WorkerReply, WorkerRequest, frame
 
-START_DEADLINE_S = 120.0  # importing a large library on a busy machine
+START_DEADLINE_S = 120.0  # importing a large library from a slow disk
 
 
 class RequestLost(RuntimeError):
@@ -35,7 +35,7 @@ class WorkerKind(Generic[Result]):
     name: str  # for messages: "a game worker"
     module: str
     result: type[Result]
-    deadline_s: float  # of a request, from when it became the oldest; past it the process is killed
+    deadline_s: float  # of a request, from when it became the oldest, by `WorkerProcess.clock`; then it is killed
     arguments: Sequence[str] = ()
     keeps_state: bool = True  # of sessions, so that the worker has to hear of their end
 
@@ -52,6 +52,8 @@ class WorkerProcess(Generic[Body, Result]):
         self._ready = asyncio.get_running_loop().create_future()
         self._replies = -1  # the descriptor that replies arrive on, while it is open
         self._handle = -1  # of the process, while it is open
+        self._schedule = -1  # the kernel's count of what its main thread got and waited for, while it is open
+        self._queued_s = 0.0
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -80,6 +82,7 @@ class WorkerProcess(Generic[Body, Result]):
                 env=os.environ | variables,
             )
             self._handle = os.pidfd_open(self._process.pid)
+            self._schedule = _open_schedule(self._process.pid)
         except OSError as error:
             raise WorkerNotStarted(f"{name} cannot be started: {error}") from error
 
@@ -88,16 +91,27 @@ class WorkerProcess(Generic[Body, Result]):
             self.current.close_descriptor()
 
         asyncio.get_running_loop().add_reader(self._replies, self._readable)
-        ready = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_DEADLINE_S):
-                ready = await self._ready
-        if not ready:
+        due = self.clock() + START_DEADLINE_S
+        while not self._ready.done() and (left_s := due - self.clock()) > 0:
+            await asyncio.wait((self._ready,), timeout=left_s)
+        if not self._ready.done() or not self._ready.result():
             raise WorkerNotStarted(f"{name} did not start in {START_DEADLINE_S:g} s, or ended before it served")
 
     def write(self, request: WorkerRequest[Body]) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(frame(request))
+
+    def clock(self) -> float:
+        """Seconds that stand still while the process is ready to run and has no core.
+
+        So a deadline by it follows what the process does: on a crowded machine it ends one that sleeps, or that never
+        comes to an end, and not one that is kept from its work. Where the kernel does not count it, the plain clock.
+        """
+        if self._schedule >= 0:
+            with contextlib.suppress(ProcessLookupError):  # it is dead: what was counted last
+                _, queued_ns, _ = os.pread(self._schedule, 128, 0).split()
+                self._queued_s = int(queued_ns) / 1e9
+        return asyncio.get_running_loop().time() - self._queued_s
 
     def kill(self) -> None:
         """By the kernel's handle: asyncio's `kill` may reap a dead process itself, and its exit code is lost then."""
@@ -111,9 +125,11 @@ class WorkerProcess(Generic[Body, Result]):
         self.kill()
         if self._process is not None:
             await self._process.wait()
-        if self._handle >= 0:
-            os.close(self._handle)
+        for descriptor in self._handle, self._schedule:
+            if descriptor >= 0:
+                os.close(descriptor)
         self._handle = -1
+        self._schedule = -1
 
     def _readable(self) -> None:
         """Called by the event loop: no task and no stream between the pipe and whoever waits."""
@@ -136,3 +152,11 @@ class WorkerProcess(Generic[Body, Result]):
             asyncio.get_running_loop().remove_reader(self._replies)
             os.close(self._replies)
         self._replies = -1
+
+
+def _open_schedule(pid: int) -> int:
+    """Below 0 where the kernel was built without it."""
+    try:
+        return os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
+    except FileNotFoundError:
+        return -1

@@ -72,4 +72,10 @@ class ReportLost(Struct, frozen=True):
     """Reports of what generators have sampled for live sessions may be lost."""
 
 
-Action = SendTo | AbortAt | Reply | Forget | GoOn | Rename | ReportFirstToken | ReportUsage | ReportLost
+class ReportProgress(Struct, frozen=True):
+    """Some answer has grown: nothing stands still, though none of them may end for long."""
+
+
+Action = (
+    SendTo | AbortAt | Reply | Forget | GoOn | Rename | ReportFirstToken | ReportUsage | ReportLost | ReportProgress
+)

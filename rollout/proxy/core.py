@@ -34,6 +34,7 @@ from rollout.proxy.actions import (
     Reply,
     ReportFirstToken,
     ReportLost,
+    ReportProgress,
     ReportUsage,
     SendTo,
 )
@@ -169,12 +170,11 @@ class ProxyCore:
                 generator.cache_epoch += 1
                 generator.prompts.clear()
 
-        for key, tokens in running.items():
-            request = generator.live.get(key)
-            if request is not None and tokens > request.tokens:
-                request.has_sampled(tokens)
+        grown = [key for key in running if key in generator.live and running[key] > generator.live[key].tokens]
+        for key in grown:
+            generator.live[key].has_sampled(running[key])
         self._update(generator)
-        return []
+        return [ReportProgress()] if grown else []
 
     def finished(
         self, now: float, index: int, incarnation: int, key: int, tokens_generated: int, finish_reason: str

@@ -35,6 +35,7 @@ from rollout.proxy.actions import (
     Reply,
     ReportFirstToken,
     ReportLost,
+    ReportProgress,
     ReportUsage,
     SendTo,
 )
@@ -66,7 +67,6 @@ class Proxy:
         self._incarnations: dict[bytes, tuple[int, int]] = {}  # generator peers: index, incarnation
         self._peers: dict[int, bytes] = {}  # generator index -> its peer
         self._clients: set[bytes] = set()  # that have said hello
-        self._sampled: dict[bytes, dict[int, int]] = {}  # generator peers: tokens of what ran, as last reported
 
         self._malformed = Malformed("proxy")
         self._undelivered = 0
@@ -158,10 +158,6 @@ class Proxy:
                 self._perform(self._core.first_token(*when_and_who, message.request_id), message)
 
             case messages.GeneratorStatus():
-                before = self._sampled.get(peer, {})
-                if any(tokens > before.get(key, 0) for key, tokens in message.running.items()):
-                    send(self._usage, messages.StillSampling())
-                self._sampled[peer] = message.running
                 self._perform(self._core.status(*when_and_who, message.running, message.version))
                 self._deliver(message.grown, *when_and_who[1:])
             case messages.Grown(requests=grown):
@@ -237,6 +233,8 @@ class Proxy:
                     send(self._usage, messages.Usage(action.session, action.tokens, action.lost))
                 case ReportLost():
                     send(self._usage, messages.ReportsLost())
+                case ReportProgress():
+                    send(self._usage, messages.StillSampling())
 
     def _reply(self, reply: Reply, answer: Message | None) -> None:
         request = self._requests.pop(reply.key)

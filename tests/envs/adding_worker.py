@@ -30,6 +30,10 @@ def main(descriptor: int, failures: Path | None) -> None:
         match word:
             case "hang":
                 time.sleep(600)
+            case "spin":
+                _spin(600)
+            case "spin for 4.5 s":
+                _spin(4.5)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "spend":
@@ -42,6 +46,12 @@ def main(descriptor: int, failures: Path | None) -> None:
         return said[session]
 
     serve(replies, descriptor, str, answer)
+
+
+def _spin(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from envs.workers import process
 from envs.workers.pool import START_TRIES, Pool, Worker
 from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
 from envs.workers.wire import FrameReader, WorkerRequest, frame
@@ -85,6 +88,48 @@ def test_a_hang_costs_one_session_and_the_others_only_time() -> None:
         assert worker.restarts == 1 and worker.load == 2
 
     run(scenario, deadline_s=5.0)
+
+
+def test_a_request_that_computes_for_ever_is_a_hang_too() -> None:
+    async def scenario(pool: Words) -> None:
+        await pool.start()
+        with pytest.raises(WorkerHung, match="a word worker did not answer in 2 s, asked spin"):
+            await pool.open().ask("spin")
+
+    run(scenario, deadline_s=2.0)
+
+
+def test_a_worker_that_is_kept_from_its_core_is_no_hang() -> None:
+    """Beside one busy process of ten times its weight, on one core: 4.5 s by the clock, of which it has a tenth."""
+
+    async def scenario(pool: Words) -> None:
+        await pool.start()
+        (worker,) = pool.workers
+        pid = await pid_of(worker)
+        core = {min(os.sched_getaffinity(0))}
+        os.sched_setaffinity(pid, core)
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+
+        try:
+            os.sched_setaffinity(busy.pid, core)
+            assert await pool.open().ask("spin for 4.5 s") == ["spin for 4.5 s"]
+        finally:
+            busy.kill()
+            busy.wait()
+        assert worker.restarts == 0
+
+    run(scenario, deadline_s=3.0)
+
+
+def test_a_start_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "START_DEADLINE_S", 0.001)
+
+    async def scenario(pool: Words) -> None:
+        with pytest.raises(WorkerNotStarted, match=r"a word worker did not start in 0\.001 s"):
+            await pool.start()
+
+    run(scenario)
 
 
 def test_a_killed_worker_costs_nothing_but_a_session_that_kills_twice_is_lost() -> None:

@@ -20,6 +20,7 @@ from rollout.proxy.actions import (
     Reply,
     ReportFirstToken,
     ReportLost,
+    ReportProgress,
     ReportUsage,
     SendTo,
 )
@@ -272,10 +273,11 @@ class World:
                 if generator.running[key] and not generator.reported.get(key):
                     generator.reported[key] = 1
                     self.do(self.core.first_token(self.now, index, generator.incarnation, key))
-            generator.reported |= {key: tokens for key, tokens in generator.running.items() if tokens}
-            self.do(
-                self.core.status(self.now, index, generator.incarnation, dict(generator.running), pick.choice("vw"))
-            )
+            running = dict(generator.running)
+            grown = any(tokens > generator.reported.get(key, 0) for key, tokens in running.items())
+            generator.reported |= {key: tokens for key, tokens in running.items() if tokens}
+            actions = self.core.status(self.now, index, generator.incarnation, running, pick.choice("vw"))
+            assert actions == ([ReportProgress()] if grown else [])
             for key, tokens in generator.running.items():
                 if tokens and pick.random() < 0.5:
                     generator.delivered[key] = pick.randrange(generator.delivered.get(key, 0), tokens + 1)

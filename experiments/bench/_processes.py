@@ -15,17 +15,29 @@ from pathlib import Path
 
 import psutil
 
-_EVERY_S = 0.05
+_EVERY_S = 0.25  # a look takes some milliseconds of a core that the command could use
+_NAMES_EVERY_S = 2.0
+_YOUNG_S = 5.0
 _END_S = 60.0
 
 
 @dataclass
 class Used:
-    """By one process so far."""
+    """By one process so far, or by all of one name."""
 
     began_s: float
     """Seconds since the command."""
     cpu_s: float = 0.0
+
+
+@dataclass
+class _Seen:
+    """One process as it was seen last."""
+
+    used: Used
+    name: str = ""
+    named_s: float = 0.0
+    """When its name was read: young processes rename themselves."""
 
 
 class Watched:
@@ -34,7 +46,7 @@ class Watched:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.origin = time.time()
-        self.used: dict[str, Used] = {}
+        self._seen: dict[psutil.Process, _Seen] = {}
         self._command = psutil.Process(process.pid)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
@@ -52,6 +64,16 @@ class Watched:
     def cpu_s(self) -> float:
         return sum(used.cpu_s for used in self.used.values())
 
+    @property
+    def used(self) -> dict[str, Used]:
+        """By name; processes of one name together."""
+        found: dict[str, Used] = {}
+        for seen in list(self._seen.values()):
+            known = found.setdefault(seen.name, Used(seen.used.began_s))
+            known.began_s = min(known.began_s, seen.used.began_s)
+            known.cpu_s += seen.used.cpu_s
+        return found
+
     def stop(self) -> None:
         """No more readings."""
         self._ended.set()
@@ -63,13 +85,17 @@ class Watched:
                 self._look()
 
     def _look(self) -> None:
+        now_s = self.elapsed_s
         for process in [self._command, *self._command.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
-                name = self._name(process)
                 times = process.cpu_times()
-                began = max(0.0, process.create_time() - self.origin)
-                used = self.used.setdefault(name, Used(began))
-                used.cpu_s = max(used.cpu_s, times.user + times.system)
+                seen = self._seen.get(process) or _Seen(Used(max(0.0, process.create_time() - self.origin)))
+                seen.used.cpu_s = times.user + times.system
+
+                if not seen.name or now_s - seen.used.began_s < _YOUNG_S or now_s - seen.named_s > _NAMES_EVERY_S:
+                    seen.name = self._name(process)
+                    seen.named_s = now_s
+                self._seen[process] = seen
 
     def _name(self, process: psutil.Process) -> str:
         """What it is to a reader: its role and number, or what it calls itself."""

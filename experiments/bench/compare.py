@@ -51,7 +51,7 @@ from rl.core.made_once import cache_folder, digest, to_stderr
 _ROOT = Path(__file__).parents[2]
 _WINDOW = 5
 _TUNING_SEED = 1000
-_LOOK_S = 0.2
+_LOOK_S = 0.5  # rows carry their own time: a look is seldom, because it takes a core from what it looks at
 _AT_MOST = {"addition": 0.5, "long": 0.1}
 """Of the other trainer's seconds."""
 

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,17 @@ def test_a_trainer_is_one_file_found_by_its_name() -> None:
     assert (EXPERIMENTS.parent / _trainer("trl").PINS).exists() and not _trainer("fresco").PINS
     with pytest.raises(SystemExit):
         _options(["tasks"])
+
+
+def test_the_cpu_seconds_of_two_processes_of_one_name_add_up(tmp_path: Path) -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass\ntime.sleep(600)"
+    twice = f"for _ in 'ab': subprocess.Popen([sys.executable, '-c', {burn!r}])"
+    script = f"import subprocess, sys, time\n{twice}\ntime.sleep(600)"
+    with watched([sys.executable, "-c", script], tmp_path / "log") as watch:
+        until = time.monotonic() + 60
+        while watch.cpu_s < 0.9 and time.monotonic() < until:
+            time.sleep(0.05)
+    assert watch.cpu_s >= 0.9 and len(watch.used) == 2
 
 
 def test_a_command_is_watched_and_ended_with_what_it_began(tmp_path: Path) -> None:

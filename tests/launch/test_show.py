@@ -51,9 +51,10 @@ def test_the_line_that_a_killed_process_was_writing_is_skipped(
     killed = tmp_path / "killed"
     shutil.copytree(played, killed)
     whole = len(list(read_samples(killed)))
-    for path in (killed / "samples").iterdir():
+    written = [path for path in (killed / "samples").iterdir() if path.stat().st_size]  # a late server may have none
+    for path in written:
         path.write_bytes(path.read_bytes()[:-20])
-    assert len(list(read_samples(killed))) == whole - len(list((killed / "samples").iterdir()))
+    assert written and len(list(read_samples(killed))) == whole - len(written)
     assert "5 episodes shown" in shown(killed, capsys)
 
 

@@ -6,8 +6,8 @@ Every cell is a file of its own in `experiments/results/alfworld/`, and is not m
 study can be interrupted and go on another day; `README.md` there is the table of the cells that are there, and says
 which are missing (`--table` makes it without a run). A cell is a training run without evaluation (`seed-0.recipe.json`)
 or 1 024 unseen games of its last checkpoint, at temperature 1 or greedily (`seed-0.recipe.greedy.json`); those of the
-warm start (`seed-0.warm.greedy.json`) are shared by all arms of a seed. Checkpoints stay in `--runs`. A cell says which
-recipe made it, and one of another recipe is refused.
+warm start (`seed-0.warm.greedy.json`) are shared by all arms of a seed. Checkpoints stay in `--runs`. A cell says on
+which machine and by which recipe it was made, and one of another recipe is refused.
 
 The controls differ from the recipe in one thing each. `entropy`: all rewards are 0 when advantages are computed, so
 that the loss is the entropy charge alone; groups are filtered by what they really earned, as in the recipe.
@@ -29,6 +29,7 @@ import msgspec
 
 from envs.registry import make_family
 from experiments.before_after import ALL, RESULTS, timed_run
+from experiments.bench._ratios import machine
 from launch.intervals import paired_bootstrap, wilson
 from launch.recipes import find_recipe
 from rl.core.checkpoint_folder import latest
@@ -44,7 +45,7 @@ ARMS = {
 }
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 GOAL = 0.15
-_OF_WARM = {"model", "sampling", "env"}
+_OF_WARM = {"model", "sampling", "env", "generator"}
 _NOT_OF_A_CELL = {"name", "runs", "resume", "eval", "tracking", "alarms"}
 """What a study sets itself, or what changes no result."""
 
@@ -114,7 +115,7 @@ class Study:
 
         took = timed_run(self.recipe, [*settings, *self.overrides])
         read = read_evaluation if cell.how else read_training
-        return read(self.runs / cell.name) | took | {"recipe": self.made_by(cell)}
+        return read(self.runs / cell.name) | took | {"recipe": self.made_by(cell), "machine": machine()}
 
     def _checkpoint(self, trained: Cell) -> Path:
         checkpoint = latest(self.runs / trained.name / "checkpoints")
@@ -253,8 +254,8 @@ def _table(rows: Sequence[Row], first: str, second: str) -> str:
 def _training(study: Study, seeds: Sequence[int], arms: Sequence[str]) -> str:
     lines = [
         "| arm | seed | seconds of training | steps | samples | tokens | share of tokens that train | mean staleness | "
-        "minutes with the start | CPU minutes | load of the machine |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "minutes with the start | CPU minutes | load of the machine | machine |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
 
     for arm in arms:
@@ -263,7 +264,7 @@ def _training(study: Study, seeds: Sequence[int], arms: Sequence[str]) -> str:
                 trained = f"{found['trained']['samples']} | {found['trained']['tokens']} | {found['useful_share']:.2f}"
                 took = f"{found['wall_s'] / 60:.1f} | {found['cpu_s'] / 60:.1f} | {found['load']:.1f}"
                 facts = f"{found['training_s']} | {found['steps']} | {trained} | {found['staleness']:.2f} | {took}"
-                lines.append(f"| {arm} | {seed} | {facts} |")
+                lines.append(f"| {arm} | {seed} | {facts} | {found['machine']} |")
     return "\n".join(lines)
 
 

@@ -163,12 +163,13 @@ class Worker(Generic[Body, Result]):
         if self._process is not None:
             self._process.write(WorkerRequest(self._number, pending.session.number, pending.body))
             if len(self._pending) == 1:
-                self._watch()
+                self._watch(self._process)
 
     def _take(self, reply: WorkerReply[Result]) -> None:
         pending = self._pending.pop(reply.number)
         if self._pending:
-            self._watch()
+            assert self._process is not None
+            self._watch(self._process)
         if pending.answer is None:
             return
 
@@ -182,11 +183,9 @@ class Worker(Generic[Body, Result]):
         if not pending.answer.done():
             pending.answer.set_result(result)
 
-    def _watch(self) -> None:
+    def _watch(self, process: WorkerProcess[Body, Result]) -> None:
         """The deadline runs from when a request became the oldest."""
-        if self._process is None:
-            return
-        self._oldest_since = self._process.clock()
+        self._oldest_since = process.clock()
         if self._alarm is None:
             self._alarm = asyncio.get_running_loop().call_later(self._kind.deadline_s, self._expire)
 

@@ -101,7 +101,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--task", choices=sorted(TASKS), default="addition")
     parser.add_argument("--pairs", type=int, default=5, help="seeds, each trained by both sides")
     parser.add_argument("--target", type=float, default=0.8, help=f"mean accuracy of {_WINDOW} training steps")
-    parser.add_argument("--steps", type=int, default=400, help="at most")
+    parser.add_argument("--steps", type=int, default=500, help="at most")
     parser.add_argument("--lr", type=float, default=3e-4, help="of both sides, where nothing is tuned")
     parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
 

@@ -99,6 +99,9 @@ def test_a_request_that_computes_for_ever_is_a_hang_too() -> None:
     run(scenario, deadline_s=2.0)
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this kernel does not count how long a process waits for a core"
+)
 def test_a_worker_that_is_kept_from_its_core_is_no_hang() -> None:
     """Beside one busy process of ten times its weight, on one core: 4.5 s by the clock, of which it has a tenth."""
 

@@ -22,6 +22,7 @@ TRAINED = {
     "wall_s": 1290.0,
     "cpu_s": 2400.0,
     "load": 2.5,
+    "machine": "a laptop",
 }
 
 
@@ -75,7 +76,7 @@ def test_the_table_is_that_of_the_cells_that_are_there(tmp_path: Path) -> None:
     assert any(line.startswith("| sampled | recipe | 0 | heat | 100 | 30.0 %") and "+10.0 (" in line for line in lines)
     (control,) = [line for line in lines if line.startswith("| sampled | entropy | 0 | all | 200 | 35.0 %")]
     assert "47.5 %" in control and "+12.5 (" in control  # the recipe beside it
-    assert "| recipe | 0 | 1203.5 | 90 | 5760 | 200000 | 0.50 | 0.75 | 21.5 | 40.0 | 2.5 |" in lines
+    assert "| recipe | 0 | 1203.5 | 90 | 5760 | 200000 | 0.50 | 0.75 | 21.5 | 40.0 | 2.5 | a laptop |" in lines
 
     (missing,) = [line for line in lines if line.startswith("Cells that are missing")]
     assert (

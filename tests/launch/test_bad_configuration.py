@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,7 +171,10 @@ def wrong_base(path: Path) -> None:
         ("rollout.curriculum=success", "another rollout.curriculum than success"),
     ],
 )
-def test_a_checkpoint_that_the_broker_cannot_go_on_from(tmp_path: Path, change: str, told: str) -> None:
+def test_a_checkpoint_that_the_broker_cannot_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, told: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of sockets, which no supervisor removes here
     recipe = EXPERIMENTS / "simulated.yaml"
     state = BrokerCore(Rules.of(load_config(recipe, []), train_tasks=1000)).snapshot()
     begin(tmp_path, 0)

@@ -101,7 +101,7 @@ class GeneratorConfig(Section):
     """Dtype of the engine, and of the weights on the wire."""
     max_model_len: int = Field(2048, ge=16)
     """Longest context (prompt and response), in tokens."""
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(64, ge=1, le=1_000_000)
     """Sequences decoded together by one engine."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
     """Tokens of one engine step; None: large enough for a whole context."""
@@ -134,9 +134,9 @@ class EnvConfig(Section):
     """A registered environment (`envs/registry.py`) or an importable `package.module:Name`."""
     servers: int = Field(1, ge=1)
     """Environment server processes."""
-    episodes_per_server: int = Field(64, ge=1)
+    episodes_per_server: int = Field(64, ge=1, le=1_000_000)
     """Episodes that one server runs at once (its seats)."""
-    max_turns: int = Field(1, ge=1)
+    max_turns: int = Field(1, ge=1, le=1_000_000)
     """Turns after which an episode is cut."""
     step_deadline_s: float = Field(30.0, gt=0)
     """Longest time of one reset or step before the ticket fails."""
@@ -200,7 +200,7 @@ class WeightsConfig(Section):
     """Longest standstill of a load (no byte read, checked or loaded, no token sampled), and longest wait for a slot."""
     probe: bool = True
     """Compare the engine's log-probabilities of a short text of the run with the learner's after each update."""
-    probe_tolerance: float | None = None
+    probe_tolerance: float | None = Field(None, gt=0)
     """Largest accepted mean |difference| in nats; None: 1e-3 for float32, 0.1 for bfloat16 (rl/weights/proof.py)."""
 
 
@@ -251,7 +251,7 @@ class NetworkConfig(Section):
 class TimeoutsConfig(Section):
     start_s: float = Field(180.0, gt=0)
     """Longest time until a process registers; an engine starts after that (`hang_s`)."""
-    heartbeat_s: float = Field(0.5, gt=0)
+    heartbeat_s: float = Field(0.5, ge=0.01)
     """Period of heartbeats."""
     hang_s: float = Field(60.0, gt=0)
     """A process whose heartbeats stop, or which is busy without progress for this long, is killed. An engine that
@@ -320,10 +320,10 @@ class Config(Section):
                 "so no token is exact; set generator.on_update=recompute"
             )
 
-        if self.timeouts.heartbeat_s >= self.timeouts.hang_s:
+        if 2 * self.timeouts.heartbeat_s > self.timeouts.hang_s:
             raise ValueError(
-                f"timeouts.heartbeat_s={self.timeouts.heartbeat_s}: every process would be taken for hanging; "
-                f"it must be well below timeouts.hang_s={self.timeouts.hang_s}"
+                f"timeouts.heartbeat_s={self.timeouts.heartbeat_s}: processes would be taken for hanging; "
+                f"it may be half of timeouts.hang_s={self.timeouts.hang_s} at most"
             )
 
         if (self.generator.max_num_batched_tokens or self.generator.max_num_seqs) < self.generator.max_num_seqs:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+LARGEST = 1 << 53
+"""Of any number: beyond it JSON and other readers of a run would round it, and a message could not carry it."""
+LONGEST_S = 1e9
+"""Thirty years: beyond that the kernel's clocks overflow."""
+
 
 class Section(BaseModel):
-    """Floats are finite, unless a field says otherwise."""
+    """Numbers are of a size that can be sent and waited for; floats are finite, unless a field says otherwise."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -22,6 +28,18 @@ class Section(BaseModel):
     @classmethod
     def _numbers_are_no_flags(cls, value: Any, info: ValidationInfo) -> Any:
         refuse_flag(cls, str(info.field_name), value)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _numbers_have_bounds(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, int | float) or value == math.inf:
+            return value
+
+        name = str(info.field_name)
+        most = LONGEST_S if name == "seconds" or name.endswith("_s") else LARGEST
+        if abs(value) > most:
+            raise ValueError(f"lower it: no number here is larger than {most:g}")
         return value
 
 

@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 from transformers import Gemma2Config, GPT2Config, PreTrainedConfig, Qwen3MoeConfig
 
 from launch import preflight
@@ -58,6 +60,9 @@ BAD = [
     ("simulated", "learner.betas=[2,3]", "learner.betas.0=2"),
     ("simulated", "learner.betas=[0.9]", "learner.betas"),
     ("simulated", "timeouts.heartbeat_s=100", "timeouts.heartbeat_s=100"),
+    ("simulated", "timeouts.heartbeat_s=59", "timeouts.heartbeat_s=59"),
+    ("simulated", "weights.probe_tolerance=-1", "weights.probe_tolerance=-1"),
+    ("simulated", "weights.probe_tolerance=0", "weights.probe_tolerance=0"),
     ("simulated", "rollout.priority=nope", "freshest, oldest"),
     ("simulated", "rollout.priority=os:path", "no method 'issue'"),
     ("simulated", "rollout.priority=tests.launch.test_bad_configuration:Unkept", "the broker's log cannot keep"),
@@ -128,6 +133,25 @@ def test_it_is_one_line_and_starts_nothing(
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def numbers(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, set[Any]]]:
+    """Every number of the configuration, and of which types it may be."""
+    for name, field in section.model_fields.items():
+        kinds = {field.annotation, *get_args(field.annotation)}
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from numbers(field.annotation, f"{path}{name}.")
+        elif kinds & {int, float}:
+            yield path + name, kinds
+
+
+@pytest.mark.parametrize(("path", "kinds"), [pytest.param(*each, id=each[0]) for each in numbers(Config)])
+def test_a_number_that_nothing_could_carry_or_wait_for_is_refused(path: str, kinds: set[Any]) -> None:
+    """Found late: an integer that no message can carry, seconds that overflow a clock."""
+    for absurd in (10**24, -(10**24)) if int in kinds else (1e300, -1e300):
+        with pytest.raises(ConfigError) as caught:
+            load_config(EXPERIMENTS / "simulated.yaml", [f"{path}={absurd}"])
+        assert str(caught.value).startswith(f"{path}=") and "\n" not in str(caught.value)
 
 
 def test_the_command_says_it_and_returns_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -9,7 +10,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -253,13 +254,14 @@ def make_run(checked: Preflight, started: float) -> RunFile:
     """
     config = checked.config
     folder = (config.runs / config.name).absolute()
-    meta = _resume_from(config, verify)
-    if meta is not None:
-        _check_journal(config, checked.train_tasks, meta)
-    if folder.exists():
-        config = _set_aside(folder, config)
-    folder.mkdir(parents=True)
-    _locks[folder] = _lock(folder)
+    with _only_start(folder):
+        meta = _resume_from(config, verify)
+        if meta is not None:
+            _check_journal(config, checked.train_tasks, meta)
+        if folder.exists():
+            config = _set_aside(folder, config)
+        folder.mkdir(parents=True)
+        _locks[folder] = _lock(folder / "lock", config.name)
 
     run = RunFile(
         config=config,
@@ -281,13 +283,30 @@ def make_run(checked: Preflight, started: float) -> RunFile:
     return run
 
 
-def _lock(folder: Path) -> FileLock:
-    """Of a run that is going on. Raises ConfigError when another process has it."""
-    lock = FileLock(folder / "lock")
+@contextlib.contextmanager
+def _only_start(folder: Path) -> Iterator[None]:
+    """Of starts of one name at once the first goes on; the others end as if its run had begun.
+
+    The lock in the run's folder cannot decide between them: it comes after the folder, and moves with an earlier one.
+    """
+    path = folder.with_name(f".{folder.name}.starting")
+    lock = _lock(path, folder.name)
+    try:
+        yield
+    finally:
+        path.unlink(
+            missing_ok=True
+        )  # before its release: who had opened it gets no lock of a file that has no name any more
+        lock.release()
+
+
+def _lock(path: Path, name: str) -> FileLock:
+    """Of a run of this name that is going on. Raises ConfigError when another process has it."""
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ConfigError(f"name={folder.name!r}: a run of this name is going on; choose another name") from None
+        raise ConfigError(f"name={name!r}: a run of this name is going on; choose another name") from None
     return lock
 
 
@@ -327,7 +346,7 @@ def _set_aside(folder: Path, config: Config) -> Config:
     """Keep an earlier folder of the same name, numbered; a checkpoint to resume from may move with it."""
     if folder in _locks:
         _locks.pop(folder).release()
-    lock = _lock(folder)
+    lock = _lock(folder / "lock", folder.name)
     numbered = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     moved = next(path for path in numbered if not path.exists())
     folder.rename(moved)

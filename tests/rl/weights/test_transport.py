@@ -26,8 +26,6 @@ from rl.weights import (
 from rl.weights.frames_reader import FramesReader, pieces
 from rl.weights.layout import Segment, digest
 from rl.weights.shm_file import slots_path
-from rl.weights.slots import SlotTable
-from rl.weights.transport import slot_geometry
 from tests.conftest import BASE_PORT, MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -256,15 +254,6 @@ def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -
     assert slots_path(run.run_id).exists()
     writer.close()
     assert not slots_path(run.run_id).exists()
-
-
-def test_every_engine_of_a_large_run_may_read(make_run: MakeRun) -> None:
-    run = run_for(make_run, "shm", "generator.count=100", "generator.tensor_parallel=4")
-    geometry = slot_geometry(run, MANIFEST)
-    table = SlotTable(bytearray(geometry.nbytes), geometry, MANIFEST.spans())
-    table.clear()
-    rows = {table.register(f"generator-{index}-{rank}", 0, 1, 1) for index in range(100) for rank in range(4)}
-    assert len(rows) == 400
 
 
 def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun) -> None:

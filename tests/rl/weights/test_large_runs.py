@@ -1,0 +1,48 @@
+"""However many engines a run has, each of their ranks reads its weights."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rl.core.messages import Version
+from rl.weights import make_reader, make_writer
+from rl.weights.shm_file import process_started
+from tests.conftest import MakeRun
+from tests.rl.weights.test_transport import MANIFEST, publish, read, run_for
+
+
+@pytest.mark.parametrize(
+    ("transport", "generators", "tensor_parallel"),
+    [("shm", 1, 1), ("shm", 300, 1), ("shm", 1000, 1), ("shm", 100, 4), ("zmq", 300, 1)],
+)
+def test_the_last_of_all_readers_leases_what_was_written(
+    make_run: MakeRun, transport: str, generators: int, tensor_parallel: int
+) -> None:
+    """The others stand in the table of the slots as they really are; this one comes to them as an engine does."""
+    count = [f"generator.count={generators}", f"generator.tensor_parallel={tensor_parallel}"]
+    run = run_for(make_run, transport, *count)
+    writer = make_writer(run, 0, MANIFEST)
+    writer.open()
+    assert writer._slots is not None
+    *others, name = [f"generator-{index}-{rank}" for index in range(generators) for rank in range(tensor_parallel)]
+    pid = os.getpid()
+    with writer._slots.lock() as table:
+        rows = {table.register(other, 0, pid, process_started(pid) or 0) for other in others}
+    assert len(rows) == generators * tensor_parallel - 1
+
+    last = make_reader(run, name, 0)
+    last.open(10)
+    publish(writer, 0)
+    assert read(last, 0) == (0, writer.checksum(Version(0, 0), 1))
+
+    last.lease(Version(0, 0), 10)
+    for n in range(1, 6):
+        publish(writer, n)
+    assert last.checksum() and last.release(), (
+        "its lease keeps the writer off its slot, wherever it stands in the table"
+    )
+    assert read(last, 5)[0] == 5
+    last.close()
+    writer.close()

@@ -294,9 +294,8 @@ def _only_start(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(
-            missing_ok=True
-        )  # before its release: who had opened it gets no lock of a file that has no name any more
+        # Before its release: whoever had opened it gets no lock of a file that has no name any more.
+        path.unlink(missing_ok=True)
         lock.release()
 
 

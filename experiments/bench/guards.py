@@ -110,18 +110,21 @@ def batch_of(shard: Shard) -> EmitBatch:
     samples = []
 
     for row, length, end, starts in zip(shard.rows, shard.lengths, ends, shard.turn_starts, strict=True):
+        won = row.reward > 0.5
         columns = {name: column[end - length : end] for name, column in shard.columns.items()}
         turn = Turn(starts[0], length, row.reward, 0.1, 0.01, "stop", 0)
+
         trajectory = Trajectory(
             *(0, 0, 0, row.sample_id, row.sample_id, row.group_id, row.group_id, "train", 0),
             sequences=[TokenSequence(columns=columns, turns=[turn])],
             reward=row.reward,
-            success=row.reward > 0.5,
+            success=won,
             stop_reason="done",
             tokens_generated=row.loss_tokens,
             seconds=0.1,
         )
-        outcome = EpisodeOutcome(0, 0, row.reward, row.loss_tokens, success=row.reward > 0.5, payload=trajectory)
+
+        outcome = EpisodeOutcome(0, 0, row.reward, row.loss_tokens, success=won, payload=trajectory)
         samples.append(BatchSample(row.sample_id, row.group_id, row.group_id, 0, outcome))
     return EmitBatch(shard.step, samples, {})
 

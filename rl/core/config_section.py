@@ -37,7 +37,8 @@ class Section(BaseModel):
             return value
 
         name = str(info.field_name)
-        most = LONGEST_S if name == "seconds" or name.endswith("_s") else LARGEST
+        is_time = name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s"))
+        most = LONGEST_S if is_time else LARGEST
         if abs(value) > most:
             raise ValueError(f"lower it: no number here is larger than {most:g}")
         return value

@@ -86,7 +86,7 @@ def test_called():
 
 def test_loop():
     for number in (2, 4, 6):
-        assert vault.half([number]) == [number // 2]
+        assert vault.half([number]) == pytest.approx([number // 2])
 ''',
     "test-data/half.txt": "10 20\n",
     "pytest.ini": "[pytest]\npython_functions = *_listed *_line *_same *_data *_called *_loop\n",
@@ -141,7 +141,7 @@ def test_a_fix_earns_it_and_nothing_does_not(backend: BubblewrapBackend, checkou
 EDITS = {
     "the file that the task names": f"sed -i 's/assert .*/pass/; s/self.assertEqual.*/pass/; s/same(vault.*/pass/; s/called.assert.*/pass/' {CHECKS}",
     "a helper beside it": "echo 'def expected(): return __import__(\"vault\").half([20, 40])' > checks/helpers.py",
-    "a new helper beside it": "echo 'import builtins, os; os._exit(0)' > checks/conftest_helpers.py",
+    "a new helper beside it": "mkdir checks/helpers; echo 'import os; os._exit(0)' > checks/helpers/__init__.py",
     "its data": "echo 6 13 > test-data/half.txt",
     "the package's tools of tests": "echo 'def same(a, b): pass' > vault/_testing/__init__.py",
 }
@@ -244,11 +244,11 @@ try: os.remove("{CHECKS}"); os.symlink("/tmp/new.py", "{CHECKS}")
 except OSError: pass
 """,
     "replace the folder of tests": f"""
-import os, shutil
+import shutil
 try:
     shutil.copytree("checks", "/tmp/checks")
     with open("/tmp/{CHECKS}", "w") as file: file.write("def test_listed(): pass\\ndef test_data(): pass\\n")
-    os.rename("checks", "old")
+    shutil.move("checks", "old")
     shutil.copytree("/tmp/checks", "checks")
 except OSError: pass
 """,
@@ -265,7 +265,7 @@ import pathlib
 read = pathlib.Path.read_bytes
 def read_bytes(self):
     data = read(self)
-    return data.replace(b"assert ", b"pass # ").replace(b"self.assertEqual(", b"str((").replace(b"])", b"]))") if "core_checks" in str(self) else data
+    return data.replace(b"assert ", b"pass # ").replace(b"self.assertEqual(", b"(lambda *a: 0)(") if "core_checks" in str(self) else data
 pathlib.Path.read_bytes = read_bytes
 """,
     "another module for tests": """
@@ -307,9 +307,10 @@ class Number(int):
 def half(numbers): return Any([Number()])
 """,
     "comparison of lists": """
-import ctypes
-always = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_int)(lambda a, b, op: op == 2)
-ctypes.c_void_p.from_address(id(list) + 8 * 25).value = ctypes.cast(always, ctypes.c_void_p).value
+import ctypes; slot = ctypes.c_void_p.from_address(id(list) + 8 * 25)
+function = ctypes.PYFUNCTYPE(*[ctypes.py_object] * 3, ctypes.c_int); old = function(slot.value)
+always = function(lambda a, b, op: op == 2 if type(a) is type(b) is list and a and type(a[0]) is int else old(a, b, op))
+slot.value = ctypes.cast(always, ctypes.c_void_p).value
 """,
     "a report of its own": f"""
 import gc, os

@@ -166,7 +166,7 @@ def f(n): assert False
 import sys
 frame = sys._getframe()
 while frame:
-    for each in frame.f_locals.values():
+    for each in list(frame.f_locals.values()):
         if isinstance(each, list): each.extend([True] * 7)
     frame = frame.f_back
 def f(n): raise ValueError
@@ -282,7 +282,7 @@ def f(n): return P()
     "a fork bomb": "import os\nwhile True: os.fork()",
     "a memory bomb": "x = bytearray(1 << 32)",
     "no text": "import sys\ndef f(n): return '\\ud800'\nsys.stdout.buffer.write(b'731942424242\\xff\\x00')",
-    "another alphabet": "def f(n): return '\\u0664\\u0662\\u0664\\u0662'\nprint(f(0))",
+    "another alphabet": "def f(n): return ''.join(chr(0x660 + int(digit)) for digit in '731942424242')\nprint(f(0))",
     "surrogates in an error": "assert False, chr(0xd800)",
     "no syntax": "def f(",
     "a null": "\0",

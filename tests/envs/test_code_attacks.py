@@ -160,6 +160,8 @@ def f(n): return True
 import builtins, sys
 del builtins.AssertionError
 sys.flags = type("flags", (), {"optimize": 2})
+old = compile
+builtins.compile = lambda *a, **k: old(*a, **{**k, "optimize": 2})
 def f(n): assert False
 """,
     "extend lists of the frames": """
@@ -279,7 +281,12 @@ def f(n): return P()
     "a flood": "def f(n): return 'x' * (1 << 26)\nprint(f(0))",
     "slow": "import time\ndef f(n): time.sleep(60)\nf(0)",
     "a loop": "while True: pass",
-    "a fork bomb": "import os\nwhile True: os.fork()",
+    "a fork bomb": """
+import os, time
+while True:
+    try: os.fork()
+    except OSError: time.sleep(1)
+""",
     "a memory bomb": "x = bytearray(1 << 32)",
     "no text": "import sys\ndef f(n): return '\\ud800'\nsys.stdout.buffer.write(b'731942424242\\xff\\x00')",
     "another alphabet": "def f(n): return ''.join(chr(0x660 + int(digit)) for digit in '731942424242')\nprint(f(0))",

@@ -41,13 +41,8 @@ READ = {
     "first answer": ["replace json"],
     "no failure seen": [
         "answers without end",
-        "no executing",
-        "replace what tests use",
-        "replace importing",
+        # Its json.py, for want of dumps, stops the judge; a Python may have math built in, which no file shadows.
         "files that shadow modules",
-        "no assertions",
-        "fill every list",
-        "trace what judges",
         "stop the parent",
         "limit the parent",
         "a list of itself",

@@ -53,6 +53,9 @@ AIMS = {
 }
 """How the judge must read a run to be deceived, where that is not by a test that passes."""
 
+TRIES = {"other code in the tests": 5}
+"""Of an attack whose thread races with the tests, and loses now and then."""
+
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
@@ -80,6 +83,9 @@ def test_the_judge_tells_right_from_wrong(backend: BubblewrapBackend, checkout: 
 
 @pytest.mark.parametrize("attack", SCRIPTS)
 def test_attacks_take_effect(backend: BubblewrapBackend, checkout: Checkout, attack: str) -> None:
-    result = judged(backend, checkout, SCRIPTS[attack])
-    reading = AIMS.get(attack, "a test passes")
-    assert READINGS[reading](result), result.text()[-2000:]
+    reading = READINGS[AIMS.get(attack, "a test passes")]
+    for _ in range(TRIES.get(attack, 1)):
+        result = judged(backend, checkout, SCRIPTS[attack])
+        if reading(result):
+            return
+    pytest.fail(result.text()[-2000:])

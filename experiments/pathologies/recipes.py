@@ -41,6 +41,14 @@ RECIPES = (
     _recipe("swe", "swe_cpu", "steps=16"),
     _recipe("simulated", "simulated", "steps=200"),
     _recipe("simulated-seed-1", "simulated", "steps=200", "seed=1"),
+    _recipe("simulated-seed-2", "simulated", "steps=200", "seed=2", "rollout.alpha=2"),
+    _recipe("simulated-seed-3", "simulated", "steps=200", "seed=3", "rollout.redundant_groups=1"),
+    _recipe("math-seed-3", "math_cpu", "seed=3", "steps=40", "rollout.alpha=0.5"),
+    _recipe("critic-seed-1", "math_cpu_critic", "seed=1", "steps=30"),
+    _recipe("agent-openai", "agent_openai_cpu"),
+    _recipe("agent-anthropic", "agent_anthropic_cpu"),
+    _recipe("frozen-lake-seed-1", "frozen_lake_cpu", "seed=1"),
+    _recipe("own-reward-seed-1", "own_reward_cpu", "seed=1"),
 )
 
 

@@ -53,9 +53,9 @@ def test_of_several_starts_at_once_one_has_the_folder_and_the_others_are_told(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every other round an earlier run of that name is to be kept beside the new one."""
-    monkeypatch.setattr(
-        tempfile, "tempdir", str(tmp_path_factory.mktemp("sockets"))
-    )  # which no supervisor removes here
+    # Of sockets' folders, which no supervisor removes here.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("sockets")))
+
     for number in range(0, ROUNDS, 2):
         (tmp_path / f"run-{number}").mkdir()
         (tmp_path / f"run-{number}" / "lock").touch()

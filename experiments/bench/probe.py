@@ -3,9 +3,10 @@
     python -m experiments.bench probe [--dtype bfloat16] [--probes 200] [--out FILE.json]
 
 The engine is real vLLM; the learner is sharded over one rank, as in a run, with float32 masters. The model is that of
-`math_cpu`, and a probe is 64 ids: text of the run (prompts, and answers that the model has sampled), or ids spread over
-the vocabulary. Nats: |difference| of single tokens, and its mean over a probe, which `weights.probe_tolerance` limits.
-Beside them: the mean over probes where one matrix is that of before the warm start, on one of the two sides.
+`math_cpu`, and a probe is as long as one of a run: text of the run (prompts, and answers that the model has sampled),
+or ids spread over the vocabulary. Nats: |difference| of single tokens, and its mean over a probe, which
+`weights.probe_tolerance` limits. Beside them: the least of ten probes where one matrix is that of before the warm
+start, on one of the two sides.
 """
 
 from __future__ import annotations
@@ -27,45 +28,46 @@ from launch.warm_start.sampling import sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
 from rl.core.config import load_config
 from rl.learner.policy import Policy, load_policy, shard_policy
-from rl.learner.publish import PROBE_TOKENS
-from rl.weights.proof import TOLERANCE
+from rl.learner.publish import probe_logp
+from rl.weights.proof import PROBE_TOKENS, TOLERANCE
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.generator.engines.environment import engine_environment
 
 _RECIPE = Path(__file__).parent.parent / "math_cpu.yaml"
 _WRONG_PROBES = 10
+_CONTEXT = 128
 _SHORTEST = 16  # tokens of a sample, fewer than any has
 Probes = Sequence[list[int]]
 
 
-def texts(folder: Path, count: int) -> Probes:
-    """Probes as a run's first batch gives them: whole samples, one after another, cut at 64 ids."""
+def texts(folder: Path, count: int, length: int) -> Probes:
+    """Probes as a run's first batch gives them: whole samples, one after another, cut at `length` ids."""
     tokenizer = ChatTokenizer(folder)
-    samples = 1 + count * PROBE_TOKENS // _SHORTEST
+    samples = 1 + count * length // _SHORTEST
     problems = [arithmetic.problem("train", index, 0) for index in range(samples)]
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     model = load_policy(folder).model
     answers = sample(model, prompts, seeds=range(len(prompts)), stop_ids=tokenizer.stop_ids, max_tokens=24)
 
     ids = [token for prompt, answer in zip(prompts, answers, strict=True) for token in (*prompt, *answer.token_ids)]
-    return [ids[start : start + PROBE_TOKENS] for start in range(0, count * PROBE_TOKENS, PROBE_TOKENS)]
+    return [ids[start : start + length] for start in range(0, count * length, length)]
 
 
-def spread(vocabulary: int, count: int) -> Probes:
+def spread(vocabulary: int, count: int, length: int) -> Probes:
     """Ids that no text has."""
-    drawn: Probes = np.random.default_rng(0).integers(0, vocabulary, (count, PROBE_TOKENS)).tolist()
+    drawn: Probes = np.random.default_rng(0).integers(0, vocabulary, (count, length)).tolist()
     return drawn
 
 
 def engine_logp(folder: Path, dtype: Any, probes: Probes) -> np.ndarray:
-    """(probes, 63) nats, of ids[1:] at temperature 1."""
+    """(probes, length - 1) nats, of ids[1:] at temperature 1."""
     os.environ.update(engine_environment(load_config(_RECIPE), "cpu"))
     from vllm import LLM, SamplingParams
 
     engine: Any = LLM(
         model=str(folder),
         dtype=dtype,
-        max_model_len=2 * PROBE_TOKENS,
+        max_model_len=_CONTEXT,
         max_num_batched_tokens=8192,
         kv_cache_memory_bytes=1 << 26,
         enforce_eager=True,
@@ -84,11 +86,9 @@ def engine_logp(folder: Path, dtype: Any, probes: Probes) -> np.ndarray:
     )
 
 
-@torch.no_grad()
 def learner_logp(policy: Policy, probes: Probes) -> np.ndarray:
-    """(probes, 63) nats."""
-    positions = torch.arange(PROBE_TOKENS)
-    return np.array([policy(torch.tensor(ids), positions).logp[1:].tolist() for ids in probes])
+    """(probes, length - 1) nats."""
+    return np.array([probe_logp(policy, ids) for ids in probes])
 
 
 def apart(engine: np.ndarray, learner: np.ndarray) -> dict[str, float]:
@@ -109,7 +109,7 @@ def apart(engine: np.ndarray, learner: np.ndarray) -> dict[str, float]:
 def with_old_matrices(
     policy: Policy, before: Mapping[str, torch.Tensor], engine: np.ndarray, probes: Probes
 ) -> dict[str, float]:
-    """Name of a matrix -> mean over probes, where it is that of `before`."""
+    """Name of a matrix -> the least mean of a probe, where it is that of `before`."""
     found = {}
     for name, parameter in policy.model.named_parameters():
         if parameter.ndim < 2:
@@ -118,7 +118,7 @@ def with_old_matrices(
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         kept = local.clone()
         local.copy_(before[name])
-        found[name] = float(np.abs(engine - learner_logp(policy, probes)).mean())
+        found[name] = float(np.abs(engine - learner_logp(policy, probes)).mean(1).min())
         local.copy_(kept)
     return found
 
@@ -133,15 +133,21 @@ def main(argv: list[str]) -> None:
     folder = ensure_tiny_model(TinyRecipe())
     untrained = load_policy(ensure_tiny_model(TinyRecipe(sft_steps=0))).model
     before = dict(untrained.named_parameters())
-    own = texts(folder, options.probes)
-    kinds = {"text of the run": own, "ids of no text": spread(len(before["lm_head.weight"]), options.probes)}
+    length = PROBE_TOKENS[options.dtype]
+    own = texts(folder, options.probes, length)
+    kinds = {"text of the run": own, "ids of no text": spread(len(before["lm_head.weight"]), options.probes, length)}
 
     engine = {kind: engine_logp(folder, options.dtype, probes) for kind, probes in kinds.items()}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
     policy = shard_policy(load_policy(folder), compute_dtype=dtype, mesh=init_device_mesh("cpu", (1,)))
 
-    result: dict[str, Any] = {"dtype": options.dtype, "probes": options.probes, "tolerance": TOLERANCE[options.dtype]}
+    result: dict[str, Any] = {
+        "dtype": options.dtype,
+        "probes": options.probes,
+        "ids": length,
+        "tolerance": TOLERANCE[options.dtype],
+    }
     result["equal weights"] = {
         kind: apart(engine[kind], learner_logp(policy, probes)) for kind, probes in kinds.items()
     }

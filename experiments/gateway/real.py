@@ -26,7 +26,7 @@ from rl.core.run import ProcessContext, RunFile
 from rl.core.sockets import make_curve_key
 from rl.learner.export import write_shard
 from rl.learner.policy import Policy, load_policy, local_rows
-from rl.learner.publish import probe_prompt, weight_manifest
+from rl.learner.publish import probe_length, probe_prompt, weight_manifest
 from rl.weights import make_writer
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
 from rollout.episodes.forest import Thinking
@@ -192,7 +192,9 @@ class Weights:
         self._manifest = weight_manifest(learner.policy, run)
         self.writer = make_writer(run, 0, self._manifest)
         self._proof = LoadProof(TOLERANCE[run.config.generator.dtype], probe=True)
-        self._probe = probe_prompt(run.model_folder, learner.policy.model.config.vocab_size, LIMIT)
+        self._probe = probe_prompt(
+            run.model_folder, learner.policy.model.config.vocab_size, probe_length(run.config, 0)
+        )
         self._updating = asyncio.Lock()
 
     async def update(self) -> None:

@@ -10,6 +10,7 @@ Nothing here runs the model: log-probabilities, entropies and gradients are thos
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from zlib import crc32
 
 import msgspec
@@ -45,6 +46,7 @@ class StepGuards:
         self._log_ratio = config.alarms.log_ratio or _engine_noise(config)
         self._first_gaps: list[float] = []  # of the first steps that show one
 
+        self._parameters = list(trainer.policy.parameters())
         self._matrices = _Matrices(trainer.policy)
         self._reference = None
         if trainer.reference is not None:
@@ -60,10 +62,8 @@ class StepGuards:
         self._tokens(shard, minibatches)
         self._signs(shard, minibatches)
 
-        held = [name for name, tensor in self._trainer.policy.named_parameters() if tensor.grad is not None]
-        self._alarms.check(
-            "gradients-kept", bool(held), f"step {shard.step} begins with gradients of {len(held)} tensors"
-        )
+        held = sum(tensor.grad is not None for tensor in self._parameters)
+        self._alarms.check("gradients-kept", held > 0, f"step {shard.step} begins with gradients of {held} tensors")
         if self._reference is not None:
             moved = not torch.equal(self._reference.entries(), self._reference_entries)
             self._alarms.check("reference-moved", moved, f"it is another one at step {shard.step}")
@@ -138,15 +138,22 @@ class StepGuards:
         means = torch.zeros_like(rewards).scatter_reduce(0, group, rewards, "mean", include_self=False)
         expected = rewards - means[group]
 
-        for pack in (pack for minibatch in minibatches for pack in minibatch.packs if pack.members):
-            first, last = _extremes(pack.advantages, pack.sample, pack.mask, len(pack.members))
-            wanted = expected[list(pack.members)]
-            slack = _TINY * max(1.0, float(rewards.abs().max()))
-            wrong = ((wanted > slack) & (first <= 0)) | ((wanted < -slack) & (last >= 0))
-            wrong |= (wanted.abs() <= slack) & (torch.maximum(first.abs(), last.abs()) > 1e-3)
-            trained = torch.zeros(len(pack.members), dtype=torch.bool).index_fill(0, pack.sample[pack.mask], True)
-            count = int((wrong & trained).sum())
-            self._alarms.check("advantage-sign", count > 0, f"{count} samples of a pack of step {shard.step}")
+        packs = [pack for minibatch in minibatches for pack in minibatch.packs if pack.members]
+        if not packs:
+            return
+
+        wanted = expected[[member for pack in packs for member in pack.members]]  # (S,)
+        begins = accumulate((len(pack.members) for pack in packs), initial=0)
+        mask = torch.cat([pack.mask for pack in packs])
+        sample = torch.cat([pack.sample + begin for pack, begin in zip(packs, begins, strict=False)])[mask]  # of S
+        first, last = _extremes(torch.cat([pack.advantages for pack in packs])[mask], sample, len(wanted))
+
+        slack = _TINY * max(1.0, float(rewards.abs().max()))
+        wrong = ((wanted > slack) & (first <= 0)) | ((wanted < -slack) & (last >= 0))
+        wrong |= (wanted.abs() <= slack) & (torch.maximum(first.abs(), last.abs()) > 1e-3)
+        trained = torch.zeros(len(wanted), dtype=torch.bool).index_fill(0, sample, True)
+        count = int((wrong & trained).sum())
+        self._alarms.check("advantage-sign", count > 0, f"{count} samples of step {shard.step}")
 
     def _at_equal_weights(self, stats: UpdateStats) -> None:
         """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""
@@ -231,10 +238,10 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _extremes(values: Tensor, sample: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Least and largest of the masked values (T,) of each sample; inf and -inf for one without."""
-    least = torch.full((count,), math.inf).scatter_reduce(0, sample[mask], values[mask], "amin")
-    largest = torch.full((count,), -math.inf).scatter_reduce(0, sample[mask], values[mask], "amax")
+def _extremes(values: Tensor, sample: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Least and largest of the values (T,) of each sample; inf and -inf for one without."""
+    least = torch.full((count,), math.inf).scatter_reduce(0, sample, values, "amin")
+    largest = torch.full((count,), -math.inf).scatter_reduce(0, sample, values, "amax")
     return least, largest
 
 

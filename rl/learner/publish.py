@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from rl.core.config import Config
 from rl.core.messages import Shard
 from rl.core.run import RunFile
 from rl.learner.export import write_shard
@@ -20,8 +21,8 @@ from rl.learner.link import LearnerLink
 from rl.learner.page_lock import PageLock
 from rl.learner.policy import Policy, export_entries, local_rows
 from rl.weights.layout import Manifest, Segment
+from rl.weights.proof import LONG_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 
-PROBE_TOKENS = 64
 _PROBE_TEXT = """Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?
 In May she sold 48 / 2 = 24 clips, so altogether 48 + 24 = 72.
 
@@ -36,18 +37,33 @@ def weight_manifest(policy: Policy, run: RunFile) -> Manifest:
     return Manifest.layout([(name, shape, dtype) for name, shape in export_entries(policy)])
 
 
-def probe_prompt(model: Path | None, vocab_size: int, max_model_len: int) -> list[int]:
-    """At most 64 ids, the same in every process of every run of a model.
+def probe_length(config: Config, published: int) -> int:
+    """Most tokens of a probe, when so many versions have been published since the run began or was resumed."""
+    longest = LONG_PROBE_TOKENS if published < LONG_PROBES else PROBE_TOKENS[config.generator.dtype]
+    return min(longest, config.generator.max_model_len - 1)
+
+
+def probe_prompt(model: Path | None, vocab_size: int, length: int) -> list[int]:
+    """`length` ids at most, the same in every process of every run of a model.
 
     Those of a text; ids spread over the vocabulary where the tokenizer in the folder `model` hardly knows its words (a
     tiny model), or there is none.
     """
-    length = min(PROBE_TOKENS, max_model_len - 1)
     if model is not None and list(model.glob("tokenizer*")):
         ids: list[int] = AutoTokenizer.from_pretrained(model).encode(_PROBE_TEXT, add_special_tokens=False)[:length]
         if len(set(ids)) > length // 2 and max(ids) < vocab_size:
             return ids
     return [(vocab_size // 2 + 7919 * place) % vocab_size for place in range(length)]
+
+
+@torch.no_grad()
+def probe_logp(policy: Policy, ids: list[int]) -> list[float]:
+    """Log-probabilities in nats of ids[1:] at temperature 1: one forward of all ranks; none for no ids."""
+    if not ids:
+        return []
+    token_ids = torch.tensor(ids, device=next(policy.parameters()).device)  # (P,)
+    logp: list[float] = policy(token_ids, torch.arange(len(ids), device=token_ids.device)).logp[1:].tolist()
+    return logp
 
 
 class Publisher:
@@ -59,12 +75,12 @@ class Publisher:
         self._link = link
 
         config = link.config
-        self.probe_ids: list[int] = []
-        self._longest_probe = min(PROBE_TOKENS, config.generator.max_model_len - 1)
-        self._probe_is_of_run = False
+        self._published = 0
+        self._probe_text: list[int] = []
+        self._text_is_of_run = False
         if config.weights.probe:
             vocab_size = policy.model.config.vocab_size
-            self.probe_ids = probe_prompt(link.run.model_folder, vocab_size, config.generator.max_model_len)
+            self._probe_text = probe_prompt(link.run.model_folder, vocab_size, probe_length(config, 0))
 
         self._page_lock = PageLock(next(policy.parameters()).device)
 
@@ -73,24 +89,17 @@ class Publisher:
 
         The first `batch`, of which this rank has its part, gives the probe its ids.
         """
-        if self.probe_ids and not self._probe_is_of_run and batch is not None and batch.lengths:
-            self.probe_ids = batch.columns["token_ids"][: self._longest_probe].tolist()
-            self._probe_is_of_run = True
+        config = self._link.config
+        if self._probe_text and not self._text_is_of_run and batch is not None and batch.lengths:
+            self._probe_text = batch.columns["token_ids"][: probe_length(config, 0)].tolist()
+            self._text_is_of_run = True
 
+        ids = self._probe_text[: probe_length(config, self._published)]
         with self._link.span("publish"):
-            self._link.publish(n, self._write, self.probe_ids, self._probe())
+            self._link.publish(n, self._write, ids, probe_logp(self._policy, ids))
+        self._published += 1
 
     def _write(self, view: memoryview) -> list[Segment]:
         if self._link.config.weights.transport == "shm":  # else a slot is mostly empty: a rank holds its own rows
             self._page_lock.add(view)
         return write_shard(view, self._manifest, local_rows(self._policy))
-
-    @torch.no_grad()
-    def _probe(self) -> list[float]:
-        """Log-probabilities of probe_ids[1:], at temperature 1: one forward of all ranks."""
-        if not self.probe_ids:
-            return []
-        ids = torch.tensor(self.probe_ids, device=next(self._policy.parameters()).device)  # (P,)
-        logp = self._policy(ids, torch.arange(len(ids), device=ids.device)).logp  # (P,)
-        probe: list[float] = logp[1:].tolist()
-        return probe

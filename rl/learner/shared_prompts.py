@@ -49,8 +49,11 @@ def find_shared(token_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Sha
 
     A sample's prompt is what comes before its first target.
     """
-    ids = token_ids.cpu().numpy()
     starts = np.flatnonzero(position_ids.cpu().numpy() == 0)
+    if len(starts) < 2:
+        return None
+
+    ids = token_ids.cpu().numpy()
     ends = np.append(starts[1:], len(ids))
     wanted = np.append(targets.cpu().numpy(), len(ids))
     begins = np.minimum(wanted[np.searchsorted(wanted, starts)], ends)  # of the answers

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from rl.core.config import load_config
 from rl.learner import publish
 from rl.learner.policy import load_policy
-from rl.learner.publish import PROBE_TOKENS, Publisher, probe_prompt
+from rl.learner.publish import Publisher, probe_length, probe_prompt
 from rl.weights.layout import Manifest
 from tests.rl.learner.tiny_policies import VOCAB, make_shards, save_tiny
 
@@ -34,19 +34,35 @@ def saved(folder: Path, words: list[str]) -> Path:
 
 def test_it_is_text_where_the_tokenizer_knows_words(tmp_path: Path) -> None:
     words = [word for word, _ in Whitespace().pre_tokenize_str(publish._PROBE_TEXT)]
-    ids = probe_prompt(saved(tmp_path, words), 1000, 2048)
+    ids = probe_prompt(saved(tmp_path, words), 1000, 64)
     vocabulary = ["?", *dict.fromkeys(words)]
-    assert [vocabulary[index] for index in ids] == words[:PROBE_TOKENS]
+    assert [vocabulary[index] for index in ids] == words[:64]
 
 
 def test_a_tokenizer_that_knows_none_of_it_gives_ids_of_the_whole_vocabulary(tmp_path: Path) -> None:
-    ids = probe_prompt(saved(tmp_path, ["go", "to"]), 1000, 2048)
-    assert ids == probe_prompt(None, 1000, 2048)
-    assert len(set(ids)) == PROBE_TOKENS and max(ids) < 1000 and max(ids) - min(ids) > 800
+    ids = probe_prompt(saved(tmp_path, ["go", "to"]), 1000, 64)
+    assert ids == probe_prompt(None, 1000, 64)
+    assert len(set(ids)) == 64 and max(ids) < 1000 and max(ids) - min(ids) > 800
 
 
-def test_it_fits_into_a_short_context() -> None:
-    assert len(probe_prompt(None, 1000, 17)) == 16
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_fits_into_a_short_context(dtype: str) -> None:
+    config = load_config(None, [f"generator.dtype={dtype}", "generator.max_model_len=40", "sampling.max_tokens=8"])
+    assert probe_length(config, 0) == 39
+    assert probe_length(config, 1000) <= 39
+
+
+@pytest.mark.parametrize(("dtype", "later"), [("float32", 16), ("bfloat16", 64)])
+def test_the_first_versions_have_a_long_one_and_later_ones_what_rounding_asks_for(
+    folder: Path, dtype: str, later: int
+) -> None:
+    link = Link(f"generator.dtype={dtype}")
+    rank = publisher(folder, link)
+    (batch,) = make_shards(1, groups=8)
+    for n in range(5):
+        rank.publish(n, batch if n else None)
+    assert [len(ids) for ids, _ in link.said.values()] == [64, 64, 64, later, later]
+    assert [len(logp) for _, logp in link.said.values()] == [63, 63, 63, later - 1, later - 1]
 
 
 class Link:
@@ -81,8 +97,8 @@ def test_from_the_first_batch_on_it_is_the_runs_own_text(folder: Path) -> None:
     rank.publish(1, first)
     rank.publish(2, second)
 
-    own = first.columns["token_ids"][:PROBE_TOKENS].tolist()
-    assert [ids for ids, _ in link.said.values()] == [probe_prompt(None, VOCAB, 2048), own, own]
+    own = first.columns["token_ids"][:64].tolist()
+    assert [ids for ids, _ in link.said.values()] == [probe_prompt(None, VOCAB, 64), own, own]
     ids = torch.tensor(own)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

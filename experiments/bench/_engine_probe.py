@@ -1,0 +1,128 @@
+"""CPU seconds of a probe in vLLM: `python -m experiments.bench._engine_probe RUN_FOLDER`, which prints them as JSON.
+
+The engine is that of the run's generator, in a process of its own behind AsyncLLM. What follows an update is repeated:
+the engine stands, requests wait in it with all that they had, and it goes on; every other time a probe is among them.
+A block of such rounds with the probe and one without take turns; their difference is what the probe costs, from its
+way into the engine to its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from experiments.bench._measuring import temporary_run
+from rl.core.batch_files import read_shard_files
+from rl.core.run import ProcessContext, RunFile
+from rl.learner.publish import probe_length
+from rl.weights.proof import LONG_PROBES
+from rollout.generator.engines.environment import engine_environment
+
+_PAIRS = 40  # of blocks
+_ROUNDS = 20  # in a block: the kernel counts CPU time in hundredths of a second
+_REQUESTS = 8  # that an update meets; of more, the differences between rounds would hide a probe
+_TOKENS = 2  # that each has left to sample
+_WAITING_S = 0.02  # for all to be in the engine before it goes on
+
+
+class Updates:
+    """Rounds of one engine, each like the end of an update."""
+
+    def __init__(self, run: RunFile, texts: Sequence[list[int]]) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rollout.generator.engines.vllm_settings import engine_arguments
+
+        self.llm: Any = AsyncLLM.from_engine_args(engine_arguments(ProcessContext(run, 0, 0))[0])
+        self._texts = texts
+        self._probe_length = probe_length(run.config, LONG_PROBES)
+        self._asked = 0
+
+    async def block(self, *, probe: bool) -> float:
+        """CPU seconds of one round, in this process and in the engine's."""
+        began_s = _cpu_s()
+        for number in range(_ROUNDS):
+            await self._round(number, probe)
+        return (_cpu_s() - began_s) / _ROUNDS
+
+    def close(self) -> None:
+        self.llm.shutdown(timeout=5)
+        del self.llm  # its finalizer needs modules that an ending interpreter has dropped
+
+    async def _round(self, number: int, probe: bool) -> None:
+        """With the same texts in every block."""
+        from rollout.generator.engines.vllm_internals import pause_at_once
+
+        await pause_at_once(self.llm)
+        chosen = [self._texts[(number + place) % len(self._texts)] for place in range(_REQUESTS)]
+        asked = [asyncio.create_task(self._generate(text, max_tokens=_TOKENS, logprobs=0)) for text in chosen]
+        if probe:
+            ids = chosen[0][: self._probe_length]
+            asked.append(asyncio.create_task(self._generate(ids, max_tokens=1, prompt_logprobs=0)))
+
+        await asyncio.sleep(_WAITING_S)
+        await self.llm.resume_generation()
+        await asyncio.gather(*asked)
+
+    async def _generate(self, ids: list[int], **wanted: Any) -> None:
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        name = str(self._asked)
+        self._asked += 1
+        parameters = SamplingParams(
+            temperature=1.0,
+            ignore_eos=True,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **wanted,
+        )
+        async for _output in self.llm.generate(tokens_input(ids, cache_salt=name), parameters, name):
+            pass
+
+
+async def measure(run: RunFile, texts: Sequence[list[int]]) -> dict[str, list[float]]:
+    """CPU seconds of a round with the probe and without, by pair of blocks; the first pair warms up."""
+    updates = Updates(run, texts)
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(1 + _PAIRS):
+        found["with"].append(await updates.block(probe=True))
+        found["without"].append(await updates.block(probe=False))
+
+    updates.close()
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def texts_of(folder: Path, least: int) -> list[list[int]]:
+    """The sequences of the run's last batch that have so many ids."""
+    shard = read_shard_files(folder)[-1]
+    parts = np.split(shard.columns["token_ids"], np.cumsum(shard.lengths)[:-1])
+    return [part.tolist() for part in parts if len(part) >= least]
+
+
+def _cpu_s() -> float:
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def main(argv: list[str]) -> None:
+    (path,) = argv
+    folder = Path(path)
+    of_run = RunFile.load(folder)
+    with temporary_run(config=of_run.config, model_folder=of_run.model_folder) as run:
+        os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
+        print(json.dumps(asyncio.run(measure(run, texts_of(folder, probe_length(run.config, LONG_PROBES))))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

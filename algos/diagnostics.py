@@ -42,7 +42,6 @@ class Diagnostics:
         advantages = inputs.advantages[mask]
         own = {name: values[mask].double() for name, values in result.metrics.items()}
         entropy = inputs.entropy[mask].double()
-        surprise = -inputs.logp_current[mask].double() - entropy  # 0 on average for tokens of this very policy
 
         tokens = {
             "tokens": torch.ones_like(ratio),
@@ -52,12 +51,10 @@ class Diagnostics:
             "kl_behavior": ratio - 1 - log_ratio,  # k3: each term >= 0 (http://joschu.net/blog/kl-approx.html)
             "kl_behavior_k1": -log_ratio,
             "entropy": entropy,
-            "surprise": surprise,
-            "surprise_square": surprise**2,
-            "surprise_variance": _least_variance(inputs.logp_current[mask].double(), entropy),
             "advantage_abs": advantages.double().abs(),
             "token_staleness": staleness,
-        } | own
+        }
+        tokens |= surprise(inputs.logp_current[mask].double(), entropy) | own
 
         if inputs.logp_proximal is not None:
             step = _log_ratio(inputs, inputs.logp_proximal)
@@ -120,6 +117,16 @@ class Diagnostics:
 def _log_ratio(inputs: LossInputs, logp: Tensor) -> Tensor:
     """(generated tokens,) float64 of the current policy against that of `logp`."""
     return (inputs.logp_current - logp)[inputs.mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def surprise(logp: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+    """By name, what shows whether this very policy drew the tokens: their surprise is 0 on average. All (T,)."""
+    surplus = -logp - entropy
+    return {
+        "surprise": surplus,
+        "surprise_square": surplus**2,
+        "surprise_variance": _least_variance(logp, entropy),
+    }
 
 
 def _least_variance(logp: Tensor, entropy: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ def check_generators(events: list[TraceEvent]) -> None:
 
 def test_kills_cost_no_ticket_its_end(tmp_path: Path) -> None:
     """The broker is among them: its successor tells what the log has and the trace has not, and nothing twice."""
-    process = start(tmp_path, "steps=60", "learner.simulated_step_s=0.1")  # it is not over before the last kill
+    # One server, so that it has begun once steps are trained; and what the learner waits for is in it, at any time.
+    process = start(tmp_path, "steps=40", "env.servers=1", "generator.simulated.decode_base_s=0.004")
     for step, role in ((5, "envs.server"), (12, "rollout.broker.process"), (25, "rollout.generator.process")):
         wait_for_step(tmp_path, step)
         os.kill(pid_of(tmp_path, role), signal.SIGKILL)
@@ -142,7 +143,7 @@ def test_kills_cost_no_ticket_its_end(tmp_path: Path) -> None:
 
     events = list(read_trace(tmp_path / "simulated"))
     ends = ends_of(events)
-    assert ends["trained"] == summary["ledger"]["samples"]["trained"] == 60 * 16
+    assert ends["trained"] == summary["ledger"]["samples"]["trained"] == 40 * 16
 
     failed = [
         event.moment for event in events if isinstance(event.moment, TicketEnded) and event.moment.end == "failed"

@@ -1,9 +1,9 @@
-"""CPU seconds of a probe in vLLM: `python -m experiments.bench._engine_probe RUN_FOLDER`, which prints them as JSON.
+"""Seconds of a probe in vLLM: `python -m experiments.bench._engine_probe RUN_FOLDER`, which prints them as JSON.
 
 The engine is that of the run's generator, in a process of its own behind AsyncLLM. What follows an update is repeated:
-the engine stands, requests wait in it with all that they had, and it goes on; every other time a probe is among them.
-A block of such rounds with the probe and one without take turns; their difference is what the probe costs, from its
-way into the engine to its answer.
+the engine stands, a few requests wait in it with all that they had and a little to sample, and it goes on. Blocks of
+such rounds with a probe before the requests and blocks without take turns; their difference is what the probe costs,
+from its way into the engine to its answer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from experiments.bench._measuring import temporary_run
+from experiments.bench._measuring import Timing, temporary_run
 from rl.core.batch_files import read_shard_files
 from rl.core.run import ProcessContext, RunFile
 from rl.learner.publish import probe_length
@@ -46,12 +47,13 @@ class Updates:
         self._probe_length = probe_length(run.config, LONG_PROBES)
         self._asked = 0
 
-    async def block(self, *, probe: bool) -> float:
-        """CPU seconds of one round, in this process and in the engine's."""
-        began_s = _cpu_s()
+    async def block(self, *, probe: bool) -> Timing:
+        """Of one round; CPU of this process and of the engine's."""
+        began_s = time.perf_counter()
+        began_cpu_s = _cpu_s()
         for number in range(_ROUNDS):
             await self._round(number, probe)
-        return (_cpu_s() - began_s) / _ROUNDS
+        return Timing((time.perf_counter() - began_s) / _ROUNDS, (_cpu_s() - began_cpu_s) / _ROUNDS)
 
     def close(self) -> None:
         self.llm.shutdown(timeout=5)
@@ -63,10 +65,11 @@ class Updates:
 
         await pause_at_once(self.llm)
         chosen = [self._texts[(number + place) % len(self._texts)] for place in range(_REQUESTS)]
-        asked = [asyncio.create_task(self._generate(text, max_tokens=_TOKENS, logprobs=0)) for text in chosen]
+        asked = []
         if probe:
             ids = chosen[0][: self._probe_length]
             asked.append(asyncio.create_task(self._generate(ids, max_tokens=1, prompt_logprobs=0)))
+        asked += [asyncio.create_task(self._generate(text, max_tokens=_TOKENS, logprobs=0)) for text in chosen]
 
         await asyncio.sleep(_WAITING_S)
         await self.llm.resume_generation()
@@ -90,16 +93,16 @@ class Updates:
             pass
 
 
-async def measure(run: RunFile, texts: Sequence[list[int]]) -> dict[str, list[float]]:
-    """CPU seconds of a round with the probe and without, by pair of blocks; the first pair warms up."""
+async def measure(run: RunFile, texts: Sequence[list[int]]) -> dict[str, list[Timing]]:
+    """A round with the probe and one without, by pair of blocks; the first pair warms up."""
     updates = Updates(run, texts)
-    found: dict[str, list[float]] = {"with": [], "without": []}
+    found: dict[str, list[Timing]] = {"with": [], "without": []}
     for _ in range(1 + _PAIRS):
         found["with"].append(await updates.block(probe=True))
         found["without"].append(await updates.block(probe=False))
 
     updates.close()
-    return {name: seconds[1:] for name, seconds in found.items()}
+    return {name: timings[1:] for name, timings in found.items()}
 
 
 def texts_of(folder: Path, least: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -23,8 +24,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
+from algos.diagnostics import surprise
 from experiments.bench._measuring import Timing, parser_of, temporary_run, write
 from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, provenance, ratio_of
@@ -92,6 +95,10 @@ def guarded_step(learner: Learner, broker: BatchGuards, batch: EmitBatch, shard:
     minibatches = learner.trainer.minibatches(shard)
     watch(learner.guards.batch, shard, minibatches)
     learner.kept.batch(shard)
+
+    for pack in (pack for minibatch in minibatches for pack in minibatch.packs):
+        drawn = -torch.rand(int(pack.mask.sum()), dtype=torch.float64)
+        watch(surprise, drawn, -drawn)
 
     stats = UpdateStats()
     for minibatch in minibatches:
@@ -167,13 +174,16 @@ def guards_of(folder: Path) -> list[Timing]:
     return spent[_WARM_STEPS:]
 
 
-def engine_probe(folder: Path) -> Timing:
-    """What a probe adds to the seconds of an engine and its front, on average; by the clock it adds about as much."""
+def engine_probe(folder: Path) -> tuple[Timing, float]:
+    """What a probe adds to the seconds of an engine and its front, on average, and the standard error of its CPU's."""
     command = [sys.executable, "-m", "experiments.bench._engine_probe", str(folder)]
     told = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     found = json.loads(told.splitlines()[-1])
-    cpu_s = statistics.fmean(found["with"]) - statistics.fmean(found["without"])
-    return Timing(cpu_s, cpu_s)
+    pairs = list(zip(found["with"], found["without"], strict=True))
+
+    wall_s, cpu_s = ([probed[clock] - bare[clock] for probed, bare in pairs] for clock in range(2))
+    error_s = statistics.stdev(cpu_s) / math.sqrt(len(cpu_s))
+    return Timing(statistics.fmean(wall_s), statistics.fmean(cpu_s)), error_s
 
 
 def main(argv: list[str]) -> None:
@@ -184,21 +194,19 @@ def main(argv: list[str]) -> None:
 
     with tempfile.TemporaryDirectory(prefix="fresco-guards-") as name, Idle() as idle:
         folder, step = run_it(options, Path(name))
-        engine = engine_probe(folder)
+        engine, engine_error_s = engine_probe(folder)
         guards = [Timing(each.wall_s + engine.wall_s, each.cpu_s + engine.cpu_s) for each in guards_of(folder)]
 
     ratio = ratio_of(guards, [step] * len(guards))
     verdict = ratio.verdict(at_most=TARGET, of="cpu", idle=idle)
 
-    guards_ms = 1000 * statistics.median(each.cpu_s for each in guards)
-    print(f"a step: {1000 * step.cpu_s:.0f} ms of CPU, {1000 * step.wall_s:.0f} ms by the clock")
-    print(f"guards: {guards_ms:.1f} ms of CPU, of them {1000 * engine.cpu_s:.1f} ms of the engine's probe")
-    print(f"guards, share of a step: {ratio}; {verdict}")
-
     found = {
         "verdict": verdict,
         "step_cpu_ms": round(1000 * step.cpu_s, 1),
-        "guards_cpu_ms": round(guards_ms, 2),
+        "guards_cpu_ms": round(1000 * statistics.median(each.cpu_s for each in guards), 2),
         "engine_probe_cpu_ms": round(1000 * engine.cpu_s, 2),
+        "engine_probe_standard_error_ms": round(1000 * engine_error_s, 2),
     }
+    print("\n".join(f"{name}: {value}" for name, value in found.items()))
+    print(f"guards, share of a step: {ratio}")
     write(options.out, found | provenance(idle, {"guards_over_step": ratio}))

@@ -29,7 +29,7 @@ from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
 from rl.core.config import load_config
 from rl.learner.policy import Policy, load_policy, shard_policy
 from rl.learner.publish import probe_logp
-from rl.weights.proof import PROBE_TOKENS, TOLERANCE
+from rl.weights.proof import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.generator.engines.environment import engine_environment
 
@@ -41,7 +41,7 @@ Probes = Sequence[list[int]]
 
 
 def texts(folder: Path, count: int, length: int) -> Probes:
-    """Probes as a run's first batch gives them: whole samples, one after another, cut at `length` ids."""
+    """`length` ids each of what a run's batches hold, samples one after another; a run's own probe is the first."""
     tokenizer = ChatTokenizer(folder)
     samples = 1 + count * length // _SHORTEST
     problems = [arithmetic.problem("train", index, 0) for index in range(samples)]
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> None:
     folder = ensure_tiny_model(TinyRecipe())
     untrained = load_policy(ensure_tiny_model(TinyRecipe(sft_steps=0))).model
     before = dict(untrained.named_parameters())
-    length = PROBE_TOKENS[options.dtype]
+    length = EXACT_PROBE_TOKENS if options.dtype == "float32" else PROBE_TOKENS
     own = texts(folder, options.probes, length)
     kinds = {"text of the run": own, "ids of no text": spread(len(before["lm_head.weight"]), options.probes, length)}
 

@@ -182,8 +182,11 @@ class LearnerLink:
         write: Callable[[memoryview], Iterable[Segment]],
         probe_ids: Sequence[int] = (),
         probe_logp: Sequence[float] = (),
-    ) -> None:
+    ) -> bool:
         """Offer version `n` to the generators, tell the broker, ask for an evaluation when one is due.
+
+        False if the generators have a later one already, from before this learner started; ranks but the first do not
+        know, and say True.
 
         `write` copies this rank's part into the slot and returns the byte ranges written. Rank 0 waits until
         every rank has committed, and no rank waits for a generator. Raises WaitExpired, WeightsError.
@@ -192,11 +195,12 @@ class LearnerLink:
         draft = draft_of(n)
         self._writer.commit(write(self._wait_while_listening("slot", lambda wait_s: self._writer.begin(draft, wait_s))))
         if self._broker is None or self._service is None:
-            return
+            return True
 
         checksum = self._wait_while_listening("other ranks' part", lambda wait_s: self._writer.checksum(draft, wait_s))
         version = self._publications.add(n, checksum)
-        if n == self._publications.newest:  # else a later one is out there already
+        announced = n == self._publications.newest  # else a later one is out there already
+        if announced:
             self._writer.name(draft, version)
             self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
 
@@ -204,6 +208,7 @@ class LearnerLink:
         self.process.trace.add(moments.Published(version.epoch, version.n))
         if self._evaluation_due(n):
             self._broker.tell(EvalRequest(version, self.config.eval.tasks))
+        return announced
 
     def _wait_while_listening(self, part: str, ask: Callable[[float], T]) -> T:
         """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.

@@ -21,7 +21,7 @@ from rl.learner.link import LearnerLink
 from rl.learner.page_lock import PageLock
 from rl.learner.policy import Policy, export_entries, local_rows
 from rl.weights.layout import Manifest, Segment
-from rl.weights.proof import LONG_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
+from rl.weights.proof import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 
 _PROBE_TEXT = """Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?
 In May she sold 48 / 2 = 24 clips, so altogether 48 + 24 = 72.
@@ -37,10 +37,11 @@ def weight_manifest(policy: Policy, run: RunFile) -> Manifest:
     return Manifest.layout([(name, shape, dtype) for name, shape in export_entries(policy)])
 
 
-def probe_length(config: Config, published: int) -> int:
-    """Most tokens of a probe, when so many versions have been published since the run began or was resumed."""
-    longest = LONG_PROBE_TOKENS if published < LONG_PROBES else PROBE_TOKENS[config.generator.dtype]
-    return min(longest, config.generator.max_model_len - 1)
+def probe_length(config: Config, announced: int) -> int:
+    """Most tokens of a probe, when a learner has announced so many versions since it started."""
+    exact = config.model.dtype == config.generator.dtype == "float32"
+    length = EXACT_PROBE_TOKENS if exact and announced >= LONG_PROBES else PROBE_TOKENS
+    return min(length, config.generator.max_model_len - 1)
 
 
 def probe_prompt(model: Path | None, vocab_size: int, length: int) -> list[int]:
@@ -75,7 +76,7 @@ class Publisher:
         self._link = link
 
         config = link.config
-        self._published = 0
+        self._announced = 0
         self._probe_text: list[int] = []
         self._text_is_of_run = False
         if config.weights.probe:
@@ -94,10 +95,9 @@ class Publisher:
             self._probe_text = batch.columns["token_ids"][: probe_length(config, 0)].tolist()
             self._text_is_of_run = True
 
-        ids = self._probe_text[: probe_length(config, self._published)]
+        ids = self._probe_text[: probe_length(config, self._announced)]
         with self._link.span("publish"):
-            self._link.publish(n, self._write, ids, probe_logp(self._policy, ids))
-        self._published += 1
+            self._announced += self._link.publish(n, self._write, ids, probe_logp(self._policy, ids))
 
     def _write(self, view: memoryview) -> list[Segment]:
         if self._link.config.weights.transport == "shm":  # else a slot is mostly empty: a rank holds its own rows

@@ -23,12 +23,14 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 In bfloat16 the largest of 200 probes with equal weights is 0.031, and a single matrix of before the warm start moves
 each of ten by 0.138 or more; in float32 it is 2.5e-6 and 0.104 (`python -m experiments.bench probe`). The
 tolerance stands between."""
-PROBE_TOKENS = {"float32": 16, "bfloat16": 64}
-"""Of a probe, by the engine's dtype: rounding is what more of them average out, and each costs a whole model."""
-LONG_PROBE_TOKENS = 64
-"""Of the first probes of a run, whatever the dtype. They show whether engine and learner compute the same, and some
-differences grow with the position (a cast of the rotary frequencies); later ones show that new weights arrive."""
+PROBE_TOKENS = 64
+EXACT_PROBE_TOKENS = 16
+"""Of later versions where both sides compute in float32: there is hardly a rounding that more would average out, and
+each token costs a whole model."""
 LONG_PROBES = 3
+"""Versions that a learner announces with the long one in any case. These show whether engine and learner compute the
+same, and some differences grow with the position (a cast of the rotary frequencies); later ones show that new weights
+arrive."""
 NOISE_FRACTION = 0.5  # of the tolerance: learners nearer to each other than this are not told apart
 KEPT = 16  # published versions remembered
 
@@ -72,12 +74,19 @@ class LoadProof:
             )
         if not self._probe or not expected.probe_logp.size:
             return None
-        if status.probe_ids and tuple(status.probe_ids) != expected.probe_ids:  # the notice was of another version
-            return None
 
+        ids = tuple(status.probe_ids) or expected.probe_ids
         engine = np.array(status.probe_logp, np.float64)
-        if engine.shape != expected.probe_logp.shape:
-            return f"{who}: {engine.size} probe log-probabilities, expected {expected.probe_logp.size}"
+        if engine.size != len(ids) - 1:
+            return f"{who}: {engine.size} probe log-probabilities, expected {len(ids) - 1}"
+
+        # The notice may have been of another version: of a shorter probe, or of another text. What comes later in a
+        # text changes nothing before it.
+        length = min(len(ids), len(expected.probe_ids))
+        if length < 2 or ids[:length] != expected.probe_ids[:length]:
+            return None
+        engine = engine[: length - 1]
+
         distance = _distance(engine, expected)
         if not distance <= self._tolerance:  # also when it is not a number
             return (
@@ -86,10 +95,10 @@ class LoadProof:
                 "the engine did not apply the bytes it received: check tied embeddings and the engine's dtype, "
                 "or raise weights.probe_tolerance"
             )
-        return self._missed_update(who, engine, expected, distance)
+        return self._missed_update(who, engine, ids[:length], expected)
 
-    def _missed_update(self, who: str, engine: Logprobs, expected: Expected, distance: float) -> str | None:
-        """Compare with the oldest version kept.
+    def _missed_update(self, who: str, engine: Logprobs, ids: tuple[int, ...], expected: Expected) -> str | None:
+        """Compare with the oldest version kept; engine: log-probabilities of ids[1:].
 
         By the triangle inequality, an engine within half the gap of the old learner is nearer to it than to the new
         one, whatever the noise.
@@ -97,21 +106,21 @@ class LoadProof:
         comparable = [
             old
             for old in self._expected.values()
-            if old.version.epoch == expected.version.epoch and old.probe_ids == expected.probe_ids
+            if old.version.epoch == expected.version.epoch and old.probe_ids[: len(ids)] == ids
         ]
         old = min(comparable, key=lambda kept: kept.version)
-        gap = _distance(old.probe_logp, expected)
+        gap = _distance(old.probe_logp[: len(ids) - 1], expected)
 
         to_old = _distance(engine, old)
         if gap <= NOISE_FRACTION * self._tolerance or to_old >= gap / 2:
             return None
         return (
             f"{who}: the engine is nearer to the learner of {label(old.version)} ({to_old:.4g} nats) than to that of "
-            f"{label(expected.version)} ({distance:.4g} nats): it answers with old weights; check that its load "
-            "covers every tensor"
+            f"{label(expected.version)} ({_distance(engine, expected):.4g} nats): it answers with old weights; check "
+            "that its load covers every tensor"
         )
 
 
 def _distance(logp: Logprobs, expected: Expected) -> float:
-    """Mean |difference| in nats."""
-    return float(np.mean(np.abs(logp - expected.probe_logp)))
+    """Mean |difference| in nats, over as many as `logp` has."""
+    return float(np.mean(np.abs(logp - expected.probe_logp[: logp.size])))

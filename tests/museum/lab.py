@@ -280,7 +280,7 @@ class Lab:
 
     def publish(
         self, n: int, write: Callable[[memoryview], Iterable[Any]], probe_ids: list[int], probe: list[float]
-    ) -> None:
+    ) -> bool:
         version = self.version(n)
         slot = memoryview(bytearray(self.manifest.total_bytes))
         list(write(slot))
@@ -292,6 +292,7 @@ class Lab:
         self._carry_out(self.core.published(version, 0.0))
         while self.config.rollout.alpha and self._tickets:  # rollout does not wait for the learner
             self.play()
+        return True
 
     def arrived(self, slot: memoryview) -> memoryview:
         """What the transport brings of a slot."""

@@ -52,19 +52,6 @@ def test_it_fits_into_a_short_context(dtype: str) -> None:
     assert probe_length(config, 1000) <= 39
 
 
-@pytest.mark.parametrize(("dtype", "later"), [("float32", 16), ("bfloat16", 64)])
-def test_the_first_versions_have_a_long_one_and_later_ones_what_rounding_asks_for(
-    folder: Path, dtype: str, later: int
-) -> None:
-    link = Link(f"generator.dtype={dtype}")
-    rank = publisher(folder, link)
-    (batch,) = make_shards(1, groups=8)
-    for n in range(5):
-        rank.publish(n, batch if n else None)
-    assert [len(ids) for ids, _ in link.said.values()] == [64, 64, 64, later, later]
-    assert [len(logp) for _, logp in link.said.values()] == [63, 63, 63, later - 1, later - 1]
-
-
 class Link:
     """Keeps what the learner would say: for each version the probe's ids and log-probabilities."""
 
@@ -72,12 +59,14 @@ class Link:
         self.config = load_config(None, [*overrides])
         self.run = SimpleNamespace(model_folder=None)
         self.said: dict[int, tuple[list[int], list[float]]] = {}
+        self.newest = 0  # that the generators have from before
 
     def span(self, _name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def publish(self, n: int, _write: object, ids: Sequence[int], logp: Sequence[float]) -> None:
+    def publish(self, n: int, _write: object, ids: Sequence[int], logp: Sequence[float]) -> bool:
         self.said[n] = [*ids], [*logp]
+        return n >= self.newest
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +110,29 @@ def test_without_a_probe_none_is_made_of_a_batch(folder: Path) -> None:
     rank.publish(0)
     rank.publish(1, make_shards(1)[0])
     assert link.said == {0: ([], []), 1: ([], [])}
+
+
+@pytest.mark.parametrize(
+    ("learner", "engine", "later"),
+    [("float32", "float32", 16), ("bfloat16", "bfloat16", 64), ("bfloat16", "float32", 64)],
+)
+def test_the_first_versions_have_a_long_one_and_later_ones_what_rounding_asks_for(
+    folder: Path, learner: str, engine: str, later: int
+) -> None:
+    link = Link(f"model.dtype={learner}", f"generator.dtype={engine}")
+    rank = publisher(folder, link)
+    (batch,) = make_shards(1, groups=8)
+    for n in range(5):
+        rank.publish(n, batch if n else None)
+    assert [len(ids) for ids, _ in link.said.values()] == [64, 64, 64, later, later]
+    assert [len(logp) for _, logp in link.said.values()] == [63, 63, 63, later - 1, later - 1]
+
+
+def test_versions_that_the_generators_have_already_do_not_count_as_the_first(folder: Path) -> None:
+    """After a learner's death it trains again what it had published."""
+    link = Link("model.dtype=float32", "generator.dtype=float32")
+    link.newest = 4
+    rank = publisher(folder, link)
+    for n in range(9):
+        rank.publish(n)
+    assert [len(ids) for ids, _ in link.said.values()] == [64] * 7 + [16] * 2

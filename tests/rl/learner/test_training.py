@@ -129,7 +129,7 @@ def plain(model_folder: Path) -> Plain:
         result.norms.append(sum(norms) / len(norms))
         remember()
     with torch.no_grad():
-        result.probe = plain_logp(model, torch.tensor(probe_prompt(None, VOCAB, 32)), 1.0).tolist()
+        result.probe = plain_logp(model, torch.tensor(probe_prompt(None, VOCAB, 64)), 1.0).tolist()
     return result
 
 
@@ -252,7 +252,7 @@ def test_metrics_and_report_say_where_the_time_went(one_rank: Trained) -> None:
 def test_probe_of_the_last_version_equals_the_plain_loop(one_rank: Trained, plain: Plain, model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(one_rank.run.folder / "model")
     with torch.no_grad():
-        logp = plain_logp(model, torch.tensor(probe_prompt(None, VOCAB, 32)), 1.0).tolist()
+        logp = plain_logp(model, torch.tensor(probe_prompt(None, VOCAB, 64)), 1.0).tolist()
     assert logp == pytest.approx(plain.probe, abs=1e-4)
 
 

@@ -218,6 +218,20 @@ def test_an_answer_to_another_probe_is_judged_by_its_checksum_alone() -> None:
     assert "differ" in str(fault(updater, loaded(0, 0, 2, probe_ids=[0, 1, 2], probe_logp=[-5.0, -2.0])))
 
 
+@pytest.mark.parametrize("answered", [2, 3, 8])
+def test_an_answer_of_another_length_is_judged_by_what_both_have(answered: int) -> None:
+    """A notice of the version before, or after, whose probe is the same text, longer or shorter."""
+    updater = core(1)
+    publish(updater, 0, logp=[-1.0, -2.0, -3.0, -4.0])
+    ids = list(range(answered + 1))
+    logp = [-float(place + 1) for place in range(answered)]
+    updater.status(0, WeightStatus(0, 0, NOTHING))
+    assert fault(updater, loaded(0, 0, probe_ids=ids, probe_logp=logp)) is None
+
+    updater.status(0, WeightStatus(0, 1, NOTHING))
+    assert "differ" in str(fault(updater, loaded(0, 0, 1, probe_ids=ids, probe_logp=[-1.5, *logp[1:]])))
+
+
 def test_probe_can_be_switched_off() -> None:
     updater = core(1, probe=False)
     publish(updater, 0, logp=[-1.0, -2.0])
@@ -234,6 +248,18 @@ def drifting(updater: UpdaterCore, versions: int, drift: float) -> list[np.ndarr
     for n, logp in enumerate(learner):
         publish(updater, n, logp=logp.tolist())
     return learner
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_missed_update_is_noticed_where_the_probe_became_shorter(kept: bool) -> None:
+    """The versions before had a longer one, of the same text."""
+    updater = core(1, tolerance=0.1)
+    old, new = [-1.0] * 63, [-1.06] * 15
+    publish(updater, 0, logp=old)
+    started(updater, 1)
+    publish(updater, 1, logp=new)
+    message = fault(updater, loaded(0, 1, probe_logp=old[:15] if kept else new))
+    assert ("nearer to the learner of" in str(message)) == kept
 
 
 def test_an_engine_that_kept_old_weights_is_noticed_within_the_tolerance() -> None:

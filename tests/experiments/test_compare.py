@@ -122,8 +122,8 @@ def test_a_trainer_is_one_file_found_by_its_name() -> None:
 
 
 def test_the_cpu_seconds_of_two_processes_of_one_name_add_up(tmp_path: Path) -> None:
-    burn = "import time\nwhile time.process_time() < 0.5: pass\ntime.sleep(600)"
-    twice = f"for _ in 'ab': subprocess.Popen([sys.executable, '-c', {burn!r}])"
+    burn = "import sys, time\nwhile time.process_time() < 0.5: pass\nsys.stdin.read()"  # until its parent has ended
+    twice = f"pair = [subprocess.Popen([sys.executable, '-c', {burn!r}], stdin=subprocess.PIPE) for _ in 'ab']"
     script = f"import subprocess, sys, time\n{twice}\ntime.sleep(600)"
     with watched([sys.executable, "-c", script], tmp_path / "log") as watch:
         until = time.monotonic() + 60

@@ -46,10 +46,10 @@ from rl.core.messages import (
 )
 from rl.core.moments import EpisodeEnded
 from rl.core.process import Process, WaitExpired
-from rl.core.receiving import Handler, Malformed, Port
+from rl.core.receiving import Handler, Malformed, Outgoing, Port
 from rl.core.run import ProcessContext, context_from_command_line
 from rl.core.samples import SampleFile
-from rl.core.sockets import identity, open_socket, send
+from rl.core.sockets import identity, open_socket
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext
@@ -103,7 +103,7 @@ class EnvServer:
         self._malformed = Malformed("env_server")
         self._tickets = self._open_tickets()
         self._frontend = self._open_frontend()
-        self._trajectories = open_socket(zmq.PUSH, run, "trajectories")
+        self._trajectories = Outgoing(open_socket(zmq.PUSH, run, "trajectories"), self._fail)
 
         # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
         self._client = GenerationClient(self._ask, abort_deadline_s=self.config.timeouts.hang_s + 30)
@@ -320,7 +320,7 @@ class EnvServer:
     def _send_end(self, end: End) -> None:
         self._unacknowledged[end.ticket_id] = (end, time.monotonic() + RESEND_S)
         if isinstance(end, Trajectory):
-            send(self._trajectories, end)
+            self._trajectories.send(end)
         else:
             self._tickets.send(end)
 

@@ -108,6 +108,11 @@ def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: lis
 def _check_device(config: Config, gpus: list[Gpu], dry: bool, unchecked: list[str]) -> str:
     """`cpu` or `cuda`; on the latter the plan's GPUs must be there."""
     device = config.device if config.device != "auto" else "cuda" if gpus else "cpu"
+    alone = device == "cpu" and config.generator.tensor_parallel == 1
+    if config.generator.own_process is False and not alone:
+        raise ConfigError(
+            "generator.own_process=false: only for device=cpu with generator.tensor_parallel=1; leave it out"
+        )
     if device == "cuda" and len(gpus) < gpus_needed(config):
         shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {len(gpus)}"
         if not dry:

@@ -67,7 +67,7 @@ QUESTIONS: list[wire.Question] = [
 def array_header(array: object) -> bytes:
     """Of a request whose array is described by `array`."""
     fields = msgspec.to_builtins(generate(PROMPT, 8), enc_hook=lambda _: array)
-    return msgspec.msgpack.encode([PROTOCOL, fields])
+    return msgspec.msgpack.encode([PROTOCOL, [fields]])
 
 
 def hostile_frames() -> list[Frames]:

@@ -1,9 +1,8 @@
 """Seconds of a probe in vLLM: `python -m experiments.bench._engine_probe RUN_FOLDER`, which prints them as JSON.
 
-The engine is that of the run's generator, in a process of its own behind AsyncLLM. What follows an update is repeated:
-the engine stands, a few requests wait in it with all that they had and a little to sample, and it goes on. Blocks of
-such rounds with a probe before the requests and blocks without take turns; their difference is what the probe costs,
-from its way into the engine to its answer.
+The engine is that of the run's generator. What follows an update is repeated: the engine stands, a few requests wait in
+it with all that they had and a little to sample, and it goes on. Blocks of such rounds with a probe before the requests
+and blocks without take turns; their difference is what the probe costs, from its way into the engine to its answer.
 """
 
 from __future__ import annotations
@@ -38,32 +37,25 @@ class Updates:
     """Rounds of one engine, each like the end of an update."""
 
     def __init__(self, run: RunFile, texts: Sequence[list[int]]) -> None:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        from rollout.generator.engines.vllm import make_core
         from rollout.generator.engines.vllm_settings import engine_arguments
 
-        self.llm: Any = AsyncLLM.from_engine_args(engine_arguments(ProcessContext(run, 0, 0))[0])
+        self.core = make_core(run, engine_arguments(ProcessContext(run, 0, 0))[0])
         self._texts = texts
         self._probe_length = probe_length(run.config, LONG_PROBES)
         self._asked = 0
 
     async def block(self, *, probe: bool) -> Timing:
-        """Of one round; CPU of this process and of the engine's."""
+        """Of one round; CPU of this process and of those below it."""
         began_s = time.perf_counter()
         began_cpu_s = _cpu_s()
         for number in range(_ROUNDS):
             await self._round(number, probe)
         return Timing((time.perf_counter() - began_s) / _ROUNDS, (_cpu_s() - began_cpu_s) / _ROUNDS)
 
-    def close(self) -> None:
-        self.llm.shutdown(timeout=5)
-        del self.llm  # its finalizer needs modules that an ending interpreter has dropped
-
     async def _round(self, number: int, probe: bool) -> None:
         """With the same texts in every block."""
-        from rollout.generator.engines.vllm_internals import pause_at_once
-
-        await pause_at_once(self.llm)
+        await self.core.pause("keep", clear_cache=True)
         chosen = [self._texts[(number + place) % len(self._texts)] for place in range(_REQUESTS)]
         asked = []
         if probe:
@@ -72,7 +64,7 @@ class Updates:
         asked += [asyncio.create_task(self._generate(text, max_tokens=_TOKENS, logprobs=0)) for text in chosen]
 
         await asyncio.sleep(_WAITING_S)
-        await self.llm.resume_generation()
+        await self.core.resume()
         await asyncio.gather(*asked)
 
     async def _generate(self, ids: list[int], **wanted: Any) -> None:
@@ -89,19 +81,22 @@ class Updates:
             output_kind=RequestOutputKind.FINAL_ONLY,
             **wanted,
         )
-        async for _output in self.llm.generate(tokens_input(ids, cache_salt=name), parameters, name):
-            pass
+
+        stream = await self.core.begin(name, tokens_input(ids, cache_salt=name), parameters, 0)
+        await stream.next()
+        stream.close()
 
 
 async def measure(run: RunFile, texts: Sequence[list[int]]) -> dict[str, list[Timing]]:
     """A round with the probe and one without, by pair of blocks; the first pair warms up."""
     updates = Updates(run, texts)
+    await updates.core.start()
     found: dict[str, list[Timing]] = {"with": [], "without": []}
     for _ in range(1 + _PAIRS):
         found["with"].append(await updates.block(probe=True))
         found["without"].append(await updates.block(probe=False))
 
-    updates.close()
+    updates.core.shutdown(5)
     return {name: timings[1:] for name, timings in found.items()}
 
 

@@ -48,7 +48,7 @@ from rl.core.messages import (
     encode,
 )
 from rl.core.run import RunFile
-from rl.core.sockets import PeerGone, identity, open_socket, receive, receive_from, send, send_to
+from rl.core.sockets import PeerGone, identity, open_socket, receive_all, receive_from, send, send_to
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, IssueTicket
 from rollout.broker.memory import tune_memory
@@ -145,7 +145,7 @@ def drain(socket: zmq.Socket[bytes]) -> Iterator[Message]:
     """Every message that is there now."""
     with suppress(zmq.Again):
         while True:
-            yield receive(socket)
+            yield from (message for _, message in receive_all(socket))
 
 
 def bare_loop(run: RunFile) -> None:

@@ -4,8 +4,9 @@
 
 A: `AsyncLLM.generate` in this process. B: client -> proxy process -> generator process -> vLLM and back, over
 ipc sockets. Same prompts, concurrency, sampling parameters, model shape and dtype; A and B alternate, so drift of
-the machine hits both. Each engine core is pinned to the first core and everything else to the last one (the
-front end of A's vLLM as well as B's client, proxy and generator). Reported: medians over rounds, and the ratio of the
+the machine hits both. Both have two cores: the engine core of A is pinned to the first and its front end to the last
+one, B's generator, in which vLLM's core is a thread, may use both, and its client and proxy share the last one with
+it. Reported: medians over rounds, and the ratio of the
 seconds of a token, by the clock and by the CPU of all processes. Target: at most 1 / 0.9 by the clock.
 Every response runs to `--tokens`, so both sides do the same work whatever the weights are.
 """
@@ -62,10 +63,11 @@ class Side:
 
     generate: Callable[[Generate], Awaitable[int]]
     engine: psutil.Process
+    """vLLM's core, or the generator around it."""
     others: list[psutil.Process]
 
     def cpu_s(self) -> tuple[float, float]:
-        """CPU seconds so far: of the engine core, of everything else."""
+        """CPU seconds so far: of the engine's process, of everything else."""
         return _cpu_s(self.engine), sum(_cpu_s(process) for process in self.others)
 
 
@@ -102,7 +104,7 @@ def main(argv: list[str]) -> None:
     ):
         os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
         with Idle() as idle:
-            measured = asyncio.run(_measure(run, options, cores[0]))
+            measured = asyncio.run(_measure(run, options, cores))
         _report(measured, idle, options)
 
 
@@ -124,13 +126,13 @@ def _save_model(folder: Path) -> Path:
     return folder
 
 
-async def _measure(run: RunFile, options: argparse.Namespace, engine_core: int) -> dict[str, Measured]:
+async def _measure(run: RunFile, options: argparse.Namespace, cores: list[int]) -> dict[str, Measured]:
     async with contextlib.AsyncExitStack() as stack:
         bare = stack.enter_context(_bare(run))
         path = await stack.enter_async_context(_whole_path(run))
         sides = {"bare": bare, "path": path}
-        for side in sides.values():
-            side.engine.cpu_affinity([engine_core])
+        bare.engine.cpu_affinity(cores[:1])
+        path.engine.cpu_affinity([cores[0], cores[-1]])
         measured = {name: Measured() for name in sides}
 
         for round_number in range(-1, options.rounds):  # the first warms up
@@ -260,8 +262,8 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
             assert answer.finish_reason == "length", answer.error
             return answer.token_ids.size
 
-        others = [psutil.Process(), *(psutil.Process(child.pid) for child in children)]
-        yield Side(generate, _engine_core(children[1].pid), others)
+        proxy, generator = (psutil.Process(child.pid) for child in children)
+        yield Side(generate, generator, [psutil.Process(), proxy])
     finally:
         for child in children:
             child.kill()

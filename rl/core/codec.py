@@ -1,5 +1,6 @@
 """Typed structs as frames of a multipart ZeroMQ message: a MessagePack header, then the arrays. Nothing is pickled.
 
+What goes to one peer at one time goes together, as a list: a message for each struct would cost more than its content.
 The header (msgspec, validated on decode, with the protocol version) is followed by one frame with all smaller arrays
 and one frame per large array. Array fields are annotated `np.ndarray`, also within a mapping; in the header they stand
 as `(frame index, offset, dtype, shape)`. Decoded arrays are read-only views of the received frames: copying is the
@@ -18,7 +19,7 @@ from msgspec import Struct
 
 from rl.core.columns import WIRE_DTYPES
 
-PROTOCOL = 2
+PROTOCOL = 3
 _JOINED_BYTES = 1 << 16  # smaller arrays share a frame: a copy of them costs less than a frame each
 _ALIGNMENT = 8
 MAX_FRAME_BYTES = 1 << 30
@@ -80,7 +81,7 @@ def _header_to_array(kind: type, value: Any) -> object:
 
 class _Envelope(Struct, Generic[T], array_like=True):
     protocol: int
-    body: T
+    bodies: list[T]
 
 
 class Codec(Generic[T]):
@@ -88,8 +89,9 @@ class Codec(Generic[T]):
 
         codec: Codec[Ask | Answer] = Codec(Ask | Answer)
         codec.decode(codec.encode(Ask(1))) == Ask(1)
+        codec.decode_all(codec.encode_all([Ask(1), Answer(2)])) == [Ask(1), Answer(2)]
 
-    Without arrays a message is one frame.
+    Without arrays they are one frame.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -97,6 +99,9 @@ class Codec(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(_Envelope[kind], dec_hook=_header_to_array)
 
     def encode(self, message: T) -> list[bytes | memoryview]:
+        return self.encode_all([message])
+
+    def encode_all(self, messages: list[T]) -> list[bytes | memoryview]:
         """The header, a frame with the smaller arrays, then each large array's buffer (not copied)."""
         joined: list[bytes | memoryview] = []
         large: list[bytes | memoryview] = []
@@ -104,14 +109,21 @@ class Codec(Generic[T]):
         _buffers.size = 0
         _buffers.large = large
 
-        header = self._encoder.encode(_Envelope(PROTOCOL, message))
+        header = self._encoder.encode(_Envelope(PROTOCOL, messages))
 
         _buffers.joined = []
         _buffers.large = []
         return [header, b"".join(joined), *large] if joined or large else [header]
 
     def decode(self, frames: Frames) -> T:
-        """The message of these frames. Raises ProtocolError for anything that is not one."""
+        """The one message of these frames. Raises ProtocolError for anything that is not one."""
+        messages = self.decode_all(frames)
+        if len(messages) != 1:
+            raise ProtocolError(f"not one message but {len(messages)}")
+        return messages[0]
+
+    def decode_all(self, frames: Frames) -> list[T]:
+        """The messages of these frames. Raises ProtocolError for anything that is none."""
         _buffers.frames = frames
         try:
             envelope: _Envelope[T] = self._decoder.decode(frames[0] if frames else b"")
@@ -122,4 +134,4 @@ class Codec(Generic[T]):
 
         if envelope.protocol != PROTOCOL:
             raise ProtocolError(f"protocol {envelope.protocol}, this side speaks {PROTOCOL}")
-        return envelope.body
+        return envelope.bodies

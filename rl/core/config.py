@@ -126,6 +126,9 @@ class GeneratorConfig(Section):
     """Times that a dead generator is started again before the run stops."""
     threads: int = Field(1, ge=1)
     """CPU threads of one engine (CPU only)."""
+    own_process: bool | None = None
+    """vLLM's core in a process beside the generator's. None: on GPUs, and with tensor_parallel above 1. On a CPU it has
+    a thread of the generator, because messages between the two would cost more than they gain."""
     simulated: SimulatedEngineConfig = Field(default_factory=SimulatedEngineConfig)
 
 

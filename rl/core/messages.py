@@ -382,4 +382,6 @@ Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | Weigh
 
 codec: Codec[Message] = Codec(Message)
 encode = codec.encode
+encode_all = codec.encode_all
 decode = codec.decode
+decode_all = codec.decode_all

@@ -18,13 +18,14 @@ import zmq
 
 from rl.core.codec import Codec
 from rl.core.messages import Message, ProtocolError, codec
-from rl.core.sockets import Connection, close_at_once, made_again, receive_frames, send
+from rl.core.sockets import Connection, close_at_once, made_again, receive_frames, send_all
 
 M = TypeVar("M")
 Handler = Callable[[M, bytes], None]
-MESSAGES_PER_TURN = 512  # of one socket, so that none starves the others
+MESSAGES_PER_TURN = 512  # of one socket, so that none starves the others; several that came as one count as one
 _QUIET_S = 10.0  # between two lines on the same kind of what was dropped
-_MESSAGES_PER_CALLBACK = 64
+_MESSAGES_PER_CALLBACK = 64  # likewise
+_POLLIN = int(zmq.POLLIN)  # plain numbers: enums are slow to combine
 
 
 class Malformed:
@@ -100,6 +101,47 @@ class Receiver(Generic[M]):
                     break
 
 
+class Outgoing:
+    """To one peer, on the asyncio loop: what is sent within one turn of the loop leaves as one, at its end.
+
+    What the socket raises goes to `failed`. `left` is called after each time that something has left.
+    """
+
+    def __init__(
+        self, socket: zmq.SyncSocket, failed: Callable[[Exception], None], left: Callable[[], None] = lambda: None
+    ) -> None:
+        self._socket = socket
+        self._failed = failed
+        self._left = left
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(message)
+
+    def close(self, *, peer_died: bool = False) -> None:
+        if peer_died:
+            self._waiting.clear()
+            close_at_once(self._socket)
+        else:
+            self._flush()
+            self._socket.close()
+
+    def _flush(self) -> None:
+        messages = self._waiting
+        self._waiting = []
+        if not messages or self._socket.closed:
+            return
+        try:
+            send_all(self._socket, messages)
+        except Exception as error:
+            self._failed(error)
+            return
+        self._left()
+
+
 class Port:
     """A socket on the asyncio loop. What its handler raises goes to `failed`. `again` is called when its connection has
     been made again.
@@ -124,6 +166,7 @@ class Port:
         self._loop = asyncio.get_running_loop()
         self._descriptor = socket.fileno()
         self._scheduled = False
+        self._outgoing = Outgoing(socket, failed, self._schedule)
         self._loop.add_reader(self._descriptor, self._drain)
 
         self._again = again
@@ -134,18 +177,14 @@ class Port:
         self._schedule()
 
     def send(self, message: Message) -> None:
-        send(self._socket, message)
-        self._schedule()
+        self._outgoing.send(message)
 
     def close(self, *, peer_died: bool = False) -> None:
         """`peer_died`: another socket of this name meets its successor, and this one must not reach it as well."""
         self._loop.remove_reader(self._descriptor)
         if self._news is not None:
             self._loop.remove_reader(self._news)
-        if peer_died:
-            close_at_once(self._socket)
-        else:
-            self._socket.close()
+        self._outgoing.close(peer_died=peer_died)
 
     def _look(self) -> None:
         if self._again is not None and made_again(self._socket):
@@ -157,7 +196,7 @@ class Port:
             self._loop.call_soon(self._drain)
 
     def _readable(self) -> bool:
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def _drain(self) -> None:
         """A few messages, so that other callbacks run between them."""
@@ -173,7 +212,7 @@ class Port:
 
 
 def _take(socket: zmq.SyncSocket, handle: Handler[M], addressed: bool, malformed: Malformed, codec: Codec[M]) -> bool:
-    """Handle the next message; False if there is none."""
+    """Handle what comes next, one message or several that came as one; False if there is nothing."""
     try:
         frames = receive_frames(socket)
     except zmq.Again:
@@ -181,7 +220,14 @@ def _take(socket: zmq.SyncSocket, handle: Handler[M], addressed: bool, malformed
 
     peer = bytes(frames.pop(0)) if addressed else b""
     try:
-        handle(codec.decode(frames), peer)
+        messages = codec.decode_all(frames)
     except ProtocolError as error:
         malformed(error)
+        return True
+
+    for message in messages:
+        try:
+            handle(message, peer)
+        except ProtocolError as error:
+            malformed(error)
     return True

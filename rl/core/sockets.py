@@ -22,7 +22,7 @@ from pathlib import Path
 import zmq
 
 from rl.core.codec import MAX_FRAME_BYTES
-from rl.core.messages import Frames, Message, ProtocolError, decode, encode
+from rl.core.messages import Frames, Message, ProtocolError, decode, decode_all, encode, encode_all
 from rl.core.run import RunFile
 
 HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
@@ -30,6 +30,7 @@ HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that 
 _DONTWAIT = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _COPIED_BYTES = 1 << 14  # smaller frames share a receive buffer: a view would keep it alive, and may be unaligned
+_TOGETHER = 256  # messages at most, so that a receiver's turn has an end
 _KEY_FILE = "curve.key"
 _UNIQUE = itertools.count()
 _CLOSE_S = 5.0  # what ZeroMQ's thread may take to close a connection; it takes a millisecond
@@ -154,24 +155,47 @@ def send(socket: zmq.SyncSocket, message: Message) -> None:
     _send_frames(socket, encode(message))
 
 
+def send_all(socket: zmq.SyncSocket, messages: list[Message], peer: bytes = b"") -> None:
+    """Send several as one, which arrive in this order; `peer` as with `send_to`, where the socket is a ROUTER."""
+    for first in range(0, len(messages), _TOGETHER):
+        some = messages[first : first + _TOGETHER]
+        if peer:
+            _send_frames_to(socket, peer, encode_all(some))
+        else:
+            _send_frames(socket, encode_all(some))
+
+
 def send_to(socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
     """Send over a ROUTER. Raises PeerGone if the peer is not connected."""
-    frames = [peer, *encode(message)]
+    _send_frames_to(socket, peer, encode(message))
+
+
+def _send_frames_to(socket: zmq.SyncSocket, peer: bytes, frames: Frames) -> None:
     try:
-        _send_frames(socket, frames)
+        _send_frames(socket, [peer, *frames])
     except zmq.ZMQError as error:
         if error.errno == zmq.EHOSTUNREACH:
             raise PeerGone(peer.decode(errors="replace")) from None
         raise
 
 
+def receive_all(socket: zmq.SyncSocket) -> list[tuple[bytes, Message]]:
+    """What comes next, one message or several that came as one, with its sender where the socket is a ROUTER.
+
+    Never blocks: raises zmq.Again if there is nothing.
+    """
+    frames = receive_frames(socket)
+    peer = bytes(frames.pop(0)) if socket.type == zmq.ROUTER else b""
+    return [(peer, message) for message in decode_all(frames)]
+
+
 def receive(socket: zmq.SyncSocket) -> Message:
-    """The next message. Never blocks: raises zmq.Again if there is none."""
+    """The next message, where each comes alone. Never blocks: raises zmq.Again if there is none."""
     return decode(receive_frames(socket))
 
 
 def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:
-    """The next message of a ROUTER and its sender's identity."""
+    """The next message of a ROUTER and its sender's identity, where each comes alone."""
     peer, *frames = receive_frames(socket)
     return bytes(peer), decode(frames)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 
@@ -29,7 +30,7 @@ from rl.core.moments import Moment
 from rl.core.process import Process, WaitExpired
 from rl.core.receiving import Malformed, Receiver
 from rl.core.run import context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, send, send_to, sender
+from rl.core.sockets import PeerGone, identity, open_socket, send, send_all, send_to, sender
 from rl.core.trace import told_since
 from rollout.broker import actions
 from rollout.broker.assembly import info_means, make_shards, no_batch
@@ -336,11 +337,12 @@ class Broker:
         """All at once: the socket's thread is woken once, and writes many messages in one call."""
         for (index, incarnation), ticket_ids in self.intake.acks.items():
             self._outgoing.append((index, incarnation, messages.AckTickets(ticket_ids)))
+        to_each: defaultdict[bytes, list[Message]] = defaultdict(list)
         for index, incarnation, message in self._outgoing:
-            try:
-                send_to(self.tickets, identity("env_server", index, incarnation), message)
-            except PeerGone:
-                pass  # it died: its PeerDied gives back what it held
+            to_each[identity("env_server", index, incarnation)].append(message)
+        for server, together in to_each.items():
+            with contextlib.suppress(PeerGone):  # it died: its PeerDied gives back what it held
+                send_all(self.tickets, together, server)
         self.intake.acks.clear()
         self._outgoing.clear()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -28,6 +29,7 @@ from rollout.episodes.environment import ChatMessage, ToolCall, Tools
 DUMMY_USER = "fresco dummy question"
 DUMMY_TURN = "fresco dummy answer"
 _CLOSED_CACHED = 1024  # sets of tools
+_PROMPTS_CACHED = 64
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -99,6 +101,8 @@ class ChatTokenizer:
         self._options = dict(template_options or {})
         self._closed: dict[str, Closed] = {}  # by tools: what follows a turn without calls
         self._template = _compile(_chat_template(folder, settings))
+        # The episodes of a group begin alike, and side by side.
+        self._plain_prompt = lru_cache(_PROMPTS_CACHED)(lambda messages: self._encode(self.written(messages)))
         special = {id: token for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special_texts = [token.content for token in special.values() if len(token.content.strip()) > 2]
 
@@ -115,7 +119,9 @@ class ChatTokenizer:
             raise TokenizerError(f"{folder} names no end-of-sequence token, nor does its chat template close turns")
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> list[int]:
-        return self._encode(self.written(messages, tools))
+        if tools or any(message.calls for message in messages):  # arguments of calls cannot be hashed
+            return self._encode(self.written(messages, tools))
+        return list(self._plain_prompt(tuple(messages)))
 
     def written(self, messages: Sequence[ChatMessage], tools: Tools = (), *, opens_turn: bool = True) -> str:
         """What the template writes. Arguments of calls go in as an object, or as text where it refuses that."""

@@ -25,7 +25,7 @@ from rl.core.messages import Message, ProtocolError
 from rl.core.process import Process
 from rl.core.receiving import Malformed, Receiver
 from rl.core.run import ProcessContext, context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, send, send_to, sender
+from rl.core.sockets import PeerGone, identity, open_socket, send_all, sender
 from rollout.proxy.actions import (
     AbortAt,
     Action,
@@ -68,6 +68,10 @@ class Proxy:
         self._peers: dict[int, bytes] = {}  # generator index -> its peer
         self._clients: set[bytes] = set()  # that have said hello
 
+        # What leaves at the end of a turn: reports to the broker, and to each peer of a socket all that is for it.
+        self._reports: list[Message] = []
+        self._letters: defaultdict[tuple[zmq.SyncSocket, bytes], list[Message]] = defaultdict(list)
+
         self._malformed = Malformed("proxy")
         self._undelivered = 0
         self._answered = 0
@@ -79,7 +83,7 @@ class Proxy:
         process = self._process
         # Generators first: their answers free room for requests.
         handlers = {self._backend: self._from_generator, self._frontend: self._from_client}
-        again = {self._usage: lambda: send(self._usage, messages.ReportsLost())}
+        again = {self._usage: lambda: self._reports.append(messages.ReportsLost())}
         receiver = Receiver(handlers, self._malformed, process.wake_fd, again=again)
         last = time.monotonic()
 
@@ -89,6 +93,7 @@ class Proxy:
                 if isinstance(message, messages.PeerDied):
                     self._peer_died(message)
             receiver.drain()
+            self._send()
 
             now = time.monotonic()
             self._account(now, now - last)
@@ -109,7 +114,7 @@ class Proxy:
                 self._perform(self._core.abort(time.monotonic(), peer, message.request_id))
             case messages.ClientHello():  # the identity says who it is
                 if peer in self._clients:  # the connection broke: answers may be lost, and will be asked for again
-                    send(self._usage, messages.ReportsLost())
+                    self._reports.append(messages.ReportsLost())
                 self._clients.add(peer)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
@@ -151,7 +156,7 @@ class Proxy:
         when_and_who = time.monotonic(), *self._incarnations[peer]
         match message:
             case messages.Generated(request_id=key) if key < self._first_key:  # asked for by a proxy that died
-                send(self._usage, messages.Usage(message.session, message.tokens_generated, lost=True))
+                self._reports.append(messages.Usage(message.session, message.tokens_generated, lost=True))
             case messages.Generated(request_id=key, tokens_generated=tokens, finish_reason=reason):
                 self._perform(self._core.finished(*when_and_who, key, tokens, reason), message)
             case messages.FirstToken():
@@ -176,7 +181,7 @@ class Proxy:
                 read_along[client][request_id] = self._continuations.kept(key) + start, columns
 
         for client, parts in read_along.items():
-            self._send_to(self._frontend, client, messages.Grown(parts))
+            self._letters[self._frontend, client].append(messages.Grown(parts))
 
     def _greeted(self, hello: messages.GeneratorHello, peer: bytes) -> None:
         me = hello.generator, hello.incarnation
@@ -211,9 +216,9 @@ class Proxy:
             match action:
                 case SendTo():
                     self._continuations.sent(action.key)
-                    self._send_to(self._backend, self._peers[action.generator], self._requests[action.key])
+                    self._letters[self._backend, self._peers[action.generator]].append(self._requests[action.key])
                 case AbortAt():
-                    self._send_to(self._backend, self._peers[action.generator], messages.Abort(action.key))
+                    self._letters[self._backend, self._peers[action.generator]].append(messages.Abort(action.key))
                 case Reply():
                     self._reply(action, cause)
 
@@ -228,13 +233,13 @@ class Proxy:
 
                 case ReportFirstToken():
                     assert isinstance(cause, messages.FirstToken)
-                    send(self._usage, messages.FirstToken(action.key, action.session, cause.version))
+                    self._reports.append(messages.FirstToken(action.key, action.session, cause.version))
                 case ReportUsage():
-                    send(self._usage, messages.Usage(action.session, action.tokens, action.lost))
+                    self._reports.append(messages.Usage(action.session, action.tokens, action.lost))
                 case ReportLost():
-                    send(self._usage, messages.ReportsLost())
+                    self._reports.append(messages.ReportsLost())
                 case ReportProgress():
-                    send(self._usage, messages.StillSampling())
+                    self._reports.append(messages.StillSampling())
 
     def _reply(self, reply: Reply, answer: Message | None) -> None:
         request = self._requests.pop(reply.key)
@@ -249,14 +254,21 @@ class Proxy:
         if kept:
             message = replace(message, columns=columns, tokens_generated=kept + message.tokens_generated)
         assert isinstance(reply.client, bytes)
-        self._send_to(self._frontend, reply.client, message)
+        self._letters[self._frontend, reply.client].append(message)
 
-    def _send_to(self, socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
-        """A peer that is gone is reported by the supervisor; until then nothing is done on the suspicion."""
-        try:
-            send_to(socket, peer, message)
-        except PeerGone:
-            self._undelivered += 1
+    def _send(self) -> None:
+        """The end of a turn. Reports first: the broker counts tokens before it gets the trajectory that has them.
+
+        A peer that is gone is reported by the supervisor; until then nothing is done on the suspicion.
+        """
+        send_all(self._usage, self._reports)
+        for (socket, peer), together in self._letters.items():
+            try:
+                send_all(socket, together, peer)
+            except PeerGone:
+                self._undelivered += len(together)
+        self._reports.clear()
+        self._letters.clear()
 
     # ------------------------------------------------------------ accounting
 

@@ -32,7 +32,8 @@ from rl.core.messages import (
     Version,
 )
 from rl.core.run import RunFile
-from rl.core.sockets import open_socket, receive, receive_from, send_to
+from rl.core.sockets import open_socket, send_to
+from tests.inbox import arrived
 from tests.rollout.trajectories import reply_columns
 
 REPOSITORY = Path(__file__).parents[2]
@@ -116,7 +117,8 @@ class ServerPeers:
                 f"the server ended, waiting for {what}"
             )  # its last words may still be on their way
             for socket, _ in ready:
-                self._handle(receive(socket) if socket is self.sockets["trajectories"] else receive_from(socket)[1])
+                for _peer, message in arrived(socket):
+                    self._handle(message)
 
     def run_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds

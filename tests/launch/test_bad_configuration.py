@@ -55,6 +55,7 @@ BAD = [
     ("simulated", "rollout.alpha=true", "rollout.alpha=True"),
     ("simulated", "env.options.turns=true", "env.options.turns=True"),
     ("simulated", "rollout.alpha=.inf", "rollout.alpha=inf"),
+    ("math_cpu", "generator.own_process=false generator.tensor_parallel=2", "generator.own_process=false"),
     ("simulated", "learner.lr=.nan", "learner.lr=nan"),
     ("simulated", "learner.eps=.inf", "learner.eps=inf"),
     ("simulated", "learner.betas=[2,3]", "learner.betas.0=2"),

@@ -9,7 +9,7 @@ Invariants
   `drain`), or the cache is salted with the version under which the episode began (`keep`).
 * Weights arrive through `load` only, version 0 included; the model starts with dummy weights.
 
-vLLM runs its engine core in a child process; this file is its asyncio front end. Sources: vllm 0.32,
+Where vLLM's core runs, in a child process or in a thread, is the matter of `vllm_core.py`. Sources: vllm 0.32,
 `v1/engine/{async_llm,core,output_processor}.py`.
 """
 
@@ -17,36 +17,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl.core.messages import Generate, Version, WeightStatus
 from rl.core.recent import Recent
-from rl.core.run import ProcessContext
+from rl.core.run import ProcessContext, RunFile
 from rollout.generator.engines.base import EngineInfo, Sampled
-from rollout.generator.engines.owner import OWNER_VARIABLE
-from rollout.generator.engines.vllm_internals import Stream, engine_processes, know_texts, pause_at_once, start_engine
-from rollout.generator.engines.vllm_settings import engine_arguments, engine_death, engine_info, sampling_params
+from rollout.generator.engines.vllm_core import Core, Stream
+from rollout.generator.engines.vllm_process import OwnProcess
+from rollout.generator.engines.vllm_settings import engine_arguments, engine_info, in_own_process, sampling_params
+from rollout.generator.engines.vllm_thread import OwnThread
 
 _PROBE_PRIORITY = -(1 << 31)  # before every request
 _SESSIONS_REMEMBERED = 1 << 16
 _FETCH_POLL_S = 0.005
 _EXIT_S = 2.0  # longest last answer of an engine, and end of one that has said that it has failed
-_EXIT_CODE_S = 1.0
 
 
 @dataclass
@@ -73,48 +71,31 @@ class VllmEngine:
         self._loading = asyncio.Lock()
         self._knows_texts = False
         self._open = False  # false while weights are exchanged: new requests wait at their gates
-        self._llm: AsyncLLM
-        self._ended: asyncio.Future[BaseProcess]
+        self._core: Core
 
     async def start(self) -> EngineInfo:
         arguments, untied = engine_arguments(self._context)
-        loop = asyncio.get_running_loop()
-        self._ended = loop.create_future()
-        os.environ[OWNER_VARIABLE] = str(os.getpid())
-        try:
-            self._llm = start_engine(arguments)
-        finally:
-            del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none
-        await self._llm.get_supported_tasks()  # cached: add_request then reaches the core without a switch
-
-        for process in engine_processes(self._llm):
-            loop.add_reader(process.sentinel, self._process_ended, process)
+        core = make_core(self._context.run, arguments)
+        await core.start()
+        self._core = core
 
         context = self._context
         folder = context.run.folder
         file = context.run.socket_folder / f"load.{context.index}"
         self._progress = np.memmap(file, np.uint64, "w+", shape=(self._config.generator.tensor_parallel,))
-        await self._rpc("weights_open", str(folder), context.index, context.incarnation, untied, str(file))
-        return engine_info(self._llm.vllm_config)
+        await core.rpc("weights_open", str(folder), context.index, context.incarnation, untied, str(file))
+        return engine_info(core.config)
 
     async def watch(self) -> None:
-        process = await asyncio.shield(self._ended)
-        until = time.monotonic() + _EXIT_CODE_S
-        while process.exitcode is None and time.monotonic() < until:  # a thread of vLLM may be reading it
-            await asyncio.sleep(0.01)
-        raise engine_death(process)
+        raise await asyncio.shield(self._core.died)
 
     async def stop(self) -> None:
-        if not hasattr(self, "_llm"):  # start did not get that far
+        if not hasattr(self, "_core"):  # start did not get that far
             return
-        for process in engine_processes(self._llm):
-            asyncio.get_running_loop().remove_reader(process.sentinel)
-
-        if not self._ended.done():
+        if not self._core.died.done():
             with contextlib.suppress(EngineDeadError, TimeoutError):  # what ended the engine is reported, not this
-                await asyncio.wait_for(self._rpc("weights_close"), _EXIT_S)
-        self._llm.shutdown(timeout=_EXIT_S)
-        del self._llm  # its finalizer needs modules that an ending interpreter has dropped
+                await asyncio.wait_for(self._core.rpc("weights_close"), _EXIT_S)
+        self._core.shutdown(_EXIT_S)
 
     async def generate(self, request: Generate, progress: Callable[[Sampled], None]) -> Sampled:
         """Run one request to its end; ValueError if it does not fit the model (the engine goes on)."""
@@ -158,11 +139,11 @@ class VllmEngine:
         request = running.request
         if request.stop and not self._knows_texts:
             self._knows_texts = True
-            know_texts(self._llm, Path(self._llm.model_config.model) / "tokenizer.json")
+            self._core.know_texts(Path(self._core.config.model_config.model) / "tokenizer.json")
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt(running))
         name = str(request.request_id)
         try:
-            stream = await Stream.begin(self._llm, name, prompt, sampling_params(request), request.priority)
+            stream = await self._core.begin(name, prompt, sampling_params(request), request.priority)
         except VLLMClientError as error:
             raise ValueError(f"request {name} refused by vLLM: {error}") from None
 
@@ -173,7 +154,8 @@ class VllmEngine:
 
             finished = False
             while not finished:
-                completion, finished = await stream.next()
+                output = await stream.next()
+                completion, finished = output.outputs[0], output.finished
                 _take(running, stream.spans, completion)
                 if running.sampled.token_ids and not finished:
                     progress(running.sampled)
@@ -185,11 +167,6 @@ class VllmEngine:
         finally:
             stream.close()
             running.stream = None
-
-    def _process_ended(self, process: BaseProcess) -> None:
-        asyncio.get_running_loop().remove_reader(process.sentinel)
-        if not self._ended.done():
-            self._ended.set_result(process)
 
     def _salt(self, running: _Running) -> str | None:
         """What a request's cached prefix must have been computed with, besides equal tokens: its episode's version.
@@ -219,7 +196,7 @@ class VllmEngine:
 
             load_s = 0.0
             while True:
-                parts = await self._rpc("weights_load")
+                parts = await self._core.rpc("weights_load")
                 load_s += max(part["load_s"] for part in parts)
                 if all(part["intact"] for part in parts):
                     checked = self._checked(version, parts)
@@ -227,10 +204,10 @@ class VllmEngine:
                 fetched = await self._fetch(version)  # torn: the writer took the slot back
 
             self._version = Version(fetched["epoch"], fetched["n"])
-            told = asyncio.create_task(self._llm.update_weight_version(_label(self._version)))
+            told = asyncio.create_task(self._core.set_version(_label(self._version)))
             probe = asyncio.create_task(self._probe(probe_ids))
             await asyncio.sleep(0)  # both are queued, in this order, before anything resumes
-            await self._llm.resume_generation()
+            await self._core.resume()
             await told
 
             self._open = True
@@ -262,8 +239,8 @@ class VllmEngine:
     async def _fetch(self, version: Version) -> dict[str, Any]:
         """Lease the newest version on every rank, while generation goes on; the ranks agree on one."""
         while True:
-            await self._rpc("weights_fetch", version.epoch, version.n)
-            while not all(parts := await self._rpc("weights_fetched")):
+            await self._core.rpc("weights_fetch", version.epoch, version.n)
+            while not all(parts := await self._core.rpc("weights_fetched")):
                 await asyncio.sleep(_FETCH_POLL_S)
             if errors := [part["error"] for part in parts if "error" in part]:
                 raise self._unreadable(version, errors[0])
@@ -271,30 +248,30 @@ class VllmEngine:
             leased = {Version(part["epoch"], part["n"]) for part in parts}
             if len(leased) == 1:
                 return max(parts, key=lambda part: part["wait_s"])
-            await self._rpc("weights_drop")
+            await self._core.rpc("weights_drop")
             version = max(leased)
 
     async def _pause(self) -> None:
         """Stop stepping, as `on_update` says."""
         match self.on_update:
             case "recompute":
-                await pause_at_once(self._llm)
+                await self._core.pause("keep", clear_cache=True)
             case "abort":
-                await self._llm.pause_generation(mode="abort", clear_cache=True)
+                await self._core.pause("abort", clear_cache=True)
             case "drain":
                 await self._drain()
             case "keep":
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                await self._core.pause("keep", clear_cache=False)
                 for running in list(self._running.values()):
                     if running.stream is not None and running.began_episode and not running.stream.spans:
                         await running.stream.abort()  # it has no token yet: it begins again, newly salted
 
     async def _drain(self) -> None:
         """Wait for the running requests, but not beyond the deadline: what still runs then is recomputed."""
-        drained = asyncio.create_task(self._llm.pause_generation(mode="wait", clear_cache=True))
+        drained = asyncio.create_task(self._core.pause("wait", clear_cache=True))
         done, _ = await asyncio.wait({drained}, timeout=self._config.generator.drain_deadline_s)
         if not done:
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self._core.pause("keep", clear_cache=True)
         await drained  # a full stop ends the wait as well
 
     async def _probe(self, probe_ids: list[int]) -> list[float]:
@@ -313,15 +290,18 @@ class VllmEngine:
         )
 
         prompt = tokens_input(probe_ids, cache_salt=f"probe {_label(self._version)}")
-        async for output in self._llm.generate(prompt, parameters, "probe", priority=_PROBE_PRIORITY):
-            scores = output.prompt_logprobs
+        stream = await self._core.begin("probe", prompt, parameters, _PROBE_PRIORITY)
+        try:
+            scores = (await stream.next()).prompt_logprobs
+        finally:
+            stream.close()
         assert isinstance(scores, FlatLogprobs)
         return list(scores.logprobs)
 
-    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of `LoadsWeights` on every rank."""
-        answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
-        return answers
+
+def make_core(run: RunFile, arguments: AsyncEngineArgs) -> Core:
+    """In the form that `generator.own_process` asks for; not started."""
+    return OwnProcess(arguments) if in_own_process(run) else OwnThread(arguments)
 
 
 def _take(running: _Running, live_spans: list[tuple[str, int]], completion: CompletionOutput) -> None:

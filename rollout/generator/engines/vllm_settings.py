@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.core.messages import Generate
-from rl.core.run import ProcessContext
+from rl.core.run import ProcessContext, RunFile
 from rollout.generator.engines.base import EngineInfo
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
@@ -85,6 +85,14 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         enable_log_requests=False,
     )
     return arguments, tied
+
+
+def in_own_process(run: RunFile) -> bool:
+    """Whether vLLM's core has a process beside the generator's, or a thread in it."""
+    config = run.config.generator
+    if config.own_process is not None:
+        return config.own_process
+    return run.device != "cpu" or config.tensor_parallel > 1
 
 
 def engine_info(config: VllmConfig) -> EngineInfo:

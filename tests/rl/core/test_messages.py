@@ -110,7 +110,7 @@ def test_missing_or_misshapen_buffers_are_refused() -> None:
 def test_other_protocol_version_is_refused() -> None:
     header = bytes(encode(Stop("x"))[0])
     with pytest.raises(ProtocolError, match="protocol 9"):
-        decode([header.replace(b"\x92\x02", b"\x92\x09", 1)])
+        decode([header.replace(b"\x92\x03", b"\x92\x09", 1)])
 
 
 @given(ids=arrays.arrays(np.int32, st.integers(0, 50)))

@@ -46,6 +46,7 @@ from rl.core.sockets import identity, open_socket, receive, receive_from, send, 
 from rl.core.trace import read_trace
 from rollout.broker.records import State
 from tests.conftest import MakeRun
+from tests.inbox import next_from
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
 DEADLINE_S = 120.0
@@ -133,8 +134,9 @@ class BrokerProcess:
 
 
 def _next(socket: zmq.Socket[bytes], timeout_s: float = DEADLINE_S) -> Message:
-    assert socket.poll(int(timeout_s * 1000)), "nothing arrived"
-    return receive(socket)
+    came = next_from(socket, timeout_s)
+    assert came is not None, "nothing arrived"
+    return came[1]
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def test_a_dead_server_and_an_invalid_trajectory(broker: BrokerProcess) -> None:
     cancelled_seq = broker.seq[1] + 2
     send(broker.servers[1], TicketCancelled(0, 1, cancelled_seq, retried.ticket_id))  # overtakes a result
     assert broker.from_broker(1) == AckTickets([broken.ticket_id])
-    assert not broker.servers[1].poll(200), "a message is handled only when all before it are"
+    assert next_from(broker.servers[1], 0.2) is None, "a message is handled only when all before it are"
 
     send(broker.results, make_trajectory(again[1], result_seq, 1.0, incarnation=1))
     following = broker.tickets(

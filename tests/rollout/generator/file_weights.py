@@ -1,4 +1,4 @@
-"""A weight reader over plain files, mixed into the engine's worker: tests can tear a read or leave a tensor out.
+"""A weight reader over plain files, mixed into the worker: tests can tear a read, hold a load, leave a tensor out.
 
 The writer's side is a `weights.<n>.safetensors` in the run folder, renamed into place.
 """
@@ -62,4 +62,7 @@ class FileWeights(LoadsWeights):
         return cast(WeightReader, FileReader(self._weights_run.folder))
 
     def _weights_pairs(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Not while there is a file `hold`."""
+        while (self._weights_run.folder / "hold").exists():
+            time.sleep(0.01)
         return iter(load(bytes(self._weights_view)).items())

@@ -28,10 +28,11 @@ from rl.core.messages import (
     WeightStatus,
 )
 from rl.core.run import RunFile
-from rl.core.sockets import identity, open_socket, receive_from, send, send_to
+from rl.core.sockets import identity, open_socket, send, send_to
 from rl.weights import Manifest, make_writer
 from rollout.generator.jobs import DELIVERED_EVERY
 from tests.conftest import MakeRun
+from tests.inbox import next_from
 
 ME = identity("generator", 0, 2)
 MANIFEST = Manifest.layout([("weight", (64,), "float32")])
@@ -64,8 +65,8 @@ class Outside:
     def get(self, socket: zmq.SyncSocket, wanted: Callable[[Message], bool], seconds: float = 80) -> Message:
         """The next message that is wanted; heartbeats and the like pass by."""
         deadline = time.monotonic() + seconds
-        while socket.poll(int(1000 * max(0, deadline - time.monotonic()))):
-            peer, message = receive_from(socket)
+        while (came := next_from(socket, deadline - time.monotonic())) is not None:
+            peer, message = came
             assert peer == ME
             if wanted(message):
                 return message

@@ -187,13 +187,13 @@ def test_abort_answers_with_the_partial_result(rig: Rig) -> None:
 
 def test_a_request_aborted_during_a_load_ends_at_once(rig: Rig) -> None:
     request = rig.request(PROBE)
-    (process,) = rig.processes
+    hold = rig.folder / "hold"
 
     async def run() -> Sampled:
+        hold.touch()
         load = asyncio.create_task(rig.next())
         while rig.engine._open:
             await asyncio.sleep(0)
-        process.suspend()  # the load goes on when the request has ended
         try:
             task = rig.begin(request)
             await asyncio.sleep(0)
@@ -201,7 +201,7 @@ def test_a_request_aborted_during_a_load_ends_at_once(rig: Rig) -> None:
             result = await asyncio.wait_for(task, 60)
             assert not load.done()
         finally:
-            process.resume()
+            hold.unlink()  # the load goes on when the request has ended
         await load
         return result
 
@@ -271,30 +271,36 @@ def test_missing_weights_are_an_error(rig: Rig) -> None:
 def test_vllm_s_internals_are_as_we_use_them(rig: Rig) -> None:
     from vllm.inputs.engine import tokens_input
 
-    from rollout.generator.engines.vllm_internals import Stream, engine_processes
+    from rollout.generator.engines.vllm_process import OwnProcess
     from rollout.generator.engines.vllm_settings import sampling_params
+    from rollout.generator.engines.vllm_thread import OwnThread
 
-    (process,) = engine_processes(rig.engine._llm)
-    assert process.is_alive() and process.pid in {child.pid for child in rig.processes}
+    core = rig.engine._core
+    assert isinstance(core, OwnProcess if rig.own_process else OwnThread)
+    if isinstance(core, OwnProcess):
+        (process,) = core.processes
+        assert process.is_alive() and process.pid in {child.pid for child in rig.processes}
 
     async def run() -> tuple[list[tuple[str, int]], str | None]:
         parameters = sampling_params(rig.request(PROBE, max_tokens=400))
-        stream = await Stream.begin(rig.engine._llm, "internals", tokens_input(PROBE), parameters, 0)
+        stream = await core.begin("internals", tokens_input(PROBE), parameters, 0)
         assert stream.spans == []
-        completion, finished = await stream.next()
-        assert not finished and 1 <= len(completion.token_ids) < 400  # several where this loop was late
+        output = await stream.next()
+        assert not output.finished and 1 <= len(output.outputs[0].token_ids) < 400  # several where this loop was late
         spans = list(stream.spans)
         await stream.abort()
-        while not finished:
-            completion, finished = await stream.next()
+        while not output.finished:
+            output = await stream.next()
         stream.close()
-        return spans, completion.finish_reason
+        return spans, output.outputs[0].finish_reason
 
     assert rig.call(run()) == ([(f"0.{rig.n}", 0)], "abort")
 
 
 @pytest.mark.slow
 def test_the_engine_process_dies_with_a_killed_generator(rig: Rig) -> None:
+    if not rig.own_process:
+        return
     script = f"""
         import asyncio, os
         from rl.core.run import ProcessContext, RunFile

@@ -1,5 +1,7 @@
 """One real vLLM engine (tiny random Qwen3), its event loop in a thread, and transformers in float32 as the judge.
 
+`rig` comes in both forms of vLLM's core: in a process of its own, and in a thread of this one.
+
 Policy version n is the random model of seed n: neighbouring versions differ by nats per token, so a token
 tagged with the wrong version cannot pass a 1e-4 comparison.
 """
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import pytest
+import torch
 from msgspec.structs import replace
 
 from rl.core.config import load_config
@@ -60,10 +63,12 @@ SETTINGS = [
 
 
 class Rig:
-    def __init__(self, tied: bool, device: str = "cpu", dtype: str = "float32") -> None:
+    def __init__(self, tied: bool, device: str = "cpu", dtype: str = "float32", own_process: bool = True) -> None:
         self.tied = tied
+        self.own_process = own_process
         self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
-        config = load_config(None, [*SETTINGS, f"generator.dtype={dtype}"])
+        settings = [*SETTINGS, f"generator.dtype={dtype}", f"generator.own_process={str(own_process).lower()}"]
+        config = load_config(None, settings)
         os.environ.update(engine_environment(config, device))
         self.model(0).save_pretrained(self.folder / "model")
         self.run = RunFile(
@@ -90,6 +95,7 @@ class Rig:
         from rollout.generator.engines import vllm, vllm_settings
 
         vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
+        self._set_num_threads = torch.set_num_threads
         before = set(psutil.Process().children(recursive=True))
         self.engine = vllm.VllmEngine(ProcessContext(self.run, 0, 0))
         with pytest.MonkeyPatch.context() as patch:
@@ -98,6 +104,7 @@ class Rig:
             patch.setenv("LD_PRELOAD", "")  # vLLM's addition is for its own child, not for other tests'
             self.info = self.call(self.engine.start(), 240)
         self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before and _is_engine(p)]
+        assert bool(self.processes) == self.own_process
         self.update()
 
     def stop(self) -> None:
@@ -106,14 +113,24 @@ class Rig:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
         shutil.rmtree(self.folder)
-        assert gone and not alive, f"stop() left {alive}"
+        if not self.own_process:
+            self._leave_nothing_in_this_process()
+        assert bool(gone) == self.own_process and not alive, f"stop() left {alive}"
+
+    def _leave_nothing_in_this_process(self) -> None:
+        """Other tests make process groups of their own, and set threads, which vLLM forbids on a CPU."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()  # type: ignore[no-untyped-call]
+        destroy_distributed_environment()  # type: ignore[no-untyped-call]
+        torch.set_num_threads = self._set_num_threads
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float = 240) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def cpu_seconds(self) -> float:
         """What the engine has computed so far, its children included."""
-        times = [process.cpu_times() for process in self.processes]
+        times = [process.cpu_times() for process in self.processes or [psutil.Process()]]
         return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
     # ------------------------------------------------------------ weights
@@ -187,8 +204,6 @@ class Rig:
 
     def reference(self, n: int, ids: list[int], temperature: float = 1.0, top_p: float = 1.0) -> np.ndarray:
         """Log-probabilities of ids[1:] under version n: temperature, then the nucleus, renormalised."""
-        import torch
-
         with torch.no_grad():
             logits = self.model(n)(torch.tensor([ids])).logits[0, :-1].double() / temperature
         logp = logits.log_softmax(-1)  # (T-1, vocab)
@@ -222,7 +237,6 @@ def _is_engine(process: psutil.Process) -> bool:
 
 @lru_cache(maxsize=64)
 def _model(n: int, tied: bool) -> Any:
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     with torch.random.fork_rng():
@@ -230,17 +244,17 @@ def _model(n: int, tied: bool) -> Any:
         return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=tied)).eval()
 
 
-def running(tied: bool, device: str = "cpu", dtype: str = "float32") -> Iterator[Rig]:
+def running(tied: bool, device: str = "cpu", dtype: str = "float32", own_process: bool = True) -> Iterator[Rig]:
     """A started rig for a fixture."""
-    rig = Rig(tied, device, dtype)
+    rig = Rig(tied, device, dtype, own_process)
     rig.start()
     yield rig
     rig.stop()
 
 
-@pytest.fixture(scope="session")
-def shared_rig() -> Iterator[Rig]:
-    yield from running(tied=False)
+@pytest.fixture(scope="module", params=[True, False], ids=["own_process", "own_thread"])
+def shared_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    yield from running(tied=False, own_process=request.param)
 
 
 @pytest.fixture
@@ -250,6 +264,6 @@ def rig(shared_rig: Rig) -> Rig:
     return shared_rig
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tied_rig() -> Iterator[Rig]:
     yield from running(tied=True)

@@ -17,12 +17,13 @@ from rl.core.messages import ClientHello, Message, ParserHello, ParseTurn, Stop,
 from rl.core.process import Process, WaitExpired
 from rl.core.receiving import Malformed
 from rl.core.run import ProcessContext, RunFile
-from rl.core.sockets import open_socket, receive_from, send_to
+from rl.core.sockets import open_socket, send_to
 from rollout.episodes.live import LiveTurn
 from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
 from rollout.episodes.tokenizer import IdTokenizer
 from rollout.parsers.client import ParserClient
 from tests.conftest import MakeRun
+from tests.inbox import arrived
 
 TURN = SampledText("why</think>hello", "<think>", TOOLS)
 ANSWER: dict[str, Any] = {"content": "hello", "reasoning": "why", "calls": [("add", "{}")]}
@@ -45,9 +46,8 @@ class Side:
 
     async def hears(self, wanted: Sequence[type]) -> None:
         while [type(message) for message in self.heard] != list(wanted):
-            if self.socket.poll(0):
-                self.heard.append(receive_from(self.socket)[1])
-                assert len(self.heard) <= len(wanted), self.heard
+            self.heard += [message for _, message in arrived(self.socket)]
+            assert len(self.heard) <= len(wanted), self.heard
             await asyncio.sleep(0.001)
 
     def says(self, message: Message) -> None:

@@ -30,8 +30,9 @@ from rl.core.messages import (
     encode,
 )
 from rl.core.run import RunFile
-from rl.core.sockets import identity, open_socket, receive, receive_from, send, send_to
+from rl.core.sockets import identity, open_socket, receive_from, send, send_to
 from tests.conftest import MakeRun
+from tests.inbox import next_from
 from tests.rollout.trajectories import reply_columns
 
 PROXY = identity("proxy", 0)
@@ -115,10 +116,10 @@ def answer(key: int, session: int, tokens: int, reason: str = "stop") -> Generat
 
 
 def get(socket: zmq.SyncSocket, kind: type) -> Message:
-    poll(socket)
-    message = receive(socket)
-    assert isinstance(message, kind), message
-    return message
+    came = next_from(socket, 120)
+    assert came is not None, "nothing arrived"
+    assert isinstance(came[1], kind), came[1]
+    return came[1]
 
 
 def test_requests_and_answers_cross_unchanged_but_for_the_request_id(outside: Outside) -> None:
@@ -179,7 +180,7 @@ def test_a_dead_generator_s_requests_are_sent_to_another(outside: Outside) -> No
     second = outside.generator(1)
     first.close()
     outside.heartbeat()
-    assert not second.poll(200), "nothing is sent again on a suspicion"
+    assert next_from(second, 0.2) is None, "nothing is sent again on a suspicion"
     send_to(outside.control, PROXY, PeerDied("generator", 0, 0))
 
     again = get(second, Generate)

@@ -1,0 +1,76 @@
+"""vLLM's core as `VllmEngine` uses it: requests, pauses, calls into the workers; two forms behind one protocol.
+
+* `OwnProcess` (`vllm_process.py`): vLLM's AsyncLLM, its core in a child process. On GPUs, and for tensor parallelism.
+* `OwnThread` (`vllm_thread.py`): the core in a thread of the generator. On a CPU, where the messages to a child and its
+  turns on the cores cost a quarter of what short answers cost in all.
+
+`generator.own_process` chooses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from vllm.config import VllmConfig
+from vllm.inputs.engine import TokensInput
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+PauseMode = Literal["keep", "abort", "wait"]
+
+
+class Stream(Protocol):
+    """One request inside vLLM."""
+
+    spans: list[tuple[str, int]]
+    """(weight version, its first token): vLLM's own list, which grows while the request runs; empty at first."""
+
+    async def next(self) -> RequestOutput:
+        """What was sampled since the last call. Raises EngineDeadError."""
+        ...
+
+    async def abort(self) -> None:
+        """It ends with what it has."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Core(Protocol):
+    """Calls are carried out in the order in which they are made."""
+
+    config: VllmConfig
+    died: asyncio.Future[BaseException]
+    """What ended the core, once it has ended by itself."""
+
+    async def start(self) -> None: ...
+
+    async def begin(self, name: str, prompt: TokensInput, parameters: SamplingParams, priority: int) -> Stream:
+        """Raises VLLMClientError for a request that does not fit."""
+        ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop stepping: at once (`keep`), after ending all requests (`abort`), when those that run end (`wait`)."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def set_version(self, label: str) -> None:
+        """What the tokens of later steps are stamped with; call it while paused."""
+        ...
+
+    async def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `LoadsWeights` on every rank."""
+        ...
+
+    def know_texts(self, tokenizer: Path) -> None:
+        """Requests with `SamplingParams.stop` end at these texts from now on; the core was started without a tokenizer.
+
+        tokenizer: `tokenizer.json` of the model, which is what turns are read with. Others pay nothing: only requests
+        with `detokenize` are given it.
+        """
+        ...
+
+    def shutdown(self, timeout_s: float) -> None: ...

@@ -1,0 +1,113 @@
+"""vLLM's core in a process of its own: AsyncLLM, the asyncio front end that vLLM has for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import TokensInput
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from rollout.generator.engines.owner import OWNER_VARIABLE
+from rollout.generator.engines.vllm_core import PauseMode
+from rollout.generator.engines.vllm_internals import engine_processes, start_engine, text_reader
+from rollout.generator.engines.vllm_settings import engine_death
+
+_EXIT_CODE_S = 1.0
+
+
+class Stream:
+    """One request, without what `AsyncLLM.generate` adds to each of its outputs."""
+
+    def __init__(self, llm: AsyncLLM, outputs: RequestOutputCollector) -> None:
+        self._llm = llm
+        self._outputs = outputs
+        state = llm.output_processor.request_states.get(outputs.request_id)
+        self.spans: list[tuple[str, int]] = state.weight_version_starts if state is not None else []
+
+    async def next(self) -> RequestOutput:
+        output = self._outputs.get_nowait() or await self._outputs.get()
+        assert isinstance(output, RequestOutput)
+        return output
+
+    async def abort(self) -> None:
+        await self._llm.abort(self._outputs.request_id, internal=True)
+
+    def close(self) -> None:
+        self._outputs.close()  # type: ignore[no-untyped-call]
+
+
+class OwnProcess:
+    """Built, called and awaited in one asyncio loop."""
+
+    def __init__(self, arguments: AsyncEngineArgs) -> None:
+        self._arguments = arguments
+        self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._deaths: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        try:
+            self._llm = start_engine(self._arguments)
+        finally:
+            del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none
+        self.config = self._llm.vllm_config
+        await self._llm.get_supported_tasks()  # cached: add_request then reaches the core without a switch
+
+        loop = asyncio.get_running_loop()
+        for process in self.processes:
+            loop.add_reader(process.sentinel, self._ended, process)
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        return engine_processes(self._llm)
+
+    async def begin(self, name: str, prompt: TokensInput, parameters: SamplingParams, priority: int) -> Stream:
+        return Stream(self._llm, await self._llm.add_request(name, prompt, parameters, priority=priority))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        if mode == "keep" and clear_cache:
+            # As below, without 20 ms of sleep at its end, by which callers have seen all outputs. Ours need not.
+            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+        else:
+            await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def set_version(self, label: str) -> None:
+        await self._llm.update_weight_version(label)
+
+    async def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+        return answers
+
+    def know_texts(self, tokenizer: Path) -> None:
+        self._llm.output_processor.tokenizer = text_reader(tokenizer)
+
+    def shutdown(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        for process in self.processes:
+            loop.remove_reader(process.sentinel)
+        self._llm.shutdown(timeout=timeout_s)
+        del self._llm  # its finalizer needs modules that an ending interpreter has dropped
+
+    def _ended(self, process: BaseProcess) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.sentinel)
+        self._deaths.add(loop.create_task(self._tell(process)))
+
+    async def _tell(self, process: BaseProcess) -> None:
+        until = time.monotonic() + _EXIT_CODE_S
+        while process.exitcode is None and time.monotonic() < until:  # a thread of vLLM may be reading it
+            await asyncio.sleep(0.01)
+        if not self.died.done():
+            self.died.set_result(engine_death(process))

@@ -16,9 +16,9 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-import psutil
 
 from experiments.bench._bound import Work
+from experiments.bench._measuring import family_cpu_s
 from rl.core.run import ProcessContext, RunFile
 
 Request = tuple[list[int], int]
@@ -43,9 +43,9 @@ def measure(work: Work) -> float:
     while True:
         while len(lengths) < work.at_once:
             if len(waiting) == begins:
-                began_s, answered = _cpu_s(), 0
+                began_s, answered = family_cpu_s(), 0
             elif len(waiting) == ends:
-                return (_cpu_s() - began_s) * sum(length for _, length in measured) / answered
+                return (family_cpu_s() - began_s) * sum(length for _, length in measured) / answered
             prompt, length = waiting.popleft()
             lengths[_add(engine, str(next(names)), prompt, length)] = length
 
@@ -96,12 +96,6 @@ def _add(engine: Any, name: str, prompt: list[int], length: int) -> str:
 def _step(engine: Any) -> list[str]:
     """What has ended in it."""
     return [output.request_id for output in engine.step() if output.finished]
-
-
-def _cpu_s() -> float:
-    me = psutil.Process()
-    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
 
 
 def main(argv: list[str]) -> None:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from experiments.bench._measuring import Timing, temporary_run
+from experiments.bench._measuring import Timing, family_cpu_s, temporary_run
 from rl.core.batch_files import read_shard_files
 from rl.core.run import ProcessContext, RunFile
 from rl.learner.publish import probe_length
@@ -48,10 +47,10 @@ class Updates:
     async def block(self, *, probe: bool) -> Timing:
         """Of one round; CPU of this process and of those below it."""
         began_s = time.perf_counter()
-        began_cpu_s = _cpu_s()
+        began_cpu_s = family_cpu_s()
         for number in range(_ROUNDS):
             await self._round(number, probe)
-        return Timing((time.perf_counter() - began_s) / _ROUNDS, (_cpu_s() - began_cpu_s) / _ROUNDS)
+        return Timing((time.perf_counter() - began_s) / _ROUNDS, (family_cpu_s() - began_cpu_s) / _ROUNDS)
 
     async def _round(self, number: int, probe: bool) -> None:
         """With the same texts in every block."""
@@ -105,12 +104,6 @@ def texts_of(folder: Path, least: int) -> list[list[int]]:
     shard = read_shard_files(folder)[-1]
     parts = np.split(shard.columns["token_ids"], np.cumsum(shard.lengths)[:-1])
     return [part.tolist() for part in parts if len(part) >= least]
-
-
-def _cpu_s() -> float:
-    me = psutil.Process()
-    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
 
 
 def main(argv: list[str]) -> None:

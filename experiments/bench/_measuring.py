@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from rl.core.columns import token_columns
 from rl.core.config import load_config
@@ -89,6 +90,13 @@ def milliseconds(timings: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
         found[f"{name}_cpu_ms"] = 1e3 * statistics.fmean(value.cpu_s for value in values)
 
     return found
+
+
+def family_cpu_s() -> float:
+    """CPU seconds so far, of this process and of all below it that live."""
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def _cpu_s() -> float:

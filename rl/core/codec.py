@@ -134,4 +134,6 @@ class Codec(Generic[T]):
 
         if envelope.protocol != PROTOCOL:
             raise ProtocolError(f"protocol {envelope.protocol}, this side speaks {PROTOCOL}")
+        if not envelope.bodies:
+            raise ProtocolError("an empty list of messages")
         return envelope.bodies

@@ -301,7 +301,7 @@ class VllmEngine:
 
 def make_core(run: RunFile, arguments: AsyncEngineArgs) -> Core:
     """In the form that `generator.own_process` asks for; not started."""
-    return OwnProcess(arguments) if in_own_process(run) else OwnThread(arguments)
+    return OwnProcess(arguments) if in_own_process(run) else OwnThread(arguments, run.config.generator.threads)
 
 
 def _take(running: _Running, live_spans: list[tuple[str, int]], completion: CompletionOutput) -> None:

@@ -1,8 +1,8 @@
 """vLLM's core as `VllmEngine` uses it: requests, pauses, calls into the workers; two forms behind one protocol.
 
 * `OwnProcess` (`vllm_process.py`): vLLM's AsyncLLM, its core in a child process. On GPUs, and for tensor parallelism.
-* `OwnThread` (`vllm_thread.py`): the core in a thread of the generator. On a CPU, where the messages to a child and its
-  turns on the cores cost a quarter of what short answers cost in all.
+* `OwnThread` (`vllm_thread.py`): the core in a thread of the generator. On a CPU, where messages to a child and its
+  turns on the cores cost more than a process beside the generator gains.
 
 `generator.own_process` chooses.
 """

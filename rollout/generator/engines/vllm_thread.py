@@ -3,6 +3,8 @@
 The thread does everything that touches the core: it takes what was asked for, runs a step, and hands over the outputs
 of the step, all of them at once. Between this and the asyncio loop go a queue of calls and one callback a step: no
 message is encoded, and no process has to be waited for. While a step computes, the loop receives and sends.
+
+OpenMP counts its threads for each thread that calls it, and what a fork server has set stays: both threads are told.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import TokensInput
 from vllm.outputs import RequestOutput
@@ -28,15 +31,16 @@ from rollout.generator.engines.vllm_core import PauseMode
 from rollout.generator.engines.vllm_internals import text_reader
 
 T = TypeVar("T")
+_set_num_threads = torch.set_num_threads  # vLLM puts a function that does nothing into its place
 
 
 class Mailbox:
     """One request. vLLM's output processor puts into it, in the core's thread; `next` takes, in the loop's."""
 
-    def __init__(self, core: OwnThread) -> None:
+    def __init__(self, core: OwnThread, request_id: str) -> None:
         self.spans: list[tuple[str, int]] = []
-        self.request_id = ""
         self._core = core
+        self._request_id = request_id
         self._outputs: deque[RequestOutput] = deque()
         self._awaited: asyncio.Future[None] | None = None
 
@@ -61,7 +65,7 @@ class Mailbox:
         return self._outputs.popleft()
 
     async def abort(self) -> None:
-        self._core.abort(self.request_id)
+        self._core.abort(self._request_id)
 
     def close(self) -> None:
         self._core.streams.discard(self)
@@ -70,8 +74,10 @@ class Mailbox:
 class OwnThread:
     """Built, called and awaited in one asyncio loop."""
 
-    def __init__(self, arguments: AsyncEngineArgs) -> None:
+    def __init__(self, arguments: AsyncEngineArgs, threads: int) -> None:
+        """threads: of OpenMP, for a step."""
         self._arguments = arguments
+        self._threads = threads
         self._loop = asyncio.get_running_loop()
         self.died: asyncio.Future[BaseException] = self._loop.create_future()
         self.streams: set[Mailbox] = set()
@@ -81,6 +87,7 @@ class OwnThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> None:
+        _set_num_threads(self._threads)
         self._engine = LLMEngine.from_engine_args(self._arguments, enable_multiprocessing=False)
         self.config = self._engine.vllm_config
         self._core: Any = cast(Any, self._engine.engine_core).engine_core
@@ -95,8 +102,7 @@ class OwnThread:
         inputs = self._engine.input_processor
         request = inputs.process_inputs(name, prompt, parameters, supported_tasks=self._tasks, priority=priority)
         inputs.assign_request_id(request)
-        mailbox = Mailbox(self)
-        mailbox.request_id = request.request_id
+        mailbox = Mailbox(self, request.request_id)
         self.streams.add(mailbox)
         processor = self._engine.output_processor
 
@@ -117,7 +123,7 @@ class OwnThread:
         elif mode == "abort":
             await self._call(lambda: self._pause_having_ended_all(clear_cache))
         else:
-            await self._call(lambda: self._pause_at_once(clear_cache))
+            await self._call(lambda: self._core.pause_scheduler(mode="keep", clear_cache=clear_cache))
 
     async def resume(self) -> None:
         await self._call(self._core.resume_scheduler)
@@ -138,8 +144,6 @@ class OwnThread:
 
     async def _call(self, work: Callable[[], T]) -> T:
         """What it answers, or raises, in the core's thread. Raises EngineDeadError where that has ended."""
-        if self.died.done():
-            raise EngineDeadError from self.died.result()
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def call() -> None:
@@ -185,6 +189,7 @@ class OwnThread:
 
     def _run(self) -> None:
         try:
+            _set_num_threads(self._threads)
             while self._carry_out_calls():
                 self._engine.step()
                 self._hand_over()
@@ -208,9 +213,6 @@ class OwnThread:
         if self.outputs:
             self._loop.call_soon_threadsafe(self._deliver, self.outputs)
             self.outputs = []
-
-    def _pause_at_once(self, clear_cache: bool) -> None:
-        self._core.pause_scheduler(mode="keep", clear_cache=clear_cache)
 
     def _pause_having_ended_all(self, clear_cache: bool) -> None:
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)

@@ -12,7 +12,20 @@ from hypothesis.extra import numpy as arrays
 from rl.core import codec
 from rl.core.codec import PROTOCOL
 from rl.core.columns import token_columns
-from rl.core.messages import Generate, ProtocolError, Stop, TokenSequence, Trajectory, Turn, Version, decode, encode
+from rl.core.messages import (
+    Generate,
+    Message,
+    ProtocolError,
+    Stop,
+    TokenSequence,
+    Trajectory,
+    Turn,
+    Version,
+    decode,
+    decode_all,
+    encode,
+    encode_all,
+)
 
 
 def trajectory(length: int) -> Trajectory:
@@ -53,6 +66,22 @@ def test_round_trip(length: int) -> None:
         assert array.dtype == sent.sequence.columns[name].dtype
     assert received.sequence.turns == sent.sequence.turns
     assert received.sequence.oldest_version == (7 if length > 1 else -1)
+
+
+def test_several_go_as_one_each_with_its_own_arrays() -> None:
+    sent: list[Message] = [trajectory(3), Stop("x"), trajectory(20_000), trajectory(0), trajectory(5)]
+    frames = [bytes(frame) for frame in encode_all(sent)]
+    first, stop, *others = decode_all(frames)
+    assert stop == sent[1]
+    for here, there in zip([first, *others], [sent[0], *sent[2:]], strict=True):
+        assert isinstance(here, Trajectory) and isinstance(there, Trajectory)
+        for name, array in here.sequence.columns.items():
+            np.testing.assert_array_equal(array, there.sequence.columns[name])
+
+    with pytest.raises(ProtocolError, match="not one message but 5"):
+        decode(frames)
+    with pytest.raises(ProtocolError, match="empty list"):
+        decode_all([bytes(frame) for frame in encode_all([])])
 
 
 @pytest.mark.parametrize("length", [3, 8, 20_000])

@@ -14,7 +14,7 @@ import zmq
 from experiments.chaos.inject import cut_connection
 from rl.core.messages import BatchRequest, Message, ProtocolError, Stop, encode
 from rl.core.receiving import MESSAGES_PER_TURN, Malformed, Port, Receiver
-from rl.core.sockets import open_socket, receive_from, send
+from rl.core.sockets import _TOGETHER, open_socket, receive_all, receive_from, send, send_all
 from tests.conftest import MakeRun
 
 
@@ -147,6 +147,50 @@ def test_a_port_takes_all_that_arrives_and_reports_what_its_handler_raises(conte
     asyncio.run(main())
 
 
+def test_what_a_port_sends_in_one_turn_goes_as_one_and_in_order(context: zmq.SyncContext) -> None:
+    async def main() -> None:
+        pair = Pair(context, "together")
+        send(pair.there, BatchRequest(0))
+        peer, _ = receive_from(pair.here) if pair.here.poll(60_000) else (b"", None)
+        failures: list[Exception] = []
+        port = Port(pair.there, lambda message, peer: None, Malformed("test"), failures.append)
+
+        many = [BatchRequest(step) for step in range(_TOGETHER + 3)]
+        for message in many:
+            port.send(message)
+        await asyncio.sleep(0)
+        port.send(Stop("a turn later"))
+        port.close()  # with what has not left yet
+
+        came = []
+        for size in (_TOGETHER, 3, 1):
+            assert pair.here.poll(60_000)
+            together = receive_all(pair.here)
+            assert len(together) == size and {sender for sender, _ in together} == {peer}
+            came += [message for _, message in together]
+        assert came == [*many, Stop("a turn later")] and not failures
+
+    asyncio.run(main())
+
+
+def test_a_message_that_makes_no_sense_does_no_harm_to_those_that_came_with_it(context: zmq.SyncContext) -> None:
+    pair = Pair(context, "neighbours")
+    malformed = Malformed("test")
+    taken: list[int] = []
+
+    def handle(message: Message, peer: bytes) -> None:
+        assert isinstance(message, BatchRequest)
+        if message.step == 1:
+            raise ProtocolError("no sense")
+        taken.append(message.step)
+
+    receiver = Receiver({pair.here: handle}, malformed)
+    send_all(pair.there, [BatchRequest(step) for step in range(4)])
+    assert receiver.wait(60)
+    receiver.drain()
+    assert taken == [0, 2, 3] and malformed.count == 1
+
+
 @pytest.mark.parametrize("in_a_loop", [False, True])
 def test_a_connection_that_was_made_again_is_told_once(
     make_run: MakeRun, context: zmq.SyncContext, in_a_loop: bool, only_new_connections: None
@@ -194,7 +238,7 @@ def test_a_port_whose_peer_died_never_meets_its_successor(make_run: MakeRun, con
         socket.reconnect_ivl = 1
         socket.connect(address)
         port = Port(socket, lambda message, peer: None, Malformed("test"), lambda error: None)
-        port.send(Stop("for the one that died"))
+        send(socket, Stop("for the one that died"))  # at once: what a port has not sent yet never meets anybody
         port.close(peer_died=True)
 
     folder = make_run().folder  # of a short path

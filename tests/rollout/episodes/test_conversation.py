@@ -52,6 +52,14 @@ def test_prompt_is_that_of_transformers(folder: Path, chat: ChatTokenizer) -> No
     )
 
 
+def test_a_prompt_that_comes_again_is_a_list_of_its_own(chat: ChatTokenizer) -> None:
+    first = chat.prompt(OPENING)
+    expected = list(first)
+    first.append(1)
+    assert chat.prompt(list(OPENING)) == expected
+    assert chat.prompt([*OPENING, ChatMessage("assistant", "no"), ChatMessage("user", "again")]) != expected
+
+
 def test_stop_ids(chat: ChatTokenizer) -> None:
     assert set(chat.stop_ids) == {token(chat, "<|im_end|>"), token(chat, "<|endoftext|>")}
 

@@ -298,9 +298,8 @@ def test_vllm_s_internals_are_as_we_use_them(rig: Rig) -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_process_dies_with_a_killed_generator(rig: Rig) -> None:
-    if not rig.own_process:
-        return
+def test_the_engine_process_dies_with_a_killed_generator(tied_rig: Rig) -> None:
+    rig = tied_rig  # whose engine has a process of its own
     script = f"""
         import asyncio, os
         from rl.core.run import ProcessContext, RunFile

@@ -63,11 +63,14 @@ SETTINGS = [
 
 
 class Rig:
-    def __init__(self, tied: bool, device: str = "cpu", dtype: str = "float32", own_process: bool = True) -> None:
+    def __init__(
+        self, tied: bool, device: str = "cpu", dtype: str = "float32", own_process: bool = True, threads: int = 1
+    ) -> None:
         self.tied = tied
         self.own_process = own_process
         self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
         settings = [*SETTINGS, f"generator.dtype={dtype}", f"generator.own_process={str(own_process).lower()}"]
+        settings.append(f"generator.threads={threads}")
         config = load_config(None, settings)
         os.environ.update(engine_environment(config, device))
         self.model(0).save_pretrained(self.folder / "model")

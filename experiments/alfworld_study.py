@@ -93,10 +93,14 @@ class Study:
         return found
 
     def made_by(self, cell: Cell) -> str:
-        """A digest of what the cell follows from: the recipe, and of it the warm start's part for that."""
-        config = load_config(self.recipe, [*ARMS.get(cell.arm, ()), *self.overrides]).model_dump(mode="json")
-        left_out = config.keys() - _OF_WARM if cell.arm == WARM else _NOT_OF_A_CELL
-        return digest(json.dumps({key: config[key] for key in sorted(config.keys() - left_out)}))
+        """A digest of what the cell follows from: the recipe, and of it the warm start's part for that.
+
+        Fields that have their default are left out, so that a field that is new to Fresco refuses no older cell.
+        """
+        config = load_config(self.recipe, [*ARMS.get(cell.arm, ()), *self.overrides])
+        chosen = config.model_dump(mode="json", exclude_defaults=True)
+        left_out = chosen.keys() - _OF_WARM if cell.arm == WARM else _NOT_OF_A_CELL
+        return digest(json.dumps({key: chosen[key] for key in sorted(chosen.keys() - left_out)}))
 
     def won(self, cell: Cell) -> Won | None:
         found = self.read(cell)

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import alfworld_study
 from experiments.alfworld_study import Cell, Study, StudyError, Won, cells, gained, main, page, pairs, reached
+from experiments.before_after import RESULTS
 from rl.core.config import load_config
 
 EXPERIMENTS = Path(alfworld_study.__file__).parent
@@ -119,6 +120,13 @@ def test_cells_of_another_recipe_are_refused_but_a_warm_start_is_shared(tmp_path
     larger = Study(EXPERIMENTS / "alfworld_cpu.yaml", tmp_path, tmp_path / "runs", 200, ("model.tiny.layers=5",))
     with pytest.raises(StudyError, match=r"seed-0\.warm\.sampled\.json"):
         larger.won(Cell(0, "warm", "sampled"))
+
+
+def test_the_cells_of_the_repository_are_of_the_recipe_beside_them(tmp_path: Path) -> None:
+    """A field that Fresco got later, and that has its default, has refused all of them once."""
+    kept = Study(EXPERIMENTS / "alfworld_cpu.yaml", RESULTS / "alfworld", tmp_path, 1024)
+    read = [kept.read(cell) for cell in cells([0, 1, 2], list(alfworld_study.ARMS))]
+    assert sum(cell is not None for cell in read) >= 21
 
 
 def test_the_controls_differ_from_the_recipe_in_one_thing() -> None:

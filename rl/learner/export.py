@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -12,6 +12,7 @@ from rl.weights.layout import ITEM_BYTES, Manifest, Segment, TensorSpec, Weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DEVICE_CHUNK_BYTES = 64 << 20  # from a GPU: few large transfers
+_THREAD_BYTES = 32 << 20  # less is hashed sooner than another thread has a core, where all cores are in use
 # The engine only reads; a slot is mapped read-only on purpose.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -23,19 +24,28 @@ def write_shard(
 
     Each item is (name, local, row): `local` (rows, ...) are the rows of tensor `name` from row `row` on, in any
     dtype and on any device; empty shards are allowed. The cast to the engine's dtype happens in the copy, and a
-    second thread hashes what is written (both release the interpreter lock). Raises WeightsError for an unknown
-    name or rows that do not fit.
+    second thread hashes what is written (both release the interpreter lock), unless it is little. Raises WeightsError
+    for an unknown name or rows that do not fit.
     """
-    specs = {spec.name: spec for spec in manifest.tensors}
-    written: list[tuple[int, int, Future[int]]] = []
+    written = _write(view, manifest, name_to_local_rows)
+    if manifest.total_bytes < _THREAD_BYTES:
+        return [(begin, length, digest(view[begin : begin + length])) for begin, length in written]
+
     with ThreadPoolExecutor(1, "weights-digest") as hashing:
-        for name, local, row in name_to_local_rows:
-            if name not in specs:
-                raise WeightsError(f"tensor {name!r} is not in the manifest of {len(specs)} tensors")
-            if local.numel():
-                begin, length = _write_rows(view, specs[name], local, row)
-                written.append((begin, length, hashing.submit(digest, view[begin : begin + length])))
-        return [(begin, length, hashed.result()) for begin, length, hashed in written]
+        hashed = [(begin, length, hashing.submit(digest, view[begin : begin + length])) for begin, length in written]
+        return [(begin, length, future.result()) for begin, length, future in hashed]
+
+
+def _write(
+    view: memoryview, manifest: Manifest, name_to_local_rows: Iterable[tuple[str, torch.Tensor, int]]
+) -> Iterator[tuple[int, int]]:
+    """Offset and length of each range, as soon as it is written."""
+    specs = {spec.name: spec for spec in manifest.tensors}
+    for name, local, row in name_to_local_rows:
+        if name not in specs:
+            raise WeightsError(f"tensor {name!r} is not in the manifest of {len(specs)} tensors")
+        if local.numel():
+            yield _write_rows(view, specs[name], local, row)
 
 
 def _write_rows(view: memoryview, spec: TensorSpec, local: torch.Tensor, row: int) -> tuple[int, int]:

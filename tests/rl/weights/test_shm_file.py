@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from rl.core.config import ConfigError
 from rl.core.messages import Version
 from rl.core.process import WaitExpired
 from rl.core.run import RunFile
+from rl.learner import export
 from rl.learner.export import tensors, write_shard
 from rl.weights import Manifest, WeightsError, WeightWriter, make_reader, make_writer, shm_file
+from rl.weights.layout import Segment, digest
 from rl.weights.shm import ShmReader
 from rl.weights.shm_file import check_space, remove_slots, slots_path, sweep_stale
 from rl.weights.slots import draft_of
@@ -213,6 +217,25 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
     reader.close()
     for writer in writers:
         writer.close()
+
+
+def test_much_is_hashed_in_a_second_thread_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(spec.name, torch.randn(spec.shape), 0) for spec in MANIFEST.tensors]
+    hashed_by: list[str] = []
+
+    def hashing(data: Any) -> int:
+        hashed_by.append(threading.current_thread().name)
+        return digest(data)
+
+    def written() -> tuple[list[Segment], bytes]:
+        view = memoryview(bytearray(MANIFEST.total_bytes))
+        return write_shard(view, MANIFEST, rows), bytes(view)
+
+    little = written()
+    monkeypatch.setattr(export, "digest", hashing)
+    monkeypatch.setattr(export, "_THREAD_BYTES", MANIFEST.total_bytes)
+    assert written() == little
+    assert len(hashed_by) == len(rows) and threading.current_thread().name not in hashed_by
 
 
 def test_write_shard_names_what_does_not_fit() -> None:

@@ -21,7 +21,6 @@ The other trainer lives in a virtual environment of its own under Fresco's cache
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -45,7 +44,7 @@ from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.compare.job import Job, Row
 from experiments.compare.start_model import ensure_start_model
-from experiments.compare.tasks import TASKS, Task, questions
+from experiments.compare.tasks import TASKS, job_of, questions
 from rl.core.made_once import cache_folder, digest, to_stderr
 
 _ROOT = Path(__file__).parents[2]
@@ -76,7 +75,7 @@ def main(argv: list[str]) -> None:
 
     def run(name: str, seed: int, lr: float, *, bounded: bool = False) -> RunResult:
         with tempfile.TemporaryDirectory(prefix="fresco-compare-") as folder:
-            job = _job(task, Path(folder), model, seed, lr, options)
+            job = job_of(task, Path(folder) / "run", model, seed, lr=lr, steps=options.steps)
             outcome = _train(trainers[name], job, pythons[name], options.target)
             _tell(name, seed, lr, outcome)
             return _with_bound(job, outcome) if bounded and outcome.reached else outcome
@@ -105,7 +104,11 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-4, help="of both sides, where nothing is tuned")
     parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
 
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    most = len(questions(0)) // TASKS[options.task].groups
+    if options.steps > most:
+        parser.error(f"--steps {options.steps}: there are new questions for {most}")
+    return options
 
 
 def _trainer(name: str) -> Trainer:
@@ -126,30 +129,6 @@ def _python(trainer: Trainer) -> Path:
         subprocess.run(install, check=True)
         (folder / "complete").touch()
     return folder / "bin" / "python"
-
-
-def _job(task: Task, folder: Path, model: Path, seed: int, lr: float, options: argparse.Namespace) -> Job:
-    asked = questions(seed)
-    most = len(asked) // task.groups
-    if options.steps > most:
-        raise SystemExit(f"--steps {options.steps}: only {most} steps of new questions are there")
-
-    path = folder / "questions.jsonl"
-    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in asked]
-    path.write_text("\n".join(lines) + "\n")
-
-    return Job(
-        folder=folder / "run",
-        model=model,
-        questions=path,
-        seed=seed,
-        lr=lr,
-        steps=options.steps,
-        groups=task.groups,
-        group_size=task.group_size,
-        max_tokens=task.max_tokens,
-        rows_at_once=task.rows_at_once,
-    )
 
 
 def _train(trainer: Trainer, job: Job, python: str, target: float) -> RunResult:

@@ -6,9 +6,13 @@ A model that imitates it has seen all that it needs, and what to do more of is l
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.compare.job import Job
 
 _RIGHT = 0.33
 _OPERANDS = range(10, 100)
@@ -58,3 +62,31 @@ def questions(seed: int) -> list[tuple[str, str]]:
     pairs = [(left, right) for left in _OPERANDS for right in _OPERANDS]
     random.Random(seed).shuffle(pairs)
     return [(f"{left} + {right}", str(left + right)) for left, right in pairs]
+
+
+def job_of(task: Task, folder: Path, model: Path, seed: int, *, lr: float, steps: int) -> Job:
+    """One run in `folder`, which the run itself makes; its questions are written beside it.
+
+    Raises ValueError where there are not enough of them for so many steps.
+    """
+    asked = questions(seed)
+    most = len(asked) // task.groups
+    if steps > most:
+        raise ValueError(f"{steps} steps: there are new questions for {most}")
+
+    path = folder.with_suffix(".questions.jsonl")
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in asked]
+    path.write_text("\n".join(lines) + "\n")
+
+    return Job(
+        folder=folder,
+        model=model,
+        questions=path,
+        seed=seed,
+        lr=lr,
+        steps=steps,
+        groups=task.groups,
+        group_size=task.group_size,
+        max_tokens=task.max_tokens,
+        rows_at_once=task.rows_at_once,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import Protocol
 
 from envs.registry import make_family
 from experiments.compare import fresco
-from experiments.compare.job import Job
 from experiments.compare.start_model import ensure_start_model
-from experiments.compare.tasks import TASKS, questions
+from experiments.compare.tasks import TASKS, job_of, questions
 from launch.prepare import prepare
 from launch.recipes import find_recipe
 from rl.core.config import Config, load_config
@@ -90,33 +88,13 @@ class Sums:
         return TASKS[self.name].group_size
 
     def set_up(self, folder: Path, seed: int) -> Setup:
-        asked = questions(seed)
-        path = folder.with_suffix(".questions.jsonl")
-        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in asked]
-        path.write_text("\n".join(lines) + "\n")
-
-        command = fresco.command(self._job(folder, path, seed), sys.executable)
-        return Setup(command, len(asked) - fresco.HELD_OUT)
+        kind = TASKS[self.name]
+        job = job_of(kind, folder, ensure_start_model(kind), seed, lr=self.lr, steps=STEPS)
+        return Setup(fresco.command(job, sys.executable), len(questions(seed)) - fresco.HELD_OUT)
 
     def score(self, step: Metrics) -> float:
         """Nothing is filtered, and a right answer earns 1: the mean reward of the batch."""
         return step["rollout/reward"]
-
-    def _job(self, folder: Path, asked: Path, seed: int) -> Job:
-        kind = TASKS[self.name]
-
-        return Job(
-            folder=folder,
-            model=ensure_start_model(kind),
-            questions=asked,
-            seed=seed,
-            lr=self.lr,
-            steps=STEPS,
-            groups=kind.groups,
-            group_size=kind.group_size,
-            max_tokens=kind.max_tokens,
-            rows_at_once=kind.rows_at_once,
-        )
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from envs.math.answers import last_box
+from experiments.bench import cores
 from experiments.bench._outcome import RunResult
 from experiments.bench._processes import watched
 from experiments.bench.compare import _best, _options, _trainer, reached_at
 from experiments.compare import fresco, trl
-from experiments.compare.job import Job, Row
-from experiments.compare.tasks import TASKS, Task, questions
+from experiments.compare.job import Job, Row, read_lines
+from experiments.compare.tasks import TASKS, Task, job_of, questions
 from rl.core.config import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
 
@@ -85,6 +86,26 @@ def test_the_best_learning_rate_is_the_first_at_the_target_else_the_best_end() -
     assert _best({1.0: slow, 2.0: quick, 3.0: outcome(*[0.7] * 6)}, 9.0) == 2.0
     assert _best({1.0: outcome(*[0.3] * 6), 2.0: outcome(*[0.5] * 6)}, 9.0) == 2.0
     assert _best({}, 9.0) == 9.0
+
+
+def test_a_job_has_its_questions_beside_it_and_no_more_steps_than_there_are_new_ones(tmp_path: Path) -> None:
+    task = TASKS["addition"]
+    made = job_of(task, tmp_path / "run", tmp_path / "model", 3, lr=1e-4, steps=506)
+    assert not made.folder.exists() and made.questions.parent == tmp_path
+    assert [(line["question"], line["answer"]) for line in read_lines(made.questions)] == questions(3)
+    assert (made.groups, made.group_size, made.max_tokens) == (16, 8, 16)
+
+    with pytest.raises(ValueError, match="507 steps: there are new questions for 506"):
+        job_of(task, tmp_path / "run", tmp_path / "model", 3, lr=1e-4, steps=507)
+    with pytest.raises(SystemExit):
+        _options(["trl", "--steps", "507"])
+
+
+def test_a_bench_of_cores_leaves_out_the_first_steps_and_says_what_was_used() -> None:
+    assert cores.Spent(wall_s=0.15, cpu_s=0.27, learner_s=0.1, generator_s=0.1).share(2) == pytest.approx(0.9)
+    assert cores._options(["--steps", "12"]).steps == 12
+    with pytest.raises(SystemExit):
+        cores._options(["--steps", "11"])
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

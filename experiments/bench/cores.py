@@ -1,0 +1,173 @@
+"""What a run makes of the cores that it has, and of more threads: seconds and CPU seconds of a training step.
+
+    python -m experiments.bench cores [--task addition | long] [--steps 100] [--rounds 5] [--out FILE.json]
+
+In each round `fresco run` trains the task of `bench compare` for so many steps in turn: pinned to one core, to two and
+to four, as many as there are; and on two with two threads for the learner, for the engine, or for both. The first
+steps, in which the run has not filled up, are left out. Beside the seconds stands which share of its cores the run has
+used, and how many CPU seconds the learner and the generator with its engine need for a step.
+
+An arm with more threads that needs more CPU seconds for the same step pays for the threads; one that is not sooner
+either had no idle core to use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench._measuring import Timing, parser_of, write
+from experiments.bench._processes import Watched, watched
+from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
+from experiments.compare import fresco
+from experiments.compare.job import Job
+from experiments.compare.start_model import ensure_start_model
+from experiments.compare.tasks import TASKS, job_of
+
+_LEFT_OUT = 10
+_LOOK_S = 0.25
+_LR = 3e-4
+_BASE = "2 cores"
+_LEARNER = "rl.learner.process"
+_GENERATOR = "rollout.generator.process"
+
+
+@dataclass(frozen=True)
+class Arm:
+    cores: int
+    settings: tuple[str, ...] = ()
+
+
+ARMS = {
+    "1 core": Arm(1),
+    _BASE: Arm(2),
+    "4 cores": Arm(4),
+    "learner.threads=2": Arm(2, ("learner.threads=2",)),
+    "generator.threads=2": Arm(2, ("generator.threads=2",)),
+    "both threads=2": Arm(2, ("learner.threads=2", "generator.threads=2")),
+}
+
+
+@dataclass(frozen=True)
+class Spent:
+    """For a training step, on average."""
+
+    wall_s: float
+    cpu_s: float
+    learner_s: float
+    """CPU seconds."""
+    generator_s: float
+    """Likewise, with its engine."""
+
+    def share(self, cores: int) -> float:
+        """Of the cores, that was used."""
+        return self.cpu_s / (self.wall_s * cores)
+
+
+def main(argv: list[str]) -> None:
+    options = _options(argv)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ARMS[_BASE].cores:
+        raise SystemExit("bench cores: this process may use one core; it compares one with two")
+    arms = {name: arm for name, arm in ARMS.items() if arm.cores <= len(cores)}
+    found: dict[str, list[Spent]] = {name: [] for name in arms}
+    ensure_start_model(TASKS[options.task])
+
+    with Idle() as idle:
+        for number in range(options.rounds):
+            for name in arms if number % 2 == 0 else reversed(arms):
+                spent = _train(arms[name], cores, number, options)
+                found[name].append(spent)
+                print(f"round {number}, {name}: {spent.wall_s:.3f} s a step, {spent.cpu_s:.3f} CPU s", flush=True)
+
+    write(options.out, _report(found, idle, options))
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = parser_of("cores", __doc__)
+    parser.add_argument("--task", choices=sorted(TASKS), default="addition")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(argv)
+    if options.steps <= _LEFT_OUT + 1:
+        parser.error(
+            f"--steps {options.steps}: the first {_LEFT_OUT} are left out; at least {_LEFT_OUT + 2} are needed"
+        )
+    return options
+
+
+def _train(arm: Arm, cores: Sequence[int], seed: int, options: argparse.Namespace) -> Spent:
+    """One run, ended when it has made its steps. Raises SystemExit if it ends before."""
+    task = TASKS[options.task]
+    pinned = ["taskset", "-c", ",".join(map(str, cores[: arm.cores]))]
+    settings = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # the run decides
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
+
+    with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
+        job = job_of(task, Path(folder) / "run", ensure_start_model(task), seed, lr=_LR, steps=options.steps)
+        command = [*pinned, *fresco.command(job, sys.executable), *arm.settings]
+
+        with watched(command, job.folder.with_suffix(".log"), environment) as watch:
+            begin = _look(watch, job, _LEFT_OUT)
+            end = _look(watch, job, options.steps - 1)  # what comes after the last one is no part of a step
+
+    steps = end.steps - begin.steps
+    return Spent(*((now - then) / steps for now, then in zip(end.seconds, begin.seconds, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Look:
+    steps: int
+    seconds: tuple[float, float, float, float]
+    """So far, as in `Spent`."""
+
+
+def _look(watch: Watched, job: Job, least: int) -> _Look:
+    """At the run, once it has made so many steps."""
+    while len(rows := fresco.rows(job)) < least:
+        if not watch.running:
+            log = job.folder.with_suffix(".log").read_text(errors="replace")
+            raise SystemExit(f"it ended after {len(rows)} steps:\n{log[-4000:]}")
+        time.sleep(_LOOK_S)
+
+    used = watch.used
+    learner_s, generator_s = (
+        sum(process.cpu_s for name, process in used.items() if part in name) for part in (_LEARNER, _GENERATOR)
+    )
+    return _Look(len(rows), (watch.elapsed_s, watch.cpu_s, learner_s, generator_s))
+
+
+def _report(found: dict[str, list[Spent]], idle: Idle, options: argparse.Namespace) -> dict[str, Any]:
+    """Print the table; the same as a result."""
+    titles = ("seconds a step", "CPU seconds", "share of its cores", "learner's CPU s", "generator's CPU s")
+    table = Table("", *titles, "seconds over 2 cores", title=f"{options.task}: medians of {options.rounds} rounds")
+    base = [Timing(spent.wall_s, spent.cpu_s) for spent in found[_BASE]]
+    ratios: dict[str, Ratio] = {}
+    medians: dict[str, dict[str, float]] = {}
+
+    for name, spent in found.items():
+        ratios[name] = ratio_of([Timing(each.wall_s, each.cpu_s) for each in spent], base)
+        values = [
+            (each.wall_s, each.cpu_s, each.share(ARMS[name].cores), each.learner_s, each.generator_s) for each in spent
+        ]
+        middle = [statistics.median(column) for column in zip(*values, strict=True)]
+        medians[name] = dict(zip(titles, (round(value, 4) for value in middle), strict=True))
+        wall = ratios[name].wall
+        table.add_row(
+            name, *(f"{value:.3f}" for value in middle), f"{wall.median:.2f} ({wall.low:.2f}–{wall.high:.2f})"
+        )
+
+    Console(highlight=False, width=140).print(table)
+    print(f"no verdict: {refusal}" if (refusal := idle.refusal(options.rounds)) else "the machine was ours")
+    return {"task": options.task, "steps": options.steps, "medians": medians} | provenance(idle, ratios)

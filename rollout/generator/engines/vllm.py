@@ -38,6 +38,7 @@ from rl.core.recent import Recent
 from rl.core.run import ProcessContext, RunFile
 from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.vllm_core import Core, Stream
+from rollout.generator.engines.vllm_internals import heed_environment
 from rollout.generator.engines.vllm_process import OwnProcess
 from rollout.generator.engines.vllm_settings import engine_arguments, engine_info, in_own_process, sampling_params
 from rollout.generator.engines.vllm_thread import OwnThread
@@ -75,6 +76,7 @@ class VllmEngine:
         self._core: Core
 
     async def start(self) -> EngineInfo:
+        heed_environment()
         arguments, untied = engine_arguments(self._context)
         core = make_core(self._context.run, arguments)
         await core.start()

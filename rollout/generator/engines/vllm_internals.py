@@ -13,12 +13,19 @@ from typing import Any
 
 import torch
 from transformers import TokenizersBackend
+from vllm import _custom_ops as vllm_custom_ops
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl.core.process import FORKED_VARIABLE
+from rollout.generator.engines.environment import UNPACKED_VARIABLE
 from rollout.generator.engines.owner import die_with_owner
+
+_NOTHING_PREPARED = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
 
 
 def start_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
@@ -44,6 +51,37 @@ def engine_processes(llm: AsyncLLM) -> list[BaseProcess]:
 def text_reader(tokenizer: Path) -> Any:
     """What vLLM's output processor reads texts with, from `tokenizer.json`."""
     return TokenizersBackend(tokenizer_file=str(tokenizer))
+
+
+def heed_environment() -> None:
+    """Before a model is built. UNPACKED_VARIABLE: let linear layers multiply with their weights as they are.
+
+    On a CPU vLLM packs them for oneDNN, which in float32 is no sooner than torch's own product, and takes their
+    parameters away: every load has to give them back, fill them and pack them again. Without that a load writes into
+    the parameters, in an eighth of the time for a tiny model.
+    """
+    if os.environ.get(UNPACKED_VARIABLE):
+        vllm_custom_ops._supports_onednn = False
+
+
+def are_weights_as_loaded(model_runner: Any) -> bool:
+    """Whether the parameters are all that the layers compute with, so that a load may write into them.
+
+    So it is for linear layers that pack nothing, embeddings, norms and plain attention. Whatever else prepares its
+    weights after a load, such as experts, latent attention and quantized layers, has to be told of each.
+    """
+    if model_runner.device.type != "cpu" or vllm_custom_ops._supports_onednn or model_runner.lora_config is not None:
+        return False
+
+    for module in model_runner.get_model().modules():
+        method = getattr(module, "quant_method", None)
+        if type(method) not in _NOTHING_PREPARED:
+            return False
+        if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
+            return False
+        if not all(parameter.numel() for parameter in module.parameters(recurse=False)):
+            return False
+    return True
 
 
 def forget_packed_experts(model: Any) -> None:

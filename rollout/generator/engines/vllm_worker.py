@@ -14,7 +14,8 @@ A load has two parts, so that generation pauses for the second one only:
 A load takes as long as it takes: nothing here ends it but a reader that stands still. How far it has come is written
 into a file of one number for each rank, because a rank that loads answers no call.
 
-Importing this module in a child of a generator also ties that child to the generator's life: vLLM leaves
+Importing this module sets how linear layers keep their weights, which has to be known before a model is built, and in
+a child of a generator also ties that child to the generator's life: vLLM leaves
 its engine process running when the process that owns it is killed.
 """
 
@@ -34,7 +35,11 @@ from rl.learner.export import tensors
 from rl.learner.page_lock import PageLock
 from rl.weights import WeightReader, make_reader
 from rollout.generator.engines.owner import die_with_owner
-from rollout.generator.engines.vllm_internals import forget_packed_experts
+from rollout.generator.engines.vllm_internals import (
+    are_weights_as_loaded,
+    forget_packed_experts,
+    heed_environment,
+)
 
 _REPORT_S = 0.1
 _HEAD = "lm_head.weight"
@@ -135,14 +140,25 @@ class LoadsWeights:
 
 
 def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Reload every parameter of the model in place, layer by layer.
+    """Load every parameter of the model in place.
 
-    `reload_weights` restores each layer's checkpoint shape, loads it and repeats the post-processing (on a
-    CPU linear layers are repacked, so a plain `load_weights` would write into empty tensors). It only warns
+    Where layers compute with something that was made of their parameters, vLLM reloads layer by layer:
+    `reload_weights` restores each layer's checkpoint shape, loads it and repeats the post-processing. vLLM only warns
     about parameters that got no weights; here that is an error, because they would keep an older version.
     """
     model = model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}  # packed names: qkv_proj, gate_up_proj
+    if are_weights_as_loaded(model_runner):
+        with torch.no_grad():
+            loaded = model.load_weights(pairs)
+    else:
+        loaded = _reload(model_runner, model, pairs)
+    if missing := sorted(expected - loaded):
+        raise RuntimeError(f"the published weights lack {len(missing)} parameters of the model: {missing[:5]}")
+
+
+def _reload(model_runner: Any, model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Layer by layer; the names of what was loaded."""
     loaded: set[str] = set()
     load_weights = model.load_weights
 
@@ -157,8 +173,7 @@ def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> No
         model_runner.reload_weights(weights_iterator=pairs)
     finally:
         del model.load_weights
-    if missing := sorted(expected - loaded):
-        raise RuntimeError(f"the published weights lack {len(missing)} parameters of the model: {missing[:5]}")
+    return loaded
 
 
 def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,4 +192,5 @@ def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         yield _HEAD, embedding
 
 
+heed_environment()
 die_with_owner()

@@ -1,0 +1,74 @@
+"""Where a load may write into a model's parameters, and that it does so: an engine on a CPU in float32."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from rl.core.config import load_config
+from rollout.generator.engines.environment import UNPACKED_VARIABLE, engine_environment
+from rollout.generator.engines.vllm_internals import are_weights_as_loaded
+from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
+
+
+def test_a_load_writes_into_the_parameters_that_the_layers_multiply_with() -> None:
+    rig = Rig(tied=False, own_process=False)
+    rig.start()
+    core: Any = rig.engine._core
+    runner = core._core.model_executor.driver_worker.model_runner
+    before = {name: value.data_ptr() for name, value in runner.get_model().named_parameters()}
+    assert are_weights_as_loaded(runner) and all(value.numel() for value in runner.get_model().parameters())
+
+    rig.update()
+    assert {name: value.data_ptr() for name, value in runner.get_model().named_parameters()} == before
+    request = rig.request(PROBE)
+    (result,) = rig.generate(request)
+    assert rig.error(request, result) < TOLERANCE
+    rig.stop()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_packed_where_that_is_sooner(device: str, dtype: str) -> None:
+    told = engine_environment(load_config(None, [f"generator.dtype={dtype}"]), device)
+    assert (UNPACKED_VARIABLE in told) == (device == "cpu" and dtype == "float32")
+
+
+class _Prepared(torch.nn.Module):
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None: ...
+
+
+def _layer(method: object = None, shape: tuple[int, ...] = (4, 4)) -> torch.nn.Module:
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(shape))
+    layer.quant_method = method
+    made: torch.nn.Module = layer
+    return made
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [_Prepared(), _layer(method=object()), _layer(shape=(0,))],
+    ids=["prepares its weights", "a method of its own", "packed away"],
+)
+def test_a_model_that_prepares_weights_is_told_of_each_load(layer: torch.nn.Module) -> None:
+    plain = [_layer(UnquantizedEmbeddingMethod()), _layer()]
+
+    def runner(*layers: torch.nn.Module, **changes: Any) -> Any:
+        fields = {"device": torch.device("cpu"), "lora_config": None, "get_model": lambda: torch.nn.ModuleList(layers)}
+        return SimpleNamespace(**(fields | changes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_custom_ops, "_supports_onednn", False)
+        assert are_weights_as_loaded(runner(*plain))
+        assert not are_weights_as_loaded(runner(*plain, layer))
+        assert not are_weights_as_loaded(runner(*plain, device=torch.device("cuda")))
+        assert not are_weights_as_loaded(runner(*plain, lora_config=object()))
+
+        patch.setattr(_custom_ops, "_supports_onednn", True)
+        assert not are_weights_as_loaded(runner(*plain))

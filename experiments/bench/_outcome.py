@@ -27,6 +27,10 @@ class RunResult:
     def wall_s(self) -> float:
         return self.rows[(self.reached or len(self.rows)) - 1].time - self.origin
 
+    def is_ahead_of(self, other: RunResult) -> bool:
+        """It reached the target, and the other later or in none of its steps."""
+        return self.reached is not None and (other.reached is None or self.wall_s < other.wall_s)
+
     def seconds(self) -> dict[str, float]:
         """Where they went: the start, then each part by the trainer's own name, then what no part accounts for."""
         rows = self.rows[: self.reached]

@@ -206,6 +206,9 @@ def _report(
     ours = outcomes["fresco"]
     if all(outcome.bound for outcome in ours):
         result["bound"], ratios = bound_report(ours, idle)
+    pairs = list(zip(ours, outcomes[options.trainer], strict=True))
+    result["ahead"] = sum(mine.is_ahead_of(theirs) for mine, theirs in pairs)
+    print(f"fresco is ahead in {result['ahead']} of {options.pairs} pairs")
     if not all(outcome.reached for each in outcomes.values() for outcome in each):
         print("no verdict: a side did not reach the target")
         return result | provenance(idle, ratios)
@@ -213,10 +216,8 @@ def _report(
     timings = {name: [Timing(each.wall_s, each.cpu_s) for each in ended] for name, ended in outcomes.items()}
     ratio = ratio_of(timings["fresco"], timings[options.trainer])
     result["verdict"] = ratio.verdict(at_most=_AT_MOST[options.task], of="wall", idle=idle)
-    walls = zip(timings["fresco"], timings[options.trainer], strict=True)
-    result["ahead"] = sum(mine.wall_s < theirs.wall_s for mine, theirs in walls)
     print(f"fresco over {options.trainer}, to the target: {ratio}")
-    print(f"{result['verdict']}; ahead in {result['ahead']} of {options.pairs} pairs")
+    print(result["verdict"])
     return result | provenance(idle, ratios | {f"fresco over {options.trainer}": ratio})
 
 

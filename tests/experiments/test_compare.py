@@ -81,6 +81,12 @@ def test_seconds_of_the_parts_add_up_to_the_target() -> None:
     assert sum(found.seconds().values()) == pytest.approx(found.wall_s)
 
 
+def test_who_reached_the_target_is_ahead_of_who_did_not() -> None:
+    quick, slow, never = outcome(*[0.9] * 6), outcome(*[0.2] * 6, *[0.9] * 5), outcome(*[0.2] * 3)
+    assert quick.is_ahead_of(slow) and not slow.is_ahead_of(quick) and not quick.is_ahead_of(quick)
+    assert slow.is_ahead_of(never) and not never.is_ahead_of(slow) and not never.is_ahead_of(never)
+
+
 def test_the_best_learning_rate_is_the_first_at_the_target_else_the_best_end() -> None:
     slow, quick = outcome(*[0.2] * 6, *[0.9] * 5), outcome(*[0.9] * 6)
     assert _best({1.0: slow, 2.0: quick, 3.0: outcome(*[0.7] * 6)}, 9.0) == 2.0

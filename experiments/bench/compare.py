@@ -206,9 +206,11 @@ def _report(
     ours = outcomes["fresco"]
     if all(outcome.bound for outcome in ours):
         result["bound"], ratios = bound_report(ours, idle)
+
     pairs = list(zip(ours, outcomes[options.trainer], strict=True))
     result["ahead"] = sum(mine.is_ahead_of(theirs) for mine, theirs in pairs)
     print(f"fresco is ahead in {result['ahead']} of {options.pairs} pairs")
+
     if not all(outcome.reached for each in outcomes.values() for outcome in each):
         print("no verdict: a side did not reach the target")
         return result | provenance(idle, ratios)

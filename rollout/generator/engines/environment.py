@@ -29,7 +29,9 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
     """Variables for one generator process on `device` (`cpu` or `cuda`)."""
     if config.generator.engine != "vllm":
         return {}
+
     variables = VLLM_QUIET | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+
     if device == "cpu":
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker shares the engine core's process
@@ -37,6 +39,7 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
             "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin beside other processes
             "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles for seconds
         }
+
         if config.generator.dtype == "float32":
             variables[UNPACKED_VARIABLE] = "1"
     return variables

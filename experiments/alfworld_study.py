@@ -7,7 +7,7 @@ study can be interrupted and go on another day; `README.md` there is the table o
 which are missing (`--table` makes it without a run). A cell is a training run without evaluation (`seed-0.recipe.json`)
 or 1 024 unseen games of its last checkpoint, at temperature 1 or greedily (`seed-0.recipe.greedy.json`); those of the
 warm start (`seed-0.warm.greedy.json`) are shared by all arms of a seed. Checkpoints stay in `--runs`. A cell says on
-which machine and by which recipe it was made, and one of another recipe is refused.
+which machine and by which recipe it was made, and one of a recipe that chooses otherwise is refused.
 
 The controls differ from the recipe in one thing each. `entropy`: all rewards are 0 when advantages are computed, so
 that the loss is the entropy charge alone; groups are filtered by what they really earned, as in the recipe.
@@ -93,9 +93,10 @@ class Study:
         return found
 
     def made_by(self, cell: Cell) -> str:
-        """A digest of what the cell follows from: the recipe, and of it the warm start's part for that.
+        """A digest of what the recipe and the overrides choose, and of the warm start's part of it for that.
 
-        Fields that have their default are left out, so that a field that is new to Fresco refuses no older cell.
+        Fields that have their default are left out, so that a field that is new to Fresco refuses no older cell. A
+        default that changes is a change of Fresco, of which a cell says nothing.
         """
         config = load_config(self.recipe, [*ARMS.get(cell.arm, ()), *self.overrides])
         chosen = config.model_dump(mode="json", exclude_defaults=True)

@@ -67,8 +67,10 @@ def _engine(run: RunFile) -> Any:
     """As the run's generator has it, but for what only a trainer needs: loads of new weights, priorities, a process."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from rollout.generator.engines.vllm_internals import heed_environment
     from rollout.generator.engines.vllm_settings import engine_arguments
 
+    heed_environment()
     arguments, _untied = engine_arguments(ProcessContext(run, 0, 0))
     arguments.worker_extension_cls = ""
     arguments.scheduling_policy = "fcfs"

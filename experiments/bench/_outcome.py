@@ -28,8 +28,8 @@ class RunResult:
         return self.rows[(self.reached or len(self.rows)) - 1].time - self.origin
 
     def is_ahead_of(self, other: RunResult) -> bool:
-        """It reached the target, and the other later or in none of its steps."""
-        return self.reached is not None and (other.reached is None or self.wall_s < other.wall_s)
+        """It reached the target, and the other had not by then, or had made all of its steps in vain later."""
+        return self.reached is not None and self.wall_s < other.wall_s
 
     def seconds(self) -> dict[str, float]:
         """Where they went: the start, then each part by the trainer's own name, then what no part accounts for."""

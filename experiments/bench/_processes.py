@@ -82,9 +82,10 @@ class Watched:
     def _follow(self) -> None:
         while not self._ended.wait(_EVERY_S):
             with contextlib.suppress(psutil.Error):
-                self._look()
+                self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Read now what each has used."""
         now_s = self.elapsed_s
         for process in [self._command, *self._command.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):

@@ -44,7 +44,7 @@ from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.compare.job import Job, Row
 from experiments.compare.start_model import ensure_start_model
-from experiments.compare.tasks import TASKS, job_of, questions
+from experiments.compare.tasks import TASKS, job_of, most_steps
 from rl.core.made_once import cache_folder, digest, to_stderr
 
 _ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
 
     options = parser.parse_args(argv)
-    most = len(questions(0)) // TASKS[options.task].groups
+    most = most_steps(TASKS[options.task])
     if options.steps > most:
         parser.error(f"--steps {options.steps}: there are new questions for {most}")
     return options
@@ -208,6 +208,7 @@ def _report(
         result["bound"], ratios = bound_report(ours, idle)
 
     pairs = list(zip(ours, outcomes[options.trainer], strict=True))
+    result["steps_to_target"] = {name: [outcome.reached for outcome in each] for name, each in outcomes.items()}
     result["ahead"] = sum(mine.is_ahead_of(theirs) for mine, theirs in pairs)
     print(f"fresco is ahead in {result['ahead']} of {options.pairs} pairs")
 

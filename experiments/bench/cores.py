@@ -33,9 +33,10 @@ from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.compare import fresco
 from experiments.compare.job import Job
 from experiments.compare.start_model import ensure_start_model
-from experiments.compare.tasks import TASKS, job_of
+from experiments.compare.tasks import TASKS, job_of, most_steps
 
 _LEFT_OUT = 10
+_MORE = 4  # steps that the run would make, so that its end is not looked at
 _LOOK_S = 0.25
 _LR = 3e-4
 _BASE = "2 cores"
@@ -100,10 +101,10 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
-    if options.steps <= _LEFT_OUT + 1:
-        parser.error(
-            f"--steps {options.steps}: the first {_LEFT_OUT} are left out; at least {_LEFT_OUT + 2} are needed"
-        )
+    most = most_steps(TASKS[options.task]) - _MORE
+    if not _LEFT_OUT + 2 <= options.steps <= most:
+        why = f"the first {_LEFT_OUT} are left out, and there are new questions for so many"
+        parser.error(f"--steps {options.steps}: {_LEFT_OUT + 2} to {most}, because {why}")
     return options
 
 
@@ -115,22 +116,29 @@ def _train(arm: Arm, cores: Sequence[int], seed: int, options: argparse.Namespac
     environment = {name: value for name, value in os.environ.items() if name not in settings}
 
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
-        job = job_of(task, Path(folder) / "run", ensure_start_model(task), seed, lr=_LR, steps=options.steps)
+        job = job_of(task, Path(folder) / "run", ensure_start_model(task), seed, lr=_LR, steps=options.steps + _MORE)
         command = [*pinned, *fresco.command(job, sys.executable), *arm.settings]
 
         with watched(command, job.folder.with_suffix(".log"), environment) as watch:
             begin = _look(watch, job, _LEFT_OUT)
-            end = _look(watch, job, options.steps - 1)  # what comes after the last one is no part of a step
+            end = _look(watch, job, options.steps)
 
-    steps = end.steps - begin.steps
-    return Spent(*((now - then) / steps for now, then in zip(end.seconds, begin.seconds, strict=True)))
+    step_s = (end.row_s - begin.row_s) / (end.rows - begin.rows)
+    between_s = end.elapsed_s - begin.elapsed_s
+    used = zip(end.cpu_s, begin.cpu_s, strict=True)
+    return Spent(step_s, *(step_s * (now - then) / between_s for now, then in used))
 
 
 @dataclass(frozen=True)
 class _Look:
-    steps: int
-    seconds: tuple[float, float, float, float]
-    """So far, as in `Spent`."""
+    """The rows carry their own times; CPU seconds are of the moment of the look, which is later than the last row."""
+
+    rows: int
+    row_s: float
+    """Unix time at the end of the last row."""
+    elapsed_s: float
+    cpu_s: tuple[float, float, float]
+    """Of the run, of its learner and of its generator."""
 
 
 def _look(watch: Watched, job: Job, least: int) -> _Look:
@@ -141,11 +149,13 @@ def _look(watch: Watched, job: Job, least: int) -> _Look:
             raise SystemExit(f"it ended after {len(rows)} steps:\n{log[-4000:]}")
         time.sleep(_LOOK_S)
 
+    watch.look()
+    elapsed_s = watch.elapsed_s
     used = watch.used
     learner_s, generator_s = (
         sum(process.cpu_s for name, process in used.items() if part in name) for part in (_LEARNER, _GENERATOR)
     )
-    return _Look(len(rows), (watch.elapsed_s, watch.cpu_s, learner_s, generator_s))
+    return _Look(len(rows), rows[-1].time, elapsed_s, (watch.cpu_s, learner_s, generator_s))
 
 
 def _report(found: dict[str, list[Spent]], idle: Idle, options: argparse.Namespace) -> dict[str, Any]:

@@ -61,9 +61,13 @@ def spread(vocabulary: int, count: int, length: int) -> Probes:
 
 def engine_logp(folder: Path, dtype: Any, probes: Probes) -> np.ndarray:
     """(probes, length - 1) nats, of ids[1:] at temperature 1."""
-    os.environ.update(engine_environment(load_config(_RECIPE), "cpu"))
+    config = load_config(_RECIPE, [f"generator.dtype={str(dtype).removeprefix('torch.')}"])
+    os.environ.update(engine_environment(config, "cpu"))
     from vllm import LLM, SamplingParams
 
+    from rollout.generator.engines.vllm_internals import heed_environment
+
+    heed_environment()
     engine: Any = LLM(
         model=str(folder),
         dtype=dtype,

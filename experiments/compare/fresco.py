@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from experiments.compare.job import Job, Row, read_lines
+from experiments.compare.tasks import HELD_OUT
 
 PINS = ""
 RECIPE = "math_cpu"
-HELD_OUT = 8
-"""Questions that are not trained."""
 
 
 def command(job: Job, python: str) -> list[str]:

@@ -16,6 +16,8 @@ from experiments.compare.job import Job
 
 _RIGHT = 0.33
 _OPERANDS = range(10, 100)
+HELD_OUT = 8
+"""Questions of a run that are not trained."""
 PIECE = r"\d|\\boxed\{|[A-Za-z]+\n?|\s+|."
 """Each digit is a token, and so is each dot of thinking."""
 
@@ -64,18 +66,21 @@ def questions(seed: int) -> list[tuple[str, str]]:
     return [(f"{left} + {right}", str(left + right)) for left, right in pairs]
 
 
+def most_steps(task: Task) -> int:
+    """With new questions in each."""
+    return (len(_OPERANDS) ** 2 - HELD_OUT) // task.groups
+
+
 def job_of(task: Task, folder: Path, model: Path, seed: int, *, lr: float, steps: int) -> Job:
     """One run in `folder`, which the run itself makes; its questions are written beside it.
 
     Raises ValueError where there are not enough of them for so many steps.
     """
-    asked = questions(seed)
-    most = len(asked) // task.groups
-    if steps > most:
-        raise ValueError(f"{steps} steps: there are new questions for {most}")
+    if steps > most_steps(task):
+        raise ValueError(f"{steps} steps: there are new questions for {most_steps(task)}")
 
-    path = folder.with_suffix(".questions.jsonl")
-    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in asked]
+    path = folder.with_name(f"{folder.name}.questions.jsonl")
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in questions(seed)]
     path.write_text("\n".join(lines) + "\n")
 
     return Job(

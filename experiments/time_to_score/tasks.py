@@ -12,7 +12,7 @@ from typing import Protocol
 from envs.registry import make_family
 from experiments.compare import fresco
 from experiments.compare.start_model import ensure_start_model
-from experiments.compare.tasks import TASKS, job_of, questions
+from experiments.compare.tasks import HELD_OUT, TASKS, job_of, questions
 from launch.prepare import prepare
 from launch.recipes import find_recipe
 from rl.core.config import Config, load_config
@@ -90,7 +90,7 @@ class Sums:
     def set_up(self, folder: Path, seed: int) -> Setup:
         kind = TASKS[self.name]
         job = job_of(kind, folder, ensure_start_model(kind), seed, lr=self.lr, steps=STEPS)
-        return Setup(fresco.command(job, sys.executable), len(questions(seed)) - fresco.HELD_OUT)
+        return Setup(fresco.command(job, sys.executable), len(questions(seed)) - HELD_OUT)
 
     def score(self, step: Metrics) -> float:
         """Nothing is filtered, and a right answer earns 1: the mean reward of the batch."""

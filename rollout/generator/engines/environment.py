@@ -15,7 +15,7 @@ _VLLM_IMPORTS = (
 )
 
 UNPACKED_VARIABLE = "FRESCO_UNPACKED_WEIGHTS"
-"""Set: linear layers on a CPU keep their weights as they are loaded (`vllm_internals.heed_environment`)."""
+"""Not empty: linear layers on a CPU keep their weights as they are loaded (`vllm_internals.heed_environment`)."""
 
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -39,7 +39,5 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
             "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin beside other processes
             "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles for seconds
         }
-
-        if config.generator.dtype == "float32":
-            variables[UNPACKED_VARIABLE] = "1"
+        variables[UNPACKED_VARIABLE] = "1" if config.generator.dtype == "float32" else ""
     return variables

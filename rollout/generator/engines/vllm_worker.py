@@ -151,6 +151,8 @@ def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> No
     if are_weights_as_loaded(model_runner):
         with torch.no_grad():
             loaded = model.load_weights(pairs)
+        model_runner.reset_encoder_cache()
+        model_runner.reset_mm_cache()
     else:
         loaded = _reload(model_runner, model, pairs)
     if missing := sorted(expected - loaded):

@@ -16,6 +16,7 @@ from safetensors.torch import load
 
 from rl.core.messages import Version
 from rl.weights import Manifest, WeightReader
+from rollout.generator.engines.vllm_internals import are_weights_as_loaded
 from rollout.generator.engines.vllm_worker import LoadsWeights
 
 
@@ -58,6 +59,9 @@ class FileReader:
 
 
 class FileWeights(LoadsWeights):
+    def writes_into_parameters(self) -> bool:
+        return are_weights_as_loaded(self.model_runner)
+
     def _weights_make_reader(self, name: str, incarnation: int) -> WeightReader:
         return cast(WeightReader, FileReader(self._weights_run.folder))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,30 @@ from rl.core.config import load_config
 from rollout.generator.engines.environment import UNPACKED_VARIABLE, engine_environment
 from rollout.generator.engines.vllm_internals import are_weights_as_loaded
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
+
+
+def test_layers_that_pack_their_weights_pack_those_of_each_load() -> None:
+    rig = Rig(tied=False, own_process=False)
+    os.environ[UNPACKED_VARIABLE] = ""
+    rig.start()
+    core: Any = rig.engine._core
+    runner = core._core.model_executor.driver_worker.model_runner
+    assert not are_weights_as_loaded(runner) and not runner.get_model().model.layers[0].mlp.down_proj.weight.numel()
+
+    for _ in range(2):
+        rig.update()
+        request = rig.request(PROBE)
+        (result,) = rig.generate(request)
+        assert rig.error(request, result) < TOLERANCE
+    rig.stop()
+
+
+def test_an_engine_in_a_process_of_its_own_keeps_its_weights_as_well() -> None:
+    rig = Rig(tied=False)
+    rig.start()
+    core: Any = rig.engine._core
+    assert rig.call(core.rpc("writes_into_parameters")) == [True]
+    rig.stop()
 
 
 def test_a_load_writes_into_the_parameters_that_the_layers_multiply_with() -> None:
@@ -36,16 +61,18 @@ def test_a_load_writes_into_the_parameters_that_the_layers_multiply_with() -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_packed_where_that_is_sooner(device: str, dtype: str) -> None:
     told = engine_environment(load_config(None, [f"generator.dtype={dtype}"]), device)
-    assert (UNPACKED_VARIABLE in told) == (device == "cpu" and dtype == "float32")
+    assert bool(told.get(UNPACKED_VARIABLE)) == (device == "cpu" and dtype == "float32")
 
 
 class _Prepared(torch.nn.Module):
     def process_weights_after_loading(self, dtype: torch.dtype) -> None: ...
 
 
-def _layer(method: object = None, shape: tuple[int, ...] = (4, 4)) -> torch.nn.Module:
+def _layer(
+    method: object = None, shape: tuple[int, ...] = (4, 4), dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     layer: Any = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(torch.zeros(shape))
+    layer.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     layer.quant_method = method
     made: torch.nn.Module = layer
     return made
@@ -53,8 +80,8 @@ def _layer(method: object = None, shape: tuple[int, ...] = (4, 4)) -> torch.nn.M
 
 @pytest.mark.parametrize(
     "layer",
-    [_Prepared(), _layer(method=object()), _layer(shape=(0,))],
-    ids=["prepares its weights", "a method of its own", "packed away"],
+    [_Prepared(), _layer(method=object()), _layer(shape=(0,)), _layer(dtype=torch.bfloat16)],
+    ids=["prepares its weights", "a method of its own", "packed away", "may be packed and still there"],
 )
 def test_a_model_that_prepares_weights_is_told_of_each_load(layer: torch.nn.Module) -> None:
     plain = [_layer(UnquantizedEmbeddingMethod()), _layer()]

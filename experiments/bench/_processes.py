@@ -112,6 +112,12 @@ class Watched:
         return words[words.index("-m") + 1] if "-m" in words else process.name()[:12]
 
 
+def free_of_threads() -> dict[str, str]:
+    """This process's environment without what it says of OpenMP: how many threads there are is the command's matter."""
+    said = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    return {name: value for name, value in os.environ.items() if name not in said}
+
+
 @contextlib.contextmanager
 def watched(command: Sequence[str], output: Path, environment: Mapping[str, str] | None = None) -> Iterator[Watched]:
     """Run it until the block ends; then it is interrupted, as by Ctrl-C, and has ended when this returns.

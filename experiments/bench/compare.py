@@ -21,7 +21,6 @@ The other trainer lives in a virtual environment of its own under Fresco's cache
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -40,7 +39,7 @@ from experiments.bench._bound import bound_of
 from experiments.bench._bound_report import bound_report, tell_bound
 from experiments.bench._measuring import Timing, parser_of, write
 from experiments.bench._outcome import RunResult
-from experiments.bench._processes import watched
+from experiments.bench._processes import free_of_threads, watched
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.compare.job import Job, Row
 from experiments.compare.start_model import ensure_start_model
@@ -133,9 +132,7 @@ def _python(trainer: Trainer) -> Path:
 
 def _train(trainer: Trainer, job: Job, python: str, target: float) -> RunResult:
     """Until the target is reached, or all steps are done. Raises SystemExit if it ends before."""
-    settings = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # each side's own business
-    environment = {name: value for name, value in os.environ.items() if name not in settings}
-    environment["PYTHONPATH"] = str(_ROOT)
+    environment = free_of_threads() | {"PYTHONPATH": str(_ROOT)}
     output = job.folder.with_suffix(".log")
 
     with watched(trainer.command(job, python), output, environment) as watch:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench._measuring import Timing, parser_of, write
-from experiments.bench._processes import Watched, watched
+from experiments.bench._processes import Watched, free_of_threads, watched
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.compare import fresco
 from experiments.compare.job import Job
@@ -112,14 +112,12 @@ def _train(arm: Arm, cores: Sequence[int], seed: int, options: argparse.Namespac
     """One run, ended when it has made its steps. Raises SystemExit if it ends before."""
     task = TASKS[options.task]
     pinned = ["taskset", "-c", ",".join(map(str, cores[: arm.cores]))]
-    settings = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # the run decides
-    environment = {name: value for name, value in os.environ.items() if name not in settings}
 
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
         job = job_of(task, Path(folder) / "run", ensure_start_model(task), seed, lr=_LR, steps=options.steps + _MORE)
         command = [*pinned, *fresco.command(job, sys.executable), *arm.settings]
 
-        with watched(command, job.folder.with_suffix(".log"), environment) as watch:
+        with watched(command, job.folder.with_suffix(".log"), free_of_threads()) as watch:
             begin = _look(watch, job, _LEFT_OUT)
             end = _look(watch, job, options.steps)
 

@@ -24,7 +24,7 @@ def command(job: Job, python: str) -> list[str]:
         "sampling.max_tokens": job.max_tokens,
         "rollout.groups_per_batch": job.groups,
         "rollout.group_size": job.group_size,
-        "rollout.alpha": 1.25,  # at 1 both sides wait while tasks and answers are passed on: a tenth of a step
+        "rollout.alpha": 1.25,  # at 1 both sides wait while tasks and answers are passed on
         "generator.count": 1,
         "generator.max_model_len": job.max_tokens + 32,
         "generator.kv_cache_bytes": 1 << 28,

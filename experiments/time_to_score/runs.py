@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from experiments.bench._processes import watched
+from experiments.bench._processes import free_of_threads, watched
 from experiments.bench._ratios import Idle, machine
 from experiments.compare.job import read_lines
 from experiments.time_to_score.tasks import STEPS, Metrics, Task
@@ -108,11 +107,9 @@ def drawn(task: Task, steps: Sequence[Metrics]) -> int:
 
 def _watch(command: Sequence[str], folder: Path, seconds: float) -> tuple[list[Metrics], float, float]:
     """The training steps of the time, when the command was given, and the CPU seconds of all its processes."""
-    settings = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")  # the run decides
-    environment = {name: value for name, value in os.environ.items() if name not in settings}
     output = folder.with_suffix(".log")
 
-    with watched(command, output, environment) as watch:
+    with watched(command, output, free_of_threads()) as watch:
         while watch.running and watch.elapsed_s < seconds:
             time.sleep(_LOOK_S)
 

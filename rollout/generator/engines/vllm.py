@@ -20,7 +20,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from rollout.generator.engines.vllm_thread import OwnThread
 
 _PROBE_PRIORITY = -(1 << 31)  # before every request
 _SESSIONS_REMEMBERED = 1 << 16
-_FETCH_POLLS_S = (0.0005, 0.001, 0.002, 0.005)  # the last one again and again: most leases are there at once
+_FETCH_POLLS_S = 0.0005, 0.005  # the first, and the longest: most leases are there at once
 _EXIT_S = 2.0  # longest last answer of an engine, and end of one that has said that it has failed
 
 
@@ -243,9 +242,10 @@ class VllmEngine:
         """Lease the newest version on every rank, while generation goes on; the ranks agree on one."""
         while True:
             await self._core.rpc("weights_fetch", version.epoch, version.n)
-            pauses = chain(_FETCH_POLLS_S, repeat(_FETCH_POLLS_S[-1]))
+            pause_s, longest_s = _FETCH_POLLS_S
             while not all(parts := await self._core.rpc("weights_fetched")):
-                await asyncio.sleep(next(pauses))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
             if errors := [part["error"] for part in parts if "error" in part]:
                 raise self._unreadable(version, errors[0])
 

@@ -14,9 +14,9 @@ A load has two parts, so that generation pauses for the second one only:
 A load takes as long as it takes: nothing here ends it but a reader that stands still. How far it has come is written
 into a file of one number for each rank, because a rank that loads answers no call.
 
-Importing this module sets how linear layers keep their weights, which has to be known before a model is built, and in
-a child of a generator also ties that child to the generator's life: vLLM leaves
-its engine process running when the process that owns it is killed.
+Importing this module sets how linear layers keep their weights, which has to be known before a model is built. In a
+child of a generator it also ties that child to the generator's life: vLLM leaves its engine process running when the
+process that owns it is killed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ from rl.learner.export import tensors
 from rl.learner.page_lock import PageLock
 from rl.weights import WeightReader, make_reader
 from rollout.generator.engines.owner import die_with_owner
-from rollout.generator.engines.vllm_internals import (
-    are_weights_as_loaded,
-    forget_packed_experts,
-    heed_environment,
-)
+from rollout.generator.engines.vllm_internals import are_weights_as_loaded, forget_packed_experts, heed_environment
 
 _REPORT_S = 0.1
 _HEAD = "lm_head.weight"

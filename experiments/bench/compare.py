@@ -1,12 +1,15 @@
 """Fresco beside another trainer: seconds to an accuracy, and where they go.
 
     python -m experiments.bench compare trl [--task addition | long] [--pairs 5] [--target 0.8]
-                                            [--tune 5e-5 1e-4 2e-4] [--out FILE.json]
+                                            [--tune 5e-5 1e-4 2e-4] [--patience 10] [--out FILE.json]
 
 Same start model, questions in the same order, reward, samples of a step, tokens and loss (`experiments/compare/`). The
 sides take turns, a seed for each pair. A side has reached the target when the mean accuracy of its last five training
 steps has; its seconds count from its command, with every import and start. `--tune` gives both sides the same effort:
 each tries each learning rate once, on a seed of its own, and keeps the one that got there first.
+
+Where the other trainer would need hours, `--patience 10` stops it after ten times the seconds that Fresco has taken
+with the same seed, and Fresco is always first. The ratio is then a bound: it is at most what is printed.
 
 Two cores bound what any system can do, so each run of Fresco that reached the target has a bound, measured right after
 it: half the CPU seconds that a bare learner and a bare engine need for the same samples, plus its own start. A run may
@@ -21,6 +24,7 @@ The other trainer lives in a virtual environment of its own under Fresco's cache
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -72,10 +76,10 @@ def main(argv: list[str]) -> None:
     pythons = {name: str(_python(trainer)) for name, trainer in trainers.items()}
     model = ensure_start_model(task)
 
-    def run(name: str, seed: int, lr: float, *, bounded: bool = False) -> RunResult:
+    def run(name: str, seed: int, lr: float, *, limit_s: float = math.inf, bounded: bool = False) -> RunResult:
         with tempfile.TemporaryDirectory(prefix="fresco-compare-") as folder:
             job = job_of(task, Path(folder) / "run", model, seed, lr=lr, steps=options.steps)
-            outcome = _train(trainers[name], job, pythons[name], options.target)
+            outcome = _train(trainers[name], job, pythons[name], options.target, limit_s)
             _tell(name, seed, lr, outcome)
             return _with_bound(job, outcome) if bounded and outcome.reached else outcome
 
@@ -85,8 +89,12 @@ def main(argv: list[str]) -> None:
     outcomes: dict[str, list[RunResult]] = {name: [] for name in names}
     with Idle() as idle:
         for seed in range(options.pairs):
-            for name in names if seed % 2 == 0 else reversed(names):
-                outcomes[name].append(run(name, seed, rates[name], bounded=name == "fresco"))
+            fresco_first = seed % 2 == 0 or options.patience < math.inf
+            limit_s = math.inf
+            for name in names if fresco_first else reversed(names):
+                found = run(name, seed, rates[name], limit_s=limit_s, bounded=name == "fresco")
+                outcomes[name].append(found)
+                limit_s = options.patience * found.wall_s
 
     write(options.out, _report(options, rates, outcomes, idle))
 
@@ -102,6 +110,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500, help="at most")
     parser.add_argument("--lr", type=float, default=3e-4, help="of both sides, where nothing is tuned")
     parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
+    parser.add_argument("--patience", type=float, default=math.inf, help="of the other, in Fresco's seconds")
 
     options = parser.parse_args(argv)
     most = most_steps(TASKS[options.task])
@@ -130,10 +139,11 @@ def _python(trainer: Trainer) -> Path:
     return folder / "bin" / "python"
 
 
-def _train(trainer: Trainer, job: Job, python: str, target: float) -> RunResult:
-    """Until the target is reached, or all steps are done. Raises SystemExit if it ends before."""
+def _train(trainer: Trainer, job: Job, python: str, target: float, limit_s: float) -> RunResult:
+    """Until the target is reached, all steps are done, or a step ends too late. Raises SystemExit if it ends before."""
     environment = free_of_threads() | {"PYTHONPATH": str(_ROOT)}
     output = job.folder.with_suffix(".log")
+    given_up_s = None
 
     with watched(trainer.command(job, python), output, environment) as watch:
         while True:
@@ -142,11 +152,14 @@ def _train(trainer: Trainer, job: Job, python: str, target: float) -> RunResult:
             reached = reached_at([row.accuracy for row in rows], target)
             if reached is not None or len(rows) >= job.steps:
                 break
+            if rows and watch.elapsed_s > limit_s:
+                given_up_s = watch.elapsed_s
+                break
             if not running:
                 raise SystemExit(f"it ended after {len(rows)} steps:\n{output.read_text(errors='replace')[-4000:]}")
             time.sleep(_LOOK_S)
 
-    return RunResult(rows, watch.origin, reached, watch.cpu_s, watch.used)
+    return RunResult(rows, watch.origin, reached, watch.cpu_s, watch.used, given_up_s=given_up_s)
 
 
 def _with_bound(job: Job, outcome: RunResult) -> RunResult:
@@ -181,6 +194,8 @@ def _best(tried: Mapping[float, RunResult], otherwise: float) -> float:
 
 def _tell(name: str, seed: int, lr: float, outcome: RunResult) -> None:
     how = f"after {outcome.wall_s:.1f} s, {outcome.reached} steps" if outcome.reached else "not reached"
+    if outcome.given_up_s:
+        how += f" when it was stopped after {outcome.given_up_s:.0f} s"
     end = statistics.fmean(row.accuracy for row in outcome.rows[-_WINDOW:])
     print(f"{name} seed {seed} lr {lr:g}: {how}; {outcome.cpu_s:.0f} CPU s, accuracy {end:.2f}", flush=True)
 
@@ -209,14 +224,18 @@ def _report(
     result["ahead"] = sum(mine.is_ahead_of(theirs) for mine, theirs in pairs)
     print(f"fresco is ahead in {result['ahead']} of {options.pairs} pairs")
 
-    if not all(outcome.reached for each in outcomes.values() for outcome in each):
+    if not all(mine.reached and (theirs.reached or theirs.given_up_s) for mine, theirs in pairs):
         print("no verdict: a side did not reach the target")
         return result | provenance(idle, ratios)
 
     timings = {name: [Timing(each.wall_s, each.cpu_s) for each in ended] for name, ended in outcomes.items()}
     ratio = ratio_of(timings["fresco"], timings[options.trainer])
+    result["stopped"] = sum(theirs.given_up_s is not None for _, theirs in pairs)
     result["verdict"] = ratio.verdict(at_most=_AT_MOST[options.task], of="wall", idle=idle)
-    print(f"fresco over {options.trainer}, to the target: {ratio}")
+    if result["stopped"] and result["verdict"].startswith("missed"):
+        result["verdict"] = "no verdict: the other was stopped too soon for one"
+
+    print(f"fresco over {options.trainer}, to the target: {'at most ' if result['stopped'] else ''}{ratio}")
     print(result["verdict"])
     return result | provenance(idle, ratios | {f"fresco over {options.trainer}": ratio})
 

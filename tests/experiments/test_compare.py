@@ -7,7 +7,9 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,8 @@ from envs.math.answers import last_box
 from experiments.bench import cores
 from experiments.bench._outcome import RunResult
 from experiments.bench._processes import watched
-from experiments.bench.compare import _best, _options, _trainer, reached_at
+from experiments.bench._ratios import Idle
+from experiments.bench.compare import _best, _options, _report, _trainer, reached_at
 from experiments.compare import fresco, trl
 from experiments.compare.job import Job, Row, read_lines
 from experiments.compare.tasks import TASKS, Task, job_of, questions
@@ -86,6 +89,29 @@ def test_who_reached_the_target_is_ahead_of_who_did_not() -> None:
     assert quick.is_ahead_of(slow) and not slow.is_ahead_of(quick) and not quick.is_ahead_of(quick)
     assert not slow.is_ahead_of(never), "it gave up sooner than that"
     assert quick.is_ahead_of(outcome(*[0.2] * 9)) and not never.is_ahead_of(slow) and not never.is_ahead_of(never)
+
+
+def report_of(ours: list[RunResult], theirs: list[RunResult]) -> dict[str, Any]:
+    """What the bench reports of these pairs, on an idle machine."""
+    with Idle() as idle:
+        pass
+    idle.others = 0.0
+    return _report(_options(["trl", "--pairs", str(len(ours))]), {}, {"fresco": ours, "trl": theirs}, idle)
+
+
+def test_a_trainer_that_was_stopped_bounds_the_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, unreached = [outcome(*[0.9] * 6)] * 5, outcome(*[0.2] * 6)
+    stopped = replace(unreached, given_up_s=180.0)
+    assert sum(stopped.seconds().values()) == pytest.approx(stopped.wall_s) == pytest.approx(180)
+    assert report_of(ours, [unreached] * 5).keys().isdisjoint({"verdict"}), "it might have got there with more steps"
+
+    found = report_of(ours, [stopped] * 5)
+    assert found["verdict"] == "met: at most 0.5 by wall" and found["stopped"] == found["ahead"] == 5
+    assert found["to_target_s"]["trl"] == [None] * 5
+    assert "fresco over trl, to the target: at most CPU seconds" in capsys.readouterr().out
+
+    soon = replace(unreached, given_up_s=30.0)
+    assert report_of(ours, [soon] * 5)["verdict"].startswith("no verdict"), "18 of at least 30 s may be more than half"
 
 
 def test_the_best_learning_rate_is_the_first_at_the_target_else_the_best_end() -> None:

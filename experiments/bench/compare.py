@@ -150,6 +150,7 @@ def _train(trainer: Trainer, job: Job, python: str, target: float, limit_s: floa
             running = watch.running
             rows = trainer.rows(job)
             reached = reached_at([row.accuracy for row in rows], target)
+
             if reached is not None or len(rows) >= job.steps:
                 break
             if rows and watch.elapsed_s > limit_s:

@@ -1,5 +1,9 @@
 """The tasks of the comparison: two-digit addition, plainly and behind a long tail of thinking.
 
+Thinking is counting down from a number that the question names, `#4 12 + 34` to `#3#2#112+34\\boxed{46}`. How long an
+answer is lies in the question, so that no trainer can learn to be brief: with a length of its own choice, a model left
+the tail within twenty steps.
+
 Demonstrations come from a careless student, right one time in three: it loses or invents a carry, or is one off.
 A model that imitates it has seen all that it needs, and what to do more of is left to reinforcement learning.
 """
@@ -18,52 +22,58 @@ _RIGHT = 0.33
 _OPERANDS = range(10, 100)
 HELD_OUT = 8
 """Questions of a run that are not trained."""
-PIECE = r"\d|\\boxed\{|[A-Za-z]+\n?|\s+|."
-"""Each digit is a token, and so is each dot of thinking."""
+PIECE = r"#\d+|\d|\\boxed\{|[A-Za-z]+\n?|\s+|."
+"""Each digit is a token, and so is each count of thinking."""
 
 
 @dataclass(frozen=True)
 class Task:
     name: str
     thinking: int
-    """Longest run of dots before an answer; its length is log-uniform, 0: none."""
+    """Highest count to think down from, log-uniform from 4 on; 0: none. The sum is repeated after it, so that the
+    answer is near to it whatever was thought: a model of two layers does not learn to add over a distance."""
     max_tokens: int
     rows_at_once: int
     """That a trainer that pads can hold."""
     sft_steps: int
     sft_batch: int
+    sft_parts: int = 1
+    """Of a batch, side by side. Another number gives another model."""
     groups: int = 16
     group_size: int = 8
 
+    def questions(self, seed: int) -> list[tuple[str, str]]:
+        """All of two two-digit numbers with their answers, in an order of its own for each seed."""
+        pairs = [(left, right) for left in _OPERANDS for right in _OPERANDS]
+        rng = random.Random(seed)
+        rng.shuffle(pairs)
+        return [(f"{self._count(rng)}{left} + {right}", str(left + right)) for left, right in pairs]
+
     def demonstrate(self, question: str, rng: random.Random) -> str:
         """What the start model imitates."""
-        left, right = (int(part) for part in question.split("+"))
-        answer = left + right
+        *count, left, _, right = question.split()
+        answer = int(left) + int(right)
         if rng.random() > _RIGHT:
-            carry_dropped = answer - 10 if left % 10 + right % 10 >= 10 else answer + 10
+            carry_dropped = answer - 10 if int(left) % 10 + int(right) % 10 >= 10 else answer + 10
             answer = rng.choice([answer - 1, answer + 1, carry_dropped])
-        return "." * self._dots(rng) + f"\\boxed{{{answer}}}"
 
-    def _dots(self, rng: random.Random) -> int:
+        thought = [f"#{number}" for each in count for number in range(int(each[1:]) - 1, 0, -1)]
+        repeated = f"{left}+{right}" if count else ""
+        return f"{''.join(thought)}{repeated}\\boxed{{{answer}}}"
+
+    def _count(self, rng: random.Random) -> str:
         if not self.thinking:
-            return 0
-        return round(math.exp(rng.uniform(math.log(4), math.log(self.thinking))))
+            return ""
+        return f"#{round(math.exp(rng.uniform(math.log(4), math.log(self.thinking))))} "
 
 
 TASKS = {
     task.name: task
     for task in (
         Task("addition", thinking=0, max_tokens=16, rows_at_once=128, sft_steps=400, sft_batch=64),
-        Task("long", thinking=496, max_tokens=512, rows_at_once=32, sft_steps=400, sft_batch=32),
+        Task("long", thinking=496, max_tokens=512, rows_at_once=32, sft_steps=1000, sft_batch=64, sft_parts=2),
     )
 }
-
-
-def questions(seed: int) -> list[tuple[str, str]]:
-    """All questions of two two-digit numbers with their answers, in an order of its own for each seed."""
-    pairs = [(left, right) for left in _OPERANDS for right in _OPERANDS]
-    random.Random(seed).shuffle(pairs)
-    return [(f"{left} + {right}", str(left + right)) for left, right in pairs]
 
 
 def most_steps(task: Task) -> int:
@@ -80,7 +90,7 @@ def job_of(task: Task, folder: Path, model: Path, seed: int, *, lr: float, steps
         raise ValueError(f"{steps} steps: there are new questions for {most_steps(task)}")
 
     path = folder.with_name(f"{folder.name}.questions.jsonl")
-    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in questions(seed)]
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in task.questions(seed)]
     path.write_text("\n".join(lines) + "\n")
 
     return Job(

@@ -54,22 +54,24 @@ def overrides(arm: str) -> list[str]:
 
 
 def play(task: Task, arm: str, seed: int) -> Run:
-    """Train for the task's seconds.
+    """Train for the task's seconds; steps that may have drawn something twice are left out.
 
-    Raises SystemExit if training ends before its time and its last step, or was too slow to have a score, or may have
-    drawn something twice.
+    Raises SystemExit if training ends before its time and its last step, or has too few steps for a score.
     """
     with tempfile.TemporaryDirectory(prefix="fresco-study-") as name:
         folder = Path(name) / "run"
         setup = task.set_up(folder, seed)
 
         with Idle() as idle:
-            steps, origin, cpu_s = _watch([*setup.command, *overrides(arm)], folder, task.seconds)
+            trained, origin, cpu_s = _watch([*setup.command, *overrides(arm)], folder, task.seconds)
 
+    new = [drawn(task, trained[:number]) <= setup.tasks for number in range(1, len(trained) + 1)]
+    steps = trained[: [*new, False].index(False)]
     if len(steps) < WINDOW:
-        raise SystemExit(f"{len(steps)} steps in {task.seconds:g} s: a score is the mean of {WINDOW}")
-    if drawn(task, steps) > setup.tasks:
-        raise SystemExit(f"{setup.tasks} training tasks are too few: up to {drawn(task, steps)} were drawn")
+        raise SystemExit(
+            f"{len(trained)} steps in {task.seconds:g} s, {len(steps)} of them on new ones of {setup.tasks} training "
+            f"tasks: a score is the mean of {WINDOW}"
+        )
 
     return Run(
         task=task.name,

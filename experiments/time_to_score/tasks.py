@@ -12,13 +12,13 @@ from typing import Protocol
 from envs.registry import make_family
 from experiments.compare import fresco
 from experiments.compare.start_model import ensure_start_model
-from experiments.compare.tasks import HELD_OUT, TASKS, job_of, questions
+from experiments.compare.tasks import HELD_OUT, TASKS, job_of
 from launch.prepare import prepare
 from launch.recipes import find_recipe
 from rl.core.config import Config, load_config
 
 STEPS = 500
-"""Of a run that is not ended by its time before: as many as there are questions for."""
+"""Of a run that is not ended by its time before; about as many as there are questions for."""
 
 Metrics = Mapping[str, float]
 """A line of `metrics.jsonl` that belongs to a training step."""
@@ -90,7 +90,7 @@ class Sums:
     def set_up(self, folder: Path, seed: int) -> Setup:
         kind = TASKS[self.name]
         job = job_of(kind, folder, ensure_start_model(kind), seed, lr=self.lr, steps=STEPS)
-        return Setup(fresco.command(job, sys.executable), len(questions(seed)) - HELD_OUT)
+        return Setup(fresco.command(job, sys.executable), len(kind.questions(seed)) - HELD_OUT)
 
     def score(self, step: Metrics) -> float:
         """Nothing is filtered, and a right answer earns 1: the mean reward of the batch."""
@@ -167,6 +167,6 @@ class Games:
 
 STUDY: dict[str, Task] = {
     "addition": Sums("addition", seconds=100, goal=0.8),
-    "long": Sums("long", seconds=360, goal=0.5),
+    "long": Sums("long", seconds=360, goal=0.4, lr=2e-4),
     "alfworld": Games("alfworld", "alfworld_small", seconds=300, goal=0.5),
 }

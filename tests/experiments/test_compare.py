@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ from experiments.bench._ratios import Idle
 from experiments.bench.compare import _best, _options, _report, _trainer, reached_at
 from experiments.compare import fresco, trl
 from experiments.compare.job import Job, Row, read_lines
-from experiments.compare.tasks import TASKS, Task, job_of, questions
+from experiments.compare.tasks import PIECE, TASKS, Task, job_of
+from launch.warm_start.word_tokenizer import build_tokenizer
 from rl.core.config import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
 
@@ -42,25 +44,38 @@ def job(folder: Path, **changes: object) -> Job:
     return Job(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_no_question_comes_twice_and_each_seed_has_its_own_order() -> None:
-    asked = questions(0)
+def sums(asked: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The questions without the count to think down from."""
+    return [(re.sub(r"^#\d+ ", "", question), answer) for question, answer in asked]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_no_question_comes_twice_and_each_seed_has_its_own_order(task: Task) -> None:
+    asked = sums(task.questions(0))
     assert len(set(asked)) == len(asked) == 8100
-    assert questions(0) == asked != questions(1) and sorted(questions(1)) == sorted(asked)
+    assert task.questions(0) == task.questions(0) and sorted(sums(task.questions(1))) == sorted(asked)
+    assert sums(task.questions(1)) != asked == sums(TASKS["addition"].questions(0))
     assert all(sum(map(int, question.split(" + "))) == int(answer) for question, answer in asked)
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 def test_the_student_is_right_one_time_in_three_and_fits(task: Task) -> None:
     rng = random.Random(0)
-    asked = questions(0)[:3000]
+    asked = task.questions(0)[:3000]
     told = [task.demonstrate(question, rng) for question, _ in asked]
     right = sum(last_box(text) == answer for text, (_, answer) in zip(told, asked, strict=True))
     assert 0.30 < right / len(asked) < 0.37
 
-    lengths = sorted(len(text) - len("\\boxed{") + 1 for text in told)  # as tokens, without the end of the turn
-    assert lengths[-1] < task.max_tokens
+    words = build_tokenizer([*told, *(question for question, _ in asked)], PIECE)
+    lengths = sorted(len(words.encode(text)) + 1 for text in told)  # with the end of the turn
+    assert lengths[-1] <= task.max_tokens
     if task.thinking:
-        assert lengths[0] <= 9 and lengths[-1] > 450 and lengths[len(lengths) // 2] < 70
+        assert lengths[0] <= 13 and lengths[-1] > 490 and lengths[len(lengths) // 2] < 70
+
+
+def test_thinking_counts_down_to_one_from_the_number_in_the_question_and_repeats_the_sum() -> None:
+    told = TASKS["long"].demonstrate("#4 12 + 34", random.Random(0))
+    assert re.fullmatch(r"#3#2#112\+34\\boxed\{\d+\}", told)
 
 
 def test_the_target_is_reached_by_the_mean_of_five_steps() -> None:
@@ -125,7 +140,7 @@ def test_a_job_has_its_questions_beside_it_and_no_more_steps_than_there_are_new_
     task = TASKS["addition"]
     made = job_of(task, tmp_path / "run", tmp_path / "model", 3, lr=1e-4, steps=505)
     assert not made.folder.exists() and made.questions.parent == tmp_path
-    assert [(line["question"], line["answer"]) for line in read_lines(made.questions)] == questions(3)
+    assert [(line["question"], line["answer"]) for line in read_lines(made.questions)] == task.questions(3)
     assert (made.groups, made.group_size, made.max_tokens) == (16, 8, 16)
 
     with pytest.raises(ValueError, match="506 steps: there are new questions for 505"):

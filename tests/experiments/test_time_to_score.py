@@ -241,7 +241,7 @@ def test_what_was_drawn_is_at_least_what_every_state_of_the_ledger_holds() -> No
     assert drawn(GAMES, [a_step(1, 0.5, 0, 0), a_step(2, 0.5, 0, 0), a_step(3, 0.5, 10, 0, **ledger, **ends)]) == 40
 
 
-def test_a_run_that_could_have_drawn_a_game_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_could_have_drawn_a_game_twice_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Metrics] = [a_step(number, 0.5, 0, 0) for number in range(1, 11)]
     steps[-1] = a_step(10, 0.5, 0, 0, **{"queue/batched": 64})
     monkeypatch.setattr(runs_module, "_watch", lambda *_: (steps, 1000.0, 1.0))
@@ -251,7 +251,15 @@ def test_a_run_that_could_have_drawn_a_game_twice_is_refused(monkeypatch: pytest
     assert found.seconds == [float(number) for number in range(1, 11)]
     assert found.scores == [0.5] * 10
 
-    with pytest.raises(SystemExit, match="79 training tasks are too few: up to 80 were drawn"):
+    cut = play(_Ready(79), "1", 3)
+    assert cut.seconds == found.seconds[:9] and cut.samples == found.samples[:9] and cut.scores == found.scores[:9]
+
+    # Later steps are left out even where less lies ahead of them than of the first that is.
+    steps[5] = a_step(6, 0.5, 0, 0, **{"queue/batched": 64 * 6})
+    assert len(play(_Ready(79), "1", 3).scores) == 5
+
+    steps[4] = a_step(5, 0.5, 0, 0, **{"queue/batched": 64 * 6})
+    with pytest.raises(SystemExit, match="10 steps in 300 s, 4 of them on new ones of 79 training tasks"):
         play(_Ready(79), "1", 3)
 
 

@@ -1,7 +1,8 @@
 """Fresco beside another trainer: seconds to an accuracy, and where they go.
 
     python -m experiments.bench compare trl [--task addition | long] [--pairs 5] [--target 0.8]
-                                            [--tune 5e-5 1e-4 2e-4] [--patience 10] [--out FILE.json]
+                                            [--tune 5e-5 1e-4 2e-4] [--patience 10] [--keep FILE.jsonl]
+                                            [--out FILE.json]
 
 Same start model, questions in the same order, reward, samples of a step, tokens and loss (`experiments/compare/`). The
 sides take turns, a seed for each pair. A side has reached the target when the mean accuracy of its last five training
@@ -9,7 +10,8 @@ steps has; its seconds count from its command, with every import and start. `--t
 each tries each learning rate once, on a seed of its own, and keeps the one that got there first.
 
 Where the other trainer would need hours, `--patience 10` stops it after ten times the seconds that Fresco has taken
-with the same seed, and Fresco is always first. The ratio is then a bound: it is at most what is printed.
+with the same seed, and Fresco is always first. The ratio is then a bound: it is at most what is printed. With `--keep`
+each pair is written down when it has been trained, and a later call with the same settings goes on behind it.
 
 Two cores bound what any system can do, so each run of Fresco that reached the target has a bound, measured right after
 it: half the CPU seconds that a bare learner and a bare engine need for the same samples, plus its own start. A run may
@@ -43,8 +45,9 @@ from experiments.bench._bound import bound_of
 from experiments.bench._bound_report import bound_report, tell_bound
 from experiments.bench._measuring import Timing, parser_of, write
 from experiments.bench._outcome import RunResult
+from experiments.bench._pairs import Pair, pairs_of
 from experiments.bench._processes import free_of_threads, watched
-from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
+from experiments.bench._ratios import Idle, Ratio, machine, provenance, ratio_of
 from experiments.compare.job import Job, Row
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS, job_of, most_steps
@@ -86,15 +89,23 @@ def main(argv: list[str]) -> None:
     tried = {name: {lr: run(name, _TUNING_SEED, lr) for lr in options.tune} for name in names}
     rates = {name: _best(tried[name], options.lr) for name in names}
 
-    outcomes: dict[str, list[RunResult]] = {name: [] for name in names}
-    with Idle() as idle:
-        for seed in range(options.pairs):
-            fresco_first = seed % 2 == 0 or options.patience < math.inf
-            limit_s = math.inf
+    settings = _settings(options, rates)
+
+    def pair(seed: int) -> Pair:
+        fresco_first = seed % 2 == 0 or options.patience < math.inf
+        runs: dict[str, RunResult] = {}
+        limit_s = math.inf
+
+        with Idle() as idle:
             for name in names if fresco_first else reversed(names):
-                found = run(name, seed, rates[name], limit_s=limit_s, bounded=name == "fresco")
-                outcomes[name].append(found)
-                limit_s = options.patience * found.wall_s
+                runs[name] = run(name, seed, rates[name], limit_s=limit_s, bounded=name == "fresco")
+                limit_s = options.patience * runs[name].wall_s
+        return Pair(seed, settings, round(idle.others, 3), runs)
+
+    pairs = pairs_of(options.pairs, pair, settings, options.keep)
+    outcomes = {name: [each.runs[name] for each in pairs] for name in names}
+    idle = Idle()
+    idle.others = max(each.others for each in pairs)
 
     write(options.out, _report(options, rates, outcomes, idle))
 
@@ -111,12 +122,21 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-4, help="of both sides, where nothing is tuned")
     parser.add_argument("--tune", type=float, nargs="*", default=[], metavar="LR")
     parser.add_argument("--patience", type=float, default=math.inf, help="of the other, in Fresco's seconds")
+    parser.add_argument("--keep", type=Path, metavar="FILE.jsonl", help="of finished pairs, to go on from")
 
     options = parser.parse_args(argv)
     most = most_steps(TASKS[options.task])
     if options.steps > most:
         parser.error(f"--steps {options.steps}: there are new questions for {most}")
+    if options.keep and options.tune:
+        parser.error("--keep with --tune: tune first, then give --lr what it has found")
     return options
+
+
+def _settings(options: argparse.Namespace, rates: Mapping[str, float]) -> dict[str, str]:
+    """What pairs must have in common to be compared."""
+    told = {name: str(getattr(options, name)) for name in ("trainer", "task", "target", "steps", "patience")}
+    return told | {f"lr of {name}": f"{lr:g}" for name, lr in rates.items()} | {"machine": machine()}
 
 
 def _trainer(name: str) -> Trainer:

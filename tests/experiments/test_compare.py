@@ -16,10 +16,12 @@ import pytest
 
 from envs.math.answers import last_box
 from experiments.bench import cores
+from experiments.bench._bound import Bound
 from experiments.bench._outcome import RunResult
-from experiments.bench._processes import watched
-from experiments.bench._ratios import Idle
-from experiments.bench.compare import _best, _options, _report, _trainer, reached_at
+from experiments.bench._pairs import Pair, pairs_of
+from experiments.bench._processes import Used, watched
+from experiments.bench._ratios import Idle, machine
+from experiments.bench.compare import _best, _options, _report, _settings, _trainer, reached_at
 from experiments.compare import fresco, trl
 from experiments.compare.job import Job, Row, read_lines
 from experiments.compare.tasks import PIECE, TASKS, Task, job_of
@@ -127,6 +129,45 @@ def test_a_trainer_that_was_stopped_bounds_the_ratio(capsys: pytest.CaptureFixtu
 
     soon = replace(unreached, given_up_s=30.0)
     assert report_of(ours, [soon] * 5)["verdict"].startswith("no verdict"), "18 of at least 30 s may be more than half"
+
+
+def test_pairs_that_were_kept_are_not_made_again_and_others_settings_are_refused(tmp_path: Path) -> None:
+    never = replace(outcome(*[0.2] * 6), given_up_s=180.0, processes={"engine": Used(1.0, 2.0)})
+    bound = Bound(start_s=5.0, stock_s=12.0, shared_s=8.0, engine_s=10.0, every=3, at_once=128)
+    bounded = replace(outcome(*[0.9] * 6), bound=bound)
+    path, settings, made = tmp_path / "pairs.jsonl", {"target": "0.8", "patience": "10"}, list[int]()
+
+    def pair(seed: int) -> Pair:
+        made.append(seed)
+        if seed == 2:
+            raise SystemExit("cut off")
+        return Pair(seed, settings, 0.01 * seed, {"fresco": bounded, "trl": never})
+
+    with pytest.raises(SystemExit, match="cut off"):
+        pairs_of(3, pair, settings, path)
+    assert made == [0, 1, 2]
+    assert pairs_of(2, pair, settings, path) == pairs_of(2, pair, settings, None) and made == [0, 1, 2, 0, 1]
+    assert len(path.read_text().splitlines()) == 2
+
+    with pytest.raises(SystemExit, match=r"seed 0 was made with target 0.8, this call has 0.4; name another"):
+        pairs_of(3, pair, settings | {"target": "0.4"}, path)
+    assert len(made) == 5, "before anything is made"
+
+
+def test_the_settings_of_kept_pairs_name_both_learning_rates_and_the_machine() -> None:
+    options = _options(["trl", "--patience", "10"])
+    assert _settings(options, {"fresco": 2e-4, "trl": 1e-4}) == {
+        "trainer": "trl",
+        "task": "addition",
+        "target": "0.8",
+        "steps": "500",
+        "patience": "10.0",
+        "lr of fresco": "0.0002",
+        "lr of trl": "0.0001",
+        "machine": machine(),
+    }
+    with pytest.raises(SystemExit):
+        _options(["trl", "--keep", "pairs.jsonl", "--tune", "1e-4"])
 
 
 def test_the_best_learning_rate_is_the_first_at_the_target_else_the_best_end() -> None:

@@ -22,7 +22,8 @@ _POINTS = 100
 def draw(runs: Sequence[Run], path: Path) -> None:
     """One row of three pictures for each task."""
     tasks = [name for name in STUDY if any(run.task == name for run in runs)]
-    figure, axes = pyplot.subplots(len(tasks), 3, figsize=(12, 3.4 * len(tasks)), layout="constrained", squeeze=False)
+    size = 12, 3.4 * len(tasks)
+    figure, axes = pyplot.subplots(len(tasks), 3, figsize=size, layout="constrained", squeeze=False, sharey="row")
 
     for row, task in zip(axes, tasks, strict=True):
         for axis, unit in zip(row, ("seconds", "samples", "steps"), strict=True):
@@ -30,7 +31,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 these = [run for run in runs if (run.task, run.arm) == (task, arm) and len(run.scores) >= WINDOW]
                 if these:
                     _band(axis, these, unit, arm, f"C{index}")
-            axis.set(xlabel=unit, title=task, ylim=(0, 1))
+            axis.set(xlabel=unit, title=task)
         row[0].set(ylabel="right, of the samples of a step")
     axes[0, 0].legend(fontsize=8, title="α")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from experiments.bench._outcome import RunResult
+from experiments.compare.job import read_lines
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def pairs_of(count: int, make: Callable[[int], Pair], settings: Mapping[str, str
     Each is appended to the file, one JSON line, as soon as it has been made; without a path nothing is kept. Raises
     SystemExit, before anything is made, if the file's pairs were made with other settings.
     """
-    kept = {pair.seed: pair for pair in _read(path, settings)} if path is not None and path.exists() else {}
+    kept = {pair.seed: pair for pair in _read(path, settings)} if path is not None else {}
     found = []
 
     for seed in range(count):
@@ -44,7 +45,7 @@ def pairs_of(count: int, make: Callable[[int], Pair], settings: Mapping[str, str
 
 
 def _read(path: Path, settings: Mapping[str, str]) -> list[Pair]:
-    pairs = [msgspec.json.decode(line, type=Pair) for line in path.read_bytes().splitlines()]
+    pairs = [msgspec.convert(line, Pair) for line in read_lines(path)]
     for pair in pairs:
         for name, value in settings.items():
             if pair.settings.get(name) != value:

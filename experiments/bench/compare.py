@@ -130,6 +130,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--steps {options.steps}: there are new questions for {most}")
     if options.keep and options.tune:
         parser.error("--keep with --tune: tune first, then give --lr what it has found")
+    if options.keep and not options.keep.parent.is_dir():
+        parser.error(f"--keep {options.keep}: there is no folder {options.keep.parent}; make it first")
     return options
 
 

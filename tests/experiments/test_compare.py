@@ -170,6 +170,13 @@ def test_the_settings_of_kept_pairs_name_both_learning_rates_and_the_machine() -
         _options(["trl", "--keep", "pairs.jsonl", "--tune", "1e-4"])
 
 
+def test_pairs_cannot_be_kept_where_there_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _options(["trl", "--keep", str(tmp_path / "pairs.jsonl")]).keep == tmp_path / "pairs.jsonl"
+    with pytest.raises(SystemExit):
+        _options(["trl", "--keep", str(tmp_path / "missing" / "pairs.jsonl")])
+    assert "there is no folder" in capsys.readouterr().err, "before anything has been trained"
+
+
 def test_the_best_learning_rate_is_the_first_at_the_target_else_the_best_end() -> None:
     slow, quick = outcome(*[0.2] * 6, *[0.9] * 5), outcome(*[0.9] * 6)
     assert _best({1.0: slow, 2.0: quick, 3.0: outcome(*[0.7] * 6)}, 9.0) == 2.0

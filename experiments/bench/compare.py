@@ -59,6 +59,8 @@ _TUNING_SEED = 1000
 _LOOK_S = 0.5  # rows carry their own time: a look is seldom, because it takes a core from what it looks at
 _AT_MOST = {"addition": 0.5, "long": 0.1}
 """Of the other trainer's seconds."""
+_CODE = ("algos", "envs", "experiments/compare", "launch", "requirements", "rl", "rollout", "experiments/math_cpu.yaml")
+"""What a pair runs."""
 
 
 class Trainer(Protocol):
@@ -138,7 +140,14 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _settings(options: argparse.Namespace, rates: Mapping[str, float]) -> dict[str, str]:
     """What pairs must have in common to be compared."""
     told = {name: str(getattr(options, name)) for name in ("trainer", "task", "target", "steps", "patience")}
-    return told | {f"lr of {name}": f"{lr:g}" for name, lr in rates.items()} | {"machine": machine()}
+    told |= {f"lr of {name}": f"{lr:g}" for name, lr in rates.items()}
+    return told | {"code": _code(_ROOT), "machine": machine()}
+
+
+def _code(root: Path) -> str:
+    """A digest of both trainers, of their recipes and of the packages that they are installed with."""
+    found = [path for each in _CODE for path in [root / each, *(root / each).rglob("*")]]
+    return digest("", *sorted(path for path in found if path.suffix in {".py", ".sh", ".txt", ".yaml"}))
 
 
 def _trainer(name: str) -> Trainer:

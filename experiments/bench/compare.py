@@ -11,7 +11,7 @@ each tries each learning rate once, on a seed of its own, and keeps the one that
 
 Where the other trainer would need hours, `--patience 10` stops it after ten times the seconds that Fresco has taken
 with the same seed, and Fresco is always first. The ratio is then a bound: it is at most what is printed. With `--keep`
-each pair is written down when it has been trained, and a later call with the same settings goes on behind it.
+each pair is written down when it has been trained, and a later call goes on behind it, with the same settings and code.
 
 Two cores bound what any system can do, so each run of Fresco that reached the target has a bound, measured right after
 it: half the CPU seconds that a bare learner and a bare engine need for the same samples, plus its own start. A run may
@@ -48,6 +48,7 @@ from experiments.bench._outcome import RunResult
 from experiments.bench._pairs import Pair, pairs_of
 from experiments.bench._processes import free_of_threads, watched
 from experiments.bench._ratios import Idle, Ratio, machine, provenance, ratio_of
+from experiments.compare.fresco import RECIPE
 from experiments.compare.job import Job, Row
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS, job_of, most_steps
@@ -59,8 +60,8 @@ _TUNING_SEED = 1000
 _LOOK_S = 0.5  # rows carry their own time: a look is seldom, because it takes a core from what it looks at
 _AT_MOST = {"addition": 0.5, "long": 0.1}
 """Of the other trainer's seconds."""
-_CODE = ("algos", "envs", "experiments/compare", "launch", "requirements", "rl", "rollout", "experiments/math_cpu.yaml")
-"""What a pair runs."""
+_BARE = tuple(f"experiments/bench/{name}.py" for name in ("_bare_engine", "_bare_learner", "_bare_loop", "_bound"))
+_RUN = ("algos", "envs", "experiments/compare", f"experiments/{RECIPE}.yaml", "launch", "requirements", "rl", "rollout")
 
 
 class Trainer(Protocol):
@@ -145,8 +146,8 @@ def _settings(options: argparse.Namespace, rates: Mapping[str, float]) -> dict[s
 
 
 def _code(root: Path) -> str:
-    """A digest of both trainers, of their recipes and of the packages that they are installed with."""
-    found = [path for each in _CODE for path in [root / each, *(root / each).rglob("*")]]
+    """A digest of what a pair runs: both trainers, the recipe, the packages that they are installed with, the bound."""
+    found = [path for each in (*_RUN, *_BARE) for path in [root / each, *(root / each).rglob("*")]]
     return digest("", *sorted(path for path in found if path.suffix in {".py", ".sh", ".txt", ".yaml"}))
 
 

@@ -21,7 +21,7 @@ from experiments.bench._outcome import RunResult
 from experiments.bench._pairs import Pair, pairs_of
 from experiments.bench._processes import Used, watched
 from experiments.bench._ratios import Idle, machine
-from experiments.bench.compare import _ROOT, _best, _code, _options, _report, _settings, _trainer, reached_at
+from experiments.bench.compare import _BARE, _ROOT, _best, _code, _options, _report, _settings, _trainer, reached_at
 from experiments.compare import fresco, trl
 from experiments.compare.job import Job, Row, read_lines
 from experiments.compare.tasks import PIECE, TASKS, Task, job_of
@@ -172,15 +172,16 @@ def test_the_settings_of_kept_pairs_name_both_learning_rates_and_the_machine() -
 
 
 def test_pairs_made_by_other_code_or_with_another_recipe_are_not_gone_on_from(tmp_path: Path) -> None:
-    for path in ("experiments/compare/fresco.py", "experiments/math_cpu.yaml", "rl/learner/step.py", "docs/results.md"):
+    runs = [*_BARE, "experiments/compare/fresco.py", "experiments/math_cpu.yaml", "rl/learner/step.py"]
+    for path in (*runs, "docs/results.md"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("alpha: 1\n")
     found = [_code(tmp_path)]
 
-    for path in ("experiments/compare/fresco.py", "experiments/math_cpu.yaml", "rl/learner/step.py"):
+    for path in runs:
         (tmp_path / path).write_text("alpha: 2\n")
         found.append(_code(tmp_path))
-    assert len(set(found)) == 4
+    assert len(set(found)) == 1 + len(runs)
 
     (tmp_path / "docs" / "results.md").write_text("other words\n")
     assert _code(tmp_path) == found[-1] != _code(_ROOT), "a pair does not run its documentation"

@@ -7,6 +7,8 @@ from experiments.compare.tasks import HELD_OUT
 
 PINS = ""
 RECIPE = "math_cpu"
+_SHORT = 64
+"""Tokens of an answer that is there before the next batch is trained."""
 
 
 def command(job: Job, python: str) -> list[str]:
@@ -24,7 +26,7 @@ def command(job: Job, python: str) -> list[str]:
         "sampling.max_tokens": job.max_tokens,
         "rollout.groups_per_batch": job.groups,
         "rollout.group_size": job.group_size,
-        "rollout.alpha": 1.25,  # at 1 both sides wait while tasks and answers are passed on
+        "rollout.alpha": _alpha(job),
         "generator.count": 1,
         "generator.max_model_len": job.max_tokens + 32,
         "generator.kv_cache_bytes": 1 << 28,
@@ -36,6 +38,16 @@ def command(job: Job, python: str) -> list[str]:
     }
 
     return [python, "-m", "launch.cli", "run", RECIPE, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def _alpha(job: Job) -> float:
+    """What made the first 40 steps of seed 0 shortest.
+
+    Among short answers both sides wait at 1 while tasks and answers are passed on. The longest answers take as long as
+    four training steps. At 1.25 the engine runs out of others meanwhile, and at 1.25 and at 4 more than a tenth of its
+    tokens is cut off as stale. At 6 it is always full, and the mean staleness is 2.4: at 4 it was 2.8.
+    """
+    return 1.25 if job.max_tokens <= _SHORT else 6.0
 
 
 def rows(job: Job) -> list[Row]:

@@ -234,6 +234,10 @@ def test_fresco_is_told_the_job_and_read_back(tmp_path: Path) -> None:
     assert config.model.path == str(tmp_path / "model") and config.sampling.max_tokens == 512
     assert config.rollout.groups_per_batch * config.rollout.group_size == 128
 
+    assert config.rollout.alpha == 6
+    brief = load_config(EXPERIMENTS / f"{fresco.RECIPE}.yaml", fresco.command(job(tmp_path), "python")[5:])
+    assert brief.rollout.alpha == 1.25
+
     told = {"time": 5.0, "rollout/reward": 0.5, "rollout/length": 6.0}
     told |= {"time/wait_batch": 3.0, "time/train": 1.0, "time/publish": 0.1}
     lines = [{"eval/reward": 1.0}, told | {"train/loss": 0.1}, told | {"train/loss": 0.1}]

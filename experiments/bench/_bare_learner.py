@@ -1,7 +1,8 @@
 """CPU seconds that bare learners need for the samples of some steps: `python -m experiments.bench._bare_learner WORK`.
 
-`stock`: a step's samples sorted by length, `rows_at_once` in a batch, padded to its longest, with torch's own
-causal attention; nothing is computed of padding but what a batch cannot leave out. `shared`: the packs that
+`stock`: a step's samples sorted by length, at most `rows_at_once` in a batch, padded to its longest, with torch's own
+causal attention; nothing is computed of padding but what a batch cannot leave out, and how many are in one is what
+costs least on the first steps. `shared`: the packs that
 Fresco's learner makes, each prompt once. Tokens and advantages are random: what they say costs nothing.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import numpy as np
@@ -23,23 +24,39 @@ from rl.core.messages import Shard
 from rl.core.run import RunFile
 from rl.learner.packing import Pack, make_packs
 
+_TRIED = 3  # steps for each size of a batch
+
 
 def measure(work: Work, form: Form) -> float:
-    """CPU seconds of all threads, after one step that warms up."""
+    """CPU seconds of all threads, after one step that warms up; of a stock learner in the cheapest of all batches."""
     run = RunFile.load(work.run)
     torch.set_num_threads(1)
     loop = BareLoop(run, form)
     random = np.random.default_rng(0)
     vocabulary = loop.model.config.vocab_size
+    shards = [
+        shard_of(step.prompt, step.answers, work.group_size, vocabulary, random, shared=True) for step in work.steps
+    ]
 
-    batches = []
-    for step in work.steps:
-        shard = shard_of(step.prompt, step.answers, work.group_size, vocabulary, random, shared=True)
-        if form == "stock":
-            packs = padded(shard, work.rows_at_once)
-        else:
-            packs = make_packs(shard, run.config.learner.max_tokens_per_pack, shard.step, share=True)
-        batches.append(([_with_advantages(pack) for pack in packs], shard.loss_tokens))
+    if form != "stock":
+        budget = run.config.learner.max_tokens_per_pack
+        return _cpu_s(loop, shards, lambda shard: make_packs(shard, budget, shard.step, share=True))
+
+    def padded_by(rows: int) -> Callable[[Shard], list[Pack]]:
+        return lambda shard: padded(shard, rows)
+
+    tried = {rows: _cpu_s(loop, shards[:_TRIED], padded_by(rows)) for rows in batch_sizes(work.rows_at_once)}
+    return _cpu_s(loop, shards, padded_by(min(tried, key=tried.__getitem__)))
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Samples in one batch that a stock learner tries: fewer have less padding, more have fewer calls."""
+    return [most // fewer for fewer in (1, 2, 4, 8) if most >= fewer]
+
+
+def _cpu_s(loop: BareLoop, shards: Sequence[Shard], packed: Callable[[Shard], list[Pack]]) -> float:
+    """Of one step on each shard, without one on the first, which warms up."""
+    batches = [([_with_advantages(pack) for pack in packed(shard)], shard.loss_tokens) for shard in shards]
 
     loop.step(*batches[0])
     begin = time.process_time()

@@ -7,9 +7,10 @@ first update began. The first batch is generated in them too, so the bound errs 
 Each side runs in a process of its own (`_bare_learner.py`, `_bare_engine.py`); its CPU seconds are those of all its
 threads and children, without its start and one warm-up batch.
 
-There are two bare learners, and a bound of each. The stock one sorts a step's samples by length and runs them
-`rows_at_once` at a time, padded to the longest of those. The sharing one has what Fresco's learner has: no padding, and
-a prompt that a group shares once. Fresco may beat the first bound on its learner's side; the second one is fair there.
+There are two bare learners, and a bound of each. The stock one sorts a step's samples by length and runs them at most
+`rows_at_once` at a time, as many as cost least, padded to the longest of those. The sharing one has what Fresco's
+learner has: no padding, and a prompt that a group shares once. Fresco may beat the first bound on its learner's side;
+the second one is fair there.
 
 What is measured is every k-th step, evenly spread: at most 40 of them and about 200,000 tokens. Both sides are scaled
 by tokens.

@@ -26,7 +26,6 @@ def command(job: Job, python: str) -> list[str]:
         "sampling.max_tokens": job.max_tokens,
         "rollout.groups_per_batch": job.groups,
         "rollout.group_size": job.group_size,
-        "rollout.alpha": _alpha(job),
         "generator.count": 1,
         "generator.max_model_len": job.max_tokens + 32,
         "generator.kv_cache_bytes": 1 << 28,
@@ -35,19 +34,23 @@ def command(job: Job, python: str) -> list[str]:
         "learner.max_tokens_per_pack": 2048,
         "tracking.wandb": "disabled",
         "tracking.live": "false",
+        **_schedule(job),
     }
 
     return [python, "-m", "launch.cli", "run", RECIPE, *(f"{key}={value}" for key, value in settings.items())]
 
 
-def _alpha(job: Job) -> float:
+def _schedule(job: Job) -> dict[str, object]:
     """What made the first 40 steps of seed 0 shortest.
 
-    Among short answers both sides wait at 1 while tasks and answers are passed on. The longest answers take as long as
-    four training steps. At 1.25 the engine runs out of others meanwhile, and at 1.25 and at 4 more than a tenth of its
-    tokens is cut off as stale. At 6 it is always full, and the mean staleness is 2.4: at 4 it was 2.8.
+    Among short answers both sides wait at α = 1 while tasks and answers are passed on. The longest answers take as long
+    as four training steps. At α = 1.25 the engine runs out of others meanwhile, and at 1.25 and at 4 more than a tenth
+    of its tokens is cut off as stale; at 6 it is always full, and the mean staleness is 2.4, at 4 it was 2.8. An update
+    finds 128 answers half done, whose context it would compute again.
     """
-    return 1.25 if job.max_tokens <= _SHORT else 6.0
+    if job.max_tokens <= _SHORT:
+        return {"rollout.alpha": 1.25}
+    return {"rollout.alpha": 6, "generator.on_update": "keep"}
 
 
 def rows(job: Job) -> list[Row]:

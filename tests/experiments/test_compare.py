@@ -234,9 +234,9 @@ def test_fresco_is_told_the_job_and_read_back(tmp_path: Path) -> None:
     assert config.model.path == str(tmp_path / "model") and config.sampling.max_tokens == 512
     assert config.rollout.groups_per_batch * config.rollout.group_size == 128
 
-    assert config.rollout.alpha == 6
+    assert config.rollout.alpha == 6 and config.generator.on_update == "keep"
     brief = load_config(EXPERIMENTS / f"{fresco.RECIPE}.yaml", fresco.command(job(tmp_path), "python")[5:])
-    assert brief.rollout.alpha == 1.25
+    assert brief.rollout.alpha == 1.25 and brief.generator.on_update == "recompute"
 
     told = {"time": 5.0, "rollout/reward": 0.5, "rollout/length": 6.0}
     told |= {"time/wait_batch": 3.0, "time/train": 1.0, "time/publish": 0.1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from experiments.bench._outcome import RunResult
 from experiments.bench._processes import Used
 from experiments.bench._ratios import Idle
 from experiments.compare.job import Row
+from rl.core.messages import Shard
 from rl.core.moments import SamplingBegan, SamplingEnded
 from rl.core.run import RunFile
 from rl.core.trace import Trace
@@ -175,3 +177,18 @@ def test_both_bare_sides_do_the_work_of_a_run(run: RunFile) -> None:
     assert _bare_learner.measure(work, "stock") > 0 and _bare_learner.measure(work, "shared") > 0
     work.save(run.folder / "work.json")
     assert _told(work, "_bare_engine", run.folder / "work.json")["engine"] > 0
+
+
+def test_a_stock_learner_takes_the_cheapest_size_of_a_batch(run: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(str(run.folder), [Step(9, [4, 5, 6, 7] * 4)] * 5, group_size=4, rows_at_once=16, at_once=16)
+    made: list[tuple[int, int]] = []
+
+    def cost(_loop: object, shards: Sequence[Shard], packed: Callable[[Shard], list[Pack]]) -> float:
+        rows = len(packed(shards[0])[0].rewards)
+        made.append((rows, len(shards)))
+        return abs(rows - 4)
+
+    monkeypatch.setattr(_bare_learner, "_cpu_s", cost)
+    assert _bare_learner.measure(work, "stock") == 0
+    assert made == [(16, 3), (8, 3), (4, 3), (2, 3), (4, 5)]
+    assert _bare_learner.batch_sizes(3) == [3, 1]

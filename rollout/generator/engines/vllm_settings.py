@@ -15,7 +15,7 @@ from rl.core.run import ProcessContext, RunFile
 from rollout.generator.engines.base import EngineInfo
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
-_REPORT_EVERY = 16  # tokens between two outputs of one request: each costs a task switch
+_REPORT_EVERY = 32  # tokens between two outputs of one request: each costs a task switch
 _STREAM_EVERY = 4  # likewise where a client reads along
 _MIN_BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32  # vLLM's smallest on CPU

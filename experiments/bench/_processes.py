@@ -109,7 +109,10 @@ class Watched:
         if "--index" in words:
             module = words[words.index("-m") + 1]
             return f"{module} {words[words.index('--index') + 1]}"
-        return words[words.index("-m") + 1] if "-m" in words else process.name()[:12]
+        if "-m" in words:
+            return words[words.index("-m") + 1]
+        name = process.name()[:12]
+        return "starting" if "/" in name else name  # a copy that takes its title: so far only the way to its program
 
 
 def free_of_threads() -> dict[str, str]:

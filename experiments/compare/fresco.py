@@ -41,12 +41,11 @@ def command(job: Job, python: str) -> list[str]:
 
 
 def _schedule(job: Job) -> dict[str, object]:
-    """What made the first 40 steps of seed 0 shortest.
+    """What made the first 40 steps of seed 0 shorter.
 
-    Among short answers both sides wait at α = 1 while tasks and answers are passed on. The longest answers take as long
-    as four training steps. At α = 1.25 the engine runs out of others meanwhile, and at 1.25 and at 4 more than a tenth
-    of its tokens is cut off as stale; at 6 it is always full, and the mean staleness is 2.4, at 4 it was 2.8. An update
-    finds 128 answers half done, whose context it would compute again.
+    Among short answers both sides wait at α = 1 while tasks and answers are passed on. The longest answers of the other
+    task take as long as several training steps: with a small α the engine runs out of others meanwhile, and what is
+    nearly done expires. An update would compute the context of all that are half done again.
     """
     if job.max_tokens <= _SHORT:
         return {"rollout.alpha": 1.25}

@@ -90,7 +90,8 @@ class Sums:
     def set_up(self, folder: Path, seed: int) -> Setup:
         kind = TASKS[self.name]
         job = job_of(kind, folder, ensure_start_model(kind), seed, lr=self.lr, steps=STEPS)
-        return Setup(fresco.command(job, sys.executable), len(kind.questions(seed)) - HELD_OUT)
+        command = [*fresco.command(job, sys.executable), "generator.on_update=recompute"]  # arms differ in α alone
+        return Setup(command, len(kind.questions(seed)) - HELD_OUT)
 
     def score(self, step: Metrics) -> float:
         """Nothing is filtered, and a right answer earns 1: the mean reward of the batch."""

@@ -271,6 +271,17 @@ def test_the_cpu_seconds_of_two_processes_of_one_name_add_up(tmp_path: Path) -> 
     assert watch.cpu_s >= 0.9 and len(watch.used) == 2
 
 
+def test_a_copy_that_takes_its_title_is_not_told_by_the_way_to_its_program(tmp_path: Path) -> None:
+    title = "open('/proc/self/comm', 'w').write('/srv/.venv/bin')"
+    child = f"import time\n{title}\nprint('titled', flush=True)\ntime.sleep(600)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with watched([sys.executable, "-c", script], tmp_path / "log") as watch:
+        while "titled" not in (tmp_path / "log").read_text():
+            assert watch.running
+        watch.look()
+        assert set(watch.used) == {"the command", "starting"}
+
+
 def test_a_command_is_watched_and_ended_with_what_it_began(tmp_path: Path) -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('burnt', flush=True)\ntime.sleep(600)"
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"

@@ -298,6 +298,13 @@ def test_all_runs_of_the_games_have_one_start_model_and_seeds_of_their_own(
     assert configs[0].rollout.filter_constant_groups
 
 
+def test_an_update_does_the_same_in_every_task_of_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks_module, "ensure_start_model", lambda _: tmp_path / "model")
+    commands = [STUDY[name].set_up(tmp_path / "run", 0).command for name in ("addition", "long")]
+    configs = [load_config(find_recipe(each[4]), each[5:]) for each in commands]
+    assert {config.generator.on_update for config in configs} == {"recompute"}
+
+
 class _Ready:
     """The games, of which everything is there."""
 

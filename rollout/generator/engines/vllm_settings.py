@@ -27,6 +27,8 @@ def sampling_params(request: Generate) -> SamplingParams:
 
     vLLM compares texts as they are sampled, and drops what an engine has sampled beyond the first one.
     """
+    interval = _STREAM_EVERY if request.stream else _REPORT_EVERY
+
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -41,7 +43,7 @@ def sampling_params(request: Generate) -> SamplingParams:
         flat_logprobs=True,  # lists of numbers, no dictionary per token
         detokenize=bool(request.stop),
         output_kind=RequestOutputKind.DELTA,  # vLLM ignores the interval for cumulative outputs
-        stream_interval=_STREAM_EVERY if request.stream else _REPORT_EVERY,
+        stream_interval=interval,
         skip_clone=True,
     )
 

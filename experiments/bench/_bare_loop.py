@@ -8,8 +8,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from rl.core.run import RunFile
@@ -24,10 +22,11 @@ and a prompt that several samples have in common is computed once."""
 
 
 class BareLoop:
-    """The model of a run and its optimizer."""
+    """The model of a run and its optimizer; below float32 its forward runs under torch's own autocast."""
 
     def __init__(self, run: RunFile, form: Form) -> None:
         self._form = form
+        self._device, self._dtype = run.device, getattr(torch, run.config.model.dtype)
         self.model = _model(run, "sdpa" if form == "stock" else NAME)
         self.model.train()
         self._adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
@@ -39,7 +38,8 @@ class BareLoop:
         """
         for pack in packs:
             wanted = pack.mask.nonzero()[:, 0]  # (S,) generated tokens; the logits before each predict it
-            logits = self.model.lm_head(self._contexts(pack, wanted))  # (S, vocab)
+            with torch.autocast(self._device, self._dtype, enabled=self._dtype != torch.float32):
+                logits = self.model.lm_head(self._contexts(pack, wanted))  # (S, vocab)
             logp = -F.cross_entropy(logits.float(), pack.token_ids[wanted], reduction="none")
 
             ratio = (logp - pack.logp_behavior[wanted]).exp()
@@ -72,15 +72,7 @@ class BareLoop:
 
 
 def _model(run: RunFile, attention: str) -> Any:
-    """In the run's dtype and on its device; below float32 with float32 master weights, as the learner's."""
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[run.config.model.dtype]
+    """With float32 weights, as the learner's, on the run's device."""
     folder = str(run.model_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    if dtype == torch.float32:
-        return model.to(run.device)
-
-    mesh = init_device_mesh(run.device, (1,))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    return fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model.to(run.device)

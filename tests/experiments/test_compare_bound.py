@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -166,6 +167,19 @@ def test_padding_and_sharing_change_no_gradient(run: RunFile) -> None:
     stock, *others = (gradients(run, form, packs, shard.loss_tokens) for form, packs in forms.items())
     assert max(float(gradient.abs().max()) for gradient in stock.values()) > 1e-2
     assert all(largest_difference(stock, other) < 1e-5 for other in others)
+
+
+@pytest.mark.parametrize("form", ["stock", "packed"])
+def test_a_bare_loop_computes_in_the_dtype_of_the_run(run: RunFile, form: Form) -> None:
+    shard = random_shard(2, 4, 9, (6, 6), 64)
+    packs = _bare_learner.padded(shard, 8) if form == "stock" else make_packs(shard, 256, 0)
+    exact = gradients(run, form, packs, shard.loss_tokens)
+    run.config.model.dtype = "bfloat16"
+    coarse = gradients(run, form, packs, shard.loss_tokens)
+
+    largest = max(float(gradient.abs().max()) for gradient in exact.values())
+    assert all(gradient.dtype == torch.float32 for gradient in coarse.values())
+    assert 1e-5 * largest < largest_difference(exact, coarse) < 0.1 * largest
 
 
 def test_both_bare_sides_do_the_work_of_a_run(run: RunFile) -> None:

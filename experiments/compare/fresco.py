@@ -41,15 +41,16 @@ def command(job: Job, python: str) -> list[str]:
 
 
 def _schedule(job: Job) -> dict[str, object]:
-    """What made the first 40 steps of seed 0 shorter.
+    """What made the first 40 steps of seed 0 or 1 shorter.
 
     Among short answers both sides wait at α = 1 while tasks and answers are passed on. The longest answers of the other
-    task take as long as several training steps: with a small α the engine runs out of others meanwhile, and what is
-    nearly done expires. An update would compute the context of all that are half done again.
+    task take as long as several training steps: they may be that much older. A larger α would not only let them live:
+    the engine would get ahead of the learner by so many steps, on the core that the learner could have had. An update
+    would compute the context of all that are half done again.
     """
     if job.max_tokens <= _SHORT:
         return {"rollout.alpha": 1.25}
-    return {"rollout.alpha": 8, "generator.on_update": "keep"}
+    return {"rollout.alpha": 2, "rollout.max_staleness": 8, "generator.on_update": "keep"}
 
 
 def rows(job: Job) -> list[Row]:

@@ -92,7 +92,7 @@ ALARMS = {
     ),
     # ------------------------------------------------------------ batches
     "stale-batch": Alarm(
-        "no trained sample is older than ceil(rollout.alpha)",
+        "no trained sample is older than the staleness bound, ceil(rollout.alpha) or rollout.max_staleness",
         "a defect in the broker",
         "report it, with the run's folder",
         stops=True,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl.core.config_section import Section
 
@@ -17,6 +17,9 @@ class RolloutConfig(Section):
     """G: episodes of one task that form a group."""
     alpha: float = Field(1.0, ge=0)
     """Asynchronous ratio: at most floor((1 + alpha) * B) + R groups are open at once; staleness <= ceil(alpha)."""
+    max_staleness: int | None = Field(None, ge=0)
+    """S, where it shall be more than ceil(alpha): answers that take longer than ceil(alpha) steps then do not expire,
+    and no more groups are open for it. None: ceil(alpha)."""
     redundant_groups: int = Field(0, ge=0)
     """R: groups in flight beyond what admission allows."""
     redundant_episodes: int = Field(0, ge=0)
@@ -64,5 +67,15 @@ class RolloutConfig(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """S = ceil(alpha); docs/freshness.md derives it."""
-        return math.ceil(self.alpha)
+        """S: ceil(alpha), which admission alone keeps (docs/freshness.md derives it), or what was allowed beyond."""
+        return math.ceil(self.alpha) if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _holds_what_is_open(self) -> Self:
+        least = math.ceil(self.alpha)
+        if self.max_staleness is not None and self.max_staleness < least:
+            raise ValueError(
+                f"rollout.max_staleness={self.max_staleness} is below {least}, which rollout.alpha={self.alpha:g} "
+                "needs: what may be open would expire; lower rollout.alpha, or leave max_staleness out"
+            )
+        return self

@@ -36,7 +36,7 @@ def train(learner: Learner, link: LearnerLink) -> None:
     """From the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, learner.manifest, link)
     publisher.publish(link.first_step)
-    for shard in link.batches():  # step s: samples of versions s - ceil(alpha) .. s
+    for shard in link.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
         with link.span("prepare"):
             minibatches = learner.trainer.minibatches(shard)

@@ -2,7 +2,7 @@
 
 Counted is only what was trained, with the lengths and latencies it had: cut-off and redundant episodes, prefills,
 weight loads and messages are left out, so the bound holds with redundancy and failures too. With t(n) the publication
-of version n, S = ceil(alpha), and train(s) the training of batch s:
+of version n, S the bound on staleness, and train(s) the training of batch s:
 
 * generators: tokens / (generators x best rate of one) <= t(end);
 * environments: the sum of the episodes' shortest times / episodes at once <= t(end);

@@ -57,6 +57,13 @@ def test_staleness_bound_is_ceil_alpha(alpha: float, bound: int) -> None:
     assert load_config(None, [f"rollout.alpha={alpha}"]).rollout.staleness_bound == bound
 
 
+def test_staleness_may_be_allowed_beyond_alpha_but_not_below() -> None:
+    assert load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=6"]).rollout.staleness_bound == 6
+    assert load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=2"]).rollout.staleness_bound == 2
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness=1 is below 2, which rollout\.alpha=1\.5 needs"):
+        load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=1"])
+
+
 def test_recipe_extends_base(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("steps: 5\nrollout: {alpha: 2, group_size: 4}\n")
     (tmp_path / "child.yaml").write_text("base: base.yaml\nrollout: {alpha: 3}\n")

@@ -203,6 +203,34 @@ def test_expiry_takes_the_whole_group_and_puts_its_task_in_front() -> None:
     assert driver.core.groups.open[again[0].group_id].task.cut_offs == 1
 
 
+@pytest.mark.parametrize(("bound", "trained"), [(1, False), (2, False), (3, True)])
+def test_a_slow_group_may_be_older_than_alpha_and_no_more_groups_are_open_for_it(bound: int, trained: bool) -> None:
+    """`max_staleness`: begun at version 0, finished while batch 3 is wanted; alpha = 1 and B = 2 let 4 be open."""
+    driver = Driver(rules(steps=6, alpha=1, max_staleness=bound, hold_patience=math.inf))
+    driver.publish(0)
+    slow = driver.group(0)
+    driver.begin(slow[0], 0)
+
+    for step in range(3):
+        done = [group for group in sorted({t.group_id for t in driver.live.values()}) if group != 0][:2]
+        for group in done:
+            driver.finish_group(group, step)
+        driver.request(step)
+        driver.publish(step + 1)
+        driver.confirm_cancels()
+        assert len({t.group_id for t in driver.live.values()}) == 4
+
+    for ticket in slow:
+        if ticket.ticket_id in driver.live:
+            driver.finish(ticket, 0)
+    other = next(t.group_id for t in driver.live.values())
+    driver.finish_group(other, 3)
+    actions = driver.request(3)
+
+    assert [groups_of(batch) for batch in of(actions, EmitBatch)] == ([[0, other]] if trained else [])
+    assert driver.samples("stale") == (0 if trained else 2)
+
+
 def test_a_late_first_token_expires_a_group_and_batched_groups_are_exempt() -> None:
     driver = Driver(rules(alpha=1))
     driver.publish(0)

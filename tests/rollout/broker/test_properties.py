@@ -15,13 +15,16 @@ from tests.rollout.broker.world import World
 def configurations(draw: st.DrawFn) -> Rules:
     """Small numbers, so that every limit is met."""
     group_size = draw(st.integers(1, 3))
+    alpha = draw(st.sampled_from([0, 0.3, 0.5, 1, 1.5, 2, 4]))
+    beyond = draw(st.sampled_from([None, None, 0, 1, 3]))
 
     return Rules(
         steps=draw(st.integers(1, 5)),
         groups_per_batch=draw(st.integers(1, 4)),
         group_size=group_size,
         train_tasks=draw(st.integers(1, 9)),
-        alpha=draw(st.sampled_from([0, 0.3, 0.5, 1, 1.5, 2, 4])),
+        alpha=alpha,
+        max_staleness=None if beyond is None else math.ceil(alpha) + beyond,
         redundant_groups=draw(st.integers(0, 3)),
         redundant_episodes=draw(st.integers(0, 2)),
         hold_patience=draw(st.sampled_from([0, 1, 2, math.inf])),

@@ -58,9 +58,11 @@ def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[floa
     """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out."""
     per_generator = config.generator.tensor_parallel
     base = scenario_of(config, measured)
+    most = config.rollout.max_staleness
+    possible = [alpha for alpha in alphas if most is None or alpha <= most]
     found = []
 
-    for ranks, alpha, (groups, episodes) in itertools.product(_splits(gpus, per_generator), alphas, REDUNDANCIES):
+    for ranks, alpha, (groups, episodes) in itertools.product(_splits(gpus, per_generator), possible, REDUNDANCIES):
         generators = (gpus - ranks) // per_generator
         training = replace(base.training, step_s=measured.train_s * measured.ranks / ranks)
         machine = replace(base.with_generators(count=generators), training=training, measured=MEASURED_STEPS)

@@ -59,6 +59,12 @@ def test_the_best_line_is_best_and_none_beats_the_bound(config: Config) -> None:
     assert all(candidate.over_bound >= 1 - 1e-6 for candidate in found)
 
 
+def test_no_alpha_is_tried_that_the_recipes_staleness_bound_refuses(config: Config) -> None:
+    config.rollout.max_staleness = 1
+    found = candidates(config, assumed(config, train_s=0.05), gpus=2, alphas=(0.5, 1.0, 1.5))
+    assert {candidate.alpha for candidate in found} == {0.5, 1.0}
+
+
 def test_the_plot_marks_the_choice_redundancy_and_the_bound(config: Config) -> None:
     found = candidates(config, assumed(config, train_s=0.05), gpus=3, alphas=(0.0, 1.0))
     chosen = best(found)

@@ -50,7 +50,7 @@ def _schedule(job: Job) -> dict[str, object]:
     """
     if job.max_tokens <= _SHORT:
         return {"rollout.alpha": 1.25}
-    return {"rollout.alpha": 2, "rollout.max_staleness": 8, "generator.on_update": "keep"}
+    return {"rollout.alpha": 3, "rollout.max_staleness": 8, "generator.on_update": "keep"}
 
 
 def rows(job: Job) -> list[Row]:

@@ -234,7 +234,7 @@ def test_fresco_is_told_the_job_and_read_back(tmp_path: Path) -> None:
     assert config.model.path == str(tmp_path / "model") and config.sampling.max_tokens == 512
     assert config.rollout.groups_per_batch * config.rollout.group_size == 128
 
-    assert (config.rollout.alpha, config.rollout.staleness_bound) == (2, 8) and config.generator.on_update == "keep"
+    assert (config.rollout.alpha, config.rollout.staleness_bound) == (3, 8) and config.generator.on_update == "keep"
     brief = load_config(EXPERIMENTS / f"{fresco.RECIPE}.yaml", fresco.command(job(tmp_path), "python")[5:])
     assert brief.rollout.alpha == 1.25 and brief.generator.on_update == "recompute"
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from experiments.bench._bound import Work
 from experiments.bench._measuring import family_cpu_s
+from rl.core.process import die_with_parent
 from rl.core.run import ProcessContext, RunFile
 
 Request = tuple[list[int], int]
@@ -101,6 +102,7 @@ def _step(engine: Any) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
+    die_with_parent()
     (path,) = argv
     print(json.dumps({"engine": measure(Work.load(path))}))
 

@@ -21,6 +21,7 @@ from experiments.bench._bare_loop import BareLoop, Form
 from experiments.bench._bound import Work
 from experiments.bench._measuring import shard_of
 from rl.core.messages import Shard
+from rl.core.process import die_with_parent
 from rl.core.run import RunFile
 from rl.learner.packing import Pack, make_packs
 
@@ -95,6 +96,7 @@ def _with_advantages(pack: Pack) -> Pack:
 
 
 def main(argv: list[str]) -> None:
+    die_with_parent()
     work = Work.load(argv[0])
     print(json.dumps({form: measure(work, form) for form in get_args(Form) if form != "packed"}))
 

@@ -4,8 +4,8 @@
 
 for the samples of the very run, up to its target, with one thread each. `start` is the run's own: seconds until its
 first update began. The first batch is generated in them too, so the bound errs to the run's favour by that batch.
-Each side runs in a process of its own (`_bare_learner.py`, `_bare_engine.py`); its CPU seconds are those of all its
-threads and children, without its start and one warm-up batch.
+Each side runs in a process of its own (`_bare_learner.py`, `_bare_engine.py`), both at the same time, as a run's two
+sides do; its CPU seconds are those of all its threads and children, without its start and one warm-up batch.
 
 There are two bare learners, and a bound of each. The stock one sorts a step's samples by length and runs them at most
 `rows_at_once` at a time, as many as cost least, padded to the longest of those. The sharing one has what Fresco's
@@ -23,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -114,10 +115,11 @@ def bound_of(job: Job, steps: int, start_s: float) -> Bound:
     with tempfile.TemporaryDirectory(prefix="fresco-bound-") as folder:
         path = Path(folder) / "work.json"
         replace(work, steps=chosen).save(path)
-        learner = {form: cpu_s * of_all[0] / measured[0] for form, cpu_s in _told(work, "_bare_learner", path).items()}
-        engine = {name: cpu_s * of_all[1] / measured[1] for name, cpu_s in _told(work, "_bare_engine", path).items()}
+        told = _told(work, path)
 
-    return Bound(start_s, learner["stock"], learner["shared"], engine["engine"], every, work.at_once)
+    stock_s, shared_s = (told[form] * of_all[0] / measured[0] for form in ("stock", "shared"))
+    engine_s = told["engine"] * of_all[1] / measured[1]
+    return Bound(start_s, stock_s, shared_s, engine_s, every, work.at_once)
 
 
 def work_of(job: Job, steps: int) -> tuple[int, Work]:
@@ -164,18 +166,44 @@ def _tokens(steps: Sequence[Step]) -> tuple[int, int]:
     return sum(step.tokens for step in steps), sum(sum(step.answers) for step in steps)
 
 
-def _told(work: Work, module: str, path: Path) -> dict[str, float]:
-    """CPU seconds, the last line of a bare side."""
+def _told(work: Work, path: Path, sides: Sequence[str] = ("_bare_learner", "_bare_engine")) -> dict[str, float]:
+    """CPU seconds by name: the last line of each bare side. They run at the same time, which is what the bound says.
+
+    One after the other they would take longer, and each second of theirs costs more: up to a quarter was seen where one
+    core stood idle.
+    """
     config = RunFile.load(work.run).config
     environment = os.environ | engine_environment(config, "cpu")
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(_ROOT)}
-    command = [sys.executable, "-m", f"experiments.bench.{module}", str(path)]
+    environment |= {"FRESCO_PARENT_PID": str(os.getpid())}
 
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    ends_s = time.monotonic() + _SIDE_S
     try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SIDE_S)
+        for side in sides:
+            command = [sys.executable, "-m", f"experiments.bench.{side}", str(path)]
+            with _told_by(path, side).open("wb") as out, _errors_of(path, side).open("wb") as errors:
+                running[side] = subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
+
+        told: dict[str, float] = {}
+        for side, process in running.items():
+            if code := process.wait(max(0.0, ends_s - time.monotonic())):
+                errors_told = _errors_of(path, side).read_text(errors="replace")
+                raise SystemExit(f"{side} ended with {code}:\n{errors_told[-4000:]}")
+            told |= json.loads(_told_by(path, side).read_text().splitlines()[-1])
+        return told
+
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"{module} has not ended within {_SIDE_S} s") from None
-    if ended.returncode:
-        raise SystemExit(f"{module} ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
-    told: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    return told
+        raise SystemExit(f"{side} has not ended within {_SIDE_S} s") from None
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+
+
+def _told_by(path: Path, side: str) -> Path:
+    return path.with_name(f"{side}.out")
+
+
+def _errors_of(path: Path, side: str) -> Path:
+    return path.with_name(f"{side}.err")

@@ -75,7 +75,7 @@ ALARMS = {
     "off-policy": Alarm(
         "the policy still samples much as the one that sampled the batch: effective sample size, KL",
         "the learning rate is too high, or samples are too old",
-        "learner.lr, rollout.alpha, algo.correction",
+        "learner.lr, rollout.alpha, rollout.max_staleness, algo.correction",
         patient=True,
     ),
     "large-steps": Alarm(
@@ -87,7 +87,7 @@ ALARMS = {
     "old-samples": Alarm(
         "trained samples are at most a few versions old, on average",
         "rollout runs far ahead of training",
-        "rollout.alpha, or alarms.staleness",
+        "rollout.alpha, rollout.max_staleness, or alarms.staleness",
         patient=True,
     ),
     # ------------------------------------------------------------ batches

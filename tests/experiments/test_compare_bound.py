@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -102,6 +103,14 @@ def test_a_learner_that_does_less_than_the_stock_one_is_named() -> None:
     assert "11.0 CPU seconds" in line and "12.0" in line and SHARED in line
 
 
+@pytest.mark.parametrize(("learner_s", "told"), [(13.0, False), (14.0, False), (15.0, True), (11.5, True)])
+def test_a_machine_whose_speed_changed_between_a_run_and_its_bound_is_named(learner_s: float, told: bool) -> None:
+    result, _ = bound_report([ended(16.8), ended(16.8, learner_s), ended(16.8)], idle())
+    lines = [line for line in result["against"] if "speed changed" in line]
+    assert len(lines) == told
+    assert all(f"{learner_s / BOUND.shared_s:.3f}" in line and "1.625" in line for line in lines)
+
+
 def test_processes_are_told_apart() -> None:
     assert cpu_by_side(ended(16.8)) == {"learner": 13.0, "engine": 14.0, "everything else": 3.0}
 
@@ -190,7 +199,16 @@ def test_both_bare_sides_do_the_work_of_a_run(run: RunFile) -> None:
 
     assert _bare_learner.measure(work, "stock") > 0 and _bare_learner.measure(work, "shared") > 0
     work.save(run.folder / "work.json")
-    assert _told(work, "_bare_engine", run.folder / "work.json")["engine"] > 0
+    told = _told(work, run.folder / "work.json")
+    assert told.keys() == {"stock", "shared", "engine"} and all(cpu_s > 0 for cpu_s in told.values())
+
+
+def test_a_bare_side_that_fails_is_named_and_the_other_ends_with_it(run: RunFile) -> None:
+    work = Work(str(run.folder), [Step(9, [4, 5, 6, 7] * 4)] * 2, group_size=4, rows_at_once=8, at_once=16)
+    with pytest.raises(SystemExit, match=r"(?s)_no_such_side ended with 1.*No module named"):
+        _told(work, run.folder / "work.json", ("_no_such_side", "_bare_engine"))  # no work was saved, but it is slower
+
+    assert not [child for child in psutil.Process().children() if "_bare_engine" in " ".join(child.cmdline())]
 
 
 def test_a_stock_learner_takes_the_cheapest_size_of_a_batch(run: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:

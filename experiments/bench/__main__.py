@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import signal
 import sys
 from pathlib import Path
 
+from experiments.bench._processes import end_on_sigterm
+
 if __name__ == "__main__":
-    # Whoever ends a benchmark ends what it began: every block is left, its processes and folders go.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_on_sigterm()
 
     names = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
     if len(sys.argv) < 2 or sys.argv[1] not in names:

@@ -169,28 +169,29 @@ def _tokens(steps: Sequence[Step]) -> tuple[int, int]:
 def _told(work: Work, path: Path, sides: Sequence[str] = ("_bare_learner", "_bare_engine")) -> dict[str, float]:
     """CPU seconds by name: the last line of each bare side. They run at the same time, which is what the bound says.
 
-    One after the other they would take longer, and each second of theirs costs more: up to a quarter was seen where one
-    core stood idle.
+    One after the other each would have the machine to itself, which a run's sides have not.
+    Raises SystemExit where one fails; the other ends with it.
     """
     config = RunFile.load(work.run).config
     environment = os.environ | engine_environment(config, "cpu")
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(_ROOT)}
     environment |= {"FRESCO_PARENT_PID": str(os.getpid())}
 
+    out = {side: path.with_name(f"{side}.out") for side in sides}
+    errors = {side: path.with_name(f"{side}.err") for side in sides}
     running: dict[str, subprocess.Popen[bytes]] = {}
     ends_s = time.monotonic() + _SIDE_S
     try:
         for side in sides:
             command = [sys.executable, "-m", f"experiments.bench.{side}", str(path)]
-            with _told_by(path, side).open("wb") as out, _errors_of(path, side).open("wb") as errors:
-                running[side] = subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
+            with out[side].open("wb") as stdout, errors[side].open("wb") as stderr:
+                running[side] = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr)
 
         told: dict[str, float] = {}
         for side, process in running.items():
             if code := process.wait(max(0.0, ends_s - time.monotonic())):
-                errors_told = _errors_of(path, side).read_text(errors="replace")
-                raise SystemExit(f"{side} ended with {code}:\n{errors_told[-4000:]}")
-            told |= json.loads(_told_by(path, side).read_text().splitlines()[-1])
+                raise SystemExit(f"{side} ended with {code}:\n{errors[side].read_text(errors='replace')[-4000:]}")
+            told |= json.loads(out[side].read_text().splitlines()[-1])
         return told
 
     except subprocess.TimeoutExpired:
@@ -199,11 +200,3 @@ def _told(work: Work, path: Path, sides: Sequence[str] = ("_bare_learner", "_bar
         for process in running.values():
             process.kill()
             process.wait()
-
-
-def _told_by(path: Path, side: str) -> Path:
-    return path.with_name(f"{side}.out")
-
-
-def _errors_of(path: Path, side: str) -> Path:
-    return path.with_name(f"{side}.err")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -121,13 +122,21 @@ def free_of_threads() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in said}
 
 
+def end_on_sigterm() -> Any:
+    """SIGTERM leaves every block from now on, so that whoever ends a benchmark ends what it began.
+
+    Returns what handled it before. Call from the main thread.
+    """
+    return signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 @contextlib.contextmanager
 def watched(command: Sequence[str], output: Path, environment: Mapping[str, str] | None = None) -> Iterator[Watched]:
     """Run it until the block ends; then it is interrupted, as by Ctrl-C, and has ended when this returns.
 
-    SIGTERM ends the block as well, so that whoever ends a benchmark ends what it began. Call from the main thread.
+    SIGTERM ends the block as well. Call from the main thread.
     """
-    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    handler = end_on_sigterm()
 
     with output.open("wb") as file:
         process = subprocess.Popen(

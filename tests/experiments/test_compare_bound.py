@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -104,9 +107,9 @@ def test_a_learner_that_does_less_than_the_stock_one_is_named() -> None:
 
 
 @pytest.mark.parametrize(("learner_s", "told"), [(13.0, False), (14.0, False), (15.0, True), (11.5, True)])
-def test_a_machine_whose_speed_changed_between_a_run_and_its_bound_is_named(learner_s: float, told: bool) -> None:
+def test_runs_that_do_not_match_their_bounds_alike_are_named(learner_s: float, told: bool) -> None:
     result, _ = bound_report([ended(16.8), ended(16.8, learner_s), ended(16.8)], idle())
-    lines = [line for line in result["against"] if "speed changed" in line]
+    lines = [line for line in result["against"] if "unevenly" in line]
     assert len(lines) == told
     assert all(f"{learner_s / BOUND.shared_s:.3f}" in line and "1.625" in line for line in lines)
 
@@ -206,9 +209,44 @@ def test_both_bare_sides_do_the_work_of_a_run(run: RunFile) -> None:
 def test_a_bare_side_that_fails_is_named_and_the_other_ends_with_it(run: RunFile) -> None:
     work = Work(str(run.folder), [Step(9, [4, 5, 6, 7] * 4)] * 2, group_size=4, rows_at_once=8, at_once=16)
     with pytest.raises(SystemExit, match=r"(?s)_no_such_side ended with 1.*No module named"):
-        _told(work, run.folder / "work.json", ("_no_such_side", "_bare_engine"))  # no work was saved, but it is slower
+        _told(work, long_work(run), ("_no_such_side", "_bare_engine"))
 
-    assert not [child for child in psutil.Process().children() if "_bare_engine" in " ".join(child.cmdline())]
+    assert not bare_sides(psutil.Process())
+
+
+def test_a_bench_that_is_ended_ends_its_bare_sides_and_leaves_no_folder(run: RunFile, tmp_path: Path) -> None:
+    path = long_work(run)
+    script = f"""
+import shutil, tempfile
+from pathlib import Path
+from experiments.bench._bound import Work, _told
+from experiments.bench._processes import end_on_sigterm
+end_on_sigterm()
+with tempfile.TemporaryDirectory(prefix="fresco-bound-", dir={str(tmp_path)!r}) as folder:
+    path = shutil.copy({str(path)!r}, folder)
+    _told(Work.load(path), Path(path))
+"""
+    bench = psutil.Popen([sys.executable, "-c", script])
+    until = time.monotonic() + 60
+    while len(sides := bare_sides(bench)) < 2:
+        assert bench.is_running() and time.monotonic() < until
+        time.sleep(0.05)
+
+    bench.terminate()
+    assert bench.wait(60) == 128 + signal.SIGTERM
+    assert not [side for side in sides if side.is_running()] and not list(tmp_path.glob("fresco-bound-*"))
+
+
+def long_work(run: RunFile) -> Path:
+    """Saved: more than a bare side does in a minute."""
+    path = run.folder / "work.json"
+    steps = [Step(9, [4, 5, 6, 7] * 4)] * 20_000
+    Work(str(run.folder), steps, group_size=4, rows_at_once=8, at_once=16).save(path)
+    return path
+
+
+def bare_sides(parent: psutil.Process) -> list[psutil.Process]:
+    return [child for child in parent.children() if "experiments.bench._bare" in " ".join(child.cmdline())]
 
 
 def test_a_stock_learner_takes_the_cheapest_size_of_a_batch(run: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from experiments.compare.job import Job, Row, read_lines
+import msgspec
+
+from experiments.compare.job import Job, Row
 from experiments.compare.tasks import HELD_OUT
 
 PINS = ""
@@ -53,15 +55,31 @@ def _schedule(job: Job) -> dict[str, object]:
     return {"rollout.alpha": 3, "rollout.max_staleness": 8, "generator.on_update": "keep"}
 
 
+class _Step(msgspec.Struct):
+    """What is needed of a step's line. The rest is not made: whoever looks at a run takes its cores."""
+
+    time: float
+    reward: float = msgspec.field(name="rollout/reward")
+    length: float = msgspec.field(name="rollout/length")
+    wait: float = msgspec.field(name="time/wait_batch")
+    train: float = msgspec.field(name="time/train")
+    publish: float = msgspec.field(name="time/publish")
+
+
 def rows(job: Job) -> list[Row]:
     """The learner's seconds: what it waited for a batch, trained, and published."""
+    path = job.folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+
     found: list[Row] = []
-    for line in read_lines(job.folder / "metrics.jsonl"):
-        if "train/loss" not in line:
-            continue
-        parts = {"wait": line["time/wait_batch"], "train": line["time/train"], "publish": line["time/publish"]}
-        if not found:
-            parts["wait"] = 0.0  # for the engine's start, which belongs to ours
-        tokens = round(line["rollout/length"] * job.groups * job.group_size)
-        found.append(Row(line["time"], line["rollout/reward"], tokens, parts))
+    for line in path.read_bytes().splitlines(keepends=True):
+        if b'"train/loss"' not in line or not line.endswith(b"\n"):
+            continue  # of an evaluation, or still being written
+
+        step = msgspec.json.decode(line, type=_Step)
+        # The first batch's wait is for the engine's start, which belongs to ours.
+        parts = {"wait": step.wait if found else 0.0, "train": step.train, "publish": step.publish}
+        tokens = round(step.length * job.groups * job.group_size)
+        found.append(Row(step.time, step.reward, tokens, parts))
     return found

@@ -195,6 +195,13 @@ def reached(study: Study, seed: int) -> bool:
     return gain is not None and gain[0] >= GOAL and gain[1] > 0
 
 
+_NOT_OFFICIAL = """\
+These are not the official games but games made offline, of all six task types. Goals are templates without the annotations that people
+wrote; objects are drawn into the package's floor plans (19 receptacles in the median); 30 turns are allowed; unseen are 24 floor plans,
+while words, kinds of rooms and most goals are those of training
+([how they differ](../../../docs/alfworld.md#how-these-games-differ-from-the-official-ones))."""
+
+
 def page(study: Study, seeds: Sequence[int], arms: Sequence[str]) -> str:
     """Markdown: all games, the recipe beside its controls, what training was, and each type of task."""
     missing = [f"`{cell.name}`" for cell in cells(seeds, arms) if not study.file(cell).exists()]
@@ -203,6 +210,7 @@ def page(study: Study, seeds: Sequence[int], arms: Sequence[str]) -> str:
         "`python -m experiments.alfworld_study`. Intervals are of 95 %: Wilson's for a share, a bootstrap over games "
         "for a difference, which is paired by game.",
         f"Cells that are missing: {', '.join(missing)}." if missing else "No cell is missing.",
+        _NOT_OFFICIAL,
         "## All games",
         _table(_gain_rows(study, seeds, arms, [ALL]), "warm start", "after RL"),
         "## Recipe against controls",

@@ -31,7 +31,7 @@ class Agentic(Struct, frozen=True):
     extra_episodes: int
     reuses: float
     reported: tuple[str, str, str]  # of the stages after the baseline
-    measured: int = 4
+    measured: int = 12
 
     def stages(self) -> dict[str, Scenario]:
         """By name, the baseline first."""

@@ -25,7 +25,7 @@ SHARES = (0.375, 0.5)  # of the GPUs that train
 LENGTHS = {"Base": (2_000, 0.8), "Think": (11_000, 0.6)}  # mean tokens, sigma of the logarithm: not published
 TASK_SHARE = 0.5  # of the variance of log-length that lies between prompts: not published
 REUSES = 1.0  # E
-MEASURED = 4
+MEASURED = 16
 SWEEP = {  # mean tokens, sigma, prompts
     "Think": [(11_000, 0.4, 64), (11_000, 0.8, 64), (11_000, 0.6, 128)],
     "Base": [(2_000, 0.5, 64), (2_000, 1.1, 64)],

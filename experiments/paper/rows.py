@@ -2,14 +2,17 @@
 
 None of these costs is published. They follow from the model and the hardware: 8.2e9 parameters in bf16 read once a
 decode step at about 60 % of 3.35 TB/s (8 ms, 16 ms with launch overheads and sampling); 147 kB of KV cache per token
-of context (36 layers, 8 heads of 128, keys and values), 52 GB of it on a GPU of 80 GB; training at 2.5e14 FLOP/s a GPU,
-10 FLOP per parameter and token (forward, backward, two more forwards for log-probabilities), with which rollout
-takes about 70 % of a synchronous step, as the paper says. Rows sweep what moves their result.
+of context (36 layers, 8 heads of 128, keys and values), 52 GB of it on a GPU of 80 GB, which limits what runs at once;
+training at 2.5e14 FLOP/s a GPU, 10 FLOP per parameter and token (forward, backward, two more forwards for
+log-probabilities), with which rollout takes about 70 % of a synchronous step, as the paper says. Rows sweep what moves
+their result.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from msgspec.structs import replace
 
 from rollout.broker import Rules
 from rollout.simulate.result import SimulationResult
@@ -24,6 +27,7 @@ HBM_BYTES_PER_S = 2e12  # of 3.35e12, as achieved
 DECODE_BASE_S = 0.016
 TRAIN_GPU_S_PER_TOKEN = 10 * 8.2e9 / 2.5e14
 KV_TOKENS = 350_000
+SEATS = 256  # sequences, vLLM's own limit
 
 
 def steady_rules(groups: int, size: int, **changes: object) -> Rules:
@@ -41,15 +45,15 @@ def steady_rules(groups: int, size: int, **changes: object) -> Rules:
 
 
 def generators_8b(gpus: int, mean_context: float, **changes: Any) -> Generators:
-    """One generator per GPU; a further sequence costs the reading of its own KV cache.
+    """One generator per GPU; a further sequence costs the reading of its own KV cache, of `mean_context` tokens.
 
-    As many sequences as fit by their mean context, as an engine does that admits by what is used.
+    KV memory binds: a request reserves its prompt and the mean response, and what outgrows the memory is pre-empted.
     """
     per_seq_s = mean_context * KV_BYTES_PER_TOKEN / HBM_BYTES_PER_S
-    values: dict[str, Any] = {
+    room = {"max_num_seqs": SEATS, "kv_tokens": KV_TOKENS, "kv_admission": "expected", "max_model_len": 34_000}
+
+    values: dict[str, Any] = room | {
         "count": gpus,
-        "max_num_seqs": max(8, min(256, round(KV_TOKENS / mean_context))),
-        "max_model_len": 34_000,
         "decode_base_s": DECODE_BASE_S,
         "decode_per_seq_s": per_seq_s,
         "prefill_tokens_per_s": 2e4,
@@ -58,6 +62,17 @@ def generators_8b(gpus: int, mean_context: float, **changes: Any) -> Generators:
     }
 
     return Generators(**(values | changes))
+
+
+def fitting_seats(generators: Generators) -> int:
+    """Sequences whose mean contexts fill the KV memory of one of `generators_8b`."""
+    mean_context = generators.decode_per_seq_s * HBM_BYTES_PER_S / KV_BYTES_PER_TOKEN
+    return max(8, min(SEATS, round(KV_TOKENS / mean_context)))
+
+
+def without_kv_limit(generators: Generators) -> Generators:
+    """As many seats as fit by their mean context; their KV memory never binds."""
+    return replace(generators, kv_tokens=0, max_num_seqs=fitting_seats(generators))
 
 
 def training_8b(gpus: int, reuses: float = 1.0, publish_s: float = 2.0) -> TrainingCost:

@@ -14,6 +14,7 @@ from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import (
     TRAIN_GPU_S_PER_TOKEN,
     compare,
+    fitting_seats,
     generators_8b,
     simulate,
     steady_rules,
@@ -35,7 +36,7 @@ REUSES = (0.5, 1.0, 2.0)  # E mu_train, in units of one pass
 REPORTED_TRAINING = 16
 
 
-def scenario(training: int, reuses: float, measured: int = 6) -> Scenario:
+def scenario(training: int, reuses: float, measured: int = 16) -> Scenario:
     """`training` = 0: synchronous, all GPUs for both."""
     work = Work(length=LogNormal(MEAN, SIGMA), task_share=0.5, max_tokens=32_768)
     return Scenario(
@@ -52,7 +53,7 @@ def best_by_theory(reuses: float, longest_tokens: float = 32_768) -> tuple[float
     chosen = scenario(0, reuses)
     machines = chosen.generators
     samples = PROMPTS * RESPONSES
-    seats = machines.max_num_seqs
+    seats = fitting_seats(machines)
     step_s = machines.decode_base_s + machines.decode_per_seq_s * (seats - 1)
     mean = chosen.work.population_length()
     generate = samples * mean * step_s / seats

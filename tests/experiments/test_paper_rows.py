@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.paper import bounds, cost, environments, queueing, redundancy, rlvr, rows, split
+from experiments.paper import admission, bounds, cost, environments, queueing, redundancy, rlvr, rows, split
 from rollout.simulate.distributions import LogNormal
 from rollout.simulate.scenario import Scenario, Work
 
@@ -55,6 +55,26 @@ def test_redundancy_hides_hangs() -> None:
 def test_every_row_is_closed_by_its_parameters() -> None:
     for scenario in (rlvr.scenario(16, (2_000, 0.8), 0.5), split.scenario(16, 1.0), cost.scenario(10)):
         assert isinstance(scenario, Scenario) and scenario.until > scenario.warm_up
+
+
+def test_the_papers_rows_run_with_their_kv_memory_as_the_limit() -> None:
+    named = {setting.name.split()[0].strip(":,") for setting in admission.settings()}
+    assert named >= {"RLVR", "alfworld", "swe", "queue", "replication", "environments", "redundant", "alpha", "best"}
+
+    for setting in admission.settings():
+        for each in (setting.baseline, *setting.choices):
+            machine = each.generators
+            assert (machine.kv_tokens, machine.kv_admission) == (rows.KV_TOKENS, "expected"), setting.name
+
+
+def test_reserving_max_tokens_costs_what_reserving_the_expected_does_not() -> None:
+    base, long = (rlvr.scenario(4, length, 0.5, prompts=8) for length in rlvr.LENGTHS.values())
+    setting = admission.Setting("small", "", long, [long])
+    seats, whole, expected = (admission.gain(setting, limit)[f"{limit} to_s"] for limit in admission.LIMITS)
+    assert whole > 1.5 * expected and seats < 1.5 * expected
+
+    assert rows.without_kv_limit(base.generators).max_num_seqs > rows.without_kv_limit(long.generators).max_num_seqs
+    assert rows.without_kv_limit(long.generators).capacity > rows.KV_TOKENS
 
 
 def test_a_gain_from_dropping_long_samples_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
 End = Trajectory | TicketFailed | TicketCancelled
 RESEND_S = 3.0  # an end not acknowledged within this is sent again
-TICK_S = 0.1
 STOP_S = 4.0  # for episodes and workers to end; within timeouts.stop_s of the supervisor
 JOIN_S = 0.05  # `rollout.turn_barrier`: for the tickets of one round, sent together, to arrive
 REASON_CHARS = 500  # of a failure, on the wire
@@ -168,7 +167,7 @@ class EnvServer:
         previous = time.monotonic()
         while not self.process.stopping:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK_S)
+                await asyncio.wait_for(self._wake.wait(), self.process.tick_s)
             self._wake.clear()
 
             for message in self.process.received():

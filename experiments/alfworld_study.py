@@ -195,11 +195,12 @@ def reached(study: Study, seed: int) -> bool:
     return gain is not None and gain[0] >= GOAL and gain[1] > 0
 
 
-_NOT_OFFICIAL = """\
-These are not the official games but games made offline, of all six task types. Goals are templates without the annotations that people
-wrote; objects are drawn into the package's floor plans (19 receptacles in the median); 30 turns are allowed; unseen are 24 floor plans,
-while words, kinds of rooms and most goals are those of training
-([how they differ](../../../docs/alfworld.md#how-these-games-differ-from-the-official-ones))."""
+_NOT_OFFICIAL = (
+    "These are not the official games but games made offline, of all six task types. Goals are templates without the "
+    "annotations that people wrote; objects are drawn into the package's floor plans (19 receptacles in the median); "
+    "30 turns are allowed; unseen are 24 floor plans, while words, kinds of rooms and most goals are those of training "
+    "([how they differ](../../../docs/alfworld.md#how-these-games-differ-from-the-official-ones))."
+)
 
 
 def page(study: Study, seeds: Sequence[int], arms: Sequence[str]) -> str:

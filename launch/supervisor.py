@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 import psutil
 import zmq
 
-from launch.children import Child, descendants, end_all, end_descendants, log_tail, most_restarts, spawn
+from launch.children import Child, Exits, descendants, end_all, end_descendants, log_tail, most_restarts, spawn
 from launch.dashboard import open_dashboard
 from launch.fork_server import ForkServer
 from launch.live import Display
@@ -56,7 +56,7 @@ _TOGETHER = "learner"  # its ranks train as one, and are replaced as one
 _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
 _FENCE_S = 10.0  # for the kernel to end a killed process
 _CLOSING_REPORTS = {"broker", "learner"}
-_POLL_S = 0.05
+_POLL_S = 0.25
 _CLOSING_REPORTS_S = 2.0
 _TRACKER_S = 30.0  # an online dashboard may still be sending
 _TRACKER_HURRIED_S = 1.5  # after Ctrl-C or a failure: with timeouts.stop_s, all ends within 10 s
@@ -86,7 +86,8 @@ class Supervisor:
         self._saver: Child | None = None  # the broker that was told of it
 
         self._socket = open_socket(zmq.ROUTER, run, "control", bind=True)
-        self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"))
+        self._exits = Exits()
+        self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"), self._exits.fileno())
         self._tracker = Tracker(run.folder, open_dashboard(run))
         self._observed = Observed(run.started_at, run.start_step)
         self._display = Display(run, self._observed)
@@ -153,6 +154,7 @@ class Supervisor:
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
         child = spawn(spec, self._run, incarnation, self._forks)
         self._children[spec.role, spec.index] = child
+        self._exits.watch(child.popen.pid)
         self._trace.add(ProcessStarted(spec.role, spec.index, incarnation, child.popen.pid))
 
     def _watch(self) -> None:
@@ -186,6 +188,7 @@ class Supervisor:
     def _drain(self, patience_s: float = 0.0) -> None:
         """What has come, and what comes first within `patience_s`."""
         self._receiver.wait(patience_s)
+        self._exits.clear()
         self._receiver.drain()
 
     def _handle(self, message: Message, peer: bytes) -> None:
@@ -381,6 +384,7 @@ class Supervisor:
             self._display.note(f"killed after {stop_s:g} s: {', '.join(killed)}")
         self._collect_reports()
         self._socket.close(linger=0)
+        self._exits.close()
 
         remove_slots(self._run.run_id)
         shutil.rmtree(self._run.socket_folder, ignore_errors=True)

@@ -34,7 +34,7 @@ _MEASURED = {
     "supervisor": "the command",
 }
 _AT_ONCE = 32
-_BETWEEN = 0.85  # share of an episode in which it decodes: the next one has to begin
+_BETWEEN = 0.95  # share of an episode in which it decodes: the next one has to begin
 _PER_STEP = 64
 _START_S = 60.0
 _LOOK_S = 0.1
@@ -58,6 +58,8 @@ def main(argv: list[str]) -> None:
             _wait(watch, folder, lambda steps: steps >= 2)
             first = _read(watch, folder)
             _wait(watch, folder, lambda _: watch.elapsed_s - first.time_s >= options.seconds)
+            begun = len(_steps(folder))
+            _wait(watch, folder, lambda steps: steps > begun)  # both readings are of the end of a step
             last = _read(watch, folder)
 
     result = _result(first, last, options)

@@ -124,6 +124,8 @@ class Process:
         self.run = context.run
         self.config = context.run.config
 
+        self.tick_s = self.config.timeouts.heartbeat_s / 2
+        """The main loop turns at least this often, and each heartbeat tells a new `progress`."""
         self.progress = 0  # advanced by the main loop
         self.busy = False  # true while there is work: a frozen `progress` is then a hang
         self.stats: dict[str, float] = {}

@@ -46,8 +46,6 @@ from rollout.broker.traced_ledger import TracedLedger
 from rollout.broker.validation import vocabulary_of
 from rollout.broker.write_ahead import WriteAheadLog
 
-POLL_S = 0.1
-
 
 class RunStopped(EndsRun, RuntimeError):
     """The core says that the run cannot go on."""
@@ -137,7 +135,8 @@ class Broker:
 
     def _wait_s(self) -> float:
         deadline = self.core.next_deadline()
-        return POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - time.monotonic()))
+        tick_s = self.process.tick_s
+        return tick_s if deadline is None else min(tick_s, max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------ messages to events
 

@@ -24,7 +24,6 @@ from rollout.episodes.tokenizer import load_tokenizer
 from rollout.parsers.fitting import ParserRefused, fitting_opener
 from rollout.parsers.vllm_parser import VllmParser
 
-_POLL_S = 0.1
 _REASON_CHARS = 300
 _SHARE = 0.1  # of `chat.parse_deadline_s`: so that a parse that is interrupted delays those behind it, and no more
 
@@ -52,7 +51,7 @@ class Parsers:
         receiver = Receiver({self._socket: self._from_client}, self._malformed, process.wake_fd)
         while not process.stopping:
             process.progress += 1
-            receiver.wait(0 if self._waiting else _POLL_S)
+            receiver.wait(0 if self._waiting else process.tick_s)
             receiver.drain()
             self._parse_next()
             for _ in process.received():  # whoever died: its successor says hello

@@ -43,7 +43,6 @@ from rollout.proxy.continuations import Continuations
 from rollout.proxy.core import ProxyCore
 
 _KEYS = 1 << 40  # of one incarnation: what generators still run for a dead one has another key
-_POLL_S = 0.1  # also the resolution of the progress counter and of waits
 
 
 class Proxy:
@@ -88,7 +87,7 @@ class Proxy:
         last = time.monotonic()
 
         while not process.stopping:
-            receiver.wait(_POLL_S)
+            receiver.wait(process.tick_s)  # also the resolution of its waits
             for message in process.received():
                 if isinstance(message, messages.PeerDied):
                     self._peer_died(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from algos.types import LossInputs, LossResult
 from rl.core.messages import SampleRow, Shard
@@ -26,17 +27,26 @@ class KeptTokens(LineFile):
         self._rows = shard.rows
 
     def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
-        for place, member in enumerate(pack.members):
-            if is_kept(self._rows[member].group_id, self._rate):
-                self.write(self._trained(self._rows[member].ticket_id, place, inputs, result))
+        places = [
+            place for place, member in enumerate(pack.members) if is_kept(self._rows[member].group_id, self._rate)
+        ]
+        if not places:
+            return
 
-    def _trained(self, ticket_id: int, place: int, inputs: LossInputs, result: LossResult) -> Trained:
-        own = inputs.mask & (inputs.sample == place)
-        bounds = [values[own] for name, values in result.metrics.items() if name.endswith("_fraction")]
-        clipped = torch.stack(bounds).amax(0).nonzero()[:, 0].tolist() if bounds else []
-
+        mask = inputs.mask
+        bounds = [values[mask] != 0 for name, values in result.metrics.items() if name.endswith("_fraction")]
+        clipped = torch.stack(bounds).any(0) if bounds else torch.zeros_like(mask[mask])
         tokens = torch.stack([inputs.advantages, inputs.logp_current - inputs.logp_behavior, inputs.entropy])
-        advantage, log_ratio, entropy = (
-            [round(value, 4) for value in values] for values in tokens[:, own].double().tolist()
-        )
+        table = torch.cat([tokens[:, mask].double(), clipped.double()[None]]).cpu()  # (4, L) of all samples in turn
+
+        own = torch.bincount(inputs.sample[mask], minlength=len(pack.members)).tolist()
+        parts = table.split(own, dim=1)
+        for place in places:
+            self.write(self._trained(self._rows[pack.members[place]].ticket_id, parts[place]))
+
+    def _trained(self, ticket_id: int, table: Tensor) -> Trained:
+        """table: (4, L) advantage, log ratio, entropy, and whether a bound took effect."""
+        *values, bound = table.tolist()
+        advantage, log_ratio, entropy = ([round(value, 4) for value in each] for each in values)
+        clipped = [place for place, taken in enumerate(bound) if taken]
         return Trained(ticket_id, self._step, advantage, log_ratio, entropy, clipped)

@@ -54,9 +54,17 @@ class _ChunkedHead(torch.autograd.Function):
 
         for part in _chunks(len(hidden), chunk):
             logits = _product(_operand(hidden[part], math), operand.T, math).div_(temperature)  # (chunk, V)
-            lse[part] = logits.logsumexp(-1)
-            logp[part] = logits.gather(-1, targets[part, None])[:, 0] - lse[part]
-            entropy[part] = torch.special.entr(logits.sub_(lse[part, None]).exp_()).sum(-1)
+            largest = logits.amax(-1, keepdim=True)
+            logits -= largest
+            chosen = logits.gather(-1, targets[part, None])[:, 0]
+
+            # One pass of exp for all three: H = log sum(e^z) - sum(e^z z) / sum(e^z), exact where z <= 0.
+            odds = logits.exp()
+            total = odds.sum(-1)
+            log_total = total.log()
+            lse[part] = largest[:, 0] + log_total
+            logp[part] = chosen - log_total
+            entropy[part] = log_total - odds.mul_(logits).sum(-1) / total
 
         ctx.save_for_backward(hidden, weight, targets, lse, entropy if entropy_gradient else None)
         ctx.temperature = temperature

@@ -250,6 +250,9 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 def _sample_turns(shard: Shard, sequences: list[int]) -> np.ndarray:
     """(T,) int64: `_turns` of a sample's sequences, counted on from one to the next."""
+    if len(sequences) == 1:
+        return _turns(shard.lengths[sequences[0]], shard.turn_starts[sequences[0]])
+
     before = np.cumsum([0, *(len(shard.turn_starts[i]) for i in sequences)])
     return np.concatenate(
         [begun + _turns(shard.lengths[i], shard.turn_starts[i]) for begun, i in zip(before, sequences, strict=False)]

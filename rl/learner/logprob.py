@@ -1,7 +1,8 @@
-"""Log-probability and entropy of given tokens, without ever holding a (T, vocabulary) tensor.
+"""Log-probability and entropy of given tokens, without ever holding a large (T, vocabulary) tensor.
 
 The head works on `chunk` tokens at a time. Forward saves the hidden states and each token's logsumexp; backward
-recomputes the chunk's logits. For 2 048 tokens and 151 936 entries this needs 0.5 GiB instead of 4.7 GiB.
+recomputes the chunk's logits. For 2 048 tokens and 151 936 entries this needs 0.5 GiB instead of 4.7 GiB. Only where
+all probabilities together take at most `KEPT_BYTES` are they kept for backward.
 All arithmetic beyond the products of half-precision inputs is float32 (float64 for float64 inputs).
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 HALF = (torch.bfloat16, torch.float16)
+KEPT_BYTES = 1 << 26
 
 
 def token_logprobs(
@@ -51,6 +53,8 @@ class _ChunkedHead(torch.autograd.Function):
         logp = hidden.new_empty(len(hidden), dtype=math)
         entropy = torch.empty_like(logp)
         lse = torch.empty_like(logp)  # logsumexp of the logits
+        small = len(hidden) * len(weight) * math.itemsize <= KEPT_BYTES
+        kept = hidden.new_empty(len(hidden), len(weight), dtype=math) if small else None  # probabilities
 
         for part in _chunks(len(hidden), chunk):
             logits = _product(_operand(hidden[part], math), operand.T, math).div_(temperature)  # (chunk, V)
@@ -64,9 +68,11 @@ class _ChunkedHead(torch.autograd.Function):
             log_total = total.log()
             lse[part] = largest[:, 0] + log_total
             logp[part] = chosen - log_total
+            if kept is not None:
+                torch.div(odds, total[:, None], out=kept[part])
             entropy[part] = log_total - odds.mul_(logits).sum(-1) / total
 
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy if entropy_gradient else None)
+        ctx.save_for_backward(hidden, weight, targets, lse, kept, entropy if entropy_gradient else None)
         ctx.temperature = temperature
         ctx.chunk = chunk
         if not entropy_gradient:
@@ -76,7 +82,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, targets, lse, kept, entropy = ctx.saved_tensors
         math = lse.dtype
         operand = _operand(weight, math)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -85,8 +91,12 @@ class _ChunkedHead(torch.autograd.Function):
 
         for part in _chunks(len(hidden), ctx.chunk):
             rows = _operand(hidden[part], math)
-            logits = _product(rows, operand.T, math).div_(ctx.temperature)
-            probs = logits.sub_(lse[part, None]).exp_()  # (chunk, V)
+            if kept is None:
+                logits = _product(rows, operand.T, math).div_(ctx.temperature)
+                probs = logits.sub_(lse[part, None]).exp_()  # (chunk, V)
+            else:
+                probs = kept[part]
+
             if entropy is None:
                 grad = probs * -grad_logp[part, None]
             else:  # dH/dlogit_v = -p_v (log p_v + H)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl.learner import logprob
 from rl.learner.logprob import token_logprobs
 
 T = 23
@@ -26,6 +27,14 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
+@pytest.fixture(params=[0, 1 << 26], ids=["recomputed", "kept"])
+def kept_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many bytes of probabilities may be kept for backward."""
+    monkeypatch.setattr(logprob, "KEPT_BYTES", request.param)
+    return int(request.param)
+
+
+@pytest.mark.usefixtures("kept_bytes")
 @pytest.mark.parametrize("chunk", [1, 7, T, 100])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_values_and_gradients(chunk: int, entropy_gradient: bool) -> None:
@@ -47,6 +56,7 @@ def test_values_and_gradients(chunk: int, entropy_gradient: bool) -> None:
     torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=0, atol=1e-11)
 
 
+@pytest.mark.usefixtures("kept_bytes")
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
 def test_arithmetic_is_float32_for_any_input(dtype: torch.dtype, atol: float) -> None:
     """bfloat16 inputs are exact numbers: the result differs from float64 by float32 rounding only."""
@@ -65,7 +75,11 @@ def test_arithmetic_is_float32_for_any_input(dtype: torch.dtype, atol: float) ->
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=one_rounding, atol=1e-5)
 
 
-def test_nothing_of_vocabulary_size_per_token_is_saved() -> None:
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_of_vocabulary_size_per_token_only_what_is_small_is_saved(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob, "KEPT_BYTES", allowed * T * V * 8)
     hidden, weight, targets = inputs()
     saved: list[int] = []
 
@@ -75,7 +89,8 @@ def test_nothing_of_vocabulary_size_per_token_is_saved() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         token_logprobs(hidden, weight, targets, chunk=5)
-    assert sorted(saved) == sorted([T * H, V * H, T, T])  # hidden, weight, targets, logsumexp
+    # hidden, weight, targets, logsumexp, and the probabilities where they may be kept
+    assert sorted(saved) == sorted([T * H, V * H, T, T] + allowed * [T * V])
 
 
 def test_no_tokens_give_zero_gradients() -> None:
@@ -86,6 +101,7 @@ def test_no_tokens_give_zero_gradients() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
+@pytest.mark.usefixtures("kept_bytes")
 def test_extreme_logits_stay_finite() -> None:
     hidden, weight, targets = inputs(torch.float32)
     logp, entropy = token_logprobs(hidden * 1e3, weight, targets, chunk=5, entropy_gradient=True)

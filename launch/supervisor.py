@@ -161,7 +161,10 @@ class Supervisor:
         while not all(map(self._has_finished, _CLOSING_REPORTS)):
             self._drain(_POLL_S)
             self._check_children()
-            self._check_clock()
+            jump_s = self._clock.jump_s(time.time(), time.monotonic())
+            if jump_s > self._config.alarms.clock_s:
+                self._raise_alarm("supervisor", "clock", f"a jump of {jump_s:.0f} s")
+
             self._display.refresh(self._children)
             if self._save_until is not None:
                 self._await_checkpoint(self._save_until)
@@ -179,11 +182,6 @@ class Supervisor:
     def _has_finished(self, role: str) -> bool:
         """It has said its last word, and not because of an exception: then its successor will."""
         return role in self._reports and self._children[role, 0].last_words is None
-
-    def _check_clock(self) -> None:
-        jump_s = self._clock.jump_s(time.time(), time.monotonic())
-        if jump_s > self._config.alarms.clock_s:
-            self._raise_alarm("supervisor", "clock", f"a jump of {jump_s:.0f} s")
 
     def _drain(self, patience_s: float = 0.0) -> None:
         """What has come, and what comes first within `patience_s`."""

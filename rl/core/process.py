@@ -131,6 +131,7 @@ class Process:
         self.stats: dict[str, float] = {}
         self.waits = Waits()
         self.stopping = False
+
         self.alarms = Alarms(
             self.config.alarms, lambda name, detail: self.send(AlarmRaised(f"{role}.{self.index}", name, detail))
         )

@@ -1,8 +1,8 @@
 """Losses, advantage estimators and reward shaping by name.
 
 Every module of this package is imported at the first look-up, so a new file with `@register_loss("my_loss", MyOptions)`
-is found by itself. What the configuration names by its import path is loaded by `rl.core.plugins` and comes here as the
-function itself, registered or not.
+is found by itself. What the configuration names by its import path is loaded by `rl.config.plugins` and comes here as
+the function itself, registered or not.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def make_loss(loss: str | LossSpec | LossFunction, options: Mapping[str, Any]) -
 
 
 def registered(kind: Literal["loss", "advantage", "shaping"]) -> Mapping[str, object]:
-    """All plug-ins of a kind by name: what `rl.core.plugins` resolves names of the configuration with."""
+    """All plug-ins of a kind by name: what `rl.config.plugins` resolves names of the configuration with."""
     _import_all()
     return _registered[kind]
 

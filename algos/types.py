@@ -31,7 +31,7 @@ class LossInputs:
     rewards: Tensor  # (n_samples,)
     logp_reference: Tensor | None = None  # (T,) of a frozen policy, where `algo.kl` asks for one
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """(T, ...) of each column that a plug-in has registered (`rl/core/columns.py`), 0 outside the mask."""
+    """(T, ...) of each column that a plug-in has registered (`rl/wire/columns.py`), 0 outside the mask."""
 
     def masked(self, values: Tensor) -> Tensor:
         """Values with exactly zero (value and gradient, even for inf or nan) outside the mask."""

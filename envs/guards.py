@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.core.alarms import Alarms
+from rl.observe.alarms import Alarms
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.tokenizer import ConversationTokenizer
 

@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from envs.registry import load_family, made, validated
-from rl.core.config_tree import ConfigError
+from rl.config.tree import ConfigError
 from rollout.episodes.environment import (
     ChatMessage,
     Environment,

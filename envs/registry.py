@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rl.core.config import Config, ConfigError, nearest
-from rl.core.config_section import refuse_flag
-from rl.core.plugins import load
+from rl.config.plugins import load
+from rl.config.schema import Config, ConfigError, nearest
+from rl.config.section import refuse_flag
 from rollout.episodes.environment import EnvironmentFamily, Needs
 
 FAMILIES = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rl.core.plugins import load
+from rl.config.plugins import load
 
 T = TypeVar("T")
 

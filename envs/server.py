@@ -25,8 +25,10 @@ from msgspec.structs import replace
 
 from envs.guards import check_server
 from envs.registry import make_family
-from rl.core.config import Config
-from rl.core.messages import (
+from rl.config.schema import Config
+from rl.observe.trace_events import EpisodeEnded
+from rl.store.samples import SampleFile
+from rl.wire.messages import (
     Abort,
     AckTickets,
     CancelTickets,
@@ -44,12 +46,10 @@ from rl.core.messages import (
     TicketFailed,
     Trajectory,
 )
-from rl.core.moments import EpisodeEnded
-from rl.core.process import Process, WaitExpired
-from rl.core.receiving import Handler, Malformed, Outgoing, Port
-from rl.core.run import ProcessContext, context_from_command_line
-from rl.core.samples import SampleFile
-from rl.core.sockets import identity, open_socket
+from rl.wire.process import Process, WaitExpired
+from rl.wire.receiving import Handler, Malformed, Outgoing, Port
+from rl.wire.run import ProcessContext, context_from_command_line
+from rl.wire.sockets import identity, open_socket
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext

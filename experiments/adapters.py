@@ -19,7 +19,7 @@ from envs.check import agents
 from envs.check.findings import Earned
 from envs.check.player import Agent, Player, PlayResult
 from envs.registry import make_family
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 
 TASKS = 2
 TURNS = 60

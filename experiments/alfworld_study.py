@@ -32,10 +32,10 @@ from experiments.before_after import ALL, RESULTS, timed_run
 from experiments.bench._ratios import machine
 from launch.intervals import paired_bootstrap, wilson
 from launch.recipes import find_recipe
-from rl.core.checkpoint_folder import latest
-from rl.core.config import load_config
-from rl.core.made_once import digest
-from rl.core.run import RunFile
+from rl.config.schema import load_config
+from rl.store.checkpoint_folder import latest
+from rl.store.made_once import digest
+from rl.wire.run import RunFile
 
 WARM = "warm"
 ARMS = {

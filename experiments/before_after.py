@@ -28,7 +28,7 @@ import msgspec
 from envs.registry import make_family
 from launch.intervals import paired_bootstrap, wilson
 from launch.recipes import SHIPPED
-from rl.core.run import RunFile
+from rl.wire.run import RunFile
 
 ALL = "all"
 RESULTS = Path(__file__).parent / "results"

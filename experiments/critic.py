@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from experiments.plain_loop import PlainLoop, model_folder, run
-from rl.core.config import load_config
+from rl.config.schema import load_config
 
 RECIPES = {"grpo": "experiments/math_cpu.yaml", "ppo_critic": "experiments/math_cpu_critic.yaml"}
 

@@ -26,13 +26,13 @@ import torch
 from envs.registry import make_family
 from launch.warm_start.sampling import Sampled, sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
-from rl.core.columns import token_columns
-from rl.core.config import Config, load_config
-from rl.core.messages import SampleRow, Shard
-from rl.core.seeds import sample_seed, task_order, turn_seed
+from rl.config.schema import Config, load_config
+from rl.config.seeds import sample_seed, task_order, turn_seed
 from rl.learner.policy import Policy
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.wire.columns import token_columns
+from rl.wire.messages import BatchPart, SampleRow
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.tokenizer import ChatTokenizer
 
@@ -146,7 +146,7 @@ class PlainLoop:
         )
 
 
-def make_shard(step: int, batch: Sequence[PlayedEpisode], group_size: int, version: int) -> Shard:
+def make_shard(step: int, batch: Sequence[PlayedEpisode], group_size: int, version: int) -> BatchPart:
     """The batch as the broker would send it to a single rank; whole groups stand together."""
     lengths = [len(episode.prompt) + len(episode.completion.token_ids) for episode in batch]
     starts = [len(episode.prompt) for episode in batch]
@@ -165,10 +165,10 @@ def make_shard(step: int, batch: Sequence[PlayedEpisode], group_size: int, versi
         for index, episode in enumerate(batch)
     ]
 
-    return Shard(
+    return BatchPart(
         step=step,
         rank=0,
-        epoch=0,
+        timeline=0,
         rows=rows,
         members=list(range(len(batch))),
         lengths=lengths,

@@ -18,10 +18,10 @@ import psutil
 
 from launch.fork_server import Copy, ForkServer
 from launch.plan import ProcessSpec
-from rl.core.config import Config
-from rl.core.messages import Fatal, Heartbeat
-from rl.core.run import RunFile
-from rl.core.sockets import identity
+from rl.config.schema import Config
+from rl.wire.messages import Fatal, Heartbeat
+from rl.wire.run import RunFile
+from rl.wire.sockets import identity
 
 _LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
 

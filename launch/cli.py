@@ -27,10 +27,10 @@ from pkgutil import resolve_name
 
 from launch import __version__
 from launch.recipes import find_recipe
-from rl.core.config import ConfigError
-from rl.core.failures import CANNOT_WRITE
-from rl.core.made_once import cache_folder
-from rl.core.plugins import own_packages_first
+from rl.config.failures import CANNOT_WRITE
+from rl.config.plugins import own_packages_first
+from rl.config.schema import ConfigError
+from rl.store.made_once import cache_folder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,7 +97,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
-    doctor.set_defaults(call="launch.doctor:diagnose")
+    doctor.set_defaults(call="launch.commands.doctor:diagnose")
 
     # Overrides may also stand behind an option, where argparse takes them for unknown arguments.
     arguments, rest = parser.parse_known_args(argv)
@@ -112,7 +112,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=find_recipe, help="a file, or the name of one that comes with Fresco")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
-    parser.set_defaults(call="launch.run:run")
+    parser.set_defaults(call="launch.commands.run:run")
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +124,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--episodes", type=int, help="tasks, one episode each; default: all")
     parser.add_argument("--recipe", type=find_recipe, help="configuration; default: the target's own run's")
     parser.add_argument("--out", type=Path, help="write the table and every episode to this JSON file")
-    parser.set_defaults(call="launch.evaluate:evaluate", temperatures=(0.0, 1.0))
+    parser.set_defaults(call="launch.commands.evaluate:evaluate", temperatures=(0.0, 1.0))
 
     how = parser.add_mutually_exclusive_group()
     greedy = "temperature 0 only; default: greedy and temperature 1"
@@ -135,7 +135,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 def _add_check_loss(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a registered loss or an importable package.module:Name")
     parser.add_argument("options", nargs="*", metavar="option=value")
-    parser.set_defaults(call="launch.check_loss:run")
+    parser.set_defaults(call="launch.commands.check_loss:run")
 
 
 def _add_env(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def _add_env(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--model", metavar="URL#NAME", help="an endpoint whose model shows how hard the tasks are")
     check.add_argument("--tries", type=int, default=4, help="of that model at each task (4)")
     check.add_argument("--out", type=Path, help="write the page to this JSON file")
-    check.set_defaults(call="launch.check_env:check")
+    check.set_defaults(call="launch.commands.check_env:check")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +159,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-s", type=float, help="seconds of one training step with the recipe's ranks")
     parser.add_argument("--env-s", metavar="MEAN,SIGMA", help="seconds of one environment step, Gaussian clipped at 0")
     parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where the plot goes (PNG)")
-    parser.set_defaults(call="launch.plan_cost:plan")
+    parser.set_defaults(call="launch.commands.plan:plan")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -170,19 +170,19 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
     parser.add_argument("--limit", type=int, default=5, help="at most so many (5)")
-    parser.set_defaults(call="launch.show:show")
+    parser.set_defaults(call="launch.commands.show:show")
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--out", type=Path, help="the file, compressed if it ends in .gz (RUN/trace.json.gz)")
-    parser.set_defaults(call="launch.chrome_trace:export")
+    parser.set_defaults(call="launch.commands.trace:export")
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
-    parser.set_defaults(call="launch.top:top")
+    parser.set_defaults(call="launch.commands.top:top")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rl.core.run import RunFile
-from rl.core.samples import FOLDER, Sample
+from rl.store.samples import FOLDER, Sample
+from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import load_tokenizer
 
 COLUMNS = ("kind", "version", "task", "group", "reward", "success", "ended by", "tokens", "conversation")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.conversations import COLUMNS, recent_conversations
-from rl.core.charts import charts
-from rl.core.config import TrackingConfig
-from rl.core.run import RunFile
-from rl.core.tracking import Dashboard, NoDashboard
+from rl.config.schema import TrackingConfig
+from rl.observe.charts import charts
+from rl.observe.tracking import Dashboard, NoDashboard
+from rl.wire.run import RunFile
 
 _MOST_WAITING = 10_000
 _ID = "wandb-id"

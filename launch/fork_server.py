@@ -39,8 +39,8 @@ import psutil
 
 from launch.gpus import visible_gpus
 from launch.plan import make_plan
-from rl.core.config import Config
-from rl.core.process import FORKED_VARIABLE, adopt_orphans, die_with_parent
+from rl.config.schema import Config
+from rl.wire.process import FORKED_VARIABLE, adopt_orphans, die_with_parent
 
 PREPARE = "launch.prepare"
 PREPARE_IMPORTS = (PREPARE, "launch.warm_start.tiny", "rl.learner.algorithm", "rl.learner.policy")

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rl.core.config import ConfigError
+from rl.config.schema import ConfigError
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.summary import Children, Observed
-from rl.core.checkpoint_folder import latest, read_meta
-from rl.core.run import RunFile
+from rl.store.checkpoint_folder import latest, read_meta
+from rl.wire.run import RunFile
 
 _REFRESH_S = 0.5
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rl.core.config import Config, ConfigError
+from rl.config.schema import Config, ConfigError
 
 _MIB = 1 << 20
 _GIB = 1 << 30

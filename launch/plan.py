@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from launch.cores import Need, engine_cores, numa_nodes, rank_cores, share_cores
 from launch.gpus import Gpu
-from rl.core.config import Config
-from rl.core.run import RunFile
+from rl.config.schema import Config
+from rl.wire.run import RunFile
 from rollout.generator.engines.environment import VLLM_QUIET, engine_environment, engine_imports
 
 
@@ -32,7 +32,7 @@ class ProcessSpec:
         return [sys.executable, "-m", self.module, *self.arguments(run, incarnation)]
 
     def arguments(self, run: RunFile, incarnation: int) -> list[str]:
-        """`rl.core.run` reads them."""
+        """`rl.wire.run` reads them."""
         options = {"--run": run.folder, "--index": self.index, "--incarnation": incarnation}
         return [str(part) for option in options.items() for part in option]
 

@@ -30,12 +30,12 @@ from launch.gpus import Gpu, visible_gpus
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
-from rl.core.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
-from rl.core.columns import register_configured
-from rl.core.config import Config, ConfigError
-from rl.core.run import RunFile
-from rl.core.sockets import make_curve_key
+from rl.config.schema import Config, ConfigError
+from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.shm_file import check_space, sweep_stale
+from rl.wire.columns import register_configured
+from rl.wire.run import RunFile
+from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
 from rollout.broker.policy import make_priority, make_task_source
 from rollout.broker.rules import Rules
@@ -274,7 +274,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         folder=folder,
         socket_folder=_socket_folder(folder),
         device=checked.device,
-        epoch=meta.epoch + 1 if meta else 0,
+        timeline=meta.timeline + 1 if meta else 0,
         start_step=meta.step if meta else 0,
         model_folder=checked.prepared.folder,
         train_tasks=checked.train_tasks,

@@ -23,10 +23,10 @@ from pydantic import ValidationError
 
 from envs.registry import demonstrator
 from launch.fork_server import PREPARE, PREPARE_IMPORTS, Copy, ForkServer
-from rl.core.config import Config, ConfigError, nearest
-from rl.core.config_algo import AlgoConfig
-from rl.core.digests import DIGESTS, damage
-from rl.core.process import die_with_parent
+from rl.config.algo import AlgoConfig
+from rl.config.schema import Config, ConfigError, nearest
+from rl.store.digests import DIGESTS, damage
+from rl.wire.process import die_with_parent
 
 _TIDY_S = 5.0  # for the child to remove what it has begun to make
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from launch.children import Child
-from rl.core.alarm_file import RaisedAlarm
-from rl.core.run import RunFile
+from rl.observe.alarm_file import RaisedAlarm
+from rl.wire.run import RunFile
 
 Children = dict[tuple[str, int], Child]
 """The living processes by role and index."""
@@ -45,10 +45,10 @@ class Observed:
 
     def is_news(self, step: int, values: dict[str, float]) -> bool:
         """Whether this batch was not trained before. After a death the learner trains those since its checkpoint again,
-        and unless it begins a new epoch, everything comes out as it was.
+        and unless it begins a new timeline, everything comes out as it was.
         """
         before = self.trained
-        self.trained = max(before, (values["version/epoch"], step))
+        self.trained = max(before, (values["version/timeline"], step))
         return self.trained > before
 
     def add(self, step: int, values: dict[str, float]) -> None:

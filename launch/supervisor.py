@@ -2,8 +2,8 @@
 
 It is the one fence of a run: a process is dead when the kernel says so here, and only then do its peers
 hear `PeerDied`. What died is started again in its place, and all others go on. A Python exception is a death as
-well, unless the process had done nothing before, or it is one that would come again (`rl/core/failures.py`): that ends
-the run with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared memory.
+well, unless the process had done nothing before, or it is one that would come again (`rl/config/failures.py`): that
+ends the run with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from launch.fork_server import ForkServer
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Children, Observed, build_summary, write_summary
-from rl.core.alarm_file import RaisedAlarm, keep_alarm
-from rl.core.alarms import Clock, line
-from rl.core.messages import (
+from rl.observe.alarm_file import RaisedAlarm, keep_alarm
+from rl.observe.alarms import Clock, line
+from rl.observe.trace import Trace
+from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
+from rl.observe.tracking import Tracker
+from rl.weights.shm_file import remove_slots
+from rl.wire.messages import (
     AlarmRaised,
     Done,
     Fatal,
@@ -42,14 +46,10 @@ from rl.core.messages import (
     Spoken,
     Stop,
 )
-from rl.core.moments import AlarmShown, ProcessDied, ProcessStarted, RunEnded
-from rl.core.process import adopt_orphans
-from rl.core.receiving import Malformed, Receiver
-from rl.core.run import RunFile
-from rl.core.sockets import PeerGone, open_socket, send_to
-from rl.core.trace import Trace
-from rl.core.tracking import Tracker
-from rl.weights.shm_file import remove_slots
+from rl.wire.process import adopt_orphans
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.run import RunFile
+from rl.wire.sockets import PeerGone, open_socket, send_to
 
 _WORKERS = ("generator", "env_server", "parsers")
 _TOGETHER = "learner"  # its ranks train as one, and are replaced as one

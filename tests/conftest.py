@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rl.core.config import load_config
-from rl.core.run import RunFile
-from rl.core.sockets import make_curve_key
+from rl.config.schema import load_config
+from rl.wire.run import RunFile
+from rl.wire.sockets import make_curve_key
 from tests.cutting import only_new_connections
 
 __all__ = ["MakeRun", "only_new_connections", "save_run"]

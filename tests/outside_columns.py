@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.core.columns import Column
+from rl.wire.columns import Column
 
 TEACHER_LOGP = Column("teacher_logp", "float32", masked=0.5)
 ROUTED_EXPERTS = Column("routed_experts", "uint8", masked=255, shape=(2, 3))

@@ -25,13 +25,13 @@ import torch
 from experiments.plain_loop import PlainLoop, PlayedEpisode
 from launch.warm_start.sampling import Sampled
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
-from rl.core.batch_files import read_shard_files
-from rl.core.config import load_config
-from rl.core.messages import Generate, Shard, Version
-from rl.core.run import ProcessContext, RunFile
+from rl.config.schema import load_config
 from rl.learner.export import write_shard
 from rl.learner.publish import weight_manifest
+from rl.store.batch_files import read_shard_files
 from rl.weights import make_writer
+from rl.wire.messages import BatchPart, Generate, Version
+from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine
 from tests.conftest import MakeRun
@@ -69,7 +69,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ensure_tiny_model(recipe, tmp_path_factory.mktemp("cache"))
 
 
-def run_system(folder: Path, model: Path, *overrides: str) -> tuple[list[Shard], list[dict[str, Any]]]:
+def run_system(folder: Path, model: Path, *overrides: str) -> tuple[list[BatchPart], list[dict[str, Any]]]:
     (folder / "recipe.yaml").write_text("name: system\n")
     command = [
         sys.executable,
@@ -159,7 +159,7 @@ def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[PlayedEpisode],
 
 
 def check_equal(
-    shards: list[Shard],
+    shards: list[BatchPart],
     rows: list[dict[str, Any]],
     plain: list[tuple[list[PlayedEpisode], dict[str, float]]],
     logp: float,

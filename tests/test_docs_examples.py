@@ -14,7 +14,7 @@ from launch import preflight
 from launch.cli import main, parse
 from launch.prepare import Prepared, validate
 from launch.recipes import SHIPPED
-from rl.core.config import Config, load_config
+from rl.config.schema import Config, load_config
 from tests.envs.test_openenv import counting
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "environments.md"
@@ -82,7 +82,7 @@ def test_a_run_on_an_openenv_server_is_planned(here: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("command", commands("env check"))
 def test_a_check_knows_its_environment(command: str, here: Path) -> None:
     arguments = parse(shlex.split(command)[1:])
-    assert arguments.call == "launch.check_env:check"
+    assert arguments.call == "launch.commands.check_env:check"
     validate_options(load_config(None, [*arguments.overrides, f"env.name={arguments.name}"]))
 
 

@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
-from rl.core.batch_files import read_shard_files
-from rl.core.config import load_config
-from rl.core.messages import Shard
+from rl.config.schema import load_config
 from rl.learner import checkpoint
 from rl.learner.optimizer import Optimizer
 from rl.learner.policy import Policy, load_policy
+from rl.store.batch_files import read_shard_files
+from rl.wire.messages import BatchPart
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +87,7 @@ def steps_done(folder: Path) -> int:
     return (folder / "simulated" / "metrics.jsonl").read_text().count('"train/loss"')
 
 
-def behaviour_and_learner(shards: list[Shard], folder: Path, model: Path) -> tuple[float, int]:
+def behaviour_and_learner(shards: list[BatchPart], folder: Path, model: Path) -> tuple[float, int]:
     """Largest |difference| between behaviour logprobs and those of the version each token names; spanning samples."""
     config = load_config(None, ["learner.lr=3e-3"])
     policies: dict[int, Policy] = {0: load_policy(model)}

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import zmq
 
-from rl.core import messages
-from rl.core.codec import PROTOCOL
-from rl.core.messages import Frames, Message, Version, encode
-from rl.core.run import RunFile
-from rl.core.sockets import open_socket
 from rl.weights import wire
+from rl.wire import messages
+from rl.wire.codec import PROTOCOL
+from rl.wire.messages import Frames, Message, Version, encode
+from rl.wire.run import RunFile
+from rl.wire.sockets import open_socket
 from tests.rollout.trajectories import make_trajectory
 from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start, wait_for_step
 

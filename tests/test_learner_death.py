@@ -58,7 +58,7 @@ def check_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize(("rank", "at"), [(0, 3), (1, 13)])
 def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, transport: str, rank: int, at: int) -> None:
-    """Before the first checkpoint, and after one; versions come out as before, so the epoch stays."""
+    """Before the first checkpoint, and after one; versions come out as before, so the timeline stays."""
     process = start(tmp_path, *SETTINGS, f"weights.transport={transport}")
     wait_for_version(process, tmp_path, at)
     others = {role: pid_of(tmp_path, role) for role in OTHERS}
@@ -69,7 +69,7 @@ def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, transport: str, ra
     summary = finish(process, tmp_path)
     check_books(summary, STEPS)
     check_rows(tmp_path)
-    assert [(line["epoch"], line["n"]) for line in versions(tmp_path)] == [(0, n) for n in range(STEPS + 1)]
+    assert [(line["timeline"], line["n"]) for line in versions(tmp_path)] == [(0, n) for n in range(STEPS + 1)]
 
 
 def test_two_deaths_within_one_checkpoint_interval(tmp_path: Path) -> None:
@@ -106,10 +106,10 @@ def test_deaths_within_a_checkpoint_go_on_from_the_one_before(tmp_path: Path, mo
     assert all((tmp_path / f"died-{number}").exists() for number in range(len(places)))
     check_books(summary, STEPS)
     check_rows(tmp_path)
-    assert [(line["epoch"], line["n"]) for line in versions(tmp_path)] == [(0, n) for n in range(STEPS + 1)]
+    assert [(line["timeline"], line["n"]) for line in versions(tmp_path)] == [(0, n) for n in range(STEPS + 1)]
 
 
-def test_a_version_that_comes_out_otherwise_begins_an_epoch(tmp_path: Path) -> None:
+def test_a_version_that_comes_out_otherwise_begins_an_timeline(tmp_path: Path) -> None:
     """Version 11's bytes were others, says the file: what came of it and of later ones is taken back."""
     process = start(tmp_path, *SETTINGS)
     wait_for_version(process, tmp_path, 13)
@@ -122,6 +122,6 @@ def test_a_version_that_comes_out_otherwise_begins_an_epoch(tmp_path: Path) -> N
     summary = finish(process, tmp_path)
     check_books(summary, STEPS)
     assert summary["ledger"]["samples"]["stale"] >= 32, "the batches of steps 11 and 12"
-    published = [(line["epoch"], line["n"]) for line in versions(tmp_path)]
-    newest = max(n for epoch, n in published if epoch == 0)
+    published = [(line["timeline"], line["n"]) for line in versions(tmp_path)]
+    newest = max(n for timeline, n in published if timeline == 0)
     assert published == [(0, n) for n in range(newest + 1)] + [(1, n) for n in range(11, STEPS + 1)]

@@ -17,16 +17,16 @@ from msgspec import structs
 
 from algos.registry import NoOptions
 from algos.types import LossInputs, LossResult
-from rl.core.alarms import RunAlarm
-from rl.core.batch_files import read_shard_files, write_shard_file
-from rl.core.columns import COLUMNS, Column, register, register_configured
-from rl.core.config import ConfigError, load_config
-from rl.core.messages import Generate, Generated, Shard, Ticket, Trajectory, Turn, Version, decode, encode
+from rl.config.schema import ConfigError, load_config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.batches import check_shard
 from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
 from rl.learner.policy import PolicyOutput
 from rl.learner.update import loss_inputs
+from rl.observe.alarms import RunAlarm
+from rl.store.batch_files import read_shard_files, write_shard_file
+from rl.wire.columns import COLUMNS, Column, register, register_configured
+from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Turn, Version, decode, encode
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import make_shards, outcome_of
 from rollout.broker.validation import fault
@@ -82,7 +82,7 @@ async def answer(request: Generate) -> Generated:
         request_id=request.request_id,
         session=request.session,
         columns=columns,
-        epoch=0,
+        timeline=0,
         finish_reason="stop",
         tokens_generated=len(ids),
         generator=0,
@@ -122,9 +122,9 @@ def play(ticket_id: int = 0, environment: Graded | None = None, generate: Any = 
     return asyncio.run(run_episode(ticket_of(ticket_id), lambda: environment or Graded(), None, context))
 
 
-def shards_of(trajectories: list[Trajectory], ranks: int) -> list[Shard]:
+def shards_of(trajectories: list[Trajectory], ranks: int) -> list[BatchPart]:
     samples = [BatchSample(i, i // 2, 0, 3, outcome_of(one)) for i, one in enumerate(trajectories)]
-    return make_shards(EmitBatch(3, samples, {}), epoch=0, ranks=ranks)
+    return make_shards(EmitBatch(3, samples, {}), timeline=0, ranks=ranks)
 
 
 def losses_of(pack: Pack) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_from_a_reply_to_a_loss(tmp_path: Path) -> None:
 
     found = {}
     for shard in shards_of(received, ranks=2):
-        check_shard(shard, step=3, rank=shard.rank, epoch=0, staleness_bound=0)
+        check_shard(shard, step=3, rank=shard.rank, timeline=0, staleness_bound=0)
         write_shard_file(tmp_path, shard)
     for shard in read_shard_files(tmp_path):
         for part in split_minibatches(shard, 2):
@@ -207,7 +207,7 @@ def test_a_column_that_is_not_in_the_table_is_refused_everywhere() -> None:
     (shard,) = shards_of([good, good], ranks=1)
     stranger = structs.replace(shard, columns=shard.columns | {"colour": np.zeros(16, np.float32)})
     with pytest.raises(RunAlarm, match="batch-contradicts: step 3: column 'colour' is not registered"):
-        check_shard(stranger, step=3, rank=0, epoch=0, staleness_bound=0)
+        check_shard(stranger, step=3, rank=0, timeline=0, staleness_bound=0)
 
 
 def test_a_registered_column_that_nobody_made_is_named() -> None:
@@ -251,7 +251,7 @@ def test_the_loss_is_checked_against_the_table_before_anything_starts() -> None:
     ("name", "message"),
     [
         (f"{MODULE}:NOTHING", "no 'NOTHING' in it"),
-        (f"{MODULE}:annotations", "is a _Feature, not a rl.core.columns.Column"),
+        (f"{MODULE}:annotations", "is a _Feature, not a rl.wire.columns.Column"),
         (f"{MODULE}:TWICE", "'logp_behavior' is registered twice"),
     ],
 )

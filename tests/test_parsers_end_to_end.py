@@ -15,7 +15,7 @@ import pytest
 from experiments.gateway.tokenizers import make_folder
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
-from rl.core.run import RunFile
+from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.launch.test_supervisor import QUIET
 from tests.test_end_to_end_real import nothing_is_left

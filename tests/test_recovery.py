@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from rl.core.batch_files import read_shard_files
+from rl.store.batch_files import read_shard_files
 from rollout.broker.policies.priorities import Oldest
 from rollout.broker.tasks import DrawnTask
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, wait_for_step
@@ -51,7 +51,7 @@ def check(summary: dict[str, Any], tmp_path: Path, steps: int, restarts: dict[st
     trained = {shard.step: [row.sample_id for row in shard.rows] for shard in shards}
     samples = [sample for rows in trained.values() for sample in rows]
     assert len(samples) == len(set(samples)) == steps * 16
-    assert {shard.epoch for shard in shards} == {0}
+    assert {shard.timeline for shard in shards} == {0}
 
 
 def test_broker_and_proxy_are_replaced_while_the_others_go_on(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The trace of whole runs: every ticket's moments are there, in order, with exactly one end, whoever is killed."""
+"""The trace of whole runs: every ticket's events are there, in order, with exactly one end, whoever is killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.core.moments import (
+from rl.observe.trace import FOLDER, Source, TraceRecord, read_trace
+from rl.observe.trace_events import (
     Answered,
     Batched,
     Delivered,
@@ -19,7 +20,6 @@ from rl.core.moments import (
     Issued,
     LoadBegan,
     LoadEnded,
-    Moment,
     ProcessDied,
     ProcessStarted,
     Published,
@@ -35,31 +35,31 @@ from rl.core.moments import (
     StepBegan,
     StepEnded,
     TicketEnded,
+    TraceEvent,
 )
-from rl.core.trace import FOLDER, Source, TraceEvent, read_trace
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, wait_for_step
 
 TURN = [Requested, SamplingBegan, FirstToken, SamplingEnded, Answered, StepBegan, StepEnded]
 PLAYED = [Issued, ResetBegan, ResetEnded, *TURN, *TURN, EpisodeEnded, Delivered]
 
 
-def by_ticket(events: list[TraceEvent]) -> dict[int, list[Moment]]:
-    """Each ticket's own moments, by time."""
-    lives: defaultdict[int, list[Moment]] = defaultdict(list)
-    for event in events:
-        if isinstance(ticket := getattr(event.moment, "ticket", None), int):
-            lives[ticket].append(event.moment)
+def by_ticket(events: list[TraceRecord]) -> dict[int, list[TraceEvent]]:
+    """Each ticket's own events, by time."""
+    lives: defaultdict[int, list[TraceEvent]] = defaultdict(list)
+    for record in events:
+        if isinstance(ticket := getattr(record.event, "ticket", None), int):
+            lives[ticket].append(record.event)
     return lives
 
 
-def ends_of(events: list[TraceEvent]) -> Counter[str]:
+def ends_of(events: list[TraceRecord]) -> Counter[str]:
     """How tickets ended. Every issued one has, exactly once and after its issue."""
     issued: set[int] = set()
     ended: set[int] = set()
     ends: Counter[str] = Counter()
 
-    for event in events:
-        match event.moment:
+    for record in events:
+        match record.event:
             case Issued(ticket):
                 assert ticket not in issued
                 issued.add(ticket)
@@ -87,49 +87,49 @@ def test_every_ticket_of_a_run_is_told_from_its_issue_to_its_end(tmp_path: Path)
     trained = {ticket: life for ticket, life in lives.items() if TicketEnded(ticket, "trained") in life}
     assert len(trained) == 320
     for life in trained.values():
-        assert [type(moment) for moment in life] == [*PLAYED, TicketEnded]
+        assert [type(event) for event in life] == [*PLAYED, TicketEnded]
 
-    batches = [event.moment for event in events if isinstance(event.moment, Batched)]
+    batches = [record.event for record in events if isinstance(record.event, Batched)]
     assert [batch.step for batch in batches] == list(range(20))
     assert {ticket for batch in batches for ticket in batch.tickets} == set(trained)
 
     check_learner(events)
     check_generators(events)
-    started = {event.moment for event in events if isinstance(event.moment, ProcessStarted)}
-    assert {event.source for event in events} == {Source("supervisor", 0, 0)} | {
+    started = {record.event for record in events if isinstance(record.event, ProcessStarted)}
+    assert {record.source for record in events} == {Source("supervisor", 0, 0)} | {
         Source(each.role, each.index, each.incarnation) for each in started
     }
-    assert RunEnded("finished") in [event.moment for event in events]
+    assert RunEnded("finished") in [record.event for record in events]
 
 
-def check_learner(events: list[TraceEvent]) -> None:
+def check_learner(events: list[TraceRecord]) -> None:
     """Its waits and phases, all of which end."""
-    mine = [event.moment for event in events if event.source.role == "learner" and event.source.index == 0]
-    began = Counter((moment.name, moment.step) for moment in mine if isinstance(moment, SpanBegan))
-    ended = Counter((moment.name, moment.step) for moment in mine if isinstance(moment, SpanEnded))
+    mine = [record.event for record in events if record.source.role == "learner" and record.source.index == 0]
+    began = Counter((event.name, event.step) for event in mine if isinstance(event, SpanBegan))
+    ended = Counter((event.name, event.step) for event in mine if isinstance(event, SpanEnded))
     assert began == ended
     for step in range(20):
         assert began["wait broker", step] >= 1 and began["train", step] == 1
-    assert [moment.version for moment in mine if isinstance(moment, Published)] == list(range(21))
+    assert [event.version for event in mine if isinstance(event, Published)] == list(range(21))
 
 
-def check_generators(events: list[TraceEvent]) -> None:
+def check_generators(events: list[TraceRecord]) -> None:
     """What is loaded was published before, and versions only grow."""
     published = -1
     loaded: defaultdict[Source, list[int]] = defaultdict(list)
-    for event in events:
-        match event.moment:
+    for record in events:
+        match record.event:
             case Published(_, version):
                 published = version
             case LoadBegan(_, version):
                 assert version <= published + 1  # the notice is sent a moment before it is traced
             case LoadEnded(_, version, _, error):
                 assert not error
-                loaded[event.source].append(version)
+                loaded[record.source].append(version)
 
     assert len(loaded) == 2
     assert all(versions == sorted(set(versions)) for versions in loaded.values())
-    assert any(isinstance(event.moment, EngineState) and event.moment.running for event in events)
+    assert any(isinstance(record.event, EngineState) and record.event.running for record in events)
 
 
 def test_kills_cost_no_ticket_its_end(tmp_path: Path) -> None:
@@ -146,18 +146,18 @@ def test_kills_cost_no_ticket_its_end(tmp_path: Path) -> None:
     assert ends["trained"] == summary["ledger"]["samples"]["trained"] == 40 * 16
 
     failed = [
-        event.moment for event in events if isinstance(event.moment, TicketEnded) and event.moment.end == "failed"
+        record.event for record in events if isinstance(record.event, TicketEnded) and record.event.end == "failed"
     ]
-    assert "environment server 0 died" in {moment.reason for moment in failed}
-    died = [event.moment for event in events if isinstance(event.moment, ProcessDied)]
-    assert [moment.role for moment in died] == ["env_server", "broker", "generator"]
-    assert all("SIGKILL" in moment.how for moment in died)
+    assert "environment server 0 died" in {event.reason for event in failed}
+    died = [record.event for record in events if isinstance(record.event, ProcessDied)]
+    assert [event.role for event in died] == ["env_server", "broker", "generator"]
+    assert all("SIGKILL" in event.how for event in died)
 
 
 @pytest.mark.parametrize("level", ["off", "steps"])
 def test_a_level_leaves_out_what_it_says(tmp_path: Path, level: str) -> None:
     finish(start(tmp_path, "steps=2", f"tracking.trace={level}"), tmp_path)
-    kinds = {type(event.moment) for event in read_trace(tmp_path / "simulated")}
+    kinds = {type(record.event) for record in read_trace(tmp_path / "simulated")}
 
     assert (tmp_path / "simulated" / FOLDER).exists() == (level == "steps")
     expected = {SpanBegan, SpanEnded, LoadBegan, LoadEnded, Published, Pulse, ProcessStarted, RunEnded}

@@ -28,7 +28,7 @@ from envs.swe.environment import SweFamily, SweOptions
 from envs.swe.evaluate import MAX_DIFF_CHARS
 from envs.swe.tasks import SweTask
 from envs.swe.tools import extract_diff
-from rl.core.made_once import cache_folder
+from rl.store.made_once import cache_folder
 from rollout.episodes.environment import (
     ChatMessage,
     DemonstratedTurn,

@@ -33,8 +33,8 @@ from envs.alfworld.engine import Engine, PreparedGame
 from envs.alfworld.oracle import Oracle
 from envs.alfworld.scenes import TASK_TYPES, Infeasible, Problem, draw_problem, scenes_of
 from envs.alfworld.translation import GameError, GameFile, kept_translation
-from rl.core.made_once import cache_folder, digest, made_once, to_stderr
-from rl.core.process import die_with_parent
+from rl.store.made_once import cache_folder, digest, made_once, to_stderr
+from rl.wire.process import die_with_parent
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 GAME_FILE = "game.tw-pddl"

@@ -20,7 +20,7 @@ import fast_downward
 import msgspec
 import xxhash
 
-from rl.core.made_once import cache_folder
+from rl.store.made_once import cache_folder
 
 _FORMAT = 2  # of a kept translation: the digest of the rest, and the rest
 _DIGEST_BYTES = 16

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from envs.check.agents import nothing
 from envs.check.player import Player
 from envs.registry import make_family
-from rl.core.config import Config
-from rl.core.process import die_with_parent
+from rl.config.schema import Config
+from rl.wire.process import die_with_parent
 
 DEADLINE_S = 300.0
 

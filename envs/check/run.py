@@ -16,7 +16,7 @@ from envs.check.findings import Page
 from envs.check.player import Player
 from envs.check.watch import LoopWatch
 from envs.registry import make_family
-from rl.core.config import Config
+from rl.config.schema import Config
 
 STOP_S = 30.0
 

@@ -22,7 +22,7 @@ from envs.rows import Row, read_rows
 from envs.sources import SourceOptions, split_tasks
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerKind, WorkerNotStarted
-from rl.core.config_tree import ConfigError
+from rl.config.tree import ConfigError
 from rollout.episodes.environment import ChatMessage, Needs, Step
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from rl.core.made_once import cache_folder
+from rl.store.made_once import cache_folder
 
 PROMPT = """Judge the response to a task.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from envs.answers import tagged
-from rl.core.plugins import load
+from rl.config.plugins import load
 
 JUDGE = "judge"
 """The name of the judge among the rewards; it is asked by the environment server itself."""

@@ -22,7 +22,7 @@ from aiohttp import web
 from envs.gateway import anthropic_messages, openai_chat, openai_responses, rules
 from envs.gateway.openai_chat import Event
 from envs.gateway.rules import Body
-from rl.core.config import Config
+from rl.config.schema import Config
 from rollout.episodes.environment import Endpoint
 from rollout.episodes.forest import RequestRefused
 from rollout.episodes.session import LiveAnswer, ModelAnswer, ModelRequest, Session, SessionClosed

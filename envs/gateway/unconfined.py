@@ -16,7 +16,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rl.core.process import die_with_parent
+from rl.wire.process import die_with_parent
 
 
 class Limited(Protocol):

@@ -17,7 +17,7 @@ from envs.gymnasium.requests import GymReply, GymRequest
 from envs.gymnasium.worker import make
 from envs.workers.pool import Pool, Session
 from envs.workers.process import WorkerKind
-from rl.core.plugins import search_working_folder
+from rl.config.plugins import search_working_folder
 from rollout.episodes.environment import ChatMessage, Needs, Step
 
 MOST_RULES = 600  # characters of each part of a documentation that is used as rules

@@ -20,7 +20,7 @@ from envs.gymnasium.planning import best_actions, table_of
 from envs.gymnasium.requests import GymReply, GymRequest
 from envs.gymnasium.screen import plain
 from envs.workers.serving import begin_worker, serve
-from rl.core.plugins import search_working_folder
+from rl.config.plugins import search_working_folder
 
 
 class Game:

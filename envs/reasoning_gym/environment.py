@@ -17,7 +17,7 @@ from envs.answers import tagged
 from envs.reasoning_gym.requests import PuzzleReply, PuzzleRequest
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
-from rl.core.config_tree import nearest
+from rl.config.tree import nearest
 from rollout.episodes.environment import ChatMessage, Needs, Step
 
 INSTRUCTION = "Give your final answer, and nothing else, between <answer> and </answer>."

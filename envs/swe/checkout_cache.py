@@ -14,7 +14,7 @@ from envs.sandbox import Template
 from envs.swe.checkout import GIT_ENVIRONMENT, Checkout
 from envs.swe.packages import PACKAGES, Package, PackageError, default_cache, open_to_all, package_tree
 from envs.swe.tasks import SweTask
-from rl.core.made_once import digest, made_once
+from rl.store.made_once import digest, made_once
 
 _GIT_DEADLINE_S = 120.0
 # In the images of SWE-bench and those made like them.

@@ -28,7 +28,7 @@ from envs.swe.harness.apply_diff import is_test_file
 from envs.swe.mutate import Mutation, mutations
 from envs.swe.packages import PACKAGES, Package, PackageError, package_tree
 from envs.swe.tasks import SweTask, file_diff, load_tasks, to_row
-from rl.core.made_once import digest, made_once, to_stderr
+from rl.store.made_once import digest, made_once, to_stderr
 
 BASELINE_RUNS = 3
 MAX_BROKEN_SHARE = 0.5

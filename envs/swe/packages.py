@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from envs.sandbox.base import last_line
-from rl.core.made_once import cache_folder, made_once
+from rl.store.made_once import cache_folder, made_once
 
 _FETCH_DEADLINE_S = 300.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from envs.workers.wire import CHUNK, Body, CurrentRequest, FrameReader, Result, WorkerReply, WorkerRequest, frame
-from rl.core.process import die_with_parent
+from rl.wire.process import die_with_parent
 
 HELD = 8  # replies; of a long queue an eighth: less than its requests wait anyway
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from rl.core.codec import Codec
+from rl.wire.codec import Codec
 
 CHUNK = 1 << 18  # bytes read at once
 _LENGTH = struct.Struct("<I")

@@ -19,8 +19,8 @@ import numpy as np
 
 from experiments.bench._bound import Work
 from experiments.bench._measuring import family_cpu_s
-from rl.core.process import die_with_parent
-from rl.core.run import ProcessContext, RunFile
+from rl.wire.process import die_with_parent
+from rl.wire.run import ProcessContext, RunFile
 
 Request = tuple[list[int], int]
 """Its prompt, and the tokens of its answer."""

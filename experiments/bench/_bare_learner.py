@@ -20,10 +20,10 @@ import torch
 from experiments.bench._bare_loop import BareLoop, Form
 from experiments.bench._bound import Work
 from experiments.bench._measuring import shard_of
-from rl.core.messages import Shard
-from rl.core.process import die_with_parent
-from rl.core.run import RunFile
 from rl.learner.packing import Pack, make_packs
+from rl.wire.messages import BatchPart
+from rl.wire.process import die_with_parent
+from rl.wire.run import RunFile
 
 _TRIED = 3  # steps for each size of a batch
 
@@ -43,7 +43,7 @@ def measure(work: Work, form: Form) -> float:
         budget = run.config.learner.max_tokens_per_pack
         return _cpu_s(loop, shards, lambda shard: make_packs(shard, budget, shard.step, share=True))
 
-    def padded_by(rows: int) -> Callable[[Shard], list[Pack]]:
+    def padded_by(rows: int) -> Callable[[BatchPart], list[Pack]]:
         return lambda shard: padded(shard, rows)
 
     tried = {rows: _cpu_s(loop, shards[:_TRIED], padded_by(rows)) for rows in batch_sizes(work.rows_at_once)}
@@ -55,7 +55,7 @@ def batch_sizes(most: int) -> list[int]:
     return [most // fewer for fewer in (1, 2, 4, 8) if most >= fewer]
 
 
-def _cpu_s(loop: BareLoop, shards: Sequence[Shard], packed: Callable[[Shard], list[Pack]]) -> float:
+def _cpu_s(loop: BareLoop, shards: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
     """Of one step on each shard, without one on the first, which warms up."""
     batches = [([_with_advantages(pack) for pack in packed(shard)], shard.loss_tokens) for shard in shards]
 
@@ -66,7 +66,7 @@ def _cpu_s(loop: BareLoop, shards: Sequence[Shard], packed: Callable[[Shard], li
     return time.process_time() - begin
 
 
-def padded(shard: Shard, rows_at_once: int) -> list[Pack]:
+def padded(shard: BatchPart, rows_at_once: int) -> list[Pack]:
     """Batches of samples of similar length, each sample with padding behind it up to its batch's longest."""
     ends = np.cumsum(shard.lengths)
     order = sorted(range(len(ends)), key=shard.lengths.__getitem__)
@@ -74,7 +74,7 @@ def padded(shard: Shard, rows_at_once: int) -> list[Pack]:
     return [_batch(shard, chunk, ends) for chunk in chunks]
 
 
-def _batch(shard: Shard, chosen: Sequence[int], ends: np.ndarray) -> Pack:
+def _batch(shard: BatchPart, chosen: Sequence[int], ends: np.ndarray) -> Pack:
     longest = max(shard.lengths[i] for i in chosen)
     columns = {}
     for name in ("token_ids", "loss_mask", "logp_behavior"):

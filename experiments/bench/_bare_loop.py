@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl.core.run import RunFile
 from rl.learner.packed_attention import NAME, pack_bounds
 from rl.learner.packing import Pack
 from rl.learner.shared_prompts import find_shared
+from rl.wire.run import RunFile
 
 Form = Literal["stock", "packed", "shared"]
 """How a forward reads a pack. `stock`: one batch of (samples, length) with torch's own causal attention; samples may

@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from experiments.compare.job import Job, read_lines
-from rl.core.moments import SamplingBegan, SamplingEnded
-from rl.core.run import RunFile
-from rl.core.trace import trace_files
+from rl.observe.trace import trace_files
+from rl.observe.trace_events import SamplingBegan, SamplingEnded
+from rl.wire.run import RunFile
 from rollout.generator.engines.environment import engine_environment
 
 AT_MOST = 1.15
@@ -152,11 +152,11 @@ def most_at_once(run: Path) -> int:
     running: set[tuple[str, int]] = set()
     most = 1
     for file in trace_files(run):
-        for _, moment in file.read():
-            if isinstance(moment, SamplingBegan):
-                running.add((str(file.source), moment.request))
-            elif isinstance(moment, SamplingEnded):
-                running.discard((str(file.source), moment.request))
+        for _, event in file.read():
+            if isinstance(event, SamplingBegan):
+                running.add((str(file.source), event.request))
+            elif isinstance(event, SamplingEnded):
+                running.discard((str(file.source), event.request))
             most = max(most, len(running))
     return most
 

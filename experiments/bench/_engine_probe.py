@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from experiments.bench._measuring import Timing, family_cpu_s, temporary_run
-from rl.core.batch_files import read_shard_files
-from rl.core.run import ProcessContext, RunFile
 from rl.learner.publish import probe_length
+from rl.store.batch_files import read_shard_files
 from rl.weights.proof import LONG_PROBES
+from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines.environment import engine_environment
 
 _PAIRS = 40  # of blocks

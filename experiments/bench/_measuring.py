@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from rl.core.columns import token_columns
-from rl.core.config import load_config
-from rl.core.messages import SampleRow, Shard
-from rl.core.run import RunFile
-from rl.core.sockets import make_curve_key
+from rl.config.schema import load_config
+from rl.wire.columns import token_columns
+from rl.wire.messages import BatchPart, SampleRow
+from rl.wire.run import RunFile
+from rl.wire.sockets import make_curve_key
 
 Work = Callable[[], object]
 
@@ -129,7 +129,7 @@ def temporary_run(overrides: Sequence[str] = (), **fields: Any) -> Iterator[RunF
 
 def random_shard(
     groups: int, size: int, prompt: int, answers: tuple[int, int], vocabulary: int, *, shared: bool = False
-) -> Shard:
+) -> BatchPart:
     """Samples of `prompt` tokens and answers of random length, both ends of the range `answers` included.
 
     shared: the samples of a group have the same prompt, as those of a run; else each has its own.
@@ -141,7 +141,7 @@ def random_shard(
 
 def shard_of(
     prompt: int, answered: Sequence[int], size: int, vocabulary: int, random: np.random.Generator, *, shared: bool
-) -> Shard:
+) -> BatchPart:
     """Random samples of `prompt` tokens and answers of these lengths, `size` in a group. shared: see `random_shard`."""
     count = len(answered)
     lengths = [prompt + answer for answer in answered]
@@ -154,10 +154,10 @@ def shard_of(
 
     columns = token_columns(token_ids, mask, logp_behavior=-random.random(len(mask)) * 5, policy_version=0)
 
-    return Shard(
+    return BatchPart(
         step=0,
         rank=0,
-        epoch=0,
+        timeline=0,
         rows=[SampleRow(i, i // size, float(random.random()), lengths[i], answered[i], 0) for i in range(count)],
         members=list(range(count)),
         lengths=lengths,

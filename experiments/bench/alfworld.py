@@ -36,7 +36,7 @@ from envs.alfworld.games import GameEntry, GameRecipe
 from envs.alfworld.requests import GameReply, GameRequest
 from envs.workers.wire import CHUNK, CurrentRequest, FrameReader, WorkerReply, WorkerRequest, frame
 from experiments.bench._measuring import parser_of, write
-from rl.core.process import die_with_parent
+from rl.wire.process import die_with_parent
 
 EPISODE_STEPS = 12
 SLICES = 10

@@ -16,7 +16,7 @@ from pathlib import Path
 from experiments.bench._measuring import Timing, parser_of, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from experiments.paper.reality import COMMON, RECIPE, measure, predict
-from rl.core.config import load_config
+from rl.config.schema import load_config
 
 OUT = Path(__file__).parent.parent / "results" / "bench" / "asynchrony.json"
 WARM_UP = 1  # steps

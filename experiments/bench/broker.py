@@ -30,8 +30,8 @@ import zmq
 
 from experiments.bench._measuring import Timing, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.core.columns import token_columns
-from rl.core.messages import (
+from rl.wire.columns import token_columns
+from rl.wire.messages import (
     AckTickets,
     BatchRequest,
     Message,
@@ -47,8 +47,8 @@ from rl.core.messages import (
     Version,
     encode,
 )
-from rl.core.run import RunFile
-from rl.core.sockets import PeerGone, identity, open_socket, receive_all, receive_from, send, send_to
+from rl.wire.run import RunFile
+from rl.wire.sockets import PeerGone, identity, open_socket, receive_all, receive_from, send, send_to
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, IssueTicket
 from rollout.broker.memory import tune_memory
@@ -74,7 +74,7 @@ class Encoded:
                 group_id=group_id,
                 task_index=task_index,
                 kind="train",
-                epoch=version.epoch,
+                timeline=version.timeline,
                 sequences=[
                     TokenSequence(
                         columns=token_columns(np.zeros(tokens), np.ones(tokens), policy_version=version.n),

@@ -52,7 +52,7 @@ from experiments.compare.fresco import RECIPE
 from experiments.compare.job import Job, Row
 from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import TASKS, job_of, most_steps
-from rl.core.made_once import cache_folder, digest, to_stderr
+from rl.store.made_once import cache_folder, digest, to_stderr
 
 _ROOT = Path(__file__).parents[2]
 _WINDOW = 5

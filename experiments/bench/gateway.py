@@ -35,8 +35,8 @@ from envs.gateway.server import Gateway
 from experiments.bench._measuring import parser_of, write
 from experiments.bench._ratios import machine
 from experiments.gateway.tokenizers import make_folder
-from rl.core.config import Config, load_config
-from rl.core.messages import Generate, Generated, Ticket, Turn, Version
+from rl.config.schema import Config, load_config
+from rl.wire.messages import Generate, Generated, Ticket, Turn, Version
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, Endpoint
 from rollout.episodes.forest import Forest
@@ -95,7 +95,7 @@ class Timer:
             request_id=request.request_id,
             session=request.session,
             columns=columns,
-            epoch=0,
+            timeline=0,
             finish_reason="stop",
             tokens_generated=tokens,
             generator=0,

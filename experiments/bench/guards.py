@@ -27,21 +27,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from algos.diagnostics import surprise
 from experiments.bench._measuring import Timing, parser_of, temporary_run, write
 from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from experiments.compare.job import read_lines
-from rl.core.alarms import Alarms
-from rl.core.batch_files import read_shard_files
-from rl.core.messages import Shard, TokenSequence, Trajectory, Turn
-from rl.core.process import Process
-from rl.core.run import ProcessContext, RunFile
 from rl.learner.batches import check_shard
+from rl.learner.diagnostics import surprise
 from rl.learner.process import Learner
 from rl.learner.publish import probe_length, probe_logp
 from rl.learner.update import UpdateStats
+from rl.observe.alarms import Alarms
+from rl.store.batch_files import read_shard_files
 from rl.weights.proof import LONG_PROBES
+from rl.wire.messages import BatchPart, TokenSequence, Trajectory, Turn
+from rl.wire.process import Process
+from rl.wire.run import ProcessContext, RunFile
 from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome, GroupRecord
 from rollout.broker.guards import BatchGuards
 from rollout.broker.rules import Rules
@@ -86,15 +86,15 @@ def since(begin: Timing) -> Timing:
     return Timing(end.wall_s - begin.wall_s, end.cpu_s - begin.cpu_s)
 
 
-def guarded_step(learner: Learner, broker: BatchGuards, batch: EmitBatch, shard: Shard, watch: Stopwatch) -> None:
+def guarded_step(learner: Learner, broker: BatchGuards, batch: EmitBatch, shard: BatchPart, watch: Stopwatch) -> None:
     """As `rl.learner.process.train` does it, and what is done elsewhere for the same batch."""
     for group_id in dict.fromkeys(row.group_id for row in shard.rows):
         watch(broker.ended, GroupRecord(group_id, group_id, "trained", 0, 0, [], 0.0))
     watch(broker.batch, batch, Statistics())
-    watch(check_shard, shard, step=shard.step, rank=0, epoch=shard.epoch, staleness_bound=1)
+    watch(check_shard, shard, step=shard.step, rank=0, timeline=shard.timeline, staleness_bound=1)
     minibatches = learner.trainer.minibatches(shard)
     watch(learner.guards.batch, shard, minibatches)
-    learner.kept.batch(shard)
+    learner.token_log.batch(shard)
 
     for pack in (pack for minibatch in minibatches for pack in minibatch.packs):
         drawn = -torch.rand(int(pack.mask.sum()), dtype=torch.float64)
@@ -110,7 +110,7 @@ def guarded_step(learner: Learner, broker: BatchGuards, batch: EmitBatch, shard:
     watch(probe_logp, learner.policy, shard.columns["token_ids"][: probe_length(learner.config, LONG_PROBES)].tolist())
 
 
-def batch_of(shard: Shard) -> EmitBatch:
+def batch_of(shard: BatchPart) -> EmitBatch:
     """The same samples as the broker has them, as episodes of one turn."""
     ends = np.cumsum(shard.lengths)
     samples = []

@@ -33,14 +33,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import Work, alternate, parser_of, random_shard, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.core.messages import Shard, decode, encode
-from rl.core.process import Process
-from rl.core.run import ProcessContext, RunFile
-from rl.learner.link import LearnerLink
 from rl.learner.packing import Pack
 from rl.learner.process import Learner
 from rl.learner.publish import Publisher
+from rl.learner.run_client import RunClient
 from rl.learner.update import UpdateStats
+from rl.wire.messages import BatchPart, decode, encode
+from rl.wire.process import Process
+from rl.wire.run import ProcessContext, RunFile
 
 TARGET = 1.05
 _VOCAB = 1024
@@ -84,16 +84,16 @@ def bare_step(run: RunFile, packs: list[Pack], tokens: int, *, equal: bool) -> W
     return lambda: loop.step(packs, tokens)
 
 
-def fresco_step(learner: Learner, link: LearnerLink, frames: list[bytes | memoryview]) -> None:
+def fresco_step(learner: Learner, client: RunClient, frames: list[bytes | memoryview]) -> None:
     """The training part of `rl.learner.process.train`, from the frames of a shard to its metrics row."""
     shard = decode(frames)
-    assert isinstance(shard, Shard)
+    assert isinstance(shard, BatchPart)
     stats = UpdateStats()
-    learner.kept.batch(shard)
+    learner.token_log.batch(shard)
     for minibatch in learner.trainer.minibatches(shard):
         stats.add(learner.trainer.update(minibatch, shard.step))
     stats.all_reduce()
-    link.report(shard, stats.metrics(), stats.histograms())
+    client.report(shard, stats.metrics(), stats.histograms())
 
 
 def synchronised(work: Callable[[], object], device: str) -> Work:
@@ -111,8 +111,8 @@ def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
     """Tokens a second of both sides, and the medians of the rounds' ratios."""
     process = Process("learner", ProcessContext(run, 0, 0))  # not entered: there is no supervisor
     learner = Learner(process)
-    link = LearnerLink(process, learner.manifest, 0)
-    publisher = Publisher(learner.policy, learner.manifest, link)
+    client = RunClient(process, learner.manifest, 0)
+    publisher = Publisher(learner.policy, learner.manifest, client)
     versions = itertools.count()
 
     prompt, answer = _TOKENS[kind]
@@ -124,12 +124,12 @@ def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
 
     works = {
         "bare": bare_step(run, packs, shard.loss_tokens, equal=kind == "equal"),
-        "fresco": lambda: fresco_step(learner, link, frames),
+        "fresco": lambda: fresco_step(learner, client, frames),
         "publish": lambda: publisher.publish(next(versions)),
     }
     with Idle() as idle:
         measured = alternate({name: synchronised(work, run.device) for name, work in works.items()}, rounds, warm_up=1)
-    link.close()
+    client.close()
     dist.destroy_process_group()
 
     tokens = sum(shard.lengths)

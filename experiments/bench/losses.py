@@ -22,11 +22,11 @@ from algos.types import LossInputs
 from experiments.bench._measuring import Work, alternate, parser_of, random_shard, write
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
-from rl.core.config import load_config
-from rl.core.messages import Shard
+from rl.config.schema import load_config
 from rl.learner.packing import Pack
 from rl.learner.trainer import Trainer
 from rl.learner.update import loss_inputs, with_logp
+from rl.wire.messages import BatchPart
 
 TARGET = 0.05
 _RECIPE = Path(__file__).parent.parent / "math_cpu.yaml"
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     write(arguments.out, {"dearest": worst, "verdict": verdict} | provenance(idle, shares))
 
 
-def shares_of_step(trainer: Trainer, shard: Shard, temperature: float, rounds: int) -> dict[str, Ratio]:
+def shares_of_step(trainer: Trainer, shard: BatchPart, temperature: float, rounds: int) -> dict[str, Ratio]:
     """Each loss's seconds over those of the step beside it."""
     minibatch = trainer.minibatches(shard)[0]
 

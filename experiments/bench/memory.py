@@ -12,9 +12,9 @@ import psutil
 import zmq
 
 from experiments.bench._measuring import parser_of, temporary_run, write
-from rl.core.messages import Heartbeat
-from rl.core.run import RunFile
-from rl.core.sockets import open_socket, receive_from
+from rl.wire.messages import Heartbeat
+from rl.wire.run import RunFile
+from rl.wire.sockets import open_socket, receive_from
 
 BOUND_MB = 150
 MODULES = {"broker": "rollout.broker.process", "proxy": "rollout.proxy.process"}

@@ -26,7 +26,7 @@ from envs.math import arithmetic
 from experiments.bench._measuring import parser_of, write
 from launch.warm_start.sampling import sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from rl.learner.policy import Policy, load_policy, shard_policy
 from rl.learner.publish import probe_logp
 from rl.weights.proof import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE

@@ -33,11 +33,11 @@ import zmq
 
 from experiments.bench._measuring import Timing, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.core.messages import ClientHello, Generate, Generated, Message, Version, WeightNotice
-from rl.core.receiving import Malformed, Port
-from rl.core.run import ProcessContext, RunFile
-from rl.core.sockets import identity, open_socket, send
 from rl.weights import Manifest, WeightWriter, make_writer
+from rl.wire.messages import ClientHello, Generate, Generated, Message, Version, WeightNotice
+from rl.wire.receiving import Malformed, Port
+from rl.wire.run import ProcessContext, RunFile
+from rl.wire.sockets import identity, open_socket, send
 from rollout.episodes.generation import GenerationClient
 from rollout.generator.engines.environment import engine_environment
 

@@ -28,9 +28,9 @@ import torch
 from experiments.bench._measuring import Timing, parser_of, random_shard, temporary_run, timed, write
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.bench.learner import run_fields
-from rl.core.process import Process, die_with_parent
-from rl.core.run import ProcessContext
 from rl.learner.process import Learner
+from rl.wire.process import Process, die_with_parent
+from rl.wire.run import ProcessContext
 
 _COUNTS = (1, 2, 4)
 _WARM_UP = 2
@@ -145,7 +145,7 @@ def _rank(options: argparse.Namespace) -> None:
             shard = random_shard(rollout.groups_per_batch, rollout.group_size, 64, (32, 128), 1024)
 
             def step() -> None:
-                learner.kept.batch(shard)
+                learner.token_log.batch(shard)
                 for minibatch in learner.trainer.minibatches(shard):
                     learner.trainer.update(minibatch, shard.step)
 

@@ -4,8 +4,8 @@
 
 A run of the recipe (default: experiments/math_cpu.yaml) with `tracking.trace=full`. Every process says in its pulses
 how many CPU seconds it has spent on writing the trace: each 16th call is measured by the clock of its thread, less what
-reading that clock takes. What leads to a call (the moment that is made) is measured here, once, and counted for each
-moment in the files. The run's CPU seconds are those of all its processes, engines included, from its first trained step
+reading that clock takes. What leads to a call (the event that is made) is measured here, once, and counted for each
+event in the files. The run's CPU seconds are those of all its processes, engines included, from its first trained step
 to its end, so that what is imported and compiled at the start does not make the share small. Target: 1 %.
 
     python -m experiments.bench trace --synthetic FOLDER [--events 1000000]
@@ -29,8 +29,8 @@ from experiments.bench._measuring import parser_of, write
 from experiments.bench._ratios import Idle, provenance
 from experiments.bench._synthetic_trace import write_trace
 from launch.recipes import find_recipe
-from rl.core import moments
-from rl.core.trace import FOLDER, NO_TRACE, Source, TraceEvent, read_trace
+from rl.observe import trace_events
+from rl.observe.trace import FOLDER, NO_TRACE, Source, TraceRecord, read_trace
 
 TARGET = 1.0
 """Per cent."""
@@ -89,21 +89,21 @@ def _cpu_seconds(process: psutil.Popen) -> dict[int, float]:
     return found
 
 
-def cost(events: Iterator[TraceEvent], cpu_s: float) -> dict[str, float]:
+def cost(events: Iterator[TraceRecord], cpu_s: float) -> dict[str, float]:
     """Of a run that took so many CPU seconds."""
     written: dict[Source, float] = {}
     tokens: dict[int, int] = {}
     trained = 0
     count = 0
 
-    for event in events:
+    for record in events:
         count += 1
-        match event.moment:
-            case moments.Pulse(trace_s=trace_s):
-                written[event.source] = trace_s
-            case moments.Delivered(ticket, delivered):
+        match record.event:
+            case trace_events.Pulse(trace_s=trace_s):
+                written[record.source] = trace_s
+            case trace_events.Delivered(ticket, delivered):
                 tokens[ticket] = delivered
-            case moments.TicketEnded(ticket, end):
+            case trace_events.TicketEnded(ticket, end):
                 trained += tokens.pop(ticket, 0) if end == "trained" else 0
 
     trace_s = sum(written.values()) + count * seconds_of_a_call()
@@ -120,7 +120,7 @@ def seconds_of_a_call() -> float:
     """That writes nothing: a moment is made, and dropped at once."""
     begin = time.process_time()
     for number in range(_CALLS):
-        NO_TRACE.add(moments.Answered(number, 1, 0, 20, "stop"))
+        NO_TRACE.add(trace_events.Answered(number, 1, 0, 20, "stop"))
     return (time.process_time() - begin) / _CALLS
 
 

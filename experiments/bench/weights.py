@@ -24,10 +24,10 @@ import torch
 
 from experiments.bench._measuring import Work, alternate, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.core.messages import Version
 from rl.learner.export import write_shard
 from rl.weights import Manifest, WeightReader, WeightWriter, make_reader, make_writer
 from rl.weights.shm_file import check_space
+from rl.wire.messages import Version
 
 TARGET = 1.25
 

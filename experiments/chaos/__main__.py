@@ -24,7 +24,7 @@ from experiments.chaos.play import play
 from experiments.chaos.report import played_before, report, table
 from experiments.chaos.schedule import KINDS, Kind, make_schedule, roles_of
 from launch.recipes import find_recipe
-from rl.core.config import load_config
+from rl.config.schema import load_config
 
 UNLIMITED = [f"{section}.max_restarts=100000" for section in ("generator", "env", "learner")]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from rl.core.batch_files import read_shard_files
+from rl.store.batch_files import read_shard_files
 
 _SAMPLES = ["queued", "running", "waiting", "batched", "trained", "stale", "filtered", "settled", "redundant", "failed"]
 _TOKENS = [*_SAMPLES[1:], "lost"]

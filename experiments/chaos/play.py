@@ -21,7 +21,7 @@ import psutil
 from experiments.chaos.checks import left_behind, violations
 from experiments.chaos.inject import RAISING, Injector
 from experiments.chaos.schedule import Fault
-from rl.core.config import load_config
+from rl.config.schema import load_config
 
 _LOOK_S = 0.1
 _PREPARE_S = 1800.0  # until the processes begin: a tiny model is made first, once

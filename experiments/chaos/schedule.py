@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from rl.core.config import Config
+from rl.config.schema import Config
 
 Kind = Literal["kill", "raise", "stop", "pause", "child", "cut", "disk"]
 KINDS: dict[Kind, str] = {

@@ -14,7 +14,7 @@ from experiments.compare.tasks import PIECE, Task
 from launch.warm_start.sft import Example, SupervisedOptions, progress_report, train_supervised
 from launch.warm_start.tiny import TinyRecipe, new_model
 from launch.warm_start.word_tokenizer import TURN_END, build_tokenizer, save_tokenizer
-from rl.core.made_once import cache_folder, digest, made_once, to_stderr
+from rl.store.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.tokenizer import ChatTokenizer
 

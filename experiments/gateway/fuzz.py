@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from experiments.gateway.agents import Agent
-from rl.core.config import Config, load_config
-from rl.core.messages import Generate, Generated, Ticket, TokenSequence, Version
+from rl.config.schema import Config, load_config
+from rl.wire.messages import Generate, Generated, Ticket, TokenSequence, Version
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.forest import Forest, RequestRefused, Thinking
 from rollout.episodes.generation import Read
@@ -96,7 +96,7 @@ class RecordingEngine(Records):
             request_id=request.request_id,
             session=request.session,
             columns=columns,
-            epoch=request.version.epoch,
+            timeline=request.version.timeline,
             finish_reason=reason,
             tokens_generated=len(ids),
             generator=0,

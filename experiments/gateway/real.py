@@ -20,15 +20,15 @@ from msgspec.structs import replace
 
 from experiments.gateway.fuzz import FIRST_VERSION, LIMIT, Records, Report, play
 from experiments.gateway.tokenizers import make_folder, special_tokens, stop_tokens, template_names
-from rl.core.config import load_config
-from rl.core.messages import Abort, Generate, Generated, Grown, TokenSequence, Version
-from rl.core.run import ProcessContext, RunFile
-from rl.core.sockets import make_curve_key
+from rl.config.schema import load_config
 from rl.learner.export import write_shard
 from rl.learner.policy import Policy, load_policy, local_rows
 from rl.learner.publish import probe_length, probe_prompt, weight_manifest
 from rl.weights import make_writer
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.wire.messages import Abort, Generate, Generated, Grown, TokenSequence, Version
+from rl.wire.run import ProcessContext, RunFile
+from rl.wire.sockets import make_curve_key
 from rollout.episodes.forest import Thinking
 from rollout.episodes.generation import GenerationClient, Read
 from rollout.episodes.tokenizer import ChatTokenizer
@@ -158,7 +158,7 @@ class EngineClient:
                 request_id=request.request_id,
                 session=request.session,
                 columns=sampled.arrays(),
-                epoch=request.version.epoch,
+                timeline=request.version.timeline,
                 finish_reason=sampled.finish_reason,
                 tokens_generated=sampled.tokens_generated,
                 generator=0,

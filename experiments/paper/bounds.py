@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.paper.report import panels, save, save_plot, table
 from experiments.paper.rows import ENDLESS, PATIENT_S
-from rl.core.seeds import sample_seed
+from rl.config.seeds import sample_seed
 from rollout.broker import Rules
 from rollout.simulate.distributions import LogNormal
 from rollout.simulate.scenario import Generators, Scenario, TrainingCost, Work

@@ -21,9 +21,9 @@ from typing import Any
 
 from envs.synthetic import SyntheticFamily, SyntheticOptions
 from experiments.paper.report import panels, save, save_plot, table
-from rl.core.config import Config, load_config
-from rl.core.messages import Ticket
-from rl.core.seeds import turn_seed
+from rl.config.schema import Config, load_config
+from rl.config.seeds import turn_seed
+from rl.wire.messages import Ticket
 from rollout.generator.engines.timing import Timing
 from rollout.simulate.recipe import assumed, scenario_of
 from rollout.simulate.scenario import Scenario

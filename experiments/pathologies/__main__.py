@@ -24,15 +24,15 @@ from typing import Any
 
 from experiments.pathologies.cases import CASES, CLEAN, RUNS, Case
 from experiments.pathologies.recipes import RECIPES, nearest, trained
+from launch.commands.run import execute
 from launch.fork_server import ForkServer, fork_server
-from launch.origin import write_origin
 from launch.plan import ProcessSpec
 from launch.preflight import Preflight, check, make_run
+from launch.provenance import write_provenance
 from launch.recipes import find_recipe
-from launch.run import execute
-from rl.core.alarm_file import read_alarms
-from rl.core.config import Config, load_config
-from rl.core.plugins import own_packages_first
+from rl.config.plugins import own_packages_first
+from rl.config.schema import Config, load_config
+from rl.observe.alarm_file import read_alarms
 
 _FILES = {"all": "result.json", "recipes": "recipes.json"}
 _SPOILT = "experiments.pathologies.spoilt"
@@ -76,7 +76,7 @@ def _run(case: Case, config: Config, runs: Path, forks: ForkServer | None, begin
 
     checked = replace(checked, plan=[_spoilt(spec, case) for spec in checked.plan])
     run = make_run(checked, begin)
-    write_origin(run.folder, find_recipe(case.recipe), config)
+    write_provenance(run.folder, find_recipe(case.recipe), config)
     return execute(run, checked, forks)
 
 

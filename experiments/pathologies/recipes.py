@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.pathologies.cases import Case
-from rl.core.config import Config
+from rl.config.schema import Config
 
 _QUIET = ("tracking.live=false",)
 _FEW_GAMES = (  # a model that is made in minutes, not in a quarter of an hour; it wins less

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rl.core.run import context_from_command_line
+from rl.wire.run import context_from_command_line
 
 _DELAY_S = 1.0
 _LIFE_S = 4.0

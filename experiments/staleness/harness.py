@@ -17,7 +17,7 @@ from experiments.staleness import sampler
 from experiments.staleness.grid import Job
 from experiments.staleness.records import RECIPE, Record, setting
 from launch.warm_start.sampling import Sampled
-from rl.core.config import Config, load_config
+from rl.config.schema import Config, load_config
 
 CURVES = {
     "reward": "reward/mean",

@@ -15,7 +15,7 @@ from experiments.compare.start_model import ensure_start_model
 from experiments.compare.tasks import HELD_OUT, TASKS, job_of
 from launch.prepare import prepare
 from launch.recipes import find_recipe
-from rl.core.config import Config, load_config
+from rl.config.schema import Config, load_config
 
 STEPS = 500
 """Of a run that is not ended by its time before; about as many as there are questions for."""

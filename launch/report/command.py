@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.report.gather import gather
 from launch.report.page import write_page
-from rl.core.config import ConfigError
+from rl.config.schema import ConfigError
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -14,13 +14,13 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from launch.intervals import Z95, paired_bootstrap, wilson
-from launch.origin import flat, read_origin
+from launch.provenance import flat, read_provenance
 from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.timeline import Timeline, gather_timeline
-from rl.core.alarm_file import read_alarms
-from rl.core.config import ConfigError
-from rl.core.run import RunFile
+from rl.config.schema import ConfigError
+from rl.observe.alarm_file import read_alarms
+from rl.wire.run import RunFile
 
 _MOST_ROWS = 3000
 _BINS = 40
@@ -56,7 +56,7 @@ def gather(folder: Path) -> RunPage:
         "name": run.config.name,
         "state": state(folder, run, summary, last),
         "error": summary.get("error", ""),
-        "origin": read_origin(folder, run.config),
+        "origin": read_provenance(folder, run.config),
         "config": flat(run.config.model_dump(mode="json")),
         "started": run.started_at,
         "startStep": run.start_step,

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from launch.report.blocks import Arrays
-from rl.core.run import RunFile
-from rl.core.samples import Sample, Trained, read_samples, read_trained
+from rl.store.samples import Sample, Trained, read_samples, read_trained
+from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import ConversationTokenizer, TokenizerError, load_tokenizer
 
 MOST_TOKENS = 1_500_000

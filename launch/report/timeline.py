@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from launch.report.blocks import Arrays
-from rl.core import moments as m
-from rl.core.alarm_file import RaisedAlarm
-from rl.core.trace import Source, TraceEvent, read_trace
+from rl.observe import trace_events as m
+from rl.observe.alarm_file import RaisedAlarm
+from rl.observe.trace import Source, TraceRecord, read_trace
 
 _ENDS = ["trained", "evaluated", "stale", "redundant", "filtered", "settled", "failed", "open"]  # of a ticket
 _PARTS = ["reset", "generate", "step", "prefill", "decode", "load"]
@@ -50,8 +50,8 @@ def gather_timeline(folder: Path, started: float, alarms: Sequence[RaisedAlarm] 
     Alarms come from their own file: it is complete where the supervisor's trace is missing or was cut.
     """
     builder = Builder(started)
-    for event in read_trace(folder):
-        builder.take(event)
+    for record in read_trace(folder):
+        builder.take(record)
     for alarm in alarms:
         builder.alarm(alarm)
     return builder.timeline()
@@ -152,14 +152,14 @@ class Builder:
         self._last = 0.0
         self._events = 0
 
-    def take(self, event: TraceEvent) -> None:
-        now = event.time - self._started
-        source = event.source
+    def take(self, record: TraceRecord) -> None:
+        now = record.time - self._started
+        source = record.source
         self._events += 1
         self._last = max(self._last, now)
         self._seen[source] = (self._seen.get(source, (now, now))[0], now)
 
-        match event.moment:
+        match record.event:
             case m.Issued(ticket=ticket, task=task):
                 self._tasks[ticket] = task
             case m.TicketEnded(ticket, end, reason):
@@ -172,17 +172,17 @@ class Builder:
             case m.Pulse() as pulse:
                 self._pulses[source] = pulse
 
-            case m.ProcessStarted() | m.ProcessDied() | m.RunEnded() | m.Published() as moment:
-                self._mark(moment, now, source)
-            case m.SpanBegan() | m.SpanEnded() | m.LoadBegan() | m.LoadEnded() as moment:
-                self._span(moment, now, source)
-            case m.SamplingBegan() | m.FirstToken() | m.SamplingEnded() as moment:
-                self._sampling(moment, now, source)
-            case moment:
-                self._episode(moment, now, source)
+            case m.ProcessStarted() | m.ProcessDied() | m.RunEnded() | m.Published() as event:
+                self._mark(event, now, source)
+            case m.SpanBegan() | m.SpanEnded() | m.LoadBegan() | m.LoadEnded() as event:
+                self._span(event, now, source)
+            case m.SamplingBegan() | m.FirstToken() | m.SamplingEnded() as event:
+                self._sampling(event, now, source)
+            case event:
+                self._episode(event, now, source)
 
-    def _episode(self, moment: m.Moment, now: float, source: Source) -> None:
-        match moment:
+    def _episode(self, event: m.TraceEvent, now: float, source: Source) -> None:
+        match event:
             case m.ResetBegan(ticket):
                 lane = self._lane(source)
                 self._seats[ticket] = OpenBar(lane, lane.take(), now, _KIND["open"], ticket)
@@ -205,27 +205,27 @@ class Builder:
         if seat := self._seats.get(ticket):
             self._open["part", ticket] = OpenBar(seat.lane, seat.row, now, _KIND[kind], ticket)
 
-    def _sampling(self, moment: m.SamplingBegan | m.FirstToken | m.SamplingEnded, now: float, source: Source) -> None:
-        key = (source, moment.request)
-        if isinstance(moment, m.SamplingBegan):
+    def _sampling(self, event: m.SamplingBegan | m.FirstToken | m.SamplingEnded, now: float, source: Source) -> None:
+        key = (source, event.request)
+        if isinstance(event, m.SamplingBegan):
             lane = self._lane(source)
-            self._open[key] = OpenBar(lane, lane.take(), now, _KIND["prefill"], moment.ticket)
-        elif isinstance(moment, m.FirstToken):
+            self._open[key] = OpenBar(lane, lane.take(), now, _KIND["prefill"], event.ticket)
+        elif isinstance(event, m.FirstToken):
             if bar := self._close(key, now):
                 self._open[key] = replace(bar, begin=now, kind=_KIND["decode"])
         elif bar := self._close(key, now):
             bar.lane.give(bar.row)
 
-    def _span(self, moment: m.SpanBegan | m.SpanEnded | m.LoadBegan | m.LoadEnded, now: float, source: Source) -> None:
-        if isinstance(moment, m.LoadBegan | m.LoadEnded):
+    def _span(self, event: m.SpanBegan | m.SpanEnded | m.LoadBegan | m.LoadEnded, now: float, source: Source) -> None:
+        if isinstance(event, m.LoadBegan | m.LoadEnded):
             name = "load"
-            ref = moment.version
+            ref = event.version
         else:
-            name = moment.name
-            ref = moment.step
+            name = event.name
+            ref = event.step
 
         key = (source, name)
-        if isinstance(moment, m.SpanBegan | m.LoadBegan):
+        if isinstance(event, m.SpanBegan | m.LoadBegan):
             lane = self._lane(source)
             kind = self._kinds.setdefault(name, len(self._kinds))
             self._open[key] = OpenBar(lane, lane.take(), now, kind, max(0, ref))
@@ -240,11 +240,11 @@ class Builder:
 
     def _mark(
         self,
-        moment: m.ProcessStarted | m.ProcessDied | m.RunEnded | m.Published,
+        event: m.ProcessStarted | m.ProcessDied | m.RunEnded | m.Published,
         now: float,
         source: Source,
     ) -> None:
-        match moment:
+        match event:
             case m.ProcessStarted(role, index, incarnation):
                 if incarnation:
                     self._marks.append((now, "restart", f"{role}.{index}", f"incarnation {incarnation}"))

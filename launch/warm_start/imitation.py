@@ -30,8 +30,8 @@ from envs.registry import demonstrator, make_family
 from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, progress_report, train_supervised
 from launch.warm_start.tiny import TinyRecipe, new_model
 from launch.warm_start.word_tokenizer import PIECE, build_tokenizer, save_tokenizer
-from rl.core.config import Config, ConfigError
-from rl.core.made_once import cache_folder, digest, made_once, to_stderr
+from rl.config.schema import Config, ConfigError
+from rl.store.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import Demonstration
 from rollout.episodes.tokenizer import ChatTokenizer

@@ -26,7 +26,7 @@ from envs.math.answers import last_box
 from launch.warm_start.sampling import sample
 from launch.warm_start.sft import Example, SupervisedOptions, progress_report, train_supervised
 from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, save_tokenizer
-from rl.core.made_once import cache_folder, digest, made_once, to_stderr
+from rl.store.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.tokenizer import ChatTokenizer
 

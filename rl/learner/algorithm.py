@@ -13,10 +13,10 @@ from algos.correction import Correction
 from algos.registry import Loss, make_loss, registered
 from algos.regularisation import Regularisation
 from algos.rewards import Shaping, check_shaping, make_shaping
-from rl.core.columns import BUILT_IN, COLUMNS, register_configured
-from rl.core.config import Config
-from rl.core.config_algo import CriticConfig, KLConfig
-from rl.core.plugins import load
+from rl.config.algo import CriticConfig, KLConfig
+from rl.config.plugins import load
+from rl.config.schema import Config
+from rl.wire.columns import BUILT_IN, COLUMNS, register_configured
 
 
 @dataclass(frozen=True)
@@ -137,5 +137,5 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         "logp_proximal": "register it with needs_proximal=True, or set algo.correction.weight",
         "logp_reference": "set algo.kl.coef above 0",
     }
-    fix = fixes.get(unknown, "list the column's declaration under algo.columns (rl/core/columns.py)")
+    fix = fixes.get(unknown, "list the column's declaration under algo.columns (rl/wire/columns.py)")
     yield bool(unknown), f"algo.loss={loss.spec.name!r} uses {unknown}, which nothing here computes: {fix}"

@@ -11,17 +11,17 @@ from itertools import groupby
 
 import numpy as np
 
-from rl.core.alarms import RunAlarm
-from rl.core.columns import mismatch
-from rl.core.messages import Shard
+from rl.observe.alarms import RunAlarm
+from rl.wire.columns import mismatch
+from rl.wire.messages import BatchPart
 
 
-def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bound: int) -> None:
+def check_shard(shard: BatchPart, *, step: int, rank: int, timeline: int, staleness_bound: int) -> None:
     """Raises RunAlarm for old samples and a shard that contradicts itself, ValueError for another one."""
-    if (shard.epoch, shard.step, shard.rank) != (epoch, step, rank):
+    if (shard.timeline, shard.step, shard.rank) != (timeline, step, rank):
         raise ValueError(
-            f"learner.{rank} expected its shard of step {step} in epoch {epoch}, received the one of "
-            f"rank {shard.rank}, step {shard.step}, epoch {shard.epoch}"
+            f"learner.{rank} expected its shard of step {step} in timeline {timeline}, received the one of "
+            f"rank {shard.rank}, step {shard.step}, timeline {shard.timeline}"
         )
 
     if wrong := contradiction(shard):
@@ -30,7 +30,7 @@ def check_shard(shard: Shard, *, step: int, rank: int, epoch: int, staleness_bou
     _check_freshness(shard, step, staleness_bound)
 
 
-def contradiction(shard: Shard) -> str:
+def contradiction(shard: BatchPart) -> str:
     """What disagrees within a shard, in one line, or the empty string."""
     counts = [len(shard.members), len(shard.lengths), len(shard.turn_starts)]
     if len(set(counts)) > 1:
@@ -44,7 +44,7 @@ def contradiction(shard: Shard) -> str:
     return _of_tokens(shard) or _of_rows(shard)
 
 
-def _of_tokens(shard: Shard) -> str:
+def _of_tokens(shard: BatchPart) -> str:
     """Trained tokens are exactly the sampled ones, and as many as the rows say."""
     mask = shard.loss_mask != 0
     wrong = np.count_nonzero(mask != (shard.policy_version >= 0))
@@ -67,7 +67,7 @@ def _of_tokens(shard: Shard) -> str:
     return ""
 
 
-def _of_rows(shard: Shard) -> str:
+def _of_rows(shard: BatchPart) -> str:
     """Rewards of turns add up, and the broker's means are those of the rows."""
     for row in shard.rows:
         if row.turn_rewards and not math.isclose(math.fsum(row.turn_rewards), row.reward, rel_tol=1e-6, abs_tol=1e-6):
@@ -84,7 +84,7 @@ def _of_rows(shard: Shard) -> str:
     return ""
 
 
-def _check_freshness(shard: Shard, step: int, staleness_bound: int) -> None:
+def _check_freshness(shard: BatchPart, step: int, staleness_bound: int) -> None:
     """By what the rows of the whole batch say, and by each token of this rank's own samples."""
     oldest = step - staleness_bound
     versions = [row.version for row in shard.rows]

@@ -10,9 +10,9 @@ from collections import deque
 
 import zmq
 
-from rl.core.messages import BatchRequest, EvalRequest, Published, SaveRequest
-from rl.core.process import Process
-from rl.core.sockets import identity, made_again, open_socket, send
+from rl.wire.messages import BatchRequest, EvalRequest, Published, SaveRequest
+from rl.wire.process import Process
+from rl.wire.sockets import identity, made_again, open_socket, send
 
 ToBroker = BatchRequest | Published | EvalRequest | SaveRequest
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from rl.core.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
-from rl.core.digests import DIGESTS, write_digests
 from rl.learner.policy import Policy, export_entries
+from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
+from rl.store.digests import DIGESTS, write_digests
 
 _MODEL_FILE_BYTES = 4 << 30
 _CUDA_RNG = "cuda_rng"

@@ -17,9 +17,9 @@ from algos.advantages import Episodes, gae_advantages
 from algos.aggregation import sample_weights
 from algos.kl import kl_estimate
 from algos.rewards import RewardInputs, shape
-from rl.core.messages import Shard
 from rl.learner.algorithm import Algorithm
 from rl.learner.packing import Pack, minibatch_of
+from rl.wire.messages import BatchPart
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
     return values
 
 
-def kept_rows(shard: Shard, algorithm: Algorithm) -> Tensor:
+def kept_rows(shard: BatchPart, algorithm: Algorithm) -> Tensor:
     """(N,) bool: the samples that count in the loss."""
     truncated = torch.tensor([row.truncated for row in shard.rows])
     return ~truncated if algorithm.mask_truncated else torch.ones_like(truncated)
@@ -53,7 +53,7 @@ def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
     return [masked(pack) if pack.members else pack for pack in packs]
 
 
-def assign(shard: Shard, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
+def assign(shard: BatchPart, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
     """The minibatches of a batch, with advantages, token weights, shaped rewards and (for a critic) returns.
 
     parts: this rank's packs of each minibatch, one at least; they carry `logp_reference` and `values` where the
@@ -95,7 +95,7 @@ def _at_tokens(values: Tensor, pack: Pack) -> Tensor:
     return values[list(pack.members)][pack.sample]
 
 
-def shaped_rewards(shard: Shard, algorithm: Algorithm) -> Tensor:
+def shaped_rewards(shard: BatchPart, algorithm: Algorithm) -> Tensor:
     """(N,) float64, the same on every rank."""
     rows = shard.rows
     inputs = RewardInputs(
@@ -109,7 +109,7 @@ def shaped_rewards(shard: Shard, algorithm: Algorithm) -> Tensor:
     return shape(inputs, algorithm.shapings)
 
 
-def gather_episodes(shard: Shard, packs: list[Pack], rewards: Tensor, algorithm: Algorithm) -> Episodes:
+def gather_episodes(shard: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm) -> Episodes:
     """What estimators see: rewards per turn and per token, a KL penalty taken off.
 
     rewards (N,) after shaping: what shaping added is earned with a sample's last turn.

@@ -12,10 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from rl.core.alarms import Alarms
-from rl.core.config import Config
+from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce
 from rl.learner.policy import Policy, local_rows
+from rl.observe.alarms import Alarms
 
 
 class ExactCheck:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.core.alarms import Alarms
-from rl.core.config import Config
-from rl.core.messages import Shard
+from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce, kept_rows
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.observe.alarms import Alarms
+from rl.wire.messages import BatchPart
 
 _LEAST_TOKENS = 32  # of one age, for a statistic to mean something
 _ENTRIES = 32  # looked at of each matrix, to see whether it moves
@@ -53,7 +53,7 @@ class StepGuards:
             self._reference = _Matrices(trainer.reference)
             self._reference_entries = self._reference.entries()
 
-    def batch(self, shard: Shard, minibatches: list[Minibatch]) -> None:
+    def batch(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
         """Raises RunAlarm for a batch that must not be trained, or an optimizer that must not train it."""
         self._step = shard.step
         self._over = shard.over
@@ -111,13 +111,13 @@ class StepGuards:
         entropy = metrics.get("loss/entropy", math.inf)
         self._alarms.check("entropy", entropy < limits.entropy, f"{entropy:.2g} nats at step {self._step}")
 
-    def _same_for_all_ranks(self, shard: Shard) -> None:
+    def _same_for_all_ranks(self, shard: BatchPart) -> None:
         """Ranks see each other's rows only through this number."""
-        seen = crc32(msgspec.msgpack.encode([shard.step, shard.epoch, shard.rows]))
+        seen = crc32(msgspec.msgpack.encode([shard.step, shard.timeline, shard.rows]))
         ends = all_reduce(torch.tensor([seen, -seen]), "max").tolist()
         self._alarms.check("ranks-differ", ends != [seen, -seen], f"the rows of step {shard.step} differ between ranks")
 
-    def _tokens(self, shard: Shard, minibatches: list[Minibatch]) -> None:
+    def _tokens(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
         kept = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, self._trainer.algorithm)  # (N,)
         divided = sum(minibatch.loss_tokens for minibatch in minibatches)
         summed = sum(pack.loss_tokens for minibatch in minibatches for pack in minibatch.packs)
@@ -128,7 +128,7 @@ class StepGuards:
         )
         self._alarms.check("loss-tokens", wrong, found)
 
-    def _signs(self, shard: Shard, minibatches: list[Minibatch]) -> None:
+    def _signs(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
         algorithm = self._trainer.algorithm
         if algorithm.estimator.spec.name not in _CENTRED or algorithm.shapings or algorithm.reward_kl is not None:
             return

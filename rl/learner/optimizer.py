@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl.core.config import LearnerConfig
+from rl.config.schema import LearnerConfig
 
 
 def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float = 0.0) -> float:

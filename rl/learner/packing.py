@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.core.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
-from rl.core.messages import Shard
 from rl.learner.shared_prompts import same_prompts
+from rl.wire.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
+from rl.wire.messages import BatchPart
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Pack:
     """T tokens of n samples, one sample after another; the sequences of a sample, if it has several, side by side.
 
     So what a loss computes of a whole sample does not depend on the sequences into which its history forked.
-    `columns` (T, ...) are those of the table (`rl.core.columns`), whatever their scope: a turn's or a sample's entry
+    `columns` (T, ...) are those of the table (`rl.wire.columns`), whatever their scope: a turn's or a sample's entry
     stands at each of its tokens. Integers are int64, the mask bool. The learner's own join them as they are computed.
     """
 
@@ -80,7 +80,7 @@ class Pack:
         )
 
 
-def make_packs(shard: Shard, max_tokens: int, version: int, *, share: bool = False) -> list[Pack]:
+def make_packs(shard: BatchPart, max_tokens: int, version: int, *, share: bool = False) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
     `version` is the version being trained. Deterministic. Advantages are 0 and token weights 1 until `credit.assign`.
@@ -105,7 +105,7 @@ def make_packs(shard: Shard, max_tokens: int, version: int, *, share: bool = Fal
     return [_pack(shard, columns, spans, [samples[k] for k in chosen], version) for chosen in packs]
 
 
-def _prompt(shard: Shard, sequence: int) -> int:
+def _prompt(shard: BatchPart, sequence: int) -> int:
     """Tokens before its first turn."""
     starts = shard.turn_starts[sequence]
     return starts[0] if starts else shard.lengths[sequence]
@@ -170,7 +170,7 @@ def dummy_pack() -> Pack:
     return Pack(columns, position_ids=place, sample=place, turn=place, rewards=torch.zeros(1), members=())
 
 
-def split_minibatches(shard: Shard, count: int) -> list[Shard]:
+def split_minibatches(shard: BatchPart, count: int) -> list[BatchPart]:
     """This rank's part of `count` minibatches of whole groups; the same groups on every rank, in order of rows.
 
     `rows` stay those of the whole batch (members and advantages index them); `members` and `loss_tokens`, the
@@ -180,7 +180,7 @@ def split_minibatches(shard: Shard, count: int) -> list[Shard]:
     return [_restrict(shard, {row for row, place in enumerate(part_of) if place == part}) for part in range(count)]
 
 
-def minibatch_of(shard: Shard, count: int) -> list[int]:
+def minibatch_of(shard: BatchPart, count: int) -> list[int]:
     """(N,) minibatch of each row. Raises ValueError when `count` does not divide the groups."""
     groups = list(dict.fromkeys(row.group_id for row in shard.rows))
     if len(groups) % count:
@@ -189,7 +189,7 @@ def minibatch_of(shard: Shard, count: int) -> list[int]:
     return [part_of[row.group_id] for row in shard.rows]
 
 
-def _restrict(shard: Shard, rows: set[int]) -> Shard:
+def _restrict(shard: BatchPart, rows: set[int]) -> BatchPart:
     kept = [i for i, row in enumerate(shard.members) if row in rows]
     chosen = np.isin(np.arange(len(shard.members)), kept)
     entries = {scope: np.repeat(chosen, counts) for scope, counts in shard.entries().items()}
@@ -203,7 +203,7 @@ def _restrict(shard: Shard, rows: set[int]) -> Shard:
     )
 
 
-def _spread(shard: Shard) -> dict[str, np.ndarray]:
+def _spread(shard: BatchPart) -> dict[str, np.ndarray]:
     """Every column with (sum T, ...) entries: that of a turn, sequence or sample stands at each of its tokens."""
     columns = dict(shard.columns)
     for name, values in shard.columns.items():
@@ -219,7 +219,7 @@ def _spread(shard: Shard) -> dict[str, np.ndarray]:
 
 
 def _pack(
-    shard: Shard, columns: dict[str, np.ndarray], spans: list[slice], samples: list[list[int]], version: int
+    shard: BatchPart, columns: dict[str, np.ndarray], spans: list[slice], samples: list[list[int]], version: int
 ) -> Pack:
     """`samples` lists the sequences of each sample; `spans` says where the tokens of each stand in `columns`."""
     chosen = [i for own in samples for i in own]
@@ -248,7 +248,7 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in (wide | {"loss_mask": wide["loss_mask"] != 0}).items()}
 
 
-def _sample_turns(shard: Shard, sequences: list[int]) -> np.ndarray:
+def _sample_turns(shard: BatchPart, sequences: list[int]) -> np.ndarray:
     """(T,) int64: `_turns` of a sample's sequences, counted on from one to the next."""
     if len(sequences) == 1:
         return _turns(shard.lengths[sequences[0]], shard.turn_starts[sequences[0]])

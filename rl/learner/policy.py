@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from rl.core.config import LearnerConfig
+from rl.config.schema import LearnerConfig
 from rl.learner import packed_attention
 from rl.learner.logprob import token_logprobs
 from rl.learner.packed_attention import can_pack, pack_bounds, takes_bounds

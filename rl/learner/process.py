@@ -1,7 +1,7 @@
 """The learner: one process per FSDP rank (`python -m rl.learner.process --run DIR --index RANK --incarnation K`).
 
 `train` is the algorithm. What a rank needs for it stands in `Learner`, its conversation with the rest of the
-run in `rl.learner.link`: batches are requested one ahead, so they are assembled and sent during training.
+run in `rl.learner.run_client`: batches are requested one ahead, so they are assembled and sent during training.
 
 Models and their update are `rl.learner.trainer`'s. Metrics are all-reduced: `train/loss` is the mean over the batch's
 generated tokens.
@@ -19,33 +19,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rl.core.checkpoint_folder import CheckpointError, Meta
-from rl.core.process import Process
-from rl.core.run import context_from_command_line
 from rl.learner import checkpoint
 from rl.learner.exact import ExactCheck
 from rl.learner.guards import StepGuards
-from rl.learner.kept import KeptTokens
-from rl.learner.link import LearnerLink, Stopped, begin_from
 from rl.learner.publish import Publisher, weight_manifest
+from rl.learner.run_client import RunClient, Stopped, begin_from
+from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.store.checkpoint_folder import CheckpointError, Meta
+from rl.wire.process import Process
+from rl.wire.run import context_from_command_line
 
 
-def train(learner: Learner, link: LearnerLink) -> None:
+def train(learner: Learner, client: RunClient) -> None:
     """From the first weights to the closing report; returns when the supervisor says stop."""
-    publisher = Publisher(learner.policy, learner.manifest, link)
-    publisher.publish(link.first_step)
-    for shard in link.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
+    publisher = Publisher(learner.policy, learner.manifest, client)
+    publisher.publish(client.first_step)
+    for shard in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
-        with link.span("prepare"):
+        with client.span("prepare"):
             minibatches = learner.trainer.minibatches(shard)
             learner.guards.batch(shard, minibatches)
             compared = learner.exact.batch(shard.step, minibatches)
-            learner.kept.batch(shard)
+            learner.token_log.batch(shard)
 
         stats = UpdateStats()
-        with link.span("train"):
+        with client.span("train"):
             for minibatch in minibatches:
                 update = learner.trainer.update(minibatch, shard.step, shard.over)
                 learner.guards.updated(minibatch, update)
@@ -59,17 +59,17 @@ def train(learner: Learner, link: LearnerLink) -> None:
 
         publisher.publish(shard.step + 1, shard)
         values |= {"time/train": trained - begin, "time/publish": time.monotonic() - trained}
-        link.report(shard, values, stats.histograms())
-        if link.checkpoint_due(shard.step + 1):
-            with link.span("save"):
-                learner.save(link, shard.step + 1)
+        client.report(shard, values, stats.histograms())
+        if client.checkpoint_due(shard.step + 1):
+            with client.span("save"):
+                learner.save(client, shard.step + 1)
 
-    if (step := link.to_be_saved) is not None:
-        with link.span("save"):
-            learner.save(link, step)
-    with link.span("export"):
+    if (step := client.to_be_saved) is not None:
+        with client.span("save"):
+            learner.save(client, step)
+    with client.span("export"):
         learner.export()
-    link.finish()
+    client.finish()
 
 
 class Learner:
@@ -86,7 +86,7 @@ class Learner:
         torch.set_num_threads(self.config.learner.threads)
         torch.manual_seed(self.config.seed)
         me = f"learner.{process.index}.{process.incarnation}"
-        self.kept = KeptTokens(run.folder, me, run.config.tracking.samples)
+        self.token_log = TokenLog(run.folder, me, run.config.tracking.samples)
 
         self.trainer = Trainer(
             self.config,
@@ -95,7 +95,7 @@ class Learner:
             mesh=_join_ranks(process),
             device=run.learner_device,
             before_forward=self._advance,
-            observe=self.kept,
+            observe=self.token_log,
         )
 
         self.policy = self.trainer.policy
@@ -117,10 +117,10 @@ class Learner:
         if meta.step != self.first_step:
             raise CheckpointError(f"{saved} is of step {meta.step}, this run starts at step {self.first_step}")
 
-    def save(self, link: LearnerLink, step: int) -> None:
+    def save(self, client: RunClient, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""
-        journal = link.journal(step)
-        meta = Meta(step, link.epoch, self.config.learner.ranks)
+        journal = client.journal(step)
+        meta = Meta(step, client.timeline, self.config.learner.ranks)
         keep = self.config.learner.keep_checkpoints
         checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
@@ -151,10 +151,10 @@ def _join_ranks(process: Process) -> DeviceMesh | None:
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         learner = Learner(process)
-        link = LearnerLink(process, learner.manifest, learner.first_step)
+        client = RunClient(process, learner.manifest, learner.first_step)
         with contextlib.suppress(Stopped):  # an orderly end; after a failure the weights stay for the next incarnation
-            train(learner, link)
-        link.close()
+            train(learner, client)
+        client.close()
 
 
 if __name__ == "__main__":

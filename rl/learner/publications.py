@@ -1,12 +1,12 @@
 """Which bytes every published version has: a file of the run, so that a learner that was killed can go on in place.
 
 The next incarnation begins at a checkpoint and trains again what came after it. A version whose bytes come out as they
-were keeps its epoch: the generators have it already and notice nothing. From the first one that comes out
-otherwise on, all versions are new and so is their epoch.
+were keeps its timeline: the generators have it already and notice nothing. From the first one that comes out
+otherwise on, all versions are new and so is their timeline.
 
 `<run>/versions.jsonl` has a line for every version, written before a generator can have it:
-{"epoch", "n", "checksum"}. Of lines with the same n the last counts, and a new epoch ends what was known from its first
-n on.
+{"timeline", "n", "checksum"}. Of lines with the same n the last counts, and a new timeline ends what was known from
+its first n on.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from pathlib import Path
 
 import msgspec
 
-from rl.core.messages import Version
+from rl.wire.messages import Version
 
 
 class _Line(msgspec.Struct, frozen=True):
-    epoch: int
+    timeline: int
     n: int
     checksum: int
 
 
 class Publications:
-    """`epoch`: of a run that has published nothing yet."""
+    """`timeline`: of a run that has published nothing yet."""
 
-    def __init__(self, folder: Path, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, folder: Path, timeline: int) -> None:
+        self.timeline = timeline
         self.newest = -1
-        """The newest version of this epoch; -1 before the first."""
+        """The newest version of this timeline; -1 before the first."""
         self._checksums: dict[int, int] = {}
         self._path = folder / "versions.jsonl"
 
@@ -39,18 +39,18 @@ class Publications:
                 self._note(msgspec.json.decode(line, type=_Line))
 
     def add(self, n: int, checksum: int) -> Version:
-        """Version `n` has these bytes. In a new epoch, if it had others before."""
+        """Version `n` has these bytes. In a new timeline, if it had others before."""
         known = self._checksums.get(n)
         if known != checksum:
-            line = _Line(self.epoch + (known is not None), n, checksum)
+            line = _Line(self.timeline + (known is not None), n, checksum)
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
             self._note(line)
-        return Version(self.epoch, n)
+        return Version(self.timeline, n)
 
     def _note(self, line: _Line) -> None:
-        if line.epoch != self.epoch:
+        if line.timeline != self.timeline:
             self._checksums = {n: checksum for n, checksum in self._checksums.items() if n < line.n}
-        self.epoch = line.epoch
+        self.timeline = line.timeline
         self.newest = line.n
         self._checksums[line.n] = line.checksum

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from rl.core.config import Config
-from rl.core.messages import Shard
-from rl.core.run import RunFile
+from rl.config.schema import Config
 from rl.learner.export import write_shard
-from rl.learner.link import LearnerLink
 from rl.learner.page_lock import PageLock
 from rl.learner.policy import Policy, export_entries, local_rows
+from rl.learner.run_client import RunClient
 from rl.weights.layout import Manifest, Segment
 from rl.weights.proof import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
+from rl.wire.messages import BatchPart
+from rl.wire.run import RunFile
 
 _PROBE_TEXT = """Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?
 In May she sold 48 / 2 = 24 clips, so altogether 48 + 24 = 72.
@@ -70,36 +70,36 @@ def probe_logp(policy: Policy, ids: list[int]) -> list[float]:
 class Publisher:
     """Every rank has one; all call `publish` together."""
 
-    def __init__(self, policy: Policy, manifest: Manifest, link: LearnerLink) -> None:
+    def __init__(self, policy: Policy, manifest: Manifest, client: RunClient) -> None:
         self._policy = policy
         self._manifest = manifest
-        self._link = link
+        self._client = client
 
-        config = link.config
+        config = client.config
         self._announced = 0
         self._probe_text: list[int] = []
         self._text_is_of_run = False
         if config.weights.probe:
             vocab_size = policy.model.config.vocab_size
-            self._probe_text = probe_prompt(link.run.model_folder, vocab_size, probe_length(config, 0))
+            self._probe_text = probe_prompt(client.run.model_folder, vocab_size, probe_length(config, 0))
 
         self._page_lock = PageLock(next(policy.parameters()).device)
 
-    def publish(self, n: int, batch: Shard | None = None) -> None:
+    def publish(self, n: int, batch: BatchPart | None = None) -> None:
         """Offer the present weights as version `n`; all ranks call it together. Raises WaitExpired, WeightsError.
 
         The first `batch`, of which this rank has its part, gives the probe its ids.
         """
-        config = self._link.config
+        config = self._client.config
         if self._probe_text and not self._text_is_of_run and batch is not None and batch.lengths:
             self._probe_text = batch.columns["token_ids"][: probe_length(config, 0)].tolist()
             self._text_is_of_run = True
 
         ids = self._probe_text[: probe_length(config, self._announced)]
-        with self._link.span("publish"):
-            self._announced += self._link.publish(n, self._write, ids, probe_logp(self._policy, ids))
+        with self._client.span("publish"):
+            self._announced += self._client.publish(n, self._write, ids, probe_logp(self._policy, ids))
 
     def _write(self, view: memoryview) -> list[Segment]:
-        if self._link.config.weights.transport == "shm":  # else a slot is mostly empty: a rank holds its own rows
+        if self._client.config.weights.transport == "shm":  # else a slot is mostly empty: a rank holds its own rows
             self._page_lock.add(view)
         return write_shard(view, self._manifest, local_rows(self._policy))

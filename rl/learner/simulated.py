@@ -14,12 +14,12 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from rl.core.checkpoint_folder import Meta, begin, commit
-from rl.core.messages import Shard, Version
-from rl.core.process import Process
-from rl.core.run import context_from_command_line
-from rl.learner.link import LearnerLink, Stopped, begin_from
+from rl.learner.run_client import RunClient, Stopped, begin_from
+from rl.store.checkpoint_folder import Meta, begin, commit
 from rl.weights.layout import Manifest, Segment
+from rl.wire.messages import BatchPart, Version
+from rl.wire.process import Process
+from rl.wire.run import context_from_command_line
 
 NAME = "simulated.weight"
 
@@ -31,11 +31,11 @@ def simulated_manifest(size_bytes: int) -> Manifest:
 
 def simulated_weights(version: Version, count: int) -> npt.NDArray[np.float32]:
     """(count,) float32, whole numbers; versions that follow each other differ in every element."""
-    start = (7919 * version.n + 104_729 * version.epoch) % (1 << 24)
+    start = (7919 * version.n + 104_729 * version.timeline) % (1 << 24)
     return ((np.arange(count) + start) % (1 << 24)).astype(np.float32)
 
 
-def simulated_loss(shard: Shard) -> float:
+def simulated_loss(shard: BatchPart) -> float:
     """A number that depends on every sample of the batch and is the same on all ranks."""
     return float(np.mean([row.reward * row.loss_tokens for row in shard.rows])) / max(1, shard.loss_tokens)
 
@@ -51,54 +51,54 @@ def write_rows(view: memoryview, manifest: Manifest, version: Version, rank: int
     return [(spec.offset + 4 * first, 4 * (end - first))]
 
 
-def save(process: Process, link: LearnerLink, step: int) -> None:
+def save(process: Process, client: RunClient, step: int) -> None:
     """A checkpoint that holds the broker's journal only: there is nothing else to continue from."""
-    with link.span("save"):
-        journal = link.journal(step)
+    with client.span("save"):
+        journal = client.journal(step)
         if process.index == 0:
             folder = process.run.folder / "checkpoints"
             learner = process.config.learner
             begin(folder, step)
-            commit(folder, Meta(step, link.epoch, learner.ranks), journal, learner.keep_checkpoints)
+            commit(folder, Meta(step, client.timeline, learner.ranks), journal, learner.keep_checkpoints)
 
 
-def train(process: Process, link: LearnerLink, manifest: Manifest) -> None:
+def train(process: Process, client: RunClient, manifest: Manifest) -> None:
     """As `rl.learner.process.train`, with a sleep in the place of training."""
     config = process.config.learner
 
     def publish(n: int) -> None:
-        version = Version(process.run.epoch, n)
-        with link.span("publish"):
-            link.publish(n, lambda view: write_rows(view, manifest, version, process.index, config.ranks))
+        version = Version(process.run.timeline, n)
+        with client.span("publish"):
+            client.publish(n, lambda view: write_rows(view, manifest, version, process.index, config.ranks))
 
-    publish(link.first_step)
+    publish(client.first_step)
 
-    for shard in link.batches():
+    for shard in client.batches():
         begin = time.monotonic()
-        with link.span("train"):
+        with client.span("train"):
             time.sleep(config.simulated_step_s)
         trained = time.monotonic()
 
         publish(shard.step + 1)
         published = time.monotonic()
         times = {"time/train": trained - begin, "time/publish": published - trained}
-        link.report(shard, {"train/loss": simulated_loss(shard)} | times)
-        if link.checkpoint_due(shard.step + 1):
-            save(process, link, shard.step + 1)
+        client.report(shard, {"train/loss": simulated_loss(shard)} | times)
+        if client.checkpoint_due(shard.step + 1):
+            save(process, client, shard.step + 1)
 
-    if (step := link.to_be_saved) is not None:
-        save(process, link, step)
-    link.finish()
+    if (step := client.to_be_saved) is not None:
+        save(process, client, step)
+    client.finish()
 
 
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         manifest = simulated_manifest(process.config.learner.simulated_weight_bytes)
         _, first_step = begin_from(process)
-        link = LearnerLink(process, manifest, first_step)
+        client = RunClient(process, manifest, first_step)
         with contextlib.suppress(Stopped):  # an orderly end
-            train(process, link, manifest)
-        link.close()
+            train(process, client, manifest)
+        client.close()
 
 
 if __name__ == "__main__":

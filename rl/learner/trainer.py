@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.core.config import Config
-from rl.core.messages import Shard
+from rl.config.schema import Config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
 from rl.learner.critic import Critic, accumulate_critic, load_critic, with_values
@@ -22,6 +21,7 @@ from rl.learner.optimizer import Optimizer
 from rl.learner.packing import make_packs, pad_packs, split_minibatches
 from rl.learner.policy import M, PackedModel, Policy, load_policy, shard_policy
 from rl.learner.update import Observer, UpdateStats, accumulate_gradients, unobserved, with_logp
+from rl.wire.messages import BatchPart
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,7 +75,7 @@ class Trainer:
             if model is not None and before_forward is not None:
                 model.register_forward_pre_hook(before_forward)
 
-    def minibatches(self, shard: Shard) -> list[Minibatch]:
+    def minibatches(self, shard: BatchPart) -> list[Minibatch]:
         """This rank's part of each optimizer step, complete for the loss; every rank gets equally many packs.
 
         Everything in it is of the weights before the first of these steps.

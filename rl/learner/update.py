@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from algos.diagnostics import Diagnostics
 from algos.types import LossInputs, LossResult
-from rl.core.columns import BUILT_IN
 from rl.learner.algorithm import Algorithm
 from rl.learner.critic import CriticStats
+from rl.learner.diagnostics import Diagnostics
 from rl.learner.packing import Pack
 from rl.learner.policy import Policy, PolicyOutput
+from rl.wire.columns import BUILT_IN
 
 Observer = Callable[[Pack, LossInputs, LossResult], None]
 
@@ -99,7 +99,7 @@ def with_logp(policy: Policy, packs: Iterable[Pack], column: str, *, temperature
     """The packs with the log-probabilities of their tokens under the policy's present weights.
 
     column: `logp_proximal` (the trust region's anchor: before the first step), `logp_reference`, or a registered
-    column of the learner (`rl.core.columns`).
+    column of the learner (`rl.wire.columns`).
     Not under inference_mode: parameters gathered there could not be trained afterwards.
     """
     device = next(policy.parameters()).device

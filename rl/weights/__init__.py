@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rl.core.run import RunFile
 from rl.weights.layout import Manifest, TensorSpec, WeightsCorrupt, WeightsError
 from rl.weights.transport import WeightReader, WeightWriter
+from rl.wire.run import RunFile
 
 __all__ = ["Manifest", "TensorSpec", "WeightReader", "WeightWriter", "WeightsCorrupt", "WeightsError"]
 __all__ += ["make_reader", "make_writer"]

@@ -29,14 +29,14 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from rl.core.messages import Version
-from rl.core.receiving import Malformed, Receiver
-from rl.core.run import RunFile
-from rl.core.sockets import open_socket
 from rl.weights import wire
 from rl.weights.layout import Manifest, WeightsError
 from rl.weights.slots import Lease, SlotTable
 from rl.weights.transport import Slots, WeightWriter, slot_geometry
+from rl.wire.messages import Version
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.run import RunFile
+from rl.wire.sockets import open_socket
 
 _TICK_S = 0.05
 _ANSWER_S = 1.0  # longest that rank 0's server needs for an answer which waits for nothing

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import zmq
 
-from rl.core.messages import Version
-from rl.core.process import WaitExpired
-from rl.core.run import RunFile
 from rl.weights import wire
 from rl.weights.layout import ALIGNMENT, Manifest, Segments, Verifier, combined_checksum, label
 from rl.weights.transport import WeightReader, wait_for
+from rl.wire.messages import Version
+from rl.wire.process import WaitExpired
+from rl.wire.run import RunFile
 
 CHUNK_BYTES = 4 << 20
 CREDIT = 4  # chunks asked for and not received, per rank

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
-from rl.core.failures import EndsRun
-from rl.core.messages import Version
+from rl.config.failures import EndsRun
+from rl.wire.messages import Version
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -100,8 +100,8 @@ class Manifest(Struct, frozen=True):
 
 
 def label(version: Version) -> str:
-    """A version in messages: `epoch.n`."""
-    return f"{version.epoch}.{version.n}"
+    """A version in messages: `timeline.n`."""
+    return f"{version.timeline}.{version.n}"
 
 
 def digest(data: bytes | memoryview) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rl.core.messages import Version, WeightStatus
 from rl.weights.layout import label
+from rl.wire.messages import Version, WeightStatus
 
 Logprobs = npt.NDArray[np.float64]
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -106,7 +106,7 @@ class LoadProof:
         comparable = [
             old
             for old in self._expected.values()
-            if old.version.epoch == expected.version.epoch and old.probe_ids[: len(ids)] == ids
+            if old.version.timeline == expected.version.timeline and old.probe_ids[: len(ids)] == ids
         ]
         old = min(comparable, key=lambda kept: kept.version)
         gap = _distance(old.probe_logp[: len(ids) - 1], expected)

@@ -26,15 +26,15 @@ from collections.abc import Callable
 
 import zmq
 
-from rl.core.alarms import line
-from rl.core.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
-from rl.core.process import Process
-from rl.core.receiving import Malformed, Receiver
-from rl.core.run import RunFile
-from rl.core.sockets import open_socket, send, sender
+from rl.observe.alarms import line
 from rl.weights.layout import WeightsError
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
+from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
+from rl.wire.process import Process
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.run import RunFile
+from rl.wire.sockets import open_socket, send, sender
 
 _TICK_S = 0.25
 _STOP_S = 5.0

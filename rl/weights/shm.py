@@ -9,12 +9,12 @@ import os
 
 import numpy as np
 
-from rl.core.messages import Version
-from rl.core.run import RunFile
 from rl.weights.layout import Verifier, WeightsCorrupt, WeightsError, combined_checksum
 from rl.weights.shm_file import SlotsFile, process_started, remove_slots, slots_path
 from rl.weights.slots import Lease
 from rl.weights.transport import WeightReader, WeightWriter, wait_for
+from rl.wire.messages import Version
+from rl.wire.run import RunFile
 
 
 class ShmWriter(WeightWriter):

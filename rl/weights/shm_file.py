@@ -27,12 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.core.config import ConfigError
-from rl.core.process import WaitExpired
-from rl.core.run import RunFile
+from rl.config.schema import ConfigError
 from rl.weights.layout import Manifest
 from rl.weights.slots import SlotTable
 from rl.weights.transport import slot_geometry
+from rl.wire.process import WaitExpired
+from rl.wire.run import RunFile
 
 FOLDER = Path("/dev/shm")
 _MAGIC = 0x0003_6F63_7365_7266  # "fresco" and the layout's version

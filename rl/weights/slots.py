@@ -28,8 +28,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rl.core.messages import Version
 from rl.weights.layout import Segments, WeightsError, label
+from rl.wire.messages import Version
 
 _NAME_BYTES = 48
 
@@ -50,7 +50,7 @@ class Geometry:
 
     @cached_property
     def slot_dtype(self) -> np.dtype[np.void]:
-        version = [("sequence", "<u8"), ("epoch", "<i8"), ("n", "<i8")]
+        version = [("sequence", "<u8"), ("timeline", "<i8"), ("n", "<i8")]
         ranks = [("done", "<u8", (self.ranks,)), ("count", "<u8", (self.ranks,))]
         segments = ("segments", "<u8", (self.ranks, self.segments, 3))  # offset, length, digest
         return np.dtype([*version, *ranks, segments])
@@ -96,7 +96,7 @@ class SlotTable:
     def claim(self, version: Version) -> int | None:
         """Rank 0: the slot to write `version` into; None if there is none now (`blockers` says why)."""
         newest = self.newest()
-        if version.epoch >= 0:
+        if version.timeline >= 0:
             self._check_growth(version)
         if self.writing() is not None:
             return None
@@ -109,7 +109,7 @@ class SlotTable:
         row = self._slots[slot]
         row["sequence"] += 1  # first: if this process dies here, nobody takes the old bytes for the new version
         row["done"][:] = 0
-        row["epoch"] = version.epoch
+        row["timeline"] = version.timeline
         row["n"] = version.n
         return slot
 
@@ -121,12 +121,12 @@ class SlotTable:
         self._check_growth(version)
         slot = next(slot for slot in slots if self.version(slot) == draft)
         self._slots[slot]["n"] = version.n
-        self._slots[slot]["epoch"] = version.epoch
+        self._slots[slot]["timeline"] = version.timeline
 
     def give_up_drafts(self) -> None:
         """The writers died: what they had not published is empty again."""
         for slot in range(self.geometry.slots):
-            if self.sequence(slot) % 2 or self.version(slot).epoch < 0:
+            if self.sequence(slot) % 2 or self.version(slot).timeline < 0:
                 self._slots[slot]["sequence"] = 0
 
     def _check_growth(self, version: Version) -> None:
@@ -204,7 +204,7 @@ class SlotTable:
             self._leases[row] = (-1, 0, b"", 0, 0, 0)
 
     def lease(self, row: int, incarnation: int, at_least: Version) -> Lease | None:
-        """Lease the newest slot there is to lease; None if it is older than `at_least` (or of an earlier epoch)."""
+        """Lease the newest slot there is to lease; None if it is older than `at_least` (or of an earlier timeline)."""
         entry = self._leases[row]
         if entry["incarnation"] != incarnation or entry["name"] == b"":
             raise WeightsError(f"reader row {row}: incarnation {incarnation} was replaced, it is fenced")
@@ -265,7 +265,7 @@ class SlotTable:
         return int(self._slots[slot]["sequence"])
 
     def version(self, slot: int) -> Version:
-        return Version(int(self._slots[slot]["epoch"]), int(self._slots[slot]["n"]))
+        return Version(int(self._slots[slot]["timeline"]), int(self._slots[slot]["n"]))
 
     def newest(self) -> int | None:
         """The ready slot with the newest version."""

@@ -18,9 +18,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from rl.core.messages import Version
-from rl.core.process import WaitExpired
-from rl.core.run import RunFile
 from rl.weights.layout import (
     Manifest,
     Segment,
@@ -32,6 +29,9 @@ from rl.weights.layout import (
     label,
 )
 from rl.weights.slots import Geometry, SlotTable
+from rl.wire.messages import Version
+from rl.wire.process import WaitExpired
+from rl.wire.run import RunFile
 
 _Found = TypeVar("_Found")
 _POLL_S = 0.001

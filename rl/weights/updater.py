@@ -2,11 +2,11 @@
 
 Events go in (`publish`, `status`, `peer_died`), actions come out. It is level-triggered: statuses arrive
 with every heartbeat and say which version each generator *has*; whoever is behind the newest version, or on
-another epoch, is told to load the newest, versions between are skipped. Invariants:
+another timeline, is told to load the newest, versions between are skipped. Invariants:
 
 * nobody is told any version but the newest at that moment, nor told twice while it loads;
-* `rolling`: of the generators that already serve this epoch at most one loads at a time, the one furthest behind
-  first. One that serves nothing yet (just started, or of another epoch) is told at once: it has no capacity to lose;
+* `rolling`: of the generators that already serve this timeline at most one loads at a time, the one furthest behind
+  first. One that serves nothing yet (just started, or of another timeline) is told at once: it has no capacity to lose;
 * a generator that dies while loading, or reports that its load failed, frees the roll at once; it is told again
   when its next incarnation reports;
 * who was told and does not load, because the notice was lost, is told again (`RETELL_S`). How long a load may take is
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.core.messages import Version, WeightNotice, WeightStatus
 from rl.weights.layout import label
 from rl.weights.proof import Expected, LoadProof
+from rl.wire.messages import Version, WeightNotice, WeightStatus
 
 RETELL_S = 5.0  # many heartbeats, so that the one that says `loading` has had its time
 
@@ -130,7 +130,7 @@ class UpdaterCore:
         elif status.version != known.version:
             known.version = status.version
             known.unproven = None
-            if self._newest is None or status.version.epoch == self._newest.version.epoch:
+            if self._newest is None or status.version.timeline == self._newest.version.timeline:
                 actions += self._prove(now, known, status)
 
         if known.load is not None and not status.loading and now - known.load.since > RETELL_S:
@@ -187,7 +187,7 @@ class UpdaterCore:
             for index, generator in self._generators.items()
             if generator.load is None
             and not generator.failed
-            and (generator.version < newest or generator.version.epoch != newest.epoch)
+            and (generator.version < newest or generator.version.timeline != newest.timeline)
         ]
         actions: list[Action] = []
         for index in self._due(behind):
@@ -220,4 +220,4 @@ class UpdaterCore:
     def _serves(self, generator: _Generator) -> bool:
         assert self._newest is not None
         version = generator.version
-        return version.epoch == self._newest.version.epoch and version.n >= 0
+        return version.timeline == self._newest.version.timeline and version.n >= 0

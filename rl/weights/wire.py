@@ -12,13 +12,13 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from rl.core.codec import Codec, ProtocolError
-from rl.core.messages import Version
-from rl.core.process import WaitExpired
-from rl.core.receiving import Malformed
-from rl.core.run import RunFile
-from rl.core.sockets import open_socket
 from rl.weights.layout import Manifest, WeightsError
+from rl.wire.codec import Codec, ProtocolError
+from rl.wire.messages import Version
+from rl.wire.process import WaitExpired
+from rl.wire.receiving import Malformed
+from rl.wire.run import RunFile
+from rl.wire.sockets import open_socket
 
 WireSegments = list[tuple[int, int, int]]
 """(offset, length, digest) of each segment."""

@@ -6,13 +6,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from rl.core.messages import Ticket, Version
+from rl.wire.messages import Ticket, Version
 
 
 class EpisodeOutcome(Struct, frozen=True):
     """What the core knows of a finished episode; `payload` (the trajectory) passes through untouched."""
 
-    epoch: int
+    timeline: int
     version: int  # v(sample): the oldest of its tokens' versions
     reward: float
     tokens_generated: int  # as the generators told the environment server: the other half of the double entry

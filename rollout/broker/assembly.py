@@ -9,15 +9,15 @@ from zlib import crc32
 
 import numpy as np
 
-from rl.core.columns import carried
-from rl.core.messages import SampleRow, Shard, TokenSequence, Trajectory
+from rl.wire.columns import carried
+from rl.wire.messages import BatchPart, SampleRow, TokenSequence, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome
 
 
 def outcome_of(trajectory: Trajectory) -> EpisodeOutcome:
     """What the core needs to know of a trajectory that `validation.fault` has let pass."""
     return EpisodeOutcome(
-        epoch=trajectory.epoch,
+        timeline=trajectory.timeline,
         version=min(sequence.oldest_version for sequence in trajectory.sequences),
         reward=trajectory.reward,
         tokens_generated=trajectory.tokens_generated,
@@ -46,7 +46,7 @@ def balance(tokens: list[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
+def make_shards(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchPart]:
     """One shard per rank, rows of the whole batch in each, ordered by sample id."""
     samples = sorted(batch.samples, key=lambda sample: sample.sample_id)
     trajectories: list[Trajectory] = [sample.outcome.payload for sample in samples]
@@ -58,10 +58,10 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
     for rank, members in enumerate(balance([row.tokens for row in rows], ranks)):
         sequences = [(member, each) for member in members for each in trajectories[member].sequences]
         shards.append(
-            Shard(
+            BatchPart(
                 step=batch.step,
                 rank=rank,
-                epoch=epoch,
+                timeline=timeline,
                 rows=rows,
                 members=[member for member, _ in sequences],
                 lengths=[len(sequence.token_ids) for _, sequence in sequences],
@@ -75,10 +75,12 @@ def make_shards(batch: EmitBatch, epoch: int, ranks: int) -> list[Shard]:
     return shards
 
 
-def no_batch(step: int, last_step: int, epoch: int, rank: int) -> Shard:
+def no_batch(step: int, last_step: int, timeline: int, rank: int) -> BatchPart:
     """In the place of batch `step`: there is none, and none after it. From `last_step` on the run is over."""
     nothing: Any = {"rows": [], "members": [], "lengths": [], "turn_starts": [], "loss_tokens": 0}
-    return Shard(step=step, rank=rank, epoch=epoch, columns=_joined([]), over=float(step >= last_step), **nothing)
+    return BatchPart(
+        step=step, rank=rank, timeline=timeline, columns=_joined([]), over=float(step >= last_step), **nothing
+    )
 
 
 def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

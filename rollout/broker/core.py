@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rl.core.messages import Ticket, Version
+from rl.wire.messages import Ticket, Version
 from rollout.broker import journal
 from rollout.broker import policy as optional
 from rollout.broker.actions import Action, EpisodeOutcome, Finished, StopRun
@@ -77,9 +77,9 @@ class BrokerCore:
         return self.groups.n
 
     @property
-    def epoch(self) -> int:
+    def timeline(self) -> int:
         """-1 before the first version."""
-        return self.tickets.epoch
+        return self.tickets.timeline
 
     @property
     def stats(self) -> Statistics:
@@ -88,23 +88,23 @@ class BrokerCore:
     # ------------------------------------------------------------ events: learner
 
     def published(self, version: Version, now: float) -> list[Action]:
-        """Version n is loaded nowhere yet, but trained and on its way. The first one starts the epoch."""
-        if self.epoch < 0:
+        """Version n is loaded nowhere yet, but trained and on its way. The first one starts the timeline."""
+        if self.timeline < 0:
             if version.n != self.n:
                 self._stop(f"the learner starts at version {version.n}, the broker at {self.n}")
-            self.tickets.begin(version.epoch)
+            self.tickets.begin(version.timeline)
             self.groups.run.begin(version.n, now)
 
-        elif version.epoch < self.epoch:
-            self._stop(f"the learner publishes in epoch {version.epoch}, this run is in epoch {self.epoch}")
+        elif version.timeline < self.timeline:
+            self._stop(f"the learner publishes in timeline {version.timeline}, this run is in timeline {self.timeline}")
         else:
             if version.n == self.n + 1 and self.n in self.batches.untrained:
                 self._out += self.history.trained(now)
             if version.n > self.n:
                 self._stop(f"the learner publishes version {version.n} after {self.n} without that batch")
-            elif version.epoch > self.epoch and (self.ending.has_come or version.n < self.history.since):
+            elif version.timeline > self.timeline and (self.ending.has_come or version.n < self.history.since):
                 self._stop(f"the learner came back with another version {version.n}, which cannot be taken back now")
-            elif version.epoch > self.epoch:
+            elif version.timeline > self.timeline:
                 self._out += self.history.roll_back(version, now)
         return self._after_event(now)
 
@@ -191,8 +191,8 @@ class BrokerCore:
             return []
 
         is_current = attempt is attempt.sample.attempt
-        if is_current and version.epoch != self.epoch:
-            self.stats.other_epoch += 1
+        if is_current and version.timeline != self.timeline:
+            self.stats.other_timeline += 1
             self._out += self.groups.end(attempt.sample.group, State.STALE, now)
         else:
             self._out += self.groups.sampled_first_token(attempt, version.n, now)
@@ -221,7 +221,7 @@ class BrokerCore:
         due = [self.tickets.deadlines.next(), self.ending.next_deadline()]
         if self.batches.held_since is not None:
             due.append(self.batches.held_since + self.rules.hold_deadline_s)
-        if self.epoch >= 0 and not self.stopped:
+        if self.timeline >= 0 and not self.stopped:
             due += self.policies.deadlines()
         return min((each for each in due if each is not None), default=None)
 
@@ -230,7 +230,7 @@ class BrokerCore:
     def _after_event(self, now: float) -> list[Action]:
         """Assemble what is due, admit, issue, and see whether this is the end."""
         groups = self.groups
-        if self.tickets.epoch >= 0 and not self.stopped:
+        if self.tickets.timeline >= 0 and not self.stopped:
             if self.policies:
                 self._ask(SchedulingPolicy.event_begins, now)
             while (
@@ -288,8 +288,8 @@ class BrokerCore:
     def _accept(self, attempt: Attempt, outcome: EpisodeOutcome, now: float) -> None:
         """The first result of a sample, which may complete its group."""
         group = attempt.sample.group
-        if outcome.epoch != self.epoch:
-            self.stats.other_epoch += 1
+        if outcome.timeline != self.timeline:
+            self.stats.other_timeline += 1
             self._out += self.groups.end(group, State.STALE, now)
             return
 

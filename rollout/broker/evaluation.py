@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from rl.core.messages import Ticket, Version
-from rl.core.seeds import sample_seed
+from rl.config.seeds import sample_seed
+from rl.wire.messages import Ticket, Version
 from rollout.broker.actions import EpisodeOutcome, EvalEpisode, EvalReport, IssueTicket
 from rollout.broker.groups import Groups
 
@@ -70,12 +70,12 @@ class Evaluations:
         self.queue.extend(EvalAttempt(evaluation, task) for task in range(tasks))
 
     def roll_back(self, version: Version) -> None:
-        """From `version` on all are others now: evaluations of those are dropped, earlier ones go on in its epoch."""
+        """From `version` on all are others now: their evaluations are dropped, earlier ones go on in its timeline."""
         self.requested = {n for n in self.requested if n < version.n}
         self.pending = [each for each in self.pending if each.version.n < version.n]
         self.queue = deque(attempt for attempt in self.queue if attempt.evaluation in self.pending)
         for evaluation in self.pending:
-            evaluation.version = Version(version.epoch, evaluation.version.n)
+            evaluation.version = Version(version.timeline, evaluation.version.n)
 
     def issue(self) -> list[IssueTicket]:
         """Tickets while there are seats."""
@@ -114,7 +114,7 @@ class Evaluations:
             self.tickets.ledger.evaluation_ended(ticket_id, "stale")
             return []
 
-        answered = outcome is not None and outcome.epoch == self.tickets.epoch  # else other weights answered
+        answered = outcome is not None and outcome.timeline == self.tickets.timeline  # else other weights answered
         self.tickets.ledger.evaluation_ended(ticket_id, "evaluated" if answered else "failed")
         if outcome is not None and answered:
             shown = {name: getattr(outcome, name) for name in EvalEpisode.__struct_fields__ if hasattr(outcome, name)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from zlib import crc32
 
-from rl.core.alarms import Alarms
+from rl.observe.alarms import Alarms
 from rollout.broker.actions import BatchSample, EmitBatch, EvalReport, GroupRecord
 from rollout.broker.core import BrokerCore
 from rollout.broker.outliers import Outliers

@@ -1,8 +1,8 @@
 """What was trained since the newest checkpoint, and how it is taken back.
 
-A learner that was killed trains these batches again. If version m comes out otherwise than before, it is published in a
-new epoch, and whatever holds tokens of the earlier version m or of later ones ends `stale`: all batches from step m on,
-trained or not, and open groups. Groups that are complete and wholly older stay. So what counts as trained is what
+A learner that was killed trains these batches again. If version m comes out otherwise than before, it is published in
+a new timeline, and whatever holds tokens of the earlier version m or of later ones ends `stale`: all batches from step
+m on, trained or not, and open groups. Groups that are complete and wholly older stay. So what counts as trained is what
 the weights have seen, and no sample is trained twice.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 
-from rl.core.messages import Version
+from rl.wire.messages import Version
 from rollout.broker.actions import EpisodeOutcome, GroupRecord
 from rollout.broker.batches import Batches
 from rollout.broker.evaluation import Evaluations
@@ -63,7 +63,7 @@ class History:
         records = [record for group in stale for record in groups.end(group, State.STALE, now)]
         self._batches.clear()
         groups.advance_to(n, n)
-        groups.tickets.begin(version.epoch)
+        groups.tickets.begin(version.timeline)
         self._evaluations.roll_back(version)
         return records
 

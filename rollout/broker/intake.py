@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from rl.core import messages
-from rl.core.messages import Message, ProtocolError
+from rl.wire import messages
+from rl.wire.messages import Message, ProtocolError
 from rollout.broker.actions import Action
 from rollout.broker.assembly import outcome_of
 from rollout.broker.core import BrokerCore
@@ -92,7 +92,7 @@ class Intake:
         match message:
             case messages.Trajectory():
                 self.trajectories += 1
-                newest = messages.Version(core.epoch, core.groups.e)
+                newest = messages.Version(core.timeline, core.groups.e)
                 wrong = fault(message, core.ticket(message.ticket_id), newest, self.vocabulary)
                 if not wrong:
                     return core.finished(message.ticket_id, outcome_of(message), now)
@@ -115,7 +115,7 @@ class Intake:
     def awaited(self) -> str:
         """Whom the next batch waits for, in words."""
         core = self.core
-        if core.epoch < 0:
+        if core.timeline < 0:
             return "the learner's first version"
         if not core.servers.by_index:
             return "an environment server"

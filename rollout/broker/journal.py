@@ -3,7 +3,7 @@
 Open groups (queued, running, waiting, batched) leave the ledger with their samples and tokens and stand
 in front of the data under their old ids, with their cut-offs: the restored core issues them anew, with the same
 seeds. What had ended stays counted. So the ledger closes before and after, and nothing trained can be trained again:
-tickets of the old epoch have ids that the new epoch does not know.
+tickets of the old timeline have ids that the new timeline does not know.
 Pending evaluations are not part of it; the learner asks for what it needs.
 """
 
@@ -23,7 +23,7 @@ def snapshot(groups: Groups) -> dict[str, Any]:
     members = [sample for group in groups.open.values() for sample in group.members]
     return {
         "format": _FORMAT,
-        "epoch": groups.tickets.epoch,
+        "timeline": groups.tickets.timeline,
         "n": groups.n,
         "group_size": groups.rules.group_size,
         "members": groups.rules.members,
@@ -37,7 +37,7 @@ def restore(groups: Groups, state: dict[str, Any]) -> None:
     """Raises ValueError if the journal is of another format or of groups of another size (sample ids would clash)."""
     if state["format"] != _FORMAT:
         raise ValueError(f"journal of format {state['format']}, this broker reads {_FORMAT}")
-    if groups.tickets.epoch >= 0 or groups.open:
+    if groups.tickets.timeline >= 0 or groups.open:
         raise ValueError("a broker that has begun cannot be restored")
     rules = groups.rules
     then = {"group_size": state["group_size"], "redundant_episodes": state["members"] - state["group_size"]}

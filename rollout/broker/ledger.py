@@ -30,8 +30,8 @@ from collections import deque
 from copy import copy
 from typing import Any
 
-from rl.core.messages import Ticket
-from rl.core.moments import Moment
+from rl.observe.trace_events import TraceEvent
+from rl.wire.messages import Ticket
 from rollout.broker.records import ENDS, NAMES, Attempt, Sample, State
 
 _CUT_OFF = {State.STALE, State.REDUNDANT, State.FAILED}
@@ -211,7 +211,7 @@ class Ledger:
     def evaluation_ended(self, ticket_id: int, end: str) -> None:
         """end: `evaluated`, `failed`, or `stale` if the learner has taken the version back."""
 
-    def take_moments(self) -> list[Moment]:
+    def take_events(self) -> list[TraceEvent]:
         """What has happened to tickets since the last call."""
         return []
 

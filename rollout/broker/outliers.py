@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from rl.core.alarms import Alarms
-from rl.core.messages import Trajectory
+from rl.observe.alarms import Alarms
+from rl.wire.messages import Trajectory
 from rollout.broker.actions import BatchSample
 
 _STALLS = 4  # of 1 + alpha batches each, that are looked at

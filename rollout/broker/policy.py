@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from rl.core.plugins import load, make
+from rl.config.plugins import load, make
 from rollout.broker.groups import Groups
 from rollout.broker.records import Attempt, Group, State
 from rollout.broker.rules import Rules

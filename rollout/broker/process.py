@@ -21,17 +21,17 @@ from functools import partial
 import msgspec
 import zmq
 
-from rl.core import messages
-from rl.core.batch_files import drop_shard_files, read_shard_file, write_shard_file
-from rl.core.checkpoint_folder import latest, read_journal, read_meta
-from rl.core.failures import EndsRun
-from rl.core.messages import Message, ProtocolError
-from rl.core.moments import Moment
-from rl.core.process import Process, WaitExpired
-from rl.core.receiving import Malformed, Receiver
-from rl.core.run import context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, send, send_all, send_to, sender
-from rl.core.trace import told_since
+from rl.config.failures import EndsRun
+from rl.observe.trace import told_since
+from rl.observe.trace_events import TraceEvent
+from rl.store.batch_files import drop_shard_files, read_shard_file, write_shard_file
+from rl.store.checkpoint_folder import latest, read_journal, read_meta
+from rl.wire import messages
+from rl.wire.messages import Message, ProtocolError
+from rl.wire.process import Process, WaitExpired
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.run import context_from_command_line
+from rl.wire.sockets import PeerGone, identity, open_socket, send, send_all, send_to, sender
 from rollout.broker import actions
 from rollout.broker.assembly import info_means, make_shards, no_batch
 from rollout.broker.core import BrokerCore
@@ -216,7 +216,7 @@ class Broker:
         self.intake.refused.clear()
         if since is not None:
             traced = told_since(self.process.run.folder, "broker", since)
-            self._trace(moment for moment in self.core.ledger.take_moments() if moment not in traced)
+            self._trace(event for event in self.core.ledger.take_events() if event not in traced)
 
         evals = self._evals.read_bytes().split(b"\n")[:-1] if self._evals.exists() else []
         told = {json.loads(row)["version"] for row in evals}
@@ -278,10 +278,10 @@ class Broker:
     def _settle(self) -> None:
         """The end of a turn."""
         self.log.flush()
-        self._trace(self.core.ledger.take_moments())
+        self._trace(self.core.ledger.take_events())
         self._carry_out_later()
         for rank, socket in enumerate(self.batches) if self._no_more else ():
-            send(socket, no_batch(self.core.groups.e, self.core.groups.run.steps, self.core.epoch, rank))
+            send(socket, no_batch(self.core.groups.e, self.core.groups.run.steps, self.core.timeline, rank))
         self._no_more = False
         for refused in self.intake.refused:
             self._malformed(ProtocolError(refused))
@@ -292,9 +292,9 @@ class Broker:
         if self.log.is_long:
             self.log.begin(self.intake)
 
-    def _trace(self, moments: Iterable[Moment]) -> None:
+    def _trace(self, events: Iterable[TraceEvent]) -> None:
         """Only what the log has: nothing else may be told twice, by this incarnation and by the next."""
-        self.process.trace.add(*moments)
+        self.process.trace.add(*events)
 
     def _carry_out_later(self) -> None:
         later = self._later
@@ -306,7 +306,7 @@ class Broker:
                     self._send_again(step)
                 case actions.EmitBatch():
                     self.guards.batch(action, self.core.stats)
-                    shards = make_shards(action, self.core.epoch, len(self.batches))
+                    shards = make_shards(action, self.core.timeline, len(self.batches))
 
                     for socket, shard in zip(self.batches, shards, strict=True):
                         write_shard_file(self.process.run.folder, shard)

@@ -8,7 +8,7 @@ from enum import Enum, IntEnum, auto
 
 from msgspec.structs import replace
 
-from rl.core.messages import Ticket
+from rl.wire.messages import Ticket
 from rollout.broker.actions import BatchSample, EpisodeOutcome, GroupRecord
 from rollout.broker.tasks import DrawnTask
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from rl.core.config import Config
-from rl.core.config_rollout import RolloutConfig
+from rl.config.rollout import RolloutConfig
+from rl.config.schema import Config
 
 _DEFAULTS = Config()
 

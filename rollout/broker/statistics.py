@@ -11,7 +11,7 @@ from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome, EvalE
 from rollout.broker.ledger import Ledger
 from rollout.broker.records import ENDS, NAMES, Attempt, Group, State
 
-_COUNTED = ("freshness_violations", "hedged", "hedges_won", "duplicates", "other_epoch", "refused_trajectories")
+_COUNTED = ("freshness_violations", "hedged", "hedges_won", "duplicates", "other_timeline", "refused_trajectories")
 
 
 class Tally(Struct):
@@ -77,7 +77,7 @@ class Statistics(Struct):
     eval_first: EvalReport | None = None
     eval_last: EvalReport | None = None
     duplicates: int = 0  # results of tickets that had ended
-    other_epoch: int = 0  # results begun by a policy of another epoch
+    other_timeline: int = 0  # results begun by a policy of another timeline
     refused_trajectories: int = 0  # by `validation.fault`
 
     def cut_running(self, attempt: Attempt, turns: int | None, now: float) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
-from rl.core.alarms import Alarms
+from rl.observe.alarms import Alarms
 from rollout.broker.actions import BatchSample, GroupRecord
 from rollout.broker.records import NAMES, State
 from rollout.broker.statistics import Statistics

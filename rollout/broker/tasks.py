@@ -9,7 +9,7 @@ import heapq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl.core.seeds import task_order
+from rl.config.seeds import task_order
 from rollout.broker.actions import GroupRecord
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 
-from rl.core.messages import Ticket, Version
-from rl.core.seeds import sample_seed
+from rl.config.seeds import sample_seed
+from rl.wire.messages import Ticket, Version
 from rollout.broker.actions import IssueTicket
 from rollout.broker.deadlines import Deadlines
 from rollout.broker.ledger import Ledger
@@ -13,7 +13,7 @@ from rollout.broker.records import NAMES, Attempt, Sample, State
 from rollout.broker.rules import Rules
 from rollout.broker.servers import Server, Servers
 
-_EPOCHS = 1 << 22  # ticket ids of successive epochs never meet, and fit in 62 bits
+_TIMELINES = 1 << 22  # ticket ids of successive timelines never meet, and fit in 62 bits
 _EPOCH_TICKETS = 1 << 40
 
 
@@ -25,13 +25,13 @@ class Tickets:
         self.deadlines = Deadlines(ledger, rules.episode_deadline_s)
         self._seed = rules.seed
 
-        self.epoch = -1
+        self.timeline = -1
         self._next_id = 0
         self._queue: list[tuple[bool, float, int, Sample]] = []  # heap of (first attempt?, order, sample id, sample)
 
-    def begin(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._next_id = epoch % _EPOCHS * _EPOCH_TICKETS
+    def begin(self, timeline: int) -> None:
+        self.timeline = timeline
+        self._next_id = timeline % _TIMELINES * _EPOCH_TICKETS
 
     def new_id(self) -> int:
         self._next_id += 1
@@ -63,7 +63,7 @@ class Tickets:
             sample_id=sample.sample_id,
             group_id=sample.group.group_id,
             task_index=sample.group.task.task_index,
-            version=Version(self.epoch, n),
+            version=Version(self.timeline, n),
             attempt=sample.failures,
             deadline_s=self.rules.episode_deadline_s,
             seed=sample_seed(self._seed, sample.sample_id),

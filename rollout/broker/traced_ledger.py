@@ -6,8 +6,8 @@ or long after (its batch was trained). `_open` holds those that have not ended, 
 
 from __future__ import annotations
 
-from rl.core.messages import Ticket
-from rl.core.moments import Batched, Delivered, Issued, Moment, TakenBack, TicketEnded
+from rl.observe.trace_events import Batched, Delivered, Issued, TakenBack, TicketEnded, TraceEvent
+from rl.wire.messages import Ticket
 from rollout.broker.ledger import Ledger
 from rollout.broker.records import ENDS, NAMES, Attempt, Sample, State
 
@@ -15,7 +15,7 @@ from rollout.broker.records import ENDS, NAMES, Attempt, Sample, State
 class TracedLedger(Ledger):
     def __init__(self) -> None:
         super().__init__()
-        self._moments: list[Moment] = []
+        self._events: list[TraceEvent] = []
         self._open: set[int] = set()
 
     def start(self, attempt: Attempt) -> None:
@@ -25,7 +25,7 @@ class TracedLedger(Ledger):
     def end(self, attempt: Attempt, claimed: int = -1) -> None:
         super().end(attempt, claimed)
         if claimed >= 0:
-            self._moments.append(Delivered(attempt.ticket_id, claimed))
+            self._events.append(Delivered(attempt.ticket_id, claimed))
 
     def move(self, sample: Sample, state: State) -> None:
         was_trained = sample.state is State.TRAINED
@@ -33,7 +33,7 @@ class TracedLedger(Ledger):
         if sample.attempt is None or state not in ENDS:
             return
         if was_trained:
-            self._moments.append(TakenBack(sample.attempt.ticket_id))
+            self._events.append(TakenBack(sample.attempt.ticket_id))
         self._settle(sample.attempt.ticket_id, NAMES[state], sample.attempt.failure)
 
     def supersede(self, sample: Sample) -> None:
@@ -58,12 +58,12 @@ class TracedLedger(Ledger):
     def batched(self, step: int, samples: list[Sample]) -> None:
         super().batched(step, samples)
         tickets = tuple(sample.attempt.ticket_id for sample in samples if sample.attempt is not None)
-        self._moments.append(Batched(step, tickets))
+        self._events.append(Batched(step, tickets))
 
-    def take_moments(self) -> list[Moment]:
-        moments = self._moments
-        self._moments = []
-        return moments
+    def take_events(self) -> list[TraceEvent]:
+        events = self._events
+        self._events = []
+        return events
 
     def evaluation_started(self, ticket: Ticket, server: int) -> None:
         self._tell_issue(ticket, server)
@@ -74,9 +74,9 @@ class TracedLedger(Ledger):
     def _tell_issue(self, ticket: Ticket, server: int) -> None:
         self._open.add(ticket.ticket_id)
         ids = (ticket.group_id, ticket.sample_id, ticket.task_index)
-        self._moments.append(Issued(ticket.ticket_id, ticket.kind, *ids, ticket.version.n, ticket.attempt, server))
+        self._events.append(Issued(ticket.ticket_id, ticket.kind, *ids, ticket.version.n, ticket.attempt, server))
 
     def _settle(self, ticket_id: int, end: str, reason: str = "") -> None:
         if ticket_id in self._open:
             self._open.remove(ticket_id)
-            self._moments.append(TicketEnded(ticket_id, end, reason))
+            self._events.append(TicketEnded(ticket_id, end, reason))

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rl.core.columns import Scope, mismatch
-from rl.core.messages import Ticket, TokenSequence, Trajectory, Version
-from rl.core.run import RunFile
+from rl.wire.columns import Scope, mismatch
+from rl.wire.messages import Ticket, TokenSequence, Trajectory, Version
+from rl.wire.run import RunFile
 
 NOT_LIVE = "its ticket has ended, or never was"
 
@@ -78,12 +78,15 @@ def _faults(trajectory: Trajectory, ticket: Ticket, newest: Version, vocabulary:
         yield wrong
     if not generated <= trajectory.tokens_generated <= MOST_TOKENS:
         yield f"tokens_generated {trajectory.tokens_generated}: {generated} stand in the loss mask"
-    if not ticket.version.epoch <= trajectory.epoch <= newest.epoch:
-        yield f"epoch {trajectory.epoch}: it lies between its ticket's, {ticket.version.epoch}, and {newest.epoch}"
+    if not ticket.version.timeline <= trajectory.timeline <= newest.timeline:
+        bounds = f"its ticket's, {ticket.version.timeline}, and {newest.timeline}"
+        yield f"timeline {trajectory.timeline}: it lies between {bounds}"
 
     for sequence in trajectory.sequences:
         yield from _token_faults(sequence, vocabulary)
-        yield from _version_faults(sequence, ticket, newest.n if trajectory.epoch == ticket.version.epoch else None)
+        yield from _version_faults(
+            sequence, ticket, newest.n if trajectory.timeline == ticket.version.timeline else None
+        )
         yield from _turn_faults(sequence)
     yield from _number_faults(trajectory)
 
@@ -106,7 +109,7 @@ def _token_faults(sequence: TokenSequence, vocabulary: int) -> Iterator[str]:
 
 
 def _version_faults(sequence: TokenSequence, ticket: Ticket, newest: int | None) -> Iterator[str]:
-    """F2. newest: None if the trajectory is of another epoch, whose numbers say nothing here."""
+    """F2. newest: None if the trajectory is of another timeline, whose numbers say nothing here."""
     mask = sequence.loss_mask
     versions = sequence.policy_version
     if np.count_nonzero(mask != (versions >= 0).view(np.uint8)):

@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest as digest
 
-from rl.core.failures import EndsRun
-from rl.core.messages import Message, decode, encode
+from rl.config.failures import EndsRun
+from rl.wire.messages import Message, decode, encode
 
 _HEAD = struct.Struct("<QQ")
 _CHECK = struct.Struct("<Q")

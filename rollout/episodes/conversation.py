@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.core.columns import ONE_TURN, masked_columns
+from rl.wire.columns import ONE_TURN, masked_columns
 from rollout.episodes.environment import ChatMessage, Opening, ToolCall, TurnText
 from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
 from rollout.episodes.sequence import GrowingSequence

@@ -72,7 +72,7 @@ class Step:
     success: bool
     info: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
-    """An entry of each registered column that environments make (`rl/core/columns.py`); none as a rule."""
+    """An entry of each registered column that environments make (`rl/wire/columns.py`); none as a rule."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl.core.config import Config
-from rl.core.messages import Ticket, Trajectory, Turn
-from rl.core.moments import ResetBegan, ResetEnded, StepBegan, StepEnded
-from rl.core.trace import NO_TRACE, Trace
+from rl.config.schema import Config
+from rl.observe.trace import NO_TRACE, Trace
+from rl.observe.trace_events import ResetBegan, ResetEnded, StepBegan, StepEnded
+from rl.wire.messages import Ticket, Trajectory, Turn
 from rollout.episodes.bridge import BridgeRefused
 from rollout.episodes.conversation import Conversation, ToolConversation
 from rollout.episodes.environment import (
@@ -188,7 +188,7 @@ class _Episode:
             group_id=self.ticket.group_id,
             task_index=self.ticket.task_index,
             kind=self.ticket.kind,
-            epoch=self.sampler.epoch,
+            timeline=self.sampler.timeline,
             sequences=[conversation.sequence()],
             columns=conversation.sample_columns(),
             reward=math.fsum(turn.reward for turn in conversation.turns),

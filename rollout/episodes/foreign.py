@@ -14,8 +14,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.core.config import Config, ConfigError
-from rl.core.messages import Ticket, TokenSequence, Trajectory
+from rl.config.schema import Config, ConfigError
+from rl.wire.messages import Ticket, TokenSequence, Trajectory
 from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome
 from rollout.episodes.forest import Forest
 from rollout.episodes.isolation import Overrun, isolated
@@ -83,7 +83,7 @@ async def play(
         group_id=ticket.group_id,
         task_index=ticket.task_index,
         kind=ticket.kind,
-        epoch=sampler.epoch,
+        timeline=sampler.timeline,
         sequences=sequences,
         columns=forest.sample_columns(),
         reward=math.fsum(turn.reward for sequence in sequences for turn in sequence.turns),

@@ -37,8 +37,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from rl.core.config_chat import ChatConfig
-from rl.core.messages import TokenSequence, Turn
+from rl.config.chat import ChatConfig
+from rl.wire.messages import TokenSequence, Turn
 from rollout.episodes.bridge import BridgeRefused
 from rollout.episodes.environment import ChatMessage, Tools
 from rollout.episodes.live import LiveTurn

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rl.core.columns import ONE_TURN, masked_columns
-from rl.core.messages import Abort, Generate, Generated, Grown
-from rl.core.process import WaitExpired
+from rl.wire.columns import ONE_TURN, masked_columns
+from rl.wire.messages import Abort, Generate, Generated, Grown
+from rl.wire.process import WaitExpired
 
 Read = Callable[[int, list[int]], None]
 """(place in the response, ids): what somebody who reads along is told."""
@@ -55,7 +55,7 @@ class _Asked:
             request_id=self.request.request_id,
             session=self.request.session,
             columns=masked_columns({"token": self.tokens, **ONE_TURN}, "generator") | read,
-            epoch=self.request.version.epoch,
+            timeline=self.request.version.timeline,
             finish_reason="abort",
             tokens_generated=self.tokens,
             generator=-1,

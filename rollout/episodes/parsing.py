@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from rl.core.config import Config, ConfigError
-from rl.core.plugins import load
+from rl.config.plugins import load
+from rl.config.schema import Config, ConfigError
 from rollout.episodes.environment import ChatMessage, ToolCall, Tools
 from rollout.episodes.tokenizer import AgentTokenizer, TokenizerError
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.core.columns import COLUMNS, ONE_TURN, Scope, carried, declared, mismatch
-from rl.core.messages import TokenSequence, Turn
+from rl.wire.columns import COLUMNS, ONE_TURN, Scope, carried, declared, mismatch
+from rl.wire.messages import TokenSequence, Turn
 
 Columns = Mapping[str, np.ndarray]
 

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 
 from msgspec.structs import replace
 
-from rl.core.config import Config
-from rl.core.messages import Generate, Generated, Ticket
-from rl.core.moments import Answered, Requested
-from rl.core.seeds import turn_seed
-from rl.core.trace import NO_TRACE, Trace
+from rl.config.schema import Config
+from rl.config.seeds import turn_seed
+from rl.observe.trace import NO_TRACE, Trace
+from rl.observe.trace_events import Answered, Requested
+from rl.wire.messages import Generate, Generated, Ticket
 from rollout.episodes.sequence import GrowingSequence
 
 GenerateCall = Callable[..., Awaitable[Generated]]
@@ -63,7 +63,7 @@ class TurnSampler:
         self.requests = 0
         self.turns = 0  # begun
         self.tokens_generated = 0  # as the generators reported, aborted parts included
-        self.epoch = -1  # of the last generation
+        self.timeline = -1  # of the last generation
         self.newest_version = -1  # of all tokens so far, in whatever sequence
 
         self._ticket = ticket
@@ -154,5 +154,5 @@ class TurnSampler:
         self._trace.add(Answered(request.session, turn, generated.generator, tokens, generated.finish_reason))
 
         self.tokens_generated += generated.tokens_generated
-        self.epoch = generated.epoch
+        self.timeline = generated.timeline
         return generated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Generic, TypeVar
 
-from rl.core.messages import Version
+from rl.wire.messages import Version
 
 K = TypeVar("K")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl.core.messages import Generate, Grown
+from rl.wire.messages import Generate, Grown
 from rollout.generator.engines.base import Sampled
 
 DELIVERED_EVERY = 128  # tokens of one response: at most so many, and those of one heartbeat, are sampled again

@@ -2,7 +2,7 @@
 
     python -m rollout.generator.process --run DIR --index I --incarnation K
 
-* A request runs only on weights of its epoch that are not older than its gate (F2); until then it is held here.
+* A request runs only on weights of its timeline that are not older than its gate (F2); until then it is held here.
 * Every request is answered exactly once, an aborted one with what it had generated.
 * Weights are loaded one version at a time, always the newest that was announced; versions between are skipped.
   Weights that do not arrive are an error that ends the process, not a slow decline of the reward.
@@ -20,13 +20,13 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from rl.core import messages
-from rl.core.messages import Message, ProtocolError, Version
-from rl.core.moments import EngineState, FirstToken, LoadBegan, LoadEnded, SamplingBegan, SamplingEnded
-from rl.core.process import Process
-from rl.core.receiving import Malformed, Port
-from rl.core.run import context_from_command_line
-from rl.core.sockets import identity, open_socket, send
+from rl.observe.trace_events import EngineState, FirstToken, LoadBegan, LoadEnded, SamplingBegan, SamplingEnded
+from rl.wire import messages
+from rl.wire.messages import Message, ProtocolError, Version
+from rl.wire.process import Process
+from rl.wire.receiving import Malformed, Port
+from rl.wire.run import context_from_command_line
+from rl.wire.sockets import identity, open_socket, send
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine, EngineInfo, Sampled
 from rollout.generator.gate import Gate
@@ -169,10 +169,12 @@ class GeneratorServer:
                 self._run(job)
 
     def _run(self, job: Job) -> None:
-        """The gate is open: run it, unless its epoch is over."""
-        epoch = job.request.version.epoch
-        if epoch != self.version.epoch:
-            self._answer(job, Sampled(finish_reason="error"), f"epoch {epoch} is over; this is {self.version.epoch}")
+        """The gate is open: run it, unless its timeline is over."""
+        timeline = job.request.version.timeline
+        if timeline != self.version.timeline:
+            self._answer(
+                job, Sampled(finish_reason="error"), f"timeline {timeline} is over; this is {self.version.timeline}"
+            )
             return
 
         job.started = time.monotonic()
@@ -212,7 +214,7 @@ class GeneratorServer:
 
         if sampled.policy_version and sampled.policy_version[0] != job.first_version:  # again after an `abort` update
             job.first_version = sampled.policy_version[0]
-            first = Version(self.version.epoch, job.first_version)
+            first = Version(self.version.timeline, job.first_version)
             self._trace(FirstToken(job.request.session, job.request.request_id, job.first_version))
             self._backend.send(messages.FirstToken(job.request.request_id, job.request.session, first))
 
@@ -237,7 +239,7 @@ class GeneratorServer:
             request_id=request.request_id,
             session=request.session,
             columns=sampled.arrays(),
-            epoch=request.version.epoch,
+            timeline=request.version.timeline,
             finish_reason=sampled.finish_reason,
             tokens_generated=sampled.tokens_generated,
             generator=self._process.index,
@@ -271,14 +273,14 @@ class GeneratorServer:
         self._loading = True
         process.busy = True
         self._send_status()
-        self._trace(LoadBegan(notice.version.epoch, notice.version.n))
+        self._trace(LoadBegan(notice.version.timeline, notice.version.n))
 
         try:
             status = await self._while_it_advances(self._engine.load(notice.version, notice.probe_ids))
         except Exception as error:
             where = f"generator {process.index}: weights of version {notice.version.n}"
             failed = f"{where}: {type(error).__name__}: {error}"
-            self._trace(LoadEnded(notice.version.epoch, notice.version.n, error=failed))
+            self._trace(LoadEnded(notice.version.timeline, notice.version.n, error=failed))
             send(self._learner, replace(self._status, error=failed))
             raise RuntimeError(failed) from error
 
@@ -287,7 +289,7 @@ class GeneratorServer:
 
         self._loads += 1
         self._status = status
-        self._trace(LoadEnded(status.version.epoch, status.version.n, status.seconds))
+        self._trace(LoadEnded(status.version.timeline, status.version.n, status.seconds))
         self._send_status()  # before requests of the new version run, so that the proxy knows of the new cache
         self._release_held()
         self._count()

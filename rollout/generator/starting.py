@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.core.process import Process
+from rl.wire.process import Process
 
 _LEAST_CPU_S = 0.1  # a process that only waits for another one, and looks now and then, uses less in a minute
 _LEAST_BYTES = 1 << 20

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import zmq
 
-from rl.core.messages import ClientHello, Message, ParserHello, ParseTurn, ProtocolError, TurnParsed
-from rl.core.process import Process, WaitExpired
-from rl.core.receiving import Malformed, Port
-from rl.core.sockets import identity, open_socket
+from rl.wire.messages import ClientHello, Message, ParserHello, ParseTurn, ProtocolError, TurnParsed
+from rl.wire.process import Process, WaitExpired
+from rl.wire.receiving import Malformed, Port
+from rl.wire.sockets import identity, open_socket
 from rollout.episodes.parsing import DistantParser, ParsedTurn, SampledText, TurnReader, make_reader
 from rollout.episodes.tokenizer import AgentTokenizer
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from itertools import takewhile
 
-from rl.core.config_chat import ChatConfig
-from rl.core.failures import EndsRun
+from rl.config.chat import ChatConfig
+from rl.config.failures import EndsRun
 from rollout.episodes.environment import ChatMessage, ToolCall, Tools
 from rollout.episodes.parsing import ParsedTurn
 from rollout.episodes.tokenizer import AgentTokenizer, TokenizerError

@@ -7,8 +7,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from rl.core.config import ConfigError, nearest
-from rl.core.config_chat import ChatConfig
+from rl.config.chat import ChatConfig
+from rl.config.schema import ConfigError, nearest
 
 _TABLES = {
     "tool": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import zmq
 
-from rl.core.messages import ClientHello, Message, ParserHello, ParseTurn, ProtocolError, TurnParsed
-from rl.core.process import Process
-from rl.core.receiving import Malformed, Receiver
-from rl.core.run import ProcessContext, RunFile, context_from_command_line
-from rl.core.sockets import PeerGone, open_socket, send_to, sender
+from rl.wire.messages import ClientHello, Message, ParserHello, ParseTurn, ProtocolError, TurnParsed
+from rl.wire.process import Process
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.run import ProcessContext, RunFile, context_from_command_line
+from rl.wire.sockets import PeerGone, open_socket, send_to, sender
 from rollout.episodes.tokenizer import load_tokenizer
 from rollout.parsers.fitting import ParserRefused, fitting_opener
 from rollout.parsers.vllm_parser import VllmParser

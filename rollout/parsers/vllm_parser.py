@@ -17,7 +17,7 @@ from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.parser_manager import ParserManager
 from vllm.tokenizers import get_tokenizer
 
-from rl.core.config_chat import ChatConfig
+from rl.config.chat import ChatConfig
 from rollout.episodes.parsing import ParsedTurn
 
 _HARMONY = {"openai", "openai_gptoss"}

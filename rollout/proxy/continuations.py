@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from rl.core.columns import declared
-from rl.core.messages import Generate, ProtocolError, Version
+from rl.wire.columns import declared
+from rl.wire.messages import Generate, ProtocolError, Version
 
 Columns = dict[str, np.ndarray]
 _ALWAYS = ("token_ids", "logp_behavior", "policy_version")
@@ -54,7 +54,7 @@ class Continuations:
         key = request.request_id
         columns = {name: values[:tokens] for name, values in self._delivered.pop(key).items()}
         self._kept[key] = _joined(self._kept.get(key), columns)
-        newest = Version(request.version.epoch, int(columns["policy_version"].max()))
+        newest = Version(request.version.timeline, int(columns["policy_version"].max()))
         return replace(
             request,
             version=max(request.version, newest),

@@ -167,7 +167,7 @@ class ProxyCore:
         if version != generator.version:
             generator.version = version
             if not self._cache_survives_update:
-                generator.cache_epoch += 1
+                generator.cache_timeline += 1
                 generator.prompts.clear()
 
         grown = [key for key in running if key in generator.live and running[key] > generator.live[key].tokens]

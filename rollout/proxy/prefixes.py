@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rl.core.recent import Recent
+from rl.store.recent import Recent
 from rollout.proxy.state import GeneratorState, RoutedRequest
 
 
@@ -12,7 +12,7 @@ class CachedPrefix(Struct, frozen=True):
     """Where the last turn of a session ran, and how many tokens of its context are cached there."""
 
     generator: GeneratorState
-    cache_epoch: int
+    cache_timeline: int
     tokens: int
 
 
@@ -40,7 +40,7 @@ class PrefixIndex:
         if request.prompt_hash in generator.prompts:
             return request.prompt_len
         prefix = self._sessions.get(request.session)
-        if prefix is None or prefix.generator is not generator or prefix.cache_epoch != generator.cache_epoch:
+        if prefix is None or prefix.generator is not generator or prefix.cache_timeline != generator.cache_timeline:
             return 0
         return min(prefix.tokens, request.prompt_len)
 
@@ -51,4 +51,4 @@ class PrefixIndex:
 
     def finished(self, request: RoutedRequest, generator: GeneratorState, context: int) -> None:
         """A turn that ended with `context` tokens in the generator's cache."""
-        self._sessions.use(request.session, CachedPrefix(generator, generator.cache_epoch, context))
+        self._sessions.use(request.session, CachedPrefix(generator, generator.cache_timeline, context))

@@ -19,13 +19,13 @@ import numpy as np
 import zmq
 from msgspec.structs import replace
 
-from rl.core import messages
-from rl.core.columns import ONE_TURN, masked_columns
-from rl.core.messages import Message, ProtocolError
-from rl.core.process import Process
-from rl.core.receiving import Malformed, Receiver
-from rl.core.run import ProcessContext, context_from_command_line
-from rl.core.sockets import PeerGone, identity, open_socket, send_all, sender
+from rl.wire import messages
+from rl.wire.columns import ONE_TURN, masked_columns
+from rl.wire.messages import Message, ProtocolError
+from rl.wire.process import Process
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.run import ProcessContext, context_from_command_line
+from rl.wire.sockets import PeerGone, identity, open_socket, send_all, sender
 from rollout.proxy.actions import (
     AbortAt,
     Action,
@@ -312,7 +312,7 @@ def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generate
         request_id=reply.request_id,
         session=request.session,
         columns=masked_columns({"token": 0, **ONE_TURN}, "generator"),
-        epoch=request.version.epoch,
+        timeline=request.version.timeline,
         finish_reason=reply.finish_reason,
         tokens_generated=0,
         generator=-1,

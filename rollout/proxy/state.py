@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from rl.core.recent import Recent
+from rl.store.recent import Recent
 from rollout.proxy.actions import Client
 from rollout.proxy.balance import PriorityQueue
 
@@ -90,7 +90,7 @@ class GeneratorState:
     cached_here: PriorityQueue[RoutedRequest] = field(default_factory=PriorityQueue)
     """Queued requests of sessions whose context is cached here."""
     version: Hashable = None
-    cache_epoch: int = 0  # counts what emptied the prefix cache
+    cache_timeline: int = 0  # counts what emptied the prefix cache
     prompts: Recent[None] = field(default_factory=lambda: Recent(REMEMBERED_PROMPTS))  # hashes of those cached here
 
     def release(self, request: RoutedRequest) -> None:

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl.core.messages import Version, WeightStatus
-from rl.core.recent import Recent
+from rl.store.recent import Recent
+from rl.wire.messages import Version, WeightStatus
 from rollout.generator.engines.timing import BatchModel, Timing
 from rollout.generator.gate import Gate
 from rollout.simulate.clock import Clock

@@ -12,8 +12,8 @@ import numpy as np
 import yaml
 from msgspec import Struct
 
-from rl.core.batch_files import read_shard_files
-from rl.core.config import Config, ConfigError, validate
+from rl.config.schema import Config, ConfigError, validate
+from rl.store.batch_files import read_shard_files
 from rollout.broker import Rules
 from rollout.simulate.distributions import Constant, Distribution, Empirical, Gaussian, LogNormal
 from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work

@@ -8,8 +8,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rl.core.config import GeneratorConfig, SimulatedEngineConfig
-from rl.core.seeds import sample_seed
+from rl.config.schema import GeneratorConfig, SimulatedEngineConfig
+from rl.config.seeds import sample_seed
 from rollout.broker import Rules
 from rollout.broker.actions import EmitBatch
 from rollout.simulate.distributions import Constant, Distribution, normal, uniform

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl.core.messages import Ticket
+from rl.wire.messages import Ticket
 from rollout.broker.actions import EpisodeOutcome
 from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
 from rollout.simulate.clock import Clock
@@ -226,7 +226,7 @@ class SimulatedServer:
         reward = self._listener.reward(ticket.task_index, ticket.seed)
 
         outcome = EpisodeOutcome(
-            epoch=0,
+            timeline=0,
             version=episode.oldest_version,
             reward=reward,
             tokens_generated=episode.tokens,

@@ -15,8 +15,8 @@ import time
 from collections import deque
 from typing import Any
 
-from rl.core.messages import Ticket, Version, WeightStatus
 from rl.weights.updater import Notify, UpdaterCore
+from rl.wire.messages import Ticket, Version, WeightStatus
 from rollout.broker import BrokerCore
 from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
@@ -259,7 +259,7 @@ class Simulation:
             self._train()
 
     def _train(self) -> None:
-        """The next batch is requested as soon as one has arrived (`rl.learner.link`)."""
+        """The next batch is requested as soon as one has arrived (`rl.learner.run_client`)."""
         if self._training or not self._batches:
             return
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from rl.core.messages import (
+from rl.wire.messages import (
     Abort,
     AckTickets,
     AlarmRaised,
@@ -31,8 +31,8 @@ from rl.core.messages import (
     Trajectory,
     Version,
 )
-from rl.core.run import RunFile
-from rl.core.sockets import open_socket, send_to
+from rl.wire.run import RunFile
+from rl.wire.sockets import open_socket, send_to
 from tests.inbox import arrived
 from tests.rollout.trajectories import reply_columns
 
@@ -46,7 +46,7 @@ def generated(request: Generate, ids: list[int], finish_reason: str = "stop", **
         request_id=request.request_id,
         session=request.session,
         columns=reply_columns(ids, -0.5, request.version.n),
-        epoch=request.version.epoch,
+        timeline=request.version.timeline,
         finish_reason=finish_reason,
         tokens_generated=len(ids),
         generator=0,

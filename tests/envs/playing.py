@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from envs.registry import make_family
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from rollout.episodes.environment import ChatMessage, Environment, EnvironmentFamily, Step
 
 T = TypeVar("T")

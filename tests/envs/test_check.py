@@ -23,7 +23,7 @@ from envs.check.run import check_environment
 from envs.check.watch import Blocked, LoopWatch
 from envs.swe.generate import write_tasks
 from launch.cli import main
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from tests.envs.playing import with_family
 from tests.envs.repositories import FILES, TASK, write_files
 from tests.envs.seeded_faults import FAULTS

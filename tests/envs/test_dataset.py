@@ -15,7 +15,7 @@ from aiohttp import web
 from envs.dataset.environment import DatasetFamily
 from envs.dataset.judge import Judge, JudgeOptions
 from envs.registry import make_family, validate_options
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from tests.envs.playing import episode, started, with_family
 
 REWARDS = "tests.envs.dataset_rewards"

@@ -7,7 +7,7 @@ import socket
 import psutil
 import pytest
 
-from rl.core.messages import (
+from rl.wire.messages import (
     CancelTickets,
     Generate,
     Generated,

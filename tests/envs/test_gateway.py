@@ -16,8 +16,8 @@ import pytest
 from envs.gateway.server import Gateway
 from experiments.gateway.agents import TOOLS
 from experiments.gateway.tokenizers import make_folder
-from rl.core.config import load_config
-from rl.core.messages import Generate, Generated, Ticket, Version
+from rl.config.schema import load_config
+from rl.wire.messages import Generate, Generated, Ticket, Version
 from rollout.episodes.environment import Endpoint
 from rollout.episodes.forest import Forest
 from rollout.episodes.generation import Read

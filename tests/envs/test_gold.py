@@ -10,7 +10,7 @@ import pytest
 from envs.gold import demonstrate
 from envs.registry import make_family
 from launch.warm_start.imitation import demonstrations
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from rollout.episodes.environment import ChatMessage, Demonstration, Step
 
 LAKE = ["env.name=gymnasium", "env.options.id=FrozenLake-v1", "env.options.kwargs={is_slippery: false}"]

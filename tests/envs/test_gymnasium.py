@@ -16,7 +16,7 @@ from envs.gymnasium import spaces
 from envs.gymnasium.environment import GymnasiumFamily
 from envs.gymnasium.screen import plain
 from envs.registry import make_family
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from tests.envs.playing import episode, gold_steps, with_family
 
 NAME = "env.name=gymnasium"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from envs.mixture import MOST_TASKS, MixtureFamily, alternating, shares
 from envs.registry import validate_env
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from tests.envs.playing import episode, gold_steps, with_family
 
 MEMBERS = (

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from envs.registry import validate_options
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from tests.envs.playing import episode, started
 
 SCHEMA = {"type": "object", "properties": {"add": {"type": "integer"}}, "required": ["add"]}

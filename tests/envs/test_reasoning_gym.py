@@ -6,7 +6,7 @@ import pytest
 
 from envs.reasoning_gym.environment import ReasoningGymFamily
 from envs.registry import make_family
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from tests.envs.playing import episode, gold_steps, with_family
 
 NAME = "env.name=reasoning_gym"

@@ -9,7 +9,7 @@ import pytest
 
 from envs.registry import validate_env
 from envs.synthetic import SyntheticFamily, SyntheticOptions, text_reward
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from tests.envs.errors import raises_one_line
 
 

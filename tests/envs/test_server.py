@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from envs.math import arithmetic
-from rl.core.messages import (
+from rl.wire.messages import (
     AckTickets,
     CancelTickets,
     Generate,
@@ -20,7 +20,7 @@ from rl.core.messages import (
     Trajectory,
     Version,
 )
-from rl.core.run import RunFile
+from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.envs.harness import ServerPeers, generated, ticket
 from tests.envs.model_folder import make_model_folder

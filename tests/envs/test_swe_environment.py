@@ -14,7 +14,7 @@ from envs.swe import environment as module
 from envs.swe import generate
 from envs.swe.environment import SweEnvironment, SweFamily, SweOptions
 from envs.swe.tasks import SweTask
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from rollout.episodes.environment import Step
 from tests.envs.agents import tool_call
 from tests.envs.errors import raises_one_line

@@ -10,7 +10,7 @@ import pytest
 from experiments import alfworld_study
 from experiments.alfworld_study import Cell, Study, StudyError, Won, cells, gained, main, page, pairs, reached
 from experiments.before_after import RESULTS
-from rl.core.config import load_config
+from rl.config.schema import load_config
 
 EXPERIMENTS = Path(alfworld_study.__file__).parent
 TRAINED = {

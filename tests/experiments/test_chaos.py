@@ -18,10 +18,10 @@ from experiments.chaos.inject import cut_connection
 from experiments.chaos.play import Played, play
 from experiments.chaos.report import costs, played_before, report
 from experiments.chaos.schedule import EVERYWHERE, MODULES, Fault, Kind, make_schedule, roles_of
-from rl.core.batch_files import write_shard_file
-from rl.core.columns import masked_columns
-from rl.core.config import load_config
-from rl.core.messages import SampleRow, Shard
+from rl.config.schema import load_config
+from rl.store.batch_files import write_shard_file
+from rl.wire.columns import masked_columns
+from rl.wire.messages import BatchPart, SampleRow
 
 
 def test_a_schedule_comes_from_its_seed_and_meets_every_role() -> None:
@@ -40,11 +40,11 @@ def test_a_schedule_comes_from_its_seed_and_meets_every_role() -> None:
     assert killed == dict.fromkeys(MODULES, 10) and roles_of(load_config(None, [])) == EVERYWHERE
 
 
-def shard(step: int, samples: list[int]) -> Shard:
+def shard(step: int, samples: list[int]) -> BatchPart:
     rows = [SampleRow(sample, 0, 1.0, 1, 1, step) for sample in samples]
     columns = masked_columns({"token": 0, "turn": 0, "sequence": 0, "sample": 0})
-    return Shard(
-        step=step, rank=0, epoch=0, rows=rows, members=[], lengths=[], turn_starts=[], loss_tokens=1, columns=columns
+    return BatchPart(
+        step=step, rank=0, timeline=0, rows=rows, members=[], lengths=[], turn_starts=[], loss_tokens=1, columns=columns
     )
 
 

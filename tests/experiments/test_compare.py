@@ -26,7 +26,7 @@ from experiments.compare import fresco, trl
 from experiments.compare.job import Job, Row, read_lines
 from experiments.compare.tasks import PIECE, TASKS, Task, job_of
 from launch.warm_start.word_tokenizer import build_tokenizer
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
 
 

@@ -26,11 +26,11 @@ from experiments.bench._outcome import RunResult
 from experiments.bench._processes import Used
 from experiments.bench._ratios import Idle
 from experiments.compare.job import Row
-from rl.core.messages import Shard
-from rl.core.moments import SamplingBegan, SamplingEnded
-from rl.core.run import RunFile
-from rl.core.trace import Trace
 from rl.learner.packing import Pack, make_packs
+from rl.observe.trace import Trace
+from rl.observe.trace_events import SamplingBegan, SamplingEnded
+from rl.wire.messages import BatchPart
+from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.experiments.test_compare import job
 from tests.rl.learner.tiny_policies import largest_difference
@@ -255,7 +255,7 @@ def test_a_stock_learner_takes_the_cheapest_size_of_a_batch(run: RunFile, monkey
     work = Work(str(run.folder), [Step(9, [4, 5, 6, 7] * 4)] * 5, group_size=4, rows_at_once=16, at_once=16)
     made: list[tuple[int, int]] = []
 
-    def cost(_loop: object, shards: Sequence[Shard], packed: Callable[[Shard], list[Pack]]) -> float:
+    def cost(_loop: object, shards: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
         rows = len(packed(shards[0])[0].rewards)
         made.append((rows, len(shards)))
         return abs(rows - 4)

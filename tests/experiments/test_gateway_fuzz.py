@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from experiments.gateway.agents import Agent
 from experiments.gateway.fuzz import RecordingEngine, Report, check, play
 from experiments.gateway.tokenizers import make_folder, template_names
-from rl.core.config import load_config
-from rl.core.messages import Ticket, TokenSequence, Version
+from rl.config.schema import load_config
+from rl.wire.messages import Ticket, TokenSequence, Version
 from rollout.episodes.forest import Forest, Thinking
 from rollout.episodes.parsing import HermesParser, TurnReader
 from rollout.episodes.session import Session

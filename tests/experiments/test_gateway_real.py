@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from experiments.gateway.fuzz import FIRST_VERSION, check
 from experiments.gateway.real import LARGEST_DIFFERENCE, EngineClient, Learner, RealRecords, compare, make_model
 from experiments.gateway.tokenizers import special_tokens, template_names
-from rl.core.messages import Generate, TokenSequence, Version
-from rl.core.sequences import Turn
 from rl.learner.policy import load_policy
+from rl.wire.messages import Generate, TokenSequence, Version
+from rl.wire.sequences import Turn
 from rollout.generator.engines.base import Engine, Sampled
 from tests.experiments.test_gateway_fuzz import played
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from experiments.bench._measuring import Timing, alternate, milliseconds, parser_of, random_shard, temporary_run, write
-from rl.core.run import RunFile
 from rl.learner.batches import check_shard
+from rl.wire.run import RunFile
 
 
 def test_works_take_turns_and_warm_up_unmeasured() -> None:
@@ -34,7 +34,7 @@ def test_the_samples_of_a_group_share_a_prompt_where_they_are_told_to() -> None:
 
 def test_a_random_shard_is_a_whole_batch() -> None:
     shard = random_shard(groups=3, size=4, prompt=5, answers=(2, 6), vocabulary=16)
-    check_shard(shard, step=0, rank=0, epoch=0, staleness_bound=0)
+    check_shard(shard, step=0, rank=0, timeline=0, staleness_bound=0)
 
     answers = [length - 5 for length in shard.lengths]
     assert len(answers) == 12 and min(answers) >= 2 and max(answers) <= 6

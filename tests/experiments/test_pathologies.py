@@ -13,8 +13,8 @@ from experiments.pathologies.cases import CASES, CLEAN, RUNS
 from experiments.pathologies.recipes import RECIPES, nearest
 from experiments.pathologies.spoilt import SPOILT
 from launch.recipes import find_recipe
-from rl.core.alarms import ALARMS
-from rl.core.config import load_config
+from rl.config.schema import load_config
+from rl.observe.alarms import ALARMS
 
 
 def test_the_ten_are_well_formed() -> None:

@@ -19,7 +19,7 @@ from experiments.time_to_score.sooner import seconds_to, sooner, verdict
 from experiments.time_to_score.tasks import STUDY, Games, Metrics, Setup
 from launch.prepare import Prepared
 from launch.recipes import find_recipe
-from rl.core.config import Config, load_config
+from rl.config.schema import Config, load_config
 
 GAMES = Games("alfworld", "alfworld_small", seconds=300, goal=0.5)  # 8 games of 8 samples in a step
 

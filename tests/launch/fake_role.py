@@ -11,10 +11,10 @@ import time
 
 from filelock import FileLock
 
-from rl.core.checkpoint_folder import CheckpointError
-from rl.core.messages import Done, Metrics, PeerDied, Stop
-from rl.core.process import Process
-from rl.core.run import context_from_command_line
+from rl.store.checkpoint_folder import CheckpointError
+from rl.wire.messages import Done, Metrics, PeerDied, Stop
+from rl.wire.process import Process
+from rl.wire.run import context_from_command_line
 
 
 def main(role: str) -> None:

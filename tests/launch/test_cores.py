@@ -5,7 +5,7 @@ from __future__ import annotations
 from launch.cores import Need, engine_cores, numa_nodes, rank_cores, share_cores
 from launch.gpus import Gpu
 from launch.plan import make_plan
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
 
 TWO_NODES = {0: [*range(0, 16), *range(32, 48)], 1: [*range(16, 32), *range(48, 64)]}

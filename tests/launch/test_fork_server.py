@@ -17,7 +17,7 @@ import pytest
 
 from launch.fork_server import Copy, ForkServer, fork_server
 from launch.plan import make_plan
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
 
 ROLE = "tests.launch.forked_role"

@@ -15,8 +15,8 @@ from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.preflight import Preflight
 from launch.summary import Children, Observed
-from rl.core.messages import Heartbeat
-from rl.core.run import RunFile
+from rl.wire.messages import Heartbeat
+from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 
 ROLES = {"broker": 1, "proxy": 1, "learner": 8, "generator": 20, "env_server": 16}
@@ -64,7 +64,7 @@ def test_a_run_prints_what_was_changed_and_where_the_rest_stands(
         run.socket_folder.rmdir()
         return 0
 
-    monkeypatch.setattr("launch.run.execute", execute)
+    monkeypatch.setattr("launch.commands.run.execute", execute)
     arguments = ["run", "simulated", f"runs={tmp_path}", "rollout.alpha=2"]
     assert main(arguments) == 0
     first = capsys.readouterr().out

@@ -14,15 +14,15 @@ import pytest
 
 STARTER = """
 from launch.prepare import prepare
-from rl.core.config import Config
+from rl.config.schema import Config
 prepare(Config.model_validate({"model": {"path": "tiny", "tiny": {"sft_steps": 100000}}}))
 """
 
 WITHOUT_COPIES = """
 import contextlib, sys
-import launch.run
+import launch.commands.run
 from launch.cli import main
-launch.run.fork_server = lambda config: contextlib.nullcontext()
+launch.commands.run.fork_server = lambda config: contextlib.nullcontext()
 sys.exit(main(sys.argv[1:]))
 """
 

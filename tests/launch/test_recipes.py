@@ -11,7 +11,7 @@ from launch import preflight
 from launch.cli import main
 from launch.plan import make_plan
 from launch.prepare import Prepared, validate
-from rl.core.config import Config, load_config
+from rl.config.schema import Config, load_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 

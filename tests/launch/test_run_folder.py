@@ -15,8 +15,8 @@ from filelock import FileLock
 from launch.cli import main
 from launch.preflight import Preflight, make_run
 from launch.prepare import Prepared
-from rl.core.config import ConfigError, load_config
-from rl.core.run import RunFile
+from rl.config.schema import ConfigError, load_config
+from rl.wire.run import RunFile
 
 FORK = multiprocessing.get_context("fork")
 STARTS = 3

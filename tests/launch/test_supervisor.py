@@ -17,8 +17,8 @@ import pytest
 
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
-from rl.core.messages import Fatal, Message
-from rl.core.run import RunFile
+from rl.wire.messages import Fatal, Message
+from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.launch.hanging_engine import WORKS_S
 
@@ -241,7 +241,7 @@ def test_ctrl_c_and_hanging_up_end_everything(run: RunFile, stop: signal.Signals
 
 
 SUPERVISE = (
-    "import sys; from rl.core.run import RunFile;"
+    "import sys; from rl.wire.run import RunFile;"
     "from tests.launch.test_supervisor import FakeSpec; from launch.supervisor import Supervisor;"
     "sys.exit(Supervisor(RunFile.load(sys.argv[1]), [FakeSpec(r, 0, '') for r in ('broker', 'generator')]).execute())"
 )

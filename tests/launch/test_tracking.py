@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from launch.dashboard import WandbThread, continued_id, open_dashboard, wandb_mode
-from rl.core.charts import charts
-from rl.core.run import RunFile
-from rl.core.tracking import NoDashboard, Tracker
+from rl.observe.charts import charts
+from rl.observe.tracking import NoDashboard, Tracker
+from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.test_end_to_end_simulated import finish, metrics_rows, start
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.core.messages import Generate, Shard, Ticket, Trajectory, Version, WeightStatus
 from rl.learner.credit import Minibatch
 from rl.learner.packing import Pack
+from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
 from rollout.episodes.environment import ChatMessage
 from tests.museum.lab import STOPS, Game, Lab
 from tests.rollout.trajectories import with_sequence
@@ -231,7 +231,7 @@ def cross_attention(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 def packed(lab: Lab, change: Callable[[Pack], Pack]) -> None:
     minibatches = lab.trainer.minibatches
 
-    def spoilt(shard: Shard) -> list[Minibatch]:
+    def spoilt(shard: BatchPart) -> list[Minibatch]:
         return [replace(each, packs=[change(pack) for pack in each.packs]) for each in minibatches(shard)]
 
     vars(lab.trainer)["minibatches"] = spoilt
@@ -242,10 +242,10 @@ def position_ids(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     packed(lab, lambda pack: replace(pack, position_ids=torch.arange(pack.tokens)))
 
 
-def assembled(lab: Lab, change: Callable[[Shard], dict[str, Any]]) -> None:
+def assembled(lab: Lab, change: Callable[[BatchPart], dict[str, Any]]) -> None:
     """The broker sends shards with other values in some fields."""
 
-    def spoilt(shard: Shard) -> Shard:
+    def spoilt(shard: BatchPart) -> BatchPart:
         return msgspec.structs.replace(shard, **change(shard))
 
     vars(lab)["assembled"] = spoilt
@@ -260,7 +260,7 @@ def mask_late(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("eos-masked", "batch-contradicts")
 def eos_masked(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    def masked(shard: Shard) -> dict[str, Any]:
+    def masked(shard: BatchPart) -> dict[str, Any]:
         mask = np.where(np.isin(shard.token_ids, STOPS), 0, shard.loss_mask).astype(np.uint8)
         return {"columns": shard.columns | {"loss_mask": mask}}
 
@@ -285,7 +285,7 @@ def padding_trained(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("observations-trained", "batch-contradicts")
 def observations_trained(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    def unmasked(shard: Shard) -> dict[str, Any]:
+    def unmasked(shard: BatchPart) -> dict[str, Any]:
         mask = np.where(np.isin(shard.token_ids, [20, 21, 22]), 1, shard.loss_mask).astype(np.uint8)
         return {"columns": shard.columns | {"loss_mask": mask}}
 
@@ -426,7 +426,7 @@ def step_skipped(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 def normaliser_wrong(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     minibatches = lab.trainer.minibatches
 
-    def per_pack(shard: Shard) -> list[Minibatch]:
+    def per_pack(shard: BatchPart) -> list[Minibatch]:
         return [replace(each, loss_tokens=each.packs[0].loss_tokens) for each in minibatches(shard)]
 
     vars(lab.trainer)["minibatches"] = per_pack
@@ -501,7 +501,7 @@ def eval_old_weights(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("too-old", "stale-batch", at=2)
 def too_old(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    def older(shard: Shard) -> dict[str, Any]:
+    def older(shard: BatchPart) -> dict[str, Any]:
         versions = np.where(shard.policy_version > 0, 0, shard.policy_version).astype(np.int32)
         return {"columns": shard.columns | {"policy_version": versions}}
 

@@ -18,10 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl.core.alarms import Alarms, RunAlarm
-from rl.core.config import Config, load_config
-from rl.core.messages import Generate, Generated, Shard, Ticket, Trajectory, Version, WeightStatus
-from rl.core.trace import NO_TRACE
+from rl.config.schema import Config, load_config
 from rl.learner.batches import check_shard
 from rl.learner.exact import ExactCheck
 from rl.learner.export import tensors
@@ -29,9 +26,12 @@ from rl.learner.guards import StepGuards
 from rl.learner.policy import export_entries
 from rl.learner.process import train
 from rl.learner.trainer import Trainer
+from rl.observe.alarms import Alarms, RunAlarm
+from rl.observe.trace import NO_TRACE
 from rl.weights.layout import Manifest, digest
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Mismatch, UpdaterCore
+from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Version, WeightStatus
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EvalReport, GroupRecord, IssueTicket, StopRun
 from rollout.broker.assembly import make_shards, outcome_of
@@ -117,7 +117,7 @@ class Engine:
             generated = Generated(
                 request_id=request.request_id,
                 session=request.session,
-                epoch=self.version.epoch,
+                timeline=self.version.timeline,
                 columns=columns,
                 finish_reason=reason,
                 tokens_generated=len(columns["token_ids"]),
@@ -227,7 +227,7 @@ class Lab:
         self.broker_guards = BatchGuards(rules, self.alarms)
         self.core.server_joined(0, 0, 64, 0.0)
         self._tickets: list[Ticket] = []
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, BatchPart] = {}
 
     # ------------------------------------------------------------ the run
 
@@ -262,12 +262,12 @@ class Lab:
             pass
         return [name for _, name in self.raised]
 
-    # ------------------------------------------------------------ what the learner's link is
+    # ------------------------------------------------------------ what the learner's client is
 
     def version(self, n: int) -> Version:
         return Version(int(self.first_step > 0), n)
 
-    def batches(self) -> Iterator[Shard]:
+    def batches(self) -> Iterator[BatchPart]:
         for step in range(self.first_step, self.first_step + self.steps):
             self.step = step
             self._carry_out(self.core.batch_requested(step, 0.0))
@@ -275,7 +275,7 @@ class Lab:
                 self.play()
             shard = self._shards.pop(step)
             bound = self.config.rollout.staleness_bound
-            check_shard(shard, step=step, rank=0, epoch=self.core.epoch, staleness_bound=bound)
+            check_shard(shard, step=step, rank=0, timeline=self.core.timeline, staleness_bound=bound)
             yield shard
 
     def publish(
@@ -298,7 +298,7 @@ class Lab:
         """What the transport brings of a slot."""
         return slot
 
-    def report(self, shard: Shard, values: dict[str, float], histograms: dict[str, list[float]]) -> None:
+    def report(self, shard: BatchPart, values: dict[str, float], histograms: dict[str, list[float]]) -> None:
         self.metrics = values
 
     to_be_saved = None
@@ -331,12 +331,12 @@ class Lab:
         """What the environment server sends of them."""
         return trajectories
 
-    def assembled(self, shard: Shard) -> Shard:
+    def assembled(self, shard: BatchPart) -> BatchPart:
         """What the broker sends of a batch."""
         return shard
 
     def end(self, ticket: Ticket, trajectory: Trajectory) -> None:
-        newest = Version(self.core.epoch, self.core.groups.e)
+        newest = Version(self.core.timeline, self.core.groups.e)
         if wrong := fault(trajectory, self.core.ticket(ticket.ticket_id), newest, VOCAB):
             self._carry_out(self.core.refused(ticket.ticket_id, wrong, 0.0))
         else:
@@ -349,7 +349,7 @@ class Lab:
                     self._tickets.append(ticket)
                 case EmitBatch():
                     self.broker_guards.batch(action, self.core.stats)
-                    (shard,) = make_shards(action, self.core.epoch, 1)
+                    (shard,) = make_shards(action, self.core.timeline, 1)
                     self._shards[action.step] = self.assembled(shard)
                 case GroupRecord():
                     self.broker_guards.ended(action)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl.core.messages import Ticket, Trajectory, Turn
+from rl.wire.messages import Ticket, Trajectory, Turn
 from tests.museum.faults import fault
 from tests.museum.lab import Game, Lab
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 
 from envs.guards import check_server
-from rl.core.alarm_file import RaisedAlarm, keep_alarm, read_alarms
-from rl.core.alarms import ALARMS, Alarms, RunAlarm
-from rl.core.config import load_config
-from rl.core.config_alarms import AlarmsConfig
-from rl.core.run import RunFile
-from rl.learner.link import LearnerLink
+from rl.config.alarms import AlarmsConfig
+from rl.config.schema import load_config
+from rl.learner.run_client import RunClient
+from rl.observe.alarm_file import RaisedAlarm, keep_alarm, read_alarms
+from rl.observe.alarms import ALARMS, Alarms, RunAlarm
+from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from tests.conftest import MakeRun
 from tests.envs.model_folder import TEMPLATE, make_model_folder
@@ -136,14 +136,14 @@ def test_learner_starves(tmp_path: Path) -> None:
 def test_a_learner_that_waits_on_shared_cpus_does_not_starve(kind: str, device: str, named: bool) -> None:
     raised: list[str] = []
     alarms = Alarms(AlarmsConfig(), lambda name, _: raised.append(name))
-    link = object.__new__(LearnerLink)
-    link.config = load_config(None, [f"learner.kind={kind}"])
-    link.process = cast(Any, SimpleNamespace(alarms=alarms))
-    link.run = cast(Any, SimpleNamespace(learner_device=device))
-    link._waited_s = 9.5
+    client = object.__new__(RunClient)
+    client.config = load_config(None, [f"learner.kind={kind}"])
+    client.process = cast(Any, SimpleNamespace(alarms=alarms))
+    client.run = cast(Any, SimpleNamespace(learner_device=device))
+    client._waited_s = 9.5
 
     for step in range(3):
-        link._check_starved(step, 10.0)
+        client._check_starved(step, 10.0)
     assert raised == ["learner-starved"] * named
 
 

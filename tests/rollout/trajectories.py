@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rl.core.columns import token_columns
-from rl.core.messages import Ticket, TokenSequence, Trajectory, Turn
+from rl.wire.columns import token_columns
+from rl.wire.messages import Ticket, TokenSequence, Trajectory, Turn
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.forest import Forest, ForestTurn
 
@@ -38,7 +38,7 @@ def make_trajectory(
         group_id=ticket.group_id,
         task_index=ticket.task_index,
         kind=ticket.kind,
-        epoch=ticket.version.epoch,
+        timeline=ticket.version.timeline,
         sequences=[TokenSequence(columns=columns, turns=[Turn(2, length, reward, 0.1, 0.0, "stop", 0)])],
         reward=reward,
         success=reward > 0,

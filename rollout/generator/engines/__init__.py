@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl.core.plugins import load
-from rl.core.run import ProcessContext
+from rl.config.plugins import load
+from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import Engine
 
 ENGINES = {

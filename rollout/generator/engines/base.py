@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl.core.columns import ONE_TURN, declared, masked_columns
-from rl.core.messages import Generate, Version, WeightStatus
+from rl.wire.columns import ONE_TURN, declared, masked_columns
+from rl.wire.messages import Generate, Version, WeightStatus
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sampled:
     finish_reason: str = ""  # stop | length | abort
     tokens_generated: int = 0  # also counts tokens that an `abort` update discarded
     columns: dict[str, Any] = field(default_factory=dict)
-    """Of further columns that generators make (`rl/core/columns.py`): a list as long as `token_ids`, or one entry."""
+    """Of further columns that generators make (`rl/wire/columns.py`): a list as long as `token_ids`, or one entry."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """`Generated.columns`. Raises ValueError for a column that is not registered."""

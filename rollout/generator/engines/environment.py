@@ -5,7 +5,7 @@ The supervisor puts them into the environment of each generator process; nothing
 
 from __future__ import annotations
 
-from rl.core.config import Config
+from rl.config.schema import Config
 
 _VLLM_IMPORTS = (
     "rollout.generator.engines.vllm",

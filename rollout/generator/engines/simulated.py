@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from rl.core.columns import BUILT_IN, COLUMNS, ONE_TURN, masked_columns
-from rl.core.messages import Generate, Version, WeightStatus
-from rl.core.recent import Recent
-from rl.core.run import ProcessContext
+from rl.store.recent import Recent
 from rl.weights import WeightReader, make_reader
+from rl.wire.columns import BUILT_IN, COLUMNS, ONE_TURN, masked_columns
+from rl.wire.messages import Generate, Version, WeightStatus
+from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.timing import BatchModel, Timing
 

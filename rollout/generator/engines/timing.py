@@ -21,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from rl.core.config import SimulatedEngineConfig
+from rl.config.schema import SimulatedEngineConfig
 
 _EPSILON_S = 1e-9  # `advance(next_event())` reaches that event in spite of rounding
 _KV_SLACK = 16  # tokens free for each sequence before another is prefilled, or it would be pre-empted at once

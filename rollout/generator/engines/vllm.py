@@ -32,9 +32,9 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rl.core.messages import Generate, Version, WeightStatus
-from rl.core.recent import Recent
-from rl.core.run import ProcessContext, RunFile
+from rl.store.recent import Recent
+from rl.wire.messages import Generate, Version, WeightStatus
+from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.vllm_core import Core, Stream
 from rollout.generator.engines.vllm_internals import heed_environment
@@ -205,7 +205,7 @@ class VllmEngine:
                     break
                 fetched = await self._fetch(version)  # torn: the writer took the slot back
 
-            self._version = Version(fetched["epoch"], fetched["n"])
+            self._version = Version(fetched["timeline"], fetched["n"])
             told = asyncio.create_task(self._core.set_version(_label(self._version)))
             probe = asyncio.create_task(self._probe(probe_ids))
             await asyncio.sleep(0)  # both are queued, in this order, before anything resumes
@@ -241,7 +241,7 @@ class VllmEngine:
     async def _fetch(self, version: Version) -> dict[str, Any]:
         """Lease the newest version on every rank, while generation goes on; the ranks agree on one."""
         while True:
-            await self._core.rpc("weights_fetch", version.epoch, version.n)
+            await self._core.rpc("weights_fetch", version.timeline, version.n)
             pause_s, longest_s = _FETCH_POLLS_S
             while not all(parts := await self._core.rpc("weights_fetched")):
                 await asyncio.sleep(pause_s)
@@ -249,7 +249,7 @@ class VllmEngine:
             if errors := [part["error"] for part in parts if "error" in part]:
                 raise self._unreadable(version, errors[0])
 
-            leased = {Version(part["epoch"], part["n"]) for part in parts}
+            leased = {Version(part["timeline"], part["n"]) for part in parts}
             if len(leased) == 1:
                 return max(parts, key=lambda part: part["wait_s"])
             await self._core.rpc("weights_drop")
@@ -331,7 +331,7 @@ def _take(running: _Running, live_spans: list[tuple[str, int]], completion: Comp
 
 
 def _label(version: Version) -> str:
-    return f"{version.epoch}.{version.n}"
+    return f"{version.timeline}.{version.n}"
 
 
 def _open_gate(running: _Running) -> None:

@@ -10,8 +10,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from rl.core.messages import Generate
-from rl.core.run import ProcessContext, RunFile
+from rl.wire.messages import Generate
+from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines.base import EngineInfo
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"

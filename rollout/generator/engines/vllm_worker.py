@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl.core.messages import Version
-from rl.core.run import RunFile
 from rl.learner.export import tensors
 from rl.learner.page_lock import PageLock
 from rl.weights import WeightReader, make_reader
+from rl.wire.messages import Version
+from rl.wire.run import RunFile
 from rollout.generator.engines.owner import die_with_owner
 from rollout.generator.engines.vllm_internals import are_weights_as_loaded, forget_packed_experts, heed_environment
 
@@ -58,12 +58,12 @@ class LoadsWeights:
         self._weights_page_lock = PageLock(self.model_runner.device)
         self._weights_opened = False  # the first fetch opens it: engine and learner start side by side
 
-    def weights_fetch(self, epoch: int, n: int) -> None:
-        """Begin to lease a version not older than (epoch, n)."""
+    def weights_fetch(self, timeline: int, n: int) -> None:
+        """Begin to lease a version not older than (timeline, n)."""
         self._weights_outcome: dict[str, Any] = {}
         self._weights_checked: dict[str, Any] = {}
         self._weights_thread = threading.Thread(
-            target=self._weights_lease, args=(Version(epoch, n),), name="weights", daemon=True
+            target=self._weights_lease, args=(Version(timeline, n),), name="weights", daemon=True
         )
         self._weights_thread.start()
 
@@ -120,7 +120,7 @@ class LoadsWeights:
             return
 
         leased = time.monotonic()
-        self._weights_outcome = {"epoch": version.epoch, "n": version.n, "wait_s": leased - begin}
+        self._weights_outcome = {"timeline": version.timeline, "n": version.n, "wait_s": leased - begin}
         try:
             self._weights_checked = {"checksum": self._weights_reader.checksum(), "copy_s": time.monotonic() - leased}
         except Exception as error:

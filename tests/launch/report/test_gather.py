@@ -18,18 +18,18 @@ import pytest
 from filelock import FileLock
 
 from launch.cli import main
-from launch.origin import Origin, differences, read_origin, write_origin
+from launch.provenance import Provenance, differences, read_provenance, write_provenance
 from launch.report.blocks import Arrays, block_of_arrays, block_of_json, layout
 from launch.report.gather import gather, read_rows, reward_interval
 from launch.report.samples import chosen
 from launch.report.timeline import KINDS, Builder
-from rl.core.alarm_file import RaisedAlarm, keep_alarm
-from rl.core.config import load_config
-from rl.core.moments import (
+from rl.config.schema import load_config
+from rl.observe.alarm_file import RaisedAlarm, keep_alarm
+from rl.observe.trace import Source, TraceRecord, trace_files
+from rl.observe.trace_events import (
     EpisodeEnded,
     FirstToken,
     Issued,
-    Moment,
     ProcessDied,
     Pulse,
     Requested,
@@ -39,11 +39,11 @@ from rl.core.moments import (
     SpanBegan,
     SpanEnded,
     TicketEnded,
+    TraceEvent,
 )
-from rl.core.run import RunFile
-from rl.core.samples import Sample
-from rl.core.trace import Source, TraceEvent, trace_files
+from rl.store.samples import Sample
 from rl.weights.shm_file import remove_slots
+from rl.wire.run import RunFile
 from tests.launch.report.runs import bare, copied
 from tests.launch.simulated_run import ROOT
 
@@ -140,13 +140,13 @@ def test_differences_are_to_the_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("rollout: {alpha: 2}\n")
     config = load_config(recipe, ["rollout.alpha=1", "seed=7"])
-    write_origin(tmp_path, recipe, config)
-    origin = read_origin(tmp_path, config)
+    write_provenance(tmp_path, recipe, config)
+    origin = read_provenance(tmp_path, config)
     assert origin.differences == {"seed": (0, 7), "rollout.alpha": (2.0, 1.0)}
     assert origin.recipe == str(recipe) and origin.versions["fresco"] and origin.machine["cores"]
 
-    (tmp_path / "origin.json").unlink()
-    assert read_origin(tmp_path, config) == Origin(differences=differences(load_config(None), config))
+    (tmp_path / "provenance.json").unlink()
+    assert read_provenance(tmp_path, config) == Provenance(differences=differences(load_config(None), config))
 
 
 def test_the_interval_of_a_reward_counts_groups_not_samples() -> None:
@@ -180,11 +180,13 @@ def test_only_whole_groups_are_left_out() -> None:
 # ---------------------------------------------------------------- the trace as bars
 
 
-def built(*told: tuple[float, Source, Moment]) -> tuple[dict[str, list[tuple[int, float, float, str, int]]], Builder]:
+def built(
+    *told: tuple[float, Source, TraceEvent],
+) -> tuple[dict[str, list[tuple[int, float, float, str, int]]], Builder]:
     """(row, begin, end, kind, ref) of each bar, by layer, read as the page reads them."""
     builder = Builder(100.0)
     for second, source, moment in told:
-        builder.take(TraceEvent(100.0 + second, source, moment))
+        builder.take(TraceRecord(100.0 + second, source, moment))
     timeline = builder.timeline()
     tick = timeline.facts["tick"]
 
@@ -268,7 +270,7 @@ def test_spans_keep_their_names_and_waits_add_up_over_incarnations() -> None:
     assert builder.timeline().waits == [{"name": "learner.0", "seconds": 5.0, "causes": {"broker": 4.0}}]
 
 
-def _sources_of(run: Path, kind: type[Moment]) -> set[str]:
+def _sources_of(run: Path, kind: type[TraceEvent]) -> set[str]:
     """Which generators and servers had work: on a busy machine one may come when three steps are done."""
     return {
         f"{file.source.role}.{file.source.index}"

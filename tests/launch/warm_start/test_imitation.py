@@ -23,7 +23,7 @@ from launch.warm_start.sft import (
     supervised_loss,
     train_supervised,
 )
-from rl.core.config import Config, ConfigError, load_config
+from rl.config.schema import Config, ConfigError, load_config
 from rl.learner import packed_attention
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, DemonstratedTurn, Demonstration

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
-from rl.core.columns import token_columns
-from rl.core.messages import (
+from rl.weights.shm_file import remove_slots
+from rl.wire.columns import token_columns
+from rl.wire.messages import (
+    BatchPart,
     BatchRequest,
     Done,
     Fatal,
@@ -26,13 +28,11 @@ from rl.core.messages import (
     Register,
     SampleRow,
     SaveRequest,
-    Shard,
     Stop,
     Version,
 )
-from rl.core.run import RunFile
-from rl.core.sockets import identity, open_socket, receive_from, send, send_to
-from rl.weights.shm_file import remove_slots
+from rl.wire.run import RunFile
+from rl.wire.sockets import identity, open_socket, receive_from, send, send_to
 
 ROOT = Path(__file__).parents[3]
 M = TypeVar("M", bound=Any)
@@ -131,11 +131,11 @@ class Harness:
     def logs(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.run.folder.glob("learner.*.log")))
 
-    def send_batch(self, shards: list[Shard]) -> None:
+    def send_batch(self, shards: list[BatchPart]) -> None:
         for socket, shard in zip(self.shards, shards, strict=True):
             send(socket, shard)
 
-    def train(self, batches: list[list[Shard]]) -> list[Metrics]:
+    def train(self, batches: list[list[BatchPart]]) -> list[Metrics]:
         """Serve every batch as it is asked for; returns the metrics rows."""
         rows = []
         for batch in batches:
@@ -145,7 +145,7 @@ class Harness:
         return rows
 
     def published(self, n: int) -> None:
-        assert self.take(Published) == Published(Version(self.run.epoch, n))
+        assert self.take(Published) == Published(Version(self.run.timeline, n))
 
     def answer(self, message: Message) -> None:
         send_to(self.steps, self.learner, message)
@@ -180,9 +180,9 @@ def make_batch(
     group_size: int = 2,
     vocab: int = 64,
     version: int | None = None,
-    epoch: int = 0,
+    timeline: int = 0,
     seed: int = 0,
-) -> list[Shard]:
+) -> list[BatchPart]:
     """One random batch of `groups * group_size` two-turn samples, as a shard per rank (whole groups in turn)."""
     random = np.random.default_rng(1000 * seed + step)
     samples: list[dict[str, Any]] = []
@@ -204,26 +204,26 @@ def make_batch(
         )
     made_by = step if version is None else version
     rows = [SampleRow(s["id"], s["group"], s["reward"], len(s["ids"]), int(s["mask"].sum()), made_by) for s in samples]
-    return [_shard(step, rank, ranks, epoch, made_by, rows, samples, group_size) for rank in range(ranks)]
+    return [_shard(step, rank, ranks, timeline, made_by, rows, samples, group_size) for rank in range(ranks)]
 
 
 def _shard(
     step: int,
     rank: int,
     ranks: int,
-    epoch: int,
+    timeline: int,
     version: int,
     rows: list[SampleRow],
     samples: list[dict[str, Any]],
     group_size: int,
-) -> Shard:
+) -> BatchPart:
     members = [i for i in range(len(samples)) if (i // group_size) % ranks == rank]
     mine = [samples[i] for i in members]
 
-    return Shard(
+    return BatchPart(
         step=step,
         rank=rank,
-        epoch=epoch,
+        timeline=timeline,
         rows=rows,
         members=members,
         lengths=[len(s["ids"]) for s in mine],

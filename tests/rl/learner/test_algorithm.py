@@ -6,7 +6,7 @@ import pytest
 
 from algos.registry import NoOptions
 from algos.types import LossInputs, LossResult
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from rl.learner.algorithm import make_algorithm
 
 

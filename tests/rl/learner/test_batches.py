@@ -6,18 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl.core.alarms import RunAlarm
-from rl.core.messages import SampleRow, Shard
 from rl.learner.batches import check_shard
+from rl.observe.alarms import RunAlarm
+from rl.wire.messages import BatchPart, SampleRow
 from tests.rl.learner.learner_harness import make_batch
 
 
-def with_columns(shard: Shard, **columns: np.ndarray) -> Shard:
+def with_columns(shard: BatchPart, **columns: np.ndarray) -> BatchPart:
     return msgspec.structs.replace(shard, columns=shard.columns | columns)
 
 
-def check(shard: Shard, step: int = 3, rank: int = 0, epoch: int = 0, bound: int = 1) -> None:
-    check_shard(shard, step=step, rank=rank, epoch=epoch, staleness_bound=bound)
+def check(shard: BatchPart, step: int = 3, rank: int = 0, timeline: int = 0, bound: int = 1) -> None:
+    check_shard(shard, step=step, rank=rank, timeline=timeline, staleness_bound=bound)
 
 
 def test_the_oldest_allowed_version_passes_and_the_next_older_does_not() -> None:
@@ -43,9 +43,9 @@ def test_tokens_older_than_their_row_says_are_refused() -> None:
         check(with_columns(shard, policy_version=versions))
 
 
-@pytest.mark.parametrize("field, value", [("step", 4), ("rank", 1), ("epoch", 7)])
+@pytest.mark.parametrize("field, value", [("step", 4), ("rank", 1), ("timeline", 7)])
 def test_a_shard_of_another_place_is_refused(field: str, value: int) -> None:
-    with pytest.raises(ValueError, match="expected its shard of step 3 in epoch 0"):
+    with pytest.raises(ValueError, match="expected its shard of step 3 in timeline 0"):
         check(msgspec.structs.replace(make_batch(3)[0], **{field: value}))
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rl.core.checkpoint_folder import CheckpointError, Meta, begin, commit, latest, read_journal, read_meta
 from rl.learner import checkpoint
 from rl.learner.policy import load_policy
+from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, latest, read_journal, read_meta
 from tests.rl.learner.tiny_policies import save_tiny
 
 

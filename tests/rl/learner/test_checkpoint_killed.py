@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl.core.checkpoint_folder import Meta, latest, read_journal, verify
 from rl.learner import checkpoint
+from rl.store.checkpoint_folder import Meta, latest, read_journal, verify
 from tests.rl.learner.ranks import process_group
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")

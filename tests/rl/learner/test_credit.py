@@ -11,11 +11,11 @@ import torch
 
 from algos.registry import get_advantage
 from algos.rewards import RewardInputs
-from rl.core.config import load_config
-from rl.core.messages import Shard
+from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.credit import assign, gather_episodes, kept_rows, mask_rows, shaped_rewards
 from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
+from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
 
 TURNS = [[0.0, 1.0], [0.5, 0.25], [1.0, 0.0], [0.0, 0.0], [0.0, 2.0], [1.0, 1.0], [0.25, 0.0], [0.0, 0.5]]
@@ -27,7 +27,7 @@ def algorithm(*overrides: str) -> Algorithm:
     return make_algorithm(load_config(None, [*settings, *overrides]))
 
 
-def one_shard() -> Shard:
+def one_shard() -> BatchPart:
     """Four groups of two two-turn samples, rewarded by turn."""
     (shard,) = make_batch(0)
     rows = [
@@ -37,7 +37,9 @@ def one_shard() -> Shard:
     return msgspec.structs.replace(shard, rows=rows)
 
 
-def credited(algo: Algorithm, shard: Shard, minibatches: int = 1, max_tokens: int = 40, **fields: Any) -> list[Pack]:
+def credited(
+    algo: Algorithm, shard: BatchPart, minibatches: int = 1, max_tokens: int = 40, **fields: Any
+) -> list[Pack]:
     kept = kept_rows(shard, algo)
     parts = [
         [_with(pack, **fields) for pack in mask_rows(make_packs(part, max_tokens, 0), kept)]

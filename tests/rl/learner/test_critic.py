@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl.core.config import Config, load_config
-from rl.core.messages import Shard
+from rl.config.schema import Config, load_config
 from rl.learner.critic import Critic, CriticStats, accumulate_critic, load_critic, with_values
 from rl.learner.packing import Pack, dummy_pack, make_packs
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
 from tests.rl.learner.tiny_policies import VOCAB, save_tiny, stock_attention
 
@@ -62,7 +62,7 @@ def critic(folder: Path) -> Critic:
     return made
 
 
-def two_turn_shard(step: int) -> Shard:
+def two_turn_shard(step: int) -> BatchPart:
     (shard,) = make_batch(step, vocab=VOCAB)
     rows = [
         msgspec.structs.replace(row, turn_rewards=[0.5 * (i % 3), row.reward], reward=row.reward + 0.5 * (i % 3))
@@ -71,7 +71,7 @@ def two_turn_shard(step: int) -> Shard:
     return msgspec.structs.replace(shard, rows=rows)
 
 
-def samples(shard: Shard) -> list[tuple[Tensor, Tensor, Tensor, list[int]]]:
+def samples(shard: BatchPart) -> list[tuple[Tensor, Tensor, Tensor, list[int]]]:
     """(ids, generated, log-probabilities when sampled, starts of turns) of each sample."""
     bounds = np.cumsum([0, *shard.lengths])
     found = []
@@ -189,7 +189,7 @@ class PlainPPO:
         return logits.log_softmax(-1)  # (T - 1, vocab)
 
     @torch.no_grad()
-    def credit(self, shard: Shard) -> list[tuple[Tensor, Tensor]]:
+    def credit(self, shard: BatchPart) -> list[tuple[Tensor, Tensor]]:
         """(advantages not yet normalised, returns) on the generated tokens of each sample."""
         found = []
         for (ids, mask, behavior, starts), row in zip(samples(shard), shard.rows, strict=True):
@@ -216,7 +216,7 @@ class PlainPPO:
             found.append((advantages, returns))
         return found
 
-    def train(self, shard: Shard) -> tuple[float, float]:
+    def train(self, shard: BatchPart) -> tuple[float, float]:
         """One step; (policy's objective, critic's loss), means over tokens."""
         credit = self.credit(shard)
         every = torch.cat([advantages for advantages, _ in credit]).double()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.core.messages import BatchRequest, Metrics, Shard
-from rl.core.run import RunFile
+from rl.wire.messages import BatchPart, BatchRequest, Metrics
+from rl.wire.run import RunFile
 from tests.conftest import save_run
 from tests.rl.learner.learner_harness import Harness, make_batch
 from tests.rl.learner.test_training import SETTINGS
@@ -31,7 +31,7 @@ OVERRIDES = (
 )
 
 
-def batch(step: int) -> list[Shard]:
+def batch(step: int) -> list[BatchPart]:
     return make_batch(step, ranks=2, vocab=VOCAB, version=max(0, step - 1))
 
 
@@ -64,7 +64,7 @@ def restart(harness: Harness) -> int:
 
 def checksums(run: RunFile) -> list[tuple[int, int, int]]:
     lines = map(json.loads, (run.folder / "versions.jsonl").read_text().splitlines())
-    return [(line["epoch"], line["n"], line["checksum"]) for line in lines]
+    return [(line["timeline"], line["n"], line["checksum"]) for line in lines]
 
 
 def test_deaths_change_no_byte(run: RunFile, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_deaths_change_no_byte(run: RunFile, tmp_path: Path) -> None:
         rows |= train(harness, 3, STEPS)
         harness.finish()
 
-    assert checksums(run) == whole, "every version once, in one epoch, with the same bytes"
+    assert checksums(run) == whole, "every version once, in one timeline, with the same bytes"
     for step in range(STEPS):
         for name in SAME:
             assert rows[step].values.get(name) == undisturbed[step].values.get(name), (step, name)

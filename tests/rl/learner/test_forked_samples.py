@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from algos.registry import advantage_names, get_advantage, loss_names, make_loss
-from rl.core.columns import token_columns
-from rl.core.config import load_config
-from rl.core.messages import Shard, Ticket, TokenSequence, Trajectory, Turn, Version
+from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.batches import check_shard
 from rl.learner.credit import Minibatch, assign, kept_rows, mask_rows
 from rl.learner.packing import Pack, make_packs, split_minibatches
 from rl.learner.policy import PolicyOutput
 from rl.learner.update import loss_inputs
+from rl.wire.columns import token_columns
+from rl.wire.messages import BatchPart, Ticket, TokenSequence, Trajectory, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import make_shards, outcome_of
 from rollout.broker.validation import fault
@@ -77,20 +77,20 @@ def forked(chance: random.Random, trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, sequences=sequences)
 
 
-def shards_of(trajectories: list[Trajectory], ranks: int = 1) -> list[Shard]:
+def shards_of(trajectories: list[Trajectory], ranks: int = 1) -> list[BatchPart]:
     for trajectory in trajectories:
         ticket = Ticket(
             trajectory.ticket_id, trajectory.sample_id, trajectory.group_id, trajectory.task_index, Version(0, 5)
         )
         assert not fault(trajectory, ticket, Version(0, STEP), VOCABULARY)
     samples = [BatchSample(t.sample_id, t.group_id, t.task_index, 5, outcome_of(t)) for t in trajectories]
-    shards = make_shards(EmitBatch(STEP, samples, {}), epoch=0, ranks=ranks)
+    shards = make_shards(EmitBatch(STEP, samples, {}), timeline=0, ranks=ranks)
     for shard in shards:
-        check_shard(shard, step=STEP, rank=shard.rank, epoch=0, staleness_bound=2)
+        check_shard(shard, step=STEP, rank=shard.rank, timeline=0, staleness_bound=2)
     return shards
 
 
-def minibatches_of(shard: Shard, algorithm: Algorithm, count: int) -> list[Minibatch]:
+def minibatches_of(shard: BatchPart, algorithm: Algorithm, count: int) -> list[Minibatch]:
     kept = kept_rows(shard, algorithm)
     parts = [mask_rows(make_packs(part, 40, STEP), kept) for part in split_minibatches(shard, count)]
     if algorithm.critic is not None:
@@ -98,7 +98,7 @@ def minibatches_of(shard: Shard, algorithm: Algorithm, count: int) -> list[Minib
     return assign(shard, parts, algorithm)
 
 
-def credited(shard: Shard, algorithm: Algorithm, loss: str, options: dict[str, object]) -> Found:
+def credited(shard: BatchPart, algorithm: Algorithm, loss: str, options: dict[str, object]) -> Found:
     """Of every trained token, by its id: advantage, weight, staleness and loss."""
     made = make_loss(loss, options)
     found: Found = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from rl.core.config import LearnerConfig
+from rl.config.schema import LearnerConfig
 from rl.learner import packed_attention
 from rl.learner.export import tensors, write_shard
 from rl.learner.optimizer import Optimizer

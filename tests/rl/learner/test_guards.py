@@ -13,10 +13,10 @@ import torch
 
 from algos.conformance import inputs_of
 from algos.registry import make_loss
-from rl.core.alarms import Alarms
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from rl.learner.guards import StepGuards
 from rl.learner.update import UpdateStats
+from rl.observe.alarms import Alarms
 
 RARE = 0.02
 

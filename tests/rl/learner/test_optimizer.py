@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.core.config import LearnerConfig
+from rl.config.schema import LearnerConfig
 from rl.learner.optimizer import Optimizer, learning_rate
 
 

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from rl.learner import publish
 from rl.learner.policy import load_policy
 from rl.learner.publish import Publisher, probe_length, probe_prompt
@@ -74,42 +74,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model"))
 
 
-def publisher(folder: Path, link: Any) -> Publisher:
-    return Publisher(load_policy(folder), Manifest.layout([]), link)
+def publisher(folder: Path, client: Any) -> Publisher:
+    return Publisher(load_policy(folder), Manifest.layout([]), client)
 
 
 def test_from_the_first_batch_on_it_is_the_runs_own_text(folder: Path) -> None:
     first, second = (make_shards(1, groups=8, seed=seed)[0] for seed in range(2))
-    link = Link()
-    rank = publisher(folder, link)
+    client = Link()
+    rank = publisher(folder, client)
     rank.publish(0)
     rank.publish(1, first)
     rank.publish(2, second)
 
     own = first.columns["token_ids"][:64].tolist()
-    assert [ids for ids, _ in link.said.values()] == [probe_prompt(None, VOCAB, 64), own, own]
+    assert [ids for ids, _ in client.said.values()] == [probe_prompt(None, VOCAB, 64), own, own]
     ids = torch.tensor(own)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(ids[None]).logits[0, :-1]  # (P - 1, V)
-    assert link.said[2][1] == pytest.approx(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-4)
+    assert client.said[2][1] == pytest.approx(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-4)
 
 
 def test_a_rank_without_a_part_of_the_first_batch_keeps_what_it_has(folder: Path) -> None:
-    link = Link()
-    rank = publisher(folder, link)
+    client = Link()
+    rank = publisher(folder, client)
     rank.publish(0)
     (batch,) = make_shards(1)
     rank.publish(1, replace(batch, members=[], lengths=[], turn_starts=[]))
-    assert link.said[1] == link.said[0]
+    assert client.said[1] == client.said[0]
 
 
 def test_without_a_probe_none_is_made_of_a_batch(folder: Path) -> None:
-    link = Link("weights.probe=false")
-    rank = publisher(folder, link)
+    client = Link("weights.probe=false")
+    rank = publisher(folder, client)
     rank.publish(0)
     rank.publish(1, make_shards(1)[0])
-    assert link.said == {0: ([], []), 1: ([], [])}
+    assert client.said == {0: ([], []), 1: ([], [])}
 
 
 @pytest.mark.parametrize(
@@ -119,20 +119,20 @@ def test_without_a_probe_none_is_made_of_a_batch(folder: Path) -> None:
 def test_the_first_versions_have_a_long_one_and_later_ones_what_rounding_asks_for(
     folder: Path, learner: str, engine: str, later: int
 ) -> None:
-    link = Link(f"model.dtype={learner}", f"generator.dtype={engine}")
-    rank = publisher(folder, link)
+    client = Link(f"model.dtype={learner}", f"generator.dtype={engine}")
+    rank = publisher(folder, client)
     (batch,) = make_shards(1, groups=8)
     for n in range(5):
         rank.publish(n, batch if n else None)
-    assert [len(ids) for ids, _ in link.said.values()] == [64, 64, 64, later, later]
-    assert [len(logp) for _, logp in link.said.values()] == [63, 63, 63, later - 1, later - 1]
+    assert [len(ids) for ids, _ in client.said.values()] == [64, 64, 64, later, later]
+    assert [len(logp) for _, logp in client.said.values()] == [63, 63, 63, later - 1, later - 1]
 
 
 def test_versions_that_the_generators_have_already_do_not_count_as_the_first(folder: Path) -> None:
     """After a learner's death it trains again what it had published."""
-    link = Link("model.dtype=float32", "generator.dtype=float32")
-    link.newest = 4
-    rank = publisher(folder, link)
+    client = Link("model.dtype=float32", "generator.dtype=float32")
+    client.newest = 4
+    rank = publisher(folder, client)
     for n in range(9):
         rank.publish(n)
-    assert [len(ids) for ids, _ in link.said.values()] == [64] * 7 + [16] * 2
+    assert [len(ids) for ids, _ in client.said.values()] == [64] * 7 + [16] * 2

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.core.config import load_config
-from rl.core.messages import Shard
+from rl.config.schema import load_config
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.wire.messages import BatchPart
 from tests.conftest import save_run
 from tests.rl.learner.learner_harness import make_batch
 from tests.rl.learner.test_training import largest_difference, run_learner
@@ -32,8 +32,8 @@ SETTINGS = (
 )
 
 
-def batches(first: int, last: int, epoch: int = 0) -> list[list[Shard]]:
-    return [make_batch(step, vocab=VOCAB, version=max(0, step - 1), epoch=epoch) for step in range(first, last)]
+def batches(first: int, last: int, timeline: int = 0) -> list[list[BatchPart]]:
+    return [make_batch(step, vocab=VOCAB, version=max(0, step - 1), timeline=timeline) for step in range(first, last)]
 
 
 def test_a_resumed_learner_has_its_critic_back(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_a_resumed_learner_has_its_critic_back(tmp_path: Path) -> None:
     run = save_run(*SETTINGS, "steps=2", model_folder=folder)
     rows = run_learner(run, batches(0, 2)).rows
     resume = f"resume={run.folder / 'checkpoints' / 'step-2'}"
-    again = save_run(*SETTINGS, "steps=1", resume, model_folder=folder, epoch=1, start_step=2)
-    resumed = run_learner(again, batches(2, 3, epoch=1))
+    again = save_run(*SETTINGS, "steps=1", resume, model_folder=folder, timeline=1, start_step=2)
+    resumed = run_learner(again, batches(2, 3, timeline=1))
     for one in (run, again):
         shutil.rmtree(one.folder)
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl.core.columns import token_columns
-from rl.core.messages import SampleRow, Shard
 from rl.learner.critic import load_critic
 from rl.learner.packing import Pack, dummy_pack, make_packs
 from rl.learner.policy import Policy, load_policy
 from rl.learner.shared_prompts import find_shared
+from rl.wire.columns import token_columns
+from rl.wire.messages import BatchPart, SampleRow
 from tests.rl.learner.tiny_policies import VOCAB, gradients, largest_difference, save_tiny, stock_attention
 
 GROUPS = [(9, [3, 5, 3, 1]), (9, [3, 2]), (6, [4, 4, 4]), (14, [7]), (1, [2, 2])]
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("shared"))
 
 
-def shard_of(groups: list[tuple[int, list[int]]], seed: int = 0) -> Shard:
+def shard_of(groups: list[tuple[int, list[int]]], seed: int = 0) -> BatchPart:
     """Of random tokens; the samples of the groups in a mixed order."""
     random = np.random.default_rng(seed)
     samples = []
@@ -49,10 +49,10 @@ def shard_of(groups: list[tuple[int, list[int]]], seed: int = 0) -> Shard:
             starts.append([prompt])
 
     members = random.permutation(len(rows)).tolist()
-    return Shard(
+    return BatchPart(
         step=5,
         rank=0,
-        epoch=0,
+        timeline=0,
         rows=rows,
         members=members,
         lengths=[rows[i].tokens for i in members],

@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rl.core.checkpoint_folder import latest, read_journal, read_meta
-from rl.core.messages import (
+from rl.learner.simulated import simulated_weights
+from rl.store.checkpoint_folder import latest, read_journal, read_meta
+from rl.weights import WeightReader, make_reader
+from rl.wire.messages import (
     BatchRequest,
     BatchUnderway,
     Done,
@@ -22,9 +24,7 @@ from rl.core.messages import (
     Published,
     Version,
 )
-from rl.core.sockets import send
-from rl.learner.simulated import simulated_weights
-from rl.weights import WeightReader, make_reader
+from rl.wire.sockets import send
 from rollout.broker.assembly import no_batch
 from tests.conftest import MakeRun
 from tests.rl.learner.learner_harness import Harness, make_batch
@@ -125,11 +125,11 @@ def test_a_run_whose_time_is_over_is_evaluated_and_saved_once(make_run: MakeRun)
     assert [row.values["time/over"] for row in rows] == [0.0, 1.02]
 
 
-def test_a_resumed_run_starts_at_its_step_in_its_epoch(make_run: MakeRun) -> None:
-    run = make_run(*SIMULATED, "steps=2", "learner.simulated_step_s=0", epoch=5, start_step=7)
+def test_a_resumed_run_starts_at_its_step_in_its_timeline(make_run: MakeRun) -> None:
+    run = make_run(*SIMULATED, "steps=2", "learner.simulated_step_s=0", timeline=5, start_step=7)
     with Harness(run, MODULE) as harness:
         harness.published(7)
-        rows = harness.train([make_batch(step, epoch=5) for step in (7, 8)])
+        rows = harness.train([make_batch(step, timeline=5) for step in (7, 8)])
         harness.published(8)
         harness.published(9)
         harness.finish()

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.core.checkpoint_folder import CheckpointError, Meta
-from rl.core.config import load_config
-from rl.core.messages import Shard
+from rl.config.schema import load_config
 from rl.learner import checkpoint
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.store.checkpoint_folder import CheckpointError, Meta
+from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.tiny_policies import VOCAB, largest_difference, save_tiny
@@ -70,7 +70,7 @@ VARIANTS = {
 }
 
 
-def shard_of(step: int, rank: int, ranks: int) -> Shard:
+def shard_of(step: int, rank: int, ranks: int) -> BatchPart:
     """Two-turn samples rewarded by turn, two of eight cut; the members of a group are on different ranks."""
     (whole,) = make_batch(step, vocab=VOCAB, version=max(0, step - 1))
     rows = [

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl.core.checkpoint_folder import read_journal, read_meta
-from rl.core.messages import BatchRequest, EvalRequest, Metrics, Shard, Version
-from rl.core.run import RunFile
 from rl.learner.export import tensors
 from rl.learner.publish import probe_prompt
+from rl.store.checkpoint_folder import read_journal, read_meta
 from rl.weights import make_reader
+from rl.wire.messages import BatchPart, BatchRequest, EvalRequest, Metrics, Version
+from rl.wire.run import RunFile
 from tests.conftest import save_run
 from tests.rl.learner.learner_harness import Harness, make_batch
 from tests.rl.learner.tiny_policies import VOCAB, save_tiny
@@ -52,9 +52,11 @@ SETTINGS = (
 )
 
 
-def batches(ranks: int, first: int = 0, last: int = STEPS, epoch: int = 0) -> list[list[Shard]]:
+def batches(ranks: int, first: int = 0, last: int = STEPS, timeline: int = 0) -> list[list[BatchPart]]:
     """The same samples for any number of ranks; trained one version late."""
-    return [make_batch(s, ranks=ranks, vocab=VOCAB, version=max(0, s - 1), epoch=epoch) for s in range(first, last)]
+    return [
+        make_batch(s, ranks=ranks, vocab=VOCAB, version=max(0, s - 1), timeline=timeline) for s in range(first, last)
+    ]
 
 
 # ---------------------------------------------------------------- the plain loop
@@ -74,7 +76,7 @@ def plain_logp(model: torch.nn.Module, ids: Tensor, temperature: float) -> Tenso
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
-def plain_advantages(shard: Shard) -> list[float]:
+def plain_advantages(shard: BatchPart) -> list[float]:
     found = []
     for row in shard.rows:
         rewards = np.array([other.reward for other in shard.rows if other.group_id == row.group_id])
@@ -82,7 +84,7 @@ def plain_advantages(shard: Shard) -> list[float]:
     return found
 
 
-def plain_sum(model: torch.nn.Module, shard: Shard, groups: list[int]) -> Tensor:
+def plain_sum(model: torch.nn.Module, shard: BatchPart, groups: list[int]) -> Tensor:
     """Sum of the clipped objective over the generated tokens of these groups."""
     advantages = plain_advantages(shard)
     offsets = np.cumsum([0, *shard.lengths])
@@ -144,16 +146,16 @@ class Trained:
     report: dict[str, object]
 
 
-def run_learner(run: RunFile, work: list[list[Shard]], evaluations: list[int] | None = None) -> Trained:
+def run_learner(run: RunFile, work: list[list[BatchPart]], evaluations: list[int] | None = None) -> Trained:
     with Harness(run) as harness:
         harness.published(run.start_step)
         rows = harness.train(work)
         last = run.start_step + len(work)
         reader = make_reader(run, "test", 0)
         reader.open(10)
-        version, view = reader.lease(Version(run.epoch, last), 10)
+        version, view = reader.lease(Version(run.timeline, last), 10)
 
-        assert version == Version(run.epoch, last)
+        assert version == Version(run.timeline, last)
         reader.checksum()
         wire = {name: tensor.clone() for name, tensor in tensors(reader.manifest, view)}
         del view
@@ -229,8 +231,8 @@ def test_one_rank_continues_what_two_ranks_saved(two_ranks: Trained, model_folde
     saved = two_ranks.run.folder / "checkpoints" / "step-2"
     assert read_meta(saved).ranks == 2 and read_journal(saved) == b"journal 2"
     overrides = (*SETTINGS, "steps=1", f"resume={saved}")
-    run = save_run(*overrides, model_folder=model_folder, epoch=1, start_step=2)
-    resumed = run_learner(run, batches(1, first=2, epoch=1))
+    run = save_run(*overrides, model_folder=model_folder, timeline=1, start_step=2)
+    resumed = run_learner(run, batches(1, first=2, timeline=1))
     shutil.rmtree(run.folder)
     assert [row.step for row in resumed.rows] == [3]
     assert resumed.rows[0].values["train/loss"] == pytest.approx(two_ranks.rows[2].values["train/loss"], abs=1e-6)

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from algos.registry import Loss, LossFunction, make_loss
-from rl.core.columns import token_columns
-from rl.core.config import load_config
-from rl.core.messages import SampleRow, Shard
+from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.credit import assign
 from rl.learner.packing import Pack, dummy_pack, make_packs
 from rl.learner.policy import Policy
 from rl.learner.update import UpdateStats, accumulate_gradients
+from rl.wire.columns import token_columns
+from rl.wire.messages import BatchPart, SampleRow
 
 VOCAB = 67  # odd: two ranks hold a different number of rows
 
@@ -48,7 +48,7 @@ def save_tiny(folder: Path, *, tied: bool = True) -> Path:
     return folder
 
 
-def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int = 0) -> list[Shard]:
+def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int = 0) -> list[BatchPart]:
     """The same batch for any number of ranks; the first rank gets the samples 0, ranks, 2 ranks, ..."""
     random = np.random.default_rng(seed)
     samples = []
@@ -74,10 +74,10 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
         columns = {name: np.concatenate([samples[i][name] for i in members]) for name in samples[0]}
 
         shards.append(
-            Shard(
+            BatchPart(
                 step=5,
                 rank=rank,
-                epoch=0,
+                timeline=0,
                 rows=rows,
                 members=members,
                 lengths=[rows[i].tokens for i in members],
@@ -90,7 +90,7 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
     return shards
 
 
-def packs_of(shard: Shard, max_tokens: int = 64) -> list[Pack]:
+def packs_of(shard: BatchPart, max_tokens: int = 64) -> list[Pack]:
     """With group advantages; of one minibatch, or of the part that `shard` is."""
     packs = make_packs(shard, max_tokens, version=5) or [dummy_pack()]
     return assign(shard, [packs], make_algorithm(load_config(None)))[0].packs

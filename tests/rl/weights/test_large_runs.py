@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from rl.core.messages import Version
 from rl.weights import make_reader, make_writer
 from rl.weights.shm_file import process_started
+from rl.wire.messages import Version
 from tests.conftest import MakeRun
 from tests.rl.weights.test_transport import MANIFEST, publish, read, run_for
 

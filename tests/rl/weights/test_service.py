@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from rl.core.messages import AlarmRaised, Fatal, Message, PeerDied, Version, WeightNotice, WeightStatus
-from rl.core.process import Process
-from rl.core.run import ProcessContext, RunFile
-from rl.core.sockets import identity, open_socket, receive, send
 from rl.weights import WeightsError
 from rl.weights.service import UpdaterService
+from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, Version, WeightNotice, WeightStatus
+from rl.wire.process import Process
+from rl.wire.run import ProcessContext, RunFile
+from rl.wire.sockets import identity, open_socket, receive, send
 from tests.conftest import MakeRun
 
 NOTHING = Version(-1, -1)

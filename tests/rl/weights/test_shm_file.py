@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.core.config import ConfigError
-from rl.core.messages import Version
-from rl.core.process import WaitExpired
-from rl.core.run import RunFile
+from rl.config.schema import ConfigError
 from rl.learner import export
 from rl.learner.export import tensors, write_shard
 from rl.weights import Manifest, WeightsError, WeightWriter, make_reader, make_writer, shm_file
@@ -26,6 +23,9 @@ from rl.weights.layout import Segment, digest
 from rl.weights.shm import ShmReader
 from rl.weights.shm_file import check_space, remove_slots, slots_path, sweep_stale
 from rl.weights.slots import draft_of
+from rl.wire.messages import Version
+from rl.wire.process import WaitExpired
+from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rl.core.messages import Version
 from rl.weights.layout import Manifest, WeightsError
 from rl.weights.slots import Geometry, Lease, SlotTable, check_coverage
+from rl.wire.messages import Version
 
 RANKS = 2
 BYTES = 4  # each rank writes half of a slot, byte by byte
@@ -216,7 +216,7 @@ def test_sequence_is_odd_while_writing() -> None:
     assert slots.sequence(slot) == 2 and slots.newest() == slot
 
 
-def test_versions_only_grow_and_epochs_come_first() -> None:
+def test_versions_only_grow_and_timelines_come_first() -> None:
     slots = table()
     put(slots, Version(0, 9))
     with pytest.raises(WeightsError, match=r"version 0\.9 after 0\.9"):

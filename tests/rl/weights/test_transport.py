@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from rl.core.messages import Version
-from rl.core.process import WaitExpired
-from rl.core.run import RunFile
 from rl.weights import (
     Manifest,
     WeightReader,
@@ -26,6 +23,9 @@ from rl.weights import (
 from rl.weights.frames_reader import FramesReader, pieces
 from rl.weights.layout import Segment, digest
 from rl.weights.shm_file import slots_path
+from rl.wire.messages import Version
+from rl.wire.process import WaitExpired
+from rl.wire.run import RunFile
 from tests.conftest import BASE_PORT, MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")

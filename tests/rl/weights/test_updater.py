@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.core.messages import Version, WeightStatus
 from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
+from rl.wire.messages import Version, WeightStatus
 
 NOTHING = Version(-1, -1)
 
@@ -19,14 +19,14 @@ def core(generators: int = 2, *, rolling: bool = True, tolerance: float = 1e-3, 
 
 
 def publish(
-    updater: UpdaterCore, n: int, now: float = 0.0, epoch: int = 0, logp: list[float] | None = None
+    updater: UpdaterCore, n: int, now: float = 0.0, timeline: int = 0, logp: list[float] | None = None
 ) -> list[Action]:
     probe = [] if logp is None else list(range(len(logp) + 1))
-    return updater.publish(now, Version(epoch, n), 100 + n, probe, logp or [])
+    return updater.publish(now, Version(timeline, n), 100 + n, probe, logp or [])
 
 
-def loaded(generator: int, n: int, incarnation: int = 0, epoch: int = 0, **more: Any) -> WeightStatus:
-    return WeightStatus(generator, incarnation, Version(epoch, n), **({"checksum": 100 + n} | more))
+def loaded(generator: int, n: int, incarnation: int = 0, timeline: int = 0, **more: Any) -> WeightStatus:
+    return WeightStatus(generator, incarnation, Version(timeline, n), **({"checksum": 100 + n} | more))
 
 
 def told(actions: list[Action]) -> list[tuple[int, int]]:
@@ -113,11 +113,11 @@ def test_whoever_does_not_load_is_told_again_and_a_load_that_goes_on_is_left_alo
     assert told(updater.status(1001, WeightStatus(0, 4, NOTHING))) == [(0, 0)]
 
 
-def test_another_epoch_reloads() -> None:
+def test_another_timeline_reloads() -> None:
     updater = core(2)
     updater.status(0, WeightStatus(0, 0, Version(0, 7)))
     updater.status(0, WeightStatus(1, 0, Version(3, 0)))
-    assert told(publish(updater, 5, epoch=1)) == [(0, 5), (1, 5)]
+    assert told(publish(updater, 5, timeline=1)) == [(0, 5), (1, 5)]
 
 
 def test_a_version_ahead_of_its_publication_is_proven_later() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl.core.moments import Batched, Delivered, Issued, Moment, TakenBack, TicketEnded
+from rl.observe.trace_events import Batched, Delivered, Issued, TakenBack, TicketEnded, TraceEvent
 from rollout.broker.ledger import LedgerError, state_of
 from rollout.broker.records import NAMES, Attempt, Sample, State
 from rollout.broker.traced_ledger import TracedLedger
@@ -46,10 +46,10 @@ class AuditedLedger(TracedLedger):
         if samples != self.samples or tokens != self.tokens:
             raise LedgerError(f"counted {samples}, {tokens}; the books say {self.samples}, {self.tokens}")
 
-    def check_moments(self) -> None:
+    def check_events(self) -> None:
         """Once the run has ended: those who began have ended, and those of samples that count are among them."""
-        for moment in self.take_moments():
-            self._told(moment)
+        for event in self.take_events():
+            self._told(event)
         assert None not in self.ends.values(), "a ticket has no end"
 
         kept = {attempt.ticket_id for attempt in self._all_attempts if attempt.sample.attempt is attempt}
@@ -61,8 +61,8 @@ class AuditedLedger(TracedLedger):
         evaluated = self.ends.keys() - {attempt.ticket_id for attempt in self._all_attempts}
         assert {self.ends[ticket] for ticket in evaluated} <= {"evaluated", "failed", "stale"}
 
-    def _told(self, moment: Moment) -> None:
-        match moment:
+    def _told(self, event: TraceEvent) -> None:
+        match event:
             case Issued(ticket):
                 assert ticket not in self.ends
                 self.ends[ticket] = None
@@ -77,4 +77,4 @@ class AuditedLedger(TracedLedger):
             case Batched(_, tickets):
                 assert all(self.ends[ticket] is None for ticket in tickets)
             case _:
-                raise AssertionError(f"{moment} is not the broker's to tell")
+                raise AssertionError(f"{event} is not the broker's to tell")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rl.core.messages import Trajectory, Turn
+from rl.wire.messages import Trajectory, Turn
 from tests.rollout.trajectories import with_sequence
 
 ABSURD = (math.nan, math.inf, -math.inf, 1e300, -1e300)

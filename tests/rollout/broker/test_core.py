@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rl.core.messages import Ticket, Version
-from rl.core.seeds import sample_seed, task_order
+from rl.config.seeds import sample_seed, task_order
+from rl.wire.messages import Ticket, Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
@@ -37,9 +37,11 @@ def of(actions: list[Action], kind: type) -> list[Any]:
 class Driver:
     """A core with a generous server; keeps what is live and what was emitted."""
 
-    def __init__(self, of_run: Rules, capacity: int = 100, state: dict[str, Any] | None = None, epoch: int = 0) -> None:
+    def __init__(
+        self, of_run: Rules, capacity: int = 100, state: dict[str, Any] | None = None, timeline: int = 0
+    ) -> None:
         self.core = BrokerCore(of_run, ledger=AuditedLedger())
-        self.epoch = epoch
+        self.timeline = timeline
         if state is not None:
             self.core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
 
@@ -60,20 +62,22 @@ class Driver:
         return actions
 
     def publish(self, n: int) -> list[Action]:
-        return self.do(self.core.published(Version(self.epoch, n), self.now))
+        return self.do(self.core.published(Version(self.timeline, n), self.now))
 
     def request(self, step: int) -> list[Action]:
         return self.do(self.core.batch_requested(step, self.now))
 
     def begin(self, ticket: Ticket, version: int) -> list[Action]:
-        return self.do(self.core.first_token(ticket.ticket_id, Version(self.epoch, version), self.now))
+        return self.do(self.core.first_token(ticket.ticket_id, Version(self.timeline, version), self.now))
 
     def finish(
         self, ticket: Ticket, version: int, reward: float = 1.0, tokens: int = 5, *, late: bool = False
     ) -> list[Action]:
         """late: the generators' report comes after the trajectory."""
         self.live.pop(ticket.ticket_id, None)
-        outcome = EpisodeOutcome(self.epoch, version, reward, tokens, tokens, success=reward, payload=ticket.ticket_id)
+        outcome = EpisodeOutcome(
+            self.timeline, version, reward, tokens, tokens, success=reward, payload=ticket.ticket_id
+        )
         reported = ticket.kind == "train"
         actions: list[Action] = []
         if reported and not late:
@@ -419,7 +423,7 @@ def test_an_episode_without_end_is_cancelled_by_the_broker() -> None:
     assert sum(len(c.ticket_ids) for c in of(actions, RevokeTickets)) == 4 == len(of(actions, IssueTicket))
 
 
-# ------------------------------------------------------------ tokens, epochs, evaluation, end, journal
+# ------------------------------------------------------------ tokens, timelines, evaluation, end, journal
 
 
 def test_tokens_are_booked_by_ticket_and_checked_twice() -> None:
@@ -454,17 +458,17 @@ def test_a_ledger_that_does_not_close_fails_the_run() -> None:
     assert "claims 9 tokens, generators reported 0" in of(driver.actions, StopRun)[0].reason
 
 
-def test_results_of_another_epoch_end_stale() -> None:
-    driver = Driver(rules(), epoch=5)
+def test_results_of_another_timeline_end_stale() -> None:
+    driver = Driver(rules(), timeline=5)
     driver.publish(0)
     ticket = driver.group(0)[0]
     driver.do(driver.core.finished(ticket.ticket_id, EpisodeOutcome(4, 0, 1.0, 0), 0.0))
     assert driver.samples("stale") == 2 and of(driver.actions, GroupRecord)[0].end == "stale"
 
 
-@pytest.mark.parametrize(("version", "what"), [(Version(1, 3), "without that batch"), (Version(0, 1), "in epoch 0")])
+@pytest.mark.parametrize(("version", "what"), [(Version(1, 3), "without that batch"), (Version(0, 1), "in timeline 0")])
 def test_a_learner_that_contradicts_itself_stops_the_run(version: Version, what: str) -> None:
-    driver = Driver(rules(), epoch=1)
+    driver = Driver(rules(), timeline=1)
     driver.publish(0)
     assert what in of(driver.do(driver.core.published(version, 0.0)), StopRun)[0].reason
 
@@ -551,14 +555,14 @@ def test_a_restored_core_issues_the_open_groups_again() -> None:
     assert state["ledger"]["issued"] == 4
     open_tasks = {t.group_id: t.task_index for t in driver.live.values()}
 
-    resumed = Driver(rules(alpha=1), state=state, epoch=1)
+    resumed = Driver(rules(alpha=1), state=state, timeline=1)
     resumed.core.ledger.check()
     resumed.publish(1)
     assert {t.group_id: t.task_index for t in resumed.live.values()} == open_tasks
     assert all(t.seed == sample_seed(0, t.sample_id) for t in resumed.live.values())
     assert not set(resumed.live) & set(driver.live)
     assert resumed.samples("issued") == 12 and resumed.samples("trained") == 4
-    for ticket in list(driver.live.values()):  # the old epoch is over
+    for ticket in list(driver.live.values()):  # the old timeline is over
         assert resumed.do(resumed.core.finished(ticket.ticket_id, EpisodeOutcome(0, 0, 1.0, 5), 0.0)) == []
     assert resumed.core.groups.tasks.next_group == driver.core.groups.tasks.next_group
 
@@ -580,7 +584,7 @@ def test_a_resumed_synchronous_run_draws_the_same_groups_as_an_uninterrupted_one
     half = Driver(rules(train_tasks=3))
     half.publish(0)
     first = play(half, 0, 2)
-    rest = Driver(rules(train_tasks=3), state=half.core.snapshot(), epoch=1)
+    rest = Driver(rules(train_tasks=3), state=half.core.snapshot(), timeline=1)
     rest.publish(2)
     assert first + play(rest, 2, 4) == expected
     assert of(rest.actions, Finished)[0].report["ledger"]["samples"]["trained"] == 16

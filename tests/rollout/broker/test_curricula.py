@@ -131,7 +131,7 @@ def test_its_state_is_part_of_the_journal() -> None:
         driver.finish(ticket, 0)
     driver.publish(1)
     state = driver.core.snapshot()
-    resumed = Driver(config, state=state, epoch=1)
+    resumed = Driver(config, state=state, timeline=1)
     assert resumed.core.groups.tasks.source.snapshot()["known"] == state["tasks"]["source"]["known"] != []
     with pytest.raises(ValueError, match=r"another rollout\.curriculum"):
         BrokerCore(rules(group_size=1)).restore(state)

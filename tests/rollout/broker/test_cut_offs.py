@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.core.messages import Ticket
+from rl.wire.messages import Ticket
 from rollout.broker import Rules
 from rollout.broker.actions import Action, EmitBatch, Finished, GroupRecord
 from tests.rollout.broker.test_core import Driver, of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl.core.config import ConfigError, load_config
+from rl.config.schema import ConfigError, load_config
 from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket
 from rollout.broker.policies.curricula import mixed_chance
 from tests.rollout.broker.test_core import Driver, groups_of, of, rules
@@ -83,7 +83,7 @@ def test_open_groups_keep_the_ids_of_their_samples_over_a_checkpoint() -> None:
     assert [ticket.sample_id for ticket in driver.group(1)] == [6, 7], "it is whole"
     driver.publish(1)
 
-    resumed = Driver(driver.core.rules, state=driver.core.snapshot(), epoch=1)
+    resumed = Driver(driver.core.rules, state=driver.core.snapshot(), timeline=1)
     resumed.publish(1)
     assert [ticket.sample_id for ticket in resumed.group(1)] == [4, 5], "and begins again with its first"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import rollout.broker
-from rl.core.messages import Version
+from rl.wire.messages import Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EpisodeOutcome, GroupRecord, IssueTicket
 
@@ -50,7 +50,7 @@ class Example:
         self.see(self.core.first_token(self.tickets[group], Version(0, version), 0.0))
 
     def finish(self, group: int, version: int) -> None:
-        outcome = EpisodeOutcome(epoch=0, version=version, reward=1.0, tokens_generated=0)
+        outcome = EpisodeOutcome(timeline=0, version=version, reward=1.0, tokens_generated=0)
         self.see(self.core.finished(self.tickets[group], outcome, 0.0))
 
     def request(self, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.core.messages import Version
+from rl.wire.messages import Version
 from rollout.broker import Rules
 from rollout.broker.actions import EpisodeOutcome, GroupRecord, StopRun
 from tests.rollout.broker.test_core import Driver, of
@@ -16,7 +16,7 @@ from tests.rollout.broker.world import World
 class RollingBack(World):
     """Now and then the learner dies, and a version since its checkpoint comes out otherwise.
 
-    Tickets of an earlier epoch end by a failure or a cancel: no generator answers them any more.
+    Tickets of an earlier timeline end by a failure or a cancel: no generator answers them any more.
     """
 
     checkpoint = 0
@@ -29,22 +29,22 @@ class RollingBack(World):
 
     def roll_back(self, n: int) -> None:
         self.rolled_back += 1
-        self.epoch += 1
+        self.timeline += 1
         self.published = n
         self.asked = n
 
         self.batches = {step: batch for step, batch in self.batches.items() if step < n}
         self.trained = {sample.sample_id for batch in self.batches.values() for sample in batch.samples}
-        self.do(self.core.published(Version(self.epoch, n), self.now))
+        self.do(self.core.published(Version(self.timeline, n), self.now))
         if n == self.rules.steps and self.rules.eval_tasks:
-            self.do(self.core.eval_requested(Version(self.epoch, n), self.rules.eval_tasks, self.now))
+            self.do(self.core.eval_requested(Version(self.timeline, n), self.rules.eval_tasks, self.now))
 
     def generate(self, ticket_id: int, *, told: bool = True) -> None:
-        if self.running[ticket_id].ticket.version.epoch == self.epoch:
+        if self.running[ticket_id].ticket.version.timeline == self.timeline:
             super().generate(ticket_id, told=told)
 
     def finish(self, ticket_id: int, reward: float | None = None) -> None:
-        if self.running[ticket_id].ticket.version.epoch == self.epoch:
+        if self.running[ticket_id].ticket.version.timeline == self.timeline:
             super().finish(ticket_id, reward)
         elif self.running[ticket_id].cancelled:
             self.confirm_cancel(ticket_id)
@@ -101,8 +101,8 @@ def test_what_holds_the_version_or_a_later_one_ends_stale_and_what_is_older_stay
 
     driver.actions.clear()
     driver.do(driver.core.published(Version(1, 1), driver.now))
-    driver.epoch = 1
-    assert driver.core.n == 1 and driver.core.epoch == 1
+    driver.timeline = 1
+    assert driver.core.n == 1 and driver.core.timeline == 1
     assert driver.samples("trained") == 2, "batch 0 stays trained, batch 1 was made of weights that are no more"
     assert driver.samples("waiting") == 2 and driver.core.groups.open[2].done == 2
     assert {record.group_id for record in of(driver.actions, GroupRecord)} == {3, 4}

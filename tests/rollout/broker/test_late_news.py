@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rl.core.messages import PeerDied, SaveRequest, Version
-from rl.core.process import Process
-from rl.core.run import ProcessContext
-from rl.core.sockets import identity
+from rl.wire.messages import PeerDied, SaveRequest, Version
+from rl.wire.process import Process
+from rl.wire.run import ProcessContext
+from rl.wire.sockets import identity
 from rollout.broker.process import Broker
 from tests.conftest import MakeRun
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from rl.core.alarms import Alarms
-from rl.core.config_alarms import AlarmsConfig
-from rl.core.messages import Ticket, Turn, Version
+from rl.config.alarms import AlarmsConfig
+from rl.observe.alarms import Alarms
+from rl.wire.messages import Ticket, Turn, Version
 from rollout.broker.actions import BatchSample, EpisodeOutcome
 from rollout.broker.outliers import Outliers
 from tests.rollout.trajectories import make_trajectory, with_sequence

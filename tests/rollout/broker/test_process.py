@@ -14,8 +14,11 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from rl.core.messages import (
+from rl.observe.trace import read_trace
+from rl.observe.trace_events import Issued
+from rl.wire.messages import (
     AckTickets,
+    BatchPart,
     BatchRequest,
     BatchUnderway,
     CancelTickets,
@@ -30,7 +33,6 @@ from rl.core.messages import (
     Register,
     SaveRequest,
     ServerHello,
-    Shard,
     StillSampling,
     Stop,
     Ticket,
@@ -40,10 +42,8 @@ from rl.core.messages import (
     Version,
     encode,
 )
-from rl.core.moments import Issued
-from rl.core.run import RunFile
-from rl.core.sockets import identity, open_socket, receive, receive_from, send, send_to
-from rl.core.trace import read_trace
+from rl.wire.run import RunFile
+from rl.wire.sockets import identity, open_socket, receive, receive_from, send, send_to
 from rollout.broker.records import State
 from tests.conftest import MakeRun
 from tests.inbox import next_from
@@ -169,7 +169,7 @@ def test_a_whole_run(broker: BrokerProcess) -> None:
         broker.deliver(ticket, reward=0.0, tokens=tokens)
 
     received = [_next(socket) for socket in broker.shards]
-    shards = [shard for shard in received if isinstance(shard, Shard)]
+    shards = [shard for shard in received if isinstance(shard, BatchPart)]
     assert len(shards) == len(received) == 2
     rows = shards[0].rows
     assert rows == shards[1].rows and [row.sample_id for row in rows] == [0, 1, 2, 3]
@@ -278,7 +278,7 @@ def test_a_batch_that_comes_nearer_may_take_longer_than_its_deadline(broker: Bro
 
     for ticket in tickets:
         broker.deliver(ticket, float(ticket.sample_id % 2))
-    while not isinstance(shard := _next(broker.shards[0]), Shard):
+    while not isinstance(shard := _next(broker.shards[0]), BatchPart):
         pass
     assert shard.step == 0
 
@@ -318,4 +318,4 @@ def test_a_successor_tells_the_trace_what_is_missing_and_nothing_twice(broker: B
 
 def _told(run: RunFile) -> list[int]:
     """The tickets of which the trace says that they were issued."""
-    return [event.moment.ticket for event in read_trace(run.folder) if isinstance(event.moment, Issued)]
+    return [record.event.ticket for record in read_trace(run.folder) if isinstance(record.event, Issued)]

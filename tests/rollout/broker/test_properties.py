@@ -67,7 +67,7 @@ def test_random_interleavings(config: Rules, seed: int, events: int, capacity: i
     assert world.report["ledger_mismatches"] == 0
     assert world.report["refused_trajectories"] == world.refused
 
-    world.ledger.check_moments()
+    world.ledger.check_events()
 
     books = world.report["ledger"]
     trained = config.steps * config.groups_per_batch * config.group_size

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rl.core.config import ConfigError, load_config
-from rl.core.messages import Ticket, Version
+from rl.config.schema import ConfigError, load_config
+from rl.wire.messages import Ticket, Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, GroupRecord, IssueTicket
 from rollout.broker.policies.hedging import MIN_PEERS

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rl.core.messages import Ticket, Trajectory, Turn, Version
+from rl.wire.messages import Ticket, Trajectory, Turn, Version
 from rollout.broker.validation import HIGHEST_LOGP, NOT_LIVE, fault, vocabulary_of
 from tests.conftest import MakeRun
 from tests.rollout.broker.corruptions import CORRUPTIONS
@@ -81,9 +81,9 @@ def test_versions_lie_between_the_tickets_and_the_newest_and_never_go_back(versi
     wrong = with_sequence(good(), policy_version=column)
     assert refused(wrong).startswith(what)
 
-    # Numbers of another epoch say nothing here: the core ends such a group as stale.
-    other_epoch = refused(replace(wrong, epoch=1))
-    assert bool(other_epoch) == (versions != sorted(versions))
+    # Numbers of another timeline say nothing here: the core ends such a group as stale.
+    other_timeline = refused(replace(wrong, timeline=1))
+    assert bool(other_timeline) == (versions != sorted(versions))
 
 
 def test_the_reason_names_the_field() -> None:
@@ -121,9 +121,9 @@ def test_a_column_of_the_sample_takes_no_other_ones_place() -> None:
     )
 
 
-@pytest.mark.parametrize("epoch", [-1, 2, 99])
-def test_the_epoch_lies_between_the_tickets_and_the_newest(epoch: int) -> None:
-    assert refused(replace(good(), epoch=epoch)).startswith(f"epoch {epoch}")
+@pytest.mark.parametrize("timeline", [-1, 2, 99])
+def test_the_timeline_lies_between_the_tickets_and_the_newest(timeline: int) -> None:
+    assert refused(replace(good(), timeline=timeline)).startswith(f"timeline {timeline}")
 
 
 def test_more_tokens_than_an_episode_can_sample_are_refused() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.core.messages import BatchRequest, Message, PeerDied, Published, ServerHello, TicketFailed, Version, encode
+from rl.wire.messages import BatchRequest, Message, PeerDied, Published, ServerHello, TicketFailed, Version, encode
 from rollout.broker import BrokerCore, Rules, write_ahead
 from rollout.broker.actions import IssueTicket, RevokeTickets
 from rollout.broker.intake import Intake
@@ -76,7 +76,7 @@ def test_any_events_since_any_state_lead_to_the_same_core(config: Rules, seed: i
             recorded.die()
     world.finish_all()
     world.core.ledger.check()
-    world.ledger.check_moments()
+    world.ledger.check_events()
 
 
 def rules() -> Rules:
@@ -107,7 +107,7 @@ def test_what_was_appended_is_read_again(tmp_path: Path) -> None:
     messages = filled(tmp_path / "log")
     intake, events = WriteAheadLog(tmp_path / "log").read()
     read = list(events)
-    assert isinstance(intake, Intake) and intake.core.epoch == -1
+    assert isinstance(intake, Intake) and intake.core.timeline == -1
     assert [now for now, _ in read] == [1.5, 1.5, 1.5, 1.5, 2.5]
     assert [frames(message) for _, message in read] == [frames(message) for message in messages]
 

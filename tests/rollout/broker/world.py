@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.core.messages import Ticket, Trajectory, Version
+from rl.wire.messages import Ticket, Trajectory, Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import (
     Action,
@@ -48,7 +48,7 @@ class World:
         self.rules = rules
         self.random = random.Random(seed)
         self.now = 0.0
-        self.epoch = 0
+        self.timeline = 0
 
         self.running: dict[int, Episode] = {}
         self.late_usage: list[tuple[int, int, bool]] = []  # of ended tickets
@@ -88,13 +88,13 @@ class World:
         self.published += 1
         if self.published:
             self.trained |= {sample.sample_id for sample in self.batches[self.published - 1].samples}
-        self.do(self.core.published(Version(self.epoch, self.published), self.now))
+        self.do(self.core.published(Version(self.timeline, self.published), self.now))
         if self.published == self.rules.steps and self.rules.eval_tasks:
             self.evaluate()
 
     def evaluate(self) -> None:
         """Once for each version, and as early or late as it may be asked for."""
-        self.do(self.core.eval_requested(Version(self.epoch, self.published), self.rules.eval_tasks or 2, self.now))
+        self.do(self.core.eval_requested(Version(self.timeline, self.published), self.rules.eval_tasks or 2, self.now))
 
     def tick(self) -> None:
         """What was due is done: nobody waits for a time that has passed."""
@@ -123,7 +123,7 @@ class World:
             is_lost = self.random.random() < 0.1
             episode.unreported.append((len(versions), is_lost))
             if is_first and told:
-                self.do(self.core.first_token(ticket_id, Version(self.epoch, began), self.now))
+                self.do(self.core.first_token(ticket_id, Version(self.timeline, began), self.now))
             if not is_lost:
                 break
 
@@ -159,7 +159,10 @@ class World:
 
     def fault(self, trajectory: Trajectory) -> str:
         return fault(
-            trajectory, self.core.ticket(trajectory.ticket_id), Version(self.core.epoch, self.core.groups.e), VOCABULARY
+            trajectory,
+            self.core.ticket(trajectory.ticket_id),
+            Version(self.core.timeline, self.core.groups.e),
+            VOCABULARY,
         )
 
     def fail(self, ticket_id: int) -> None:
@@ -287,7 +290,7 @@ class World:
         assert self.published >= 0, "nothing is issued before the first version"
         assert ticket.ticket_id not in self.running
         if ticket.kind == "train":
-            assert ticket.version == Version(self.epoch, self.published)
+            assert ticket.version == Version(self.timeline, self.published)
             others = [e for e in self.running.values() if e.ticket.sample_id == ticket.sample_id and not e.cancelled]
             assert all(other.server != action.server for other in others), "a second copy runs elsewhere"
             assert len(others) <= (self.rules.hedge_quantile > 0)

@@ -14,10 +14,10 @@ from msgspec import structs
 
 from experiments.gateway.agents import TOOLS
 from experiments.gateway.tokenizers import make_folder
-from rl.core.config import load_config
-from rl.core.messages import Abort, Generate, Generated, Trajectory, Version
-from rl.core.process import WaitExpired
-from rl.core.seeds import turn_seed
+from rl.config.schema import load_config
+from rl.config.seeds import turn_seed
+from rl.wire.messages import Abort, Generate, Generated, Trajectory, Version
+from rl.wire.process import WaitExpired
 from rollout.episodes.environment import ChatMessage, Opening, Step, TurnText
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.generation import GenerationClient
@@ -82,7 +82,7 @@ def test_done() -> None:
     assert result.sequence.token_ids.tolist() == [1, 2, 3, 8, 9, 7, 7, 8, 9]  # no observation after the end
     assert [turn.reward for turn in result.sequence.turns] == [0.5, 0.5]
     assert environment.actions == ["8 9", "8 9"] and environment.closes == 1
-    assert (result.ticket_id, result.sample_id, result.kind, result.epoch) == (5, 5, "train", 0)
+    assert (result.ticket_id, result.sample_id, result.kind, result.timeline) == (5, 5, "train", 0)
     assert result.sequence.oldest_version == 3
 
 

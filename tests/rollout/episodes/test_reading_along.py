@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rl.core.config import load_config
-from rl.core.messages import Abort, Generate, Grown, Ticket, Version
+from rl.config.schema import load_config
+from rl.wire.messages import Abort, Generate, Grown, Ticket, Version
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.sequence import GrowingSequence
 from rollout.episodes.turns import TurnSampler

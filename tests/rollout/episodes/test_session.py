@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from experiments.gateway.agents import TOOLS
-from rl.core.config import load_config
-from rl.core.messages import Generate, Generated, Ticket, Version
+from rl.config.schema import load_config
+from rl.wire.messages import Generate, Generated, Ticket, Version
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.forest import Forest
 from rollout.episodes.generation import Read

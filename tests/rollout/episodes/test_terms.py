@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl.core.messages import Generate, Generated, Trajectory
+from rl.wire.messages import Generate, Generated, Trajectory
 from rollout.episodes.environment import EpisodeTerms
 from rollout.episodes.episode import run_episode
 from tests.envs.harness import ticket

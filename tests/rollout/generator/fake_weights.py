@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from rl.core.messages import Version
 from rl.weights import Manifest
+from rl.wire.messages import Version
 
 
 class FakeReader:

@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from safetensors.torch import load
 
-from rl.core.messages import Version
 from rl.weights import Manifest, WeightReader
+from rl.wire.messages import Version
 from rollout.generator.engines.vllm_internals import are_weights_as_loaded
 from rollout.generator.engines.vllm_worker import LoadsWeights
 
@@ -41,7 +41,7 @@ class FileReader:
                 raise TimeoutError(f"no weights {at_least}")
             time.sleep(0.01)
         self.bytes = files[newest].read_bytes()
-        return Version(at_least.epoch, newest), memoryview(self.bytes)
+        return Version(at_least.timeline, newest), memoryview(self.bytes)
 
     def checksum(self) -> int:
         return zlib.crc32(self.bytes)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from rl.core.messages import (
+from rl.weights import Manifest, make_writer
+from rl.wire.messages import (
     Abort,
     Fatal,
     FirstToken,
@@ -27,9 +28,8 @@ from rl.core.messages import (
     WeightNotice,
     WeightStatus,
 )
-from rl.core.run import RunFile
-from rl.core.sockets import identity, open_socket, send, send_to
-from rl.weights import Manifest, make_writer
+from rl.wire.run import RunFile
+from rl.wire.sockets import identity, open_socket, send, send_to
 from rollout.generator.jobs import DELIVERED_EVERY
 from tests.conftest import MakeRun
 from tests.inbox import next_from
@@ -103,10 +103,10 @@ class Outside:
         assert len(status.probe_logp) == 2
 
     def generate(
-        self, request_id: int, gate: int, epoch: int = 0, max_tokens: int = 1000, stream: bool = False
+        self, request_id: int, gate: int, timeline: int = 0, max_tokens: int = 1000, stream: bool = False
     ) -> None:
         prompt = np.arange(30, dtype="<i4")
-        gate_version = Version(epoch, gate)
+        gate_version = Version(timeline, gate)
         fields = (request_id, 70 + request_id, "train", gate_version, prompt, max_tokens, 1.0, 1.0, [2])
         send_to(self.backend, ME, Generate(*fields, stream=stream))
 
@@ -146,7 +146,7 @@ def test_requests_wait_for_their_version_and_the_process_stops_cleanly(start: Ca
     first = outside.get(outside.backend, lambda each: isinstance(each, FirstToken))
     assert first == FirstToken(1, 71, Version(0, 0))
     answer = outside.answer()
-    assert (answer.request_id, answer.session, answer.generator, answer.epoch) == (1, 71, 0, 0)
+    assert (answer.request_id, answer.session, answer.generator, answer.timeline) == (1, 71, 0, 0)
     assert answer.finish_reason == "stop" and answer.tokens_generated == answer.token_ids.size == 100
     assert answer.queued_s > 0 and answer.generate_s >= 0.15
 
@@ -179,7 +179,7 @@ def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(star
     outside.generate(1, gate=1)
     send_to(outside.backend, ME, Abort(1))
     held = outside.answer()
-    assert (held.request_id, held.finish_reason, held.tokens_generated, held.epoch) == (1, "abort", 0, 0)
+    assert (held.request_id, held.finish_reason, held.tokens_generated, held.timeline) == (1, "abort", 0, 0)
 
     outside.generate(2, gate=0)
     outside.running(lambda running: running.get(2, 0) > 5)
@@ -267,12 +267,12 @@ def test_what_an_update_may_discard_is_not_read_along(start: Callable[..., Outsi
     assert isinstance(outside.get(outside.backend, lambda each: isinstance(each, Generated | Grown)), Generated)
 
 
-def test_a_request_of_a_past_epoch_is_refused(start: Callable[..., Outside]) -> None:
+def test_a_request_of_a_past_timeline_is_refused(start: Callable[..., Outside]) -> None:
     outside = start()
     outside.load(0)
-    outside.generate(1, gate=7, epoch=-1)
+    outside.generate(1, gate=7, timeline=-1)
     answer = outside.answer()
-    assert (answer.finish_reason, answer.error) == ("error", "epoch -1 is over; this is 0")
+    assert (answer.finish_reason, answer.error) == ("error", "timeline -1 is over; this is 0")
 
 
 def test_only_the_newest_notice_is_loaded_and_a_load_is_no_hang(start: Callable[..., Outside]) -> None:

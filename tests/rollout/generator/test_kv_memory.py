@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.core.config import SimulatedEngineConfig
+from rl.config.schema import SimulatedEngineConfig
 from rollout.generator.engines.timing import BatchModel, Timing
 
 

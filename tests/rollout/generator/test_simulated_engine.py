@@ -12,10 +12,10 @@ from typing import cast
 import numpy as np
 import pytest
 
-from rl.core.config import SimulatedEngineConfig
-from rl.core.messages import Generate, Version
-from rl.core.run import ProcessContext
+from rl.config.schema import SimulatedEngineConfig
 from rl.weights import WeightReader
+from rl.wire.messages import Generate, Version
+from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
 from rollout.generator.engines.timing import BatchModel, Event, Timing

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rl.core.messages import Version
+from rl.wire.messages import Version
 from rollout.generator.engines.base import Sampled
 from tests.rollout.generator.vllm_rig import KV_BYTES, MAX_MODEL_LEN, MAX_NUM_SEQS, PROBE, SHAPE, TOLERANCE, Rig
 
@@ -302,7 +302,7 @@ def test_the_engine_process_dies_with_a_killed_generator(tied_rig: Rig) -> None:
     rig = tied_rig  # whose engine has a process of its own
     script = f"""
         import asyncio, os
-        from rl.core.run import ProcessContext, RunFile
+        from rl.wire.run import ProcessContext, RunFile
         from rollout.generator.engines import vllm, vllm_settings
         vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl.core.messages import Version, WeightStatus
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.wire.messages import Version, WeightStatus
 from tests.rollout.generator.vllm_rig import PROBE, Rig
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.core.messages import Fatal, WeightStatus
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.wire.messages import Fatal, WeightStatus
 from rollout.generator.engines.base import Sampled
 from tests.conftest import MakeRun
 from tests.rollout.generator.test_vllm_engine import prompts

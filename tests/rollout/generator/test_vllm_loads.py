@@ -11,7 +11,7 @@ import torch
 from vllm import _custom_ops
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from rl.core.config import load_config
+from rl.config.schema import load_config
 from rollout.generator.engines.environment import UNPACKED_VARIABLE, engine_environment
 from rollout.generator.engines.vllm_internals import are_weights_as_loaded
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig

@@ -21,11 +21,11 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl.core.messages import Fatal, Message, Version, WeightNotice, WeightStatus
-from rl.core.sockets import send
 from rl.learner.export import write_shard
 from rl.weights import Manifest
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.wire.messages import Fatal, Message, Version, WeightNotice, WeightStatus
+from rl.wire.sockets import send
 from rollout.generator.engines.environment import engine_environment
 from tests.conftest import MakeRun
 from tests.rollout.generator.test_generator import Outside

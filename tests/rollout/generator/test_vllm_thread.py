@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.core.messages import Version
+from rl.wire.messages import Version
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
 
 

@@ -26,10 +26,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rl.core.config import load_config
-from rl.core.messages import Generate, Version, WeightStatus
-from rl.core.run import ProcessContext, RunFile
-from rl.core.sockets import make_curve_key
+from rl.config.schema import load_config
+from rl.wire.messages import Generate, Version, WeightStatus
+from rl.wire.run import ProcessContext, RunFile
+from rl.wire.sockets import make_curve_key
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.environment import engine_environment
 

@@ -13,11 +13,11 @@ import zmq
 from experiments.gateway.agents import TOOLS
 from launch.memory import estimate
 from launch.plan import make_plan
-from rl.core.messages import ClientHello, Message, ParserHello, ParseTurn, Stop, TurnParsed
-from rl.core.process import Process, WaitExpired
-from rl.core.receiving import Malformed
-from rl.core.run import ProcessContext, RunFile
-from rl.core.sockets import open_socket, send_to
+from rl.wire.messages import ClientHello, Message, ParserHello, ParseTurn, Stop, TurnParsed
+from rl.wire.process import Process, WaitExpired
+from rl.wire.receiving import Malformed
+from rl.wire.run import ProcessContext, RunFile
+from rl.wire.sockets import open_socket, send_to
 from rollout.episodes.live import LiveTurn
 from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
 from rollout.episodes.tokenizer import IdTokenizer

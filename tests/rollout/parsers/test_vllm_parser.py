@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from experiments.gateway.tokenizers import make_folder
-from rl.core.config import ConfigError, load_config
-from rl.core.config_chat import ChatConfig
-from rl.core.messages import ClientHello, Message, ParseTurn, ProtocolError, Stop, encode
-from rl.core.process import Process
-from rl.core.run import ProcessContext
+from rl.config.chat import ChatConfig
+from rl.config.schema import ConfigError, load_config
+from rl.wire.messages import ClientHello, Message, ParseTurn, ProtocolError, Stop, encode
+from rl.wire.process import Process
+from rl.wire.run import ProcessContext
 from rollout.episodes.parsing import ParsedTurn, make_parser
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.parsers import process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl.core.messages import Generate, ProtocolError, Version
+from rl.wire.messages import Generate, ProtocolError, Version
 from rollout.proxy.continuations import Continuations
 from tests.rollout.trajectories import reply_columns
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from rl.core.messages import (
+from rl.wire.messages import (
     Abort,
     FirstToken,
     Generate,
@@ -29,8 +29,8 @@ from rl.core.messages import (
     Version,
     encode,
 )
-from rl.core.run import RunFile
-from rl.core.sockets import identity, open_socket, receive_from, send, send_to
+from rl.wire.run import RunFile
+from rl.wire.sockets import identity, open_socket, receive_from, send, send_to
 from tests.conftest import MakeRun
 from tests.inbox import next_from
 from tests.rollout.trajectories import reply_columns
@@ -108,7 +108,7 @@ def answer(key: int, session: int, tokens: int, reason: str = "stop") -> Generat
         request_id=key,
         session=session,
         columns=reply_columns(range(tokens), -0.5, 3),
-        epoch=0,
+        timeline=0,
         finish_reason=reason,
         tokens_generated=tokens,
         generator=0,

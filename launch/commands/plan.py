@@ -1,0 +1,212 @@
+"""`fresco plan`: which split of the GPUs, which alpha, how much redundancy, from the real scheduler in virtual time.
+
+    fresco plan experiments/simulated.yaml --gpus 8          # what the recipe says of simulated engines
+    fresco plan --run runs/math_8gpu                          # what a finished run measured
+
+Training time scales with 1 / ranks, generation with the number of generators; both are what the plan varies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+
+from matplotlib.figure import Figure
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from rl.config.schema import Config, ConfigError, load_config
+from rollout.simulate.clock import SimulationStopped
+from rollout.simulate.distributions import Gaussian
+from rollout.simulate.lower_bound import lower_bound_s
+from rollout.simulate.recipe import Measured, assumed, assumptions, read_run, scenario_of
+from rollout.simulate.result import SimulationResult
+from rollout.simulate.simulation import Simulation
+
+ALPHAS = (0.0, 0.5, 1.0, 2.0)
+REDUNDANCIES = ((0, 0), (1, 1))  # groups and episodes per group beyond the need
+MEASURED_STEPS = 8
+ENOUGH = 0.98  # of the best speed: of what reaches it, the freshest is the choice
+
+
+class Candidate(Struct, frozen=True):
+    """One line of the plan; seconds are per training step."""
+
+    generators: int
+    ranks: int
+    alpha: float
+    extra_groups: int
+    extra_episodes: int
+    result: SimulationResult
+    lower_bound_s: float  # of the simulated run from its start, for the episodes it trained
+
+    @property
+    def over_bound(self) -> float:
+        """The run from its start, the warm-up included, over what no schedule of its trained episodes undercuts."""
+        times = self.result.step_times
+        return sum(times) / len(times) / self.lower_bound_s if self.lower_bound_s else float("inf")
+
+    @property
+    def redundant(self) -> bool:
+        return bool(self.extra_groups or self.extra_episodes)
+
+
+def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Candidate]:
+    """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out."""
+    per_generator = config.generator.tensor_parallel
+    base = scenario_of(config, measured)
+    most = config.rollout.max_staleness
+    possible = [alpha for alpha in alphas if most is None or alpha <= most]
+    found = []
+
+    for ranks, alpha, (groups, episodes) in itertools.product(_splits(gpus, per_generator), possible, REDUNDANCIES):
+        generators = (gpus - ranks) // per_generator
+        training = replace(base.training, step_s=measured.train_s * measured.ranks / ranks)
+        machine = replace(base.with_generators(count=generators), training=training, measured=MEASURED_STEPS)
+        scenario = machine.with_broker(
+            steps=1_000_000, alpha=alpha, redundant_groups=groups, redundant_episodes=episodes
+        )
+        simulation = Simulation(scenario, limit_s=1e7)
+        try:
+            result = simulation.run()
+        except SimulationStopped:
+            continue
+
+        steps = len(result.step_times)
+        bound_s = lower_bound_s(scenario, simulation.record.batches[:steps]) / steps
+        found.append(Candidate(generators, ranks, alpha, groups, episodes, result, bound_s))
+    return found
+
+
+def _splits(gpus: int, per_generator: int, most: int = 6) -> list[int]:
+    """Numbers of training GPUs, about `most` of them, evenly spread."""
+    possible = [ranks for ranks in range(1, gpus) if (gpus - ranks) % per_generator == 0]
+    stride = max(1, -(-len(possible) // most))
+    return possible[stride // 2 :: stride]
+
+
+def best(found: list[Candidate]) -> Candidate:
+    """Useful tokens per second decide; within 2 % the smaller alpha, then the least redundancy."""
+    top = max(candidate.result.useful_tokens_per_s for candidate in found)
+    good = [candidate for candidate in found if candidate.result.useful_tokens_per_s >= ENOUGH * top]
+    return min(good, key=lambda c: (c.alpha, c.extra_groups + c.extra_episodes, -c.result.useful_tokens_per_s))
+
+
+def advice(chosen: Candidate) -> str:
+    """Overrides, to be pasted behind `fresco run RECIPE`."""
+    return (
+        f"generator.count={chosen.generators} learner.ranks={chosen.ranks} rollout.alpha={chosen.alpha:g} "
+        f"rollout.redundant_groups={chosen.extra_groups} rollout.redundant_episodes={chosen.extra_episodes}"
+    )
+
+
+def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Console) -> None:
+    names = "generators,ranks,alpha,extra,step s,tokens/s,gen idle,train idle,staleness,kept/issued,x bound"
+    table = Table(title=f"{config.name}: predicted", box=None)
+    for name in names.split(","):
+        table.add_column(name, justify="right")
+
+    for each in sorted(found, key=lambda c: -c.result.useful_tokens_per_s):
+        result = each.result
+        choice = f"{each.generators} {each.ranks} {each.alpha:g} {each.extra_groups}+{each.extra_episodes}"
+        speed = f"{result.step_s:.3g} {result.useful_tokens_per_s:,.0f}"
+        shares = f"{result.generator_idle:.0%} {result.learner_idle:.0%} {result.staleness:.2f}"
+        cost = f"{result.kept_over_issued:.2f} {each.over_bound:.2f}"
+        table.add_row(*f"{choice} {speed} {shares} {cost}".split(), style="bold" if each is chosen else "")
+    console.print(table)
+
+    console.print(
+        f"best: {advice(chosen)}\n"
+        f"{chosen.result.step_s:.3g} s a step; from the start {chosen.over_bound:.2f} times the lower bound of "
+        f"{chosen.lower_bound_s:.3g} s a step; generators idle {chosen.result.generator_idle:.0%}, learner "
+        f"{chosen.result.learner_idle:.0%}, mean staleness {chosen.result.staleness:.2f}",
+        soft_wrap=True,
+    )
+
+
+def figure_of(found: list[Candidate], chosen: Candidate) -> Figure:
+    """Useful tokens a second over training GPUs: dashed with redundancy, dotted the bound of the chosen scenario's
+    line, a star at the choice."""
+    figure = Figure(figsize=(6.0, 3.6), layout="tight")
+    axis = figure.subplots()
+    lines: dict[tuple[float, bool], list[Candidate]] = {}
+    for candidate in sorted(found, key=lambda c: (c.alpha, c.redundant, c.ranks)):
+        lines.setdefault((candidate.alpha, candidate.redundant), []).append(candidate)
+
+    colours = {alpha: f"C{place}" for place, alpha in enumerate(sorted({alpha for alpha, _ in lines}))}
+    for (alpha, redundant), line in lines.items():
+        label = f"alpha {alpha:g}" + (", redundant" if redundant else "")
+        speeds = [candidate.result.useful_tokens_per_s for candidate in line]
+        style = "x--" if redundant else "o-"
+        axis.plot([candidate.ranks for candidate in line], speeds, style, label=label, color=colours[alpha])
+
+    alike = lines[chosen.alpha, chosen.redundant]
+    bounds = [c.result.useful_tokens_per_s * c.result.step_s / c.lower_bound_s for c in alike]
+    axis.plot([candidate.ranks for candidate in alike], bounds, "k:", label=f"bound, alpha {chosen.alpha:g}")
+    axis.plot([chosen.ranks], [chosen.result.useful_tokens_per_s], "k*", markersize=14, label="chosen")
+    axis.set(xlabel="training GPUs", ylabel="useful tokens per second")
+    axis.legend(fontsize="small")
+    return figure
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the table and the choice, write the plot. Raises ConfigError for what cannot be planned."""
+    config, measured = _inputs(arguments)
+    gpus = arguments.gpus or config.generator.count * config.generator.tensor_parallel + config.learner.ranks
+    if gpus < 1 + config.generator.tensor_parallel:
+        raise ConfigError(f"--gpus={gpus} leaves no GPU for training beside one generator: give {gpus + 1} or more")
+    found = candidates(config, measured, gpus)
+    if not found:
+        raise ConfigError("no split of these GPUs can run this recipe: see generator.max_model_len and timeouts")
+
+    chosen = best(found)
+    console = Console(file=sys.stdout, width=120)
+    _show(found, chosen, config, console)
+    if measured.seconds_per_step:
+        _show_fit(config, measured, console)
+    else:
+        given = {"train_s": arguments.train_s is not None, "env_s": arguments.env_s is not None}
+        for line in assumptions(config, **given):
+            console.print(f"assumed: {line}", soft_wrap=True)
+
+    arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+    figure_of(found, chosen).savefig(arguments.plot, dpi=110)
+    console.print(f"plot: {arguments.plot}")
+    return 0
+
+
+def _show_fit(config: Config, measured: Measured, console: Console) -> None:
+    """What a finished run says, and how well the simulator repeats it."""
+    sizes = f"{measured.prompt_tokens} and {measured.observation_tokens} tokens of prompt and observation, "
+    console.print(
+        f"fitted: {measured.length.mean:.4g} tokens a turn, {measured.turns.mean:.3g} turns, "
+        f"{sizes if measured.prompt_tokens is not None else ''}{measured.step_s.mean:.3g} s of environment a turn, "
+        f"{measured.train_s:.3g} s of training, {measured.decode_base_s:.3g} s a token\n"
+        f"assumed, not fitted: {'; '.join(measured.guessed)}",
+        soft_wrap=True,
+    )
+    again = Simulation(scenario_of(config, measured)).run()
+    console.print(f"the run took {measured.seconds_per_step:.3g} s a step; simulated as it was: {again.step_s:.3g} s")
+
+
+def _inputs(arguments: argparse.Namespace) -> tuple[Config, Measured]:
+    if arguments.run is not None:
+        return read_run(arguments.run)
+    if arguments.recipe is None:
+        raise ConfigError("fresco plan needs a recipe, or --run with a finished run's folder")
+    config = load_config(arguments.recipe, arguments.overrides)
+    assumptions(config, train_s=arguments.train_s is not None, env_s=arguments.env_s is not None)
+    return config, assumed(config, arguments.train_s, _latency(arguments.env_s))
+
+
+def _latency(text: str | None) -> Gaussian | None:
+    if text is None:
+        return None
+    try:
+        mean, sigma = map(float, text.split(","))
+    except ValueError:
+        raise ConfigError(f"--env-s={text!r} is not MEAN,SIGMA in seconds: for instance --env-s=10,5") from None
+    return Gaussian(mean, sigma)

@@ -1,0 +1,43 @@
+"""`fresco run`: from a recipe to the end of a run.
+
+With `resume` it goes on from a checkpoint: weights, optimizer, RNG, and the broker's journal with its ledger. An
+earlier folder of the same name is kept beside the run's, numbered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import yaml
+
+from launch.fork_server import ForkServer, fork_server
+from launch.preflight import Preflight, check, make_run, print_plan
+from launch.provenance import write_provenance
+from launch.supervisor import Supervisor
+from rl.config.schema import load_config
+from rl.wire.run import RunFile
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit code of `execute`, 0 after a dry run. Raises ConfigError."""
+    started = time.time()
+    config = load_config(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+        print_plan(check(config, dry=True))
+        return 0
+
+    changes = " ".join(arguments.overrides)
+    print(f"{arguments.recipe}{' with ' if changes else ''}{changes}", flush=True)
+    with fork_server(config) as forks:
+        checked = check(config, dry=False, forks=forks)
+        run = make_run(checked, started)
+        write_provenance(run.folder, arguments.recipe, config)
+        print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
+        return execute(run, checked, forks)
+
+
+def execute(run: RunFile, checked: Preflight, forks: ForkServer | None) -> int:
+    """Run to the end. Returns the exit code: 0, 1 or 130."""
+    return Supervisor(run, checked.plan, forks).execute()

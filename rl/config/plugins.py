@@ -1,0 +1,83 @@
+"""Plug-ins (losses, environments, ...) by name, everywhere with one syntax: registered, or `package.module:Name`.
+
+A plug-in of a user's own may stand in the folder where Fresco is started. That folder is searched last: a user's
+`envs/__init__.py` can never take the place of ours. No torch here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.config.schema import ConfigError, nearest
+
+_ROOT = Path(__file__).parents[2]  # the folder that holds our packages
+
+
+def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What the configuration's `field` names: an entry of `known`, or the object at `package.module:Name`.
+
+    An entry of `known` may itself be such a path, which is imported only now. Raises ConfigError in one line that names
+    the field, the value and the fix.
+    """
+    target = known.get(name, name)
+    if not isinstance(target, str):
+        return target
+
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        close = nearest(name, list(known))
+        raise ConfigError(f"{field}={name!r} is not a registered name{close}; your own is written package.module:Name")
+
+    search_working_folder()
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        where = f"modules are looked for in our packages, the installed ones and {os.getcwd()}"
+        raise ConfigError(f"{field}={name!r} cannot be imported: {error}; {where}") from error
+    if not hasattr(module, attribute):
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise ConfigError(f"{field}={name!r} cannot be imported: no {attribute!r} in it{nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] = (), **arguments: Any) -> Any:
+    """An instance of the class that `field` names, which has the methods that it `needs`.
+
+    Raises ConfigError, also when the class refuses its arguments.
+    """
+    kind = load(field, name, known)
+    if missing := [method for method in needs if not callable(getattr(kind, method, None))]:
+        raise ConfigError(f"{field}={name!r} is no class for this: it has no method {missing[0]!r}")
+    try:
+        return kind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{field}={name!r} cannot be made: {error}") from error
+
+
+def own_packages_first() -> None:
+    """Once, where a command starts: neither this process nor its children take our packages from the working folder."""
+    elsewhere = [path for path in sys.path if not _is_working_folder(path)]
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not _is_working_folder(path)]
+
+    if os.environ.get("PYTHONPATH") or (_ROOT / "pyproject.toml").exists():  # a checkout need not be installed
+        elsewhere.insert(0, str(_ROOT))
+        inherited.insert(0, str(_ROOT))
+
+    sys.path[:] = elsewhere
+    os.environ["PYTHONPATH"] = os.pathsep.join(inherited)
+    os.environ["PYTHONSAFEPATH"] = "1"  # `python -m` does not put the working folder first
+
+
+def search_working_folder() -> None:
+    """Last of all, so that a name of ours is always ours."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _is_working_folder(path: str) -> bool:
+    return not path or os.path.realpath(path) == os.path.realpath(os.getcwd())

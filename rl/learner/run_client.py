@@ -1,0 +1,396 @@
+"""The learner's side of its protocol with broker, generators and supervisor, without torch.
+
+    client = RunClient(process, manifest, first_step)
+    client.publish(first_step, write)              # the initial weights reach the engines this way
+    for shard in client.batches():                 # requested, awaited, checked
+        ...train...
+        client.publish(shard.step + 1, write)
+        client.report(shard, values)
+    client.finish()
+
+Every rank receives its own shard of every batch and writes its own part of the weights; rank 0 alone speaks
+(requests, publications, metrics). The real learner and the simulated one drive this same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+
+from rl.learner.batches import check_shard
+from rl.learner.broker_line import BrokerLine
+from rl.learner.publications import Publications
+from rl.observe import trace_events
+from rl.store.checkpoint_folder import latest, read_meta, verify
+from rl.weights import make_writer
+from rl.weights.layout import Manifest, Segment
+from rl.weights.service import UpdaterService
+from rl.weights.slots import draft_of
+from rl.wire.messages import (
+    BatchPart,
+    BatchRequest,
+    BatchUnderway,
+    EvalRequest,
+    Journal,
+    Message,
+    Metrics,
+    PeerDied,
+    ProtocolError,
+    Published,
+    SaveRequest,
+    Stop,
+    Version,
+)
+from rl.wire.process import Process, WaitExpired
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.sockets import open_socket
+
+T = TypeVar("T")
+M = TypeVar("M", BatchPart, Journal)
+_POLL_MS = 100  # how soon a failed weight update is noticed while waiting
+
+
+class Stopped(Exception):
+    """The supervisor has told this process to stop."""
+
+
+def begin_from(process: Process) -> tuple[Path | None, int]:
+    """The checkpoint to begin from, and its step: the run's newest after a death, else `resume`; None: the start model.
+
+    Raises CheckpointError if it is damaged.
+    """
+    run = process.run
+    newest = latest(run.folder / "checkpoints")
+    if newest is None:
+        return run.config.resume, run.start_step
+    return newest, (verify if process.index == 0 else read_meta)(newest).step
+
+
+class RunClient:
+    """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
+
+    def __init__(self, process: Process, manifest: Manifest, first_step: int) -> None:
+        self.process = process
+        self.run = process.run
+        self.config = process.config
+        self.rank = process.index
+        self.first_step = first_step
+        self.last_step = (
+            self.run.start_step + self.config.steps
+        )  # one past the last batch, if its time is not over before
+        self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
+        self._writer = make_writer(self.run, self.rank, manifest)
+        self._writer.open()
+        self._publications = Publications(self.run.folder, self.run.timeline)
+
+        self._step = first_step
+        self._requested = first_step - 1  # the newest batch asked for
+        self._ended_at = self.last_step
+
+        self._broker: BrokerLine | None = None
+        self._broker_since = 0.0
+        self._service: UpdaterService | None = None
+        if self.rank == 0:
+            self._broker = BrokerLine(process)
+            self._service = UpdaterService(self.run, process, manifest.total_bytes)
+            self._service.start()
+            process.closing_report = self._closing_report
+
+        self._malformed = Malformed(f"learner.{self.rank}")
+        self._waited_s = 0.0  # for the current batch
+        self._began = self._reported = time.monotonic()
+        self._summary: dict[str, Any] = {"steps": 0}
+
+    @property
+    def timeline(self) -> int:
+        """Of what rank 0 publishes now."""
+        return self._publications.timeline
+
+    # ------------------------------------------------------------ batches
+
+    def batches(self) -> Iterator[BatchPart]:
+        """This rank's shard of every remaining step, in order.
+
+        The next batch is requested as soon as one has arrived, so it is assembled and sent during training. Only where
+        its version was published before, it is requested after that: it may come out otherwise this time, and the
+        batch with it. Raises WaitExpired when it comes no nearer for `learner.batch_deadline_s`, Stopped when told to
+        stop, RunAlarm, ValueError.
+        """
+        step = self.first_step
+        while step < self.last_step:
+            self._step = step
+            self._request(step)
+            shard = self._receive(step)
+            if shard.over >= 1:
+                self._end_at(step + bool(shard.rows))
+            if not shard.rows:
+                self._ended_at = step
+                return
+
+            if step >= self._publications.newest:
+                self._request(step + 1)
+            self.process.busy = True
+            yield shard
+            step += 1
+
+    def _end_at(self, step: int) -> None:
+        """The run's time is over: version `step` is its last. One that was published before is evaluated now."""
+        self.last_step = step
+        if step == self._step and self._broker is not None and self.config.eval.tasks:
+            self._broker.tell(EvalRequest(Version(self.timeline, step), self.config.eval.tasks))
+
+    def _request(self, step: int) -> None:
+        """Once each."""
+        if self._broker is not None and self._requested < step < self.last_step:
+            self._requested = step
+            self._broker.tell(BatchRequest(step))
+
+    def _receive(self, step: int) -> BatchPart:
+        begin = time.monotonic()
+        deadline_s = self.config.learner.batch_deadline_s
+        what = f"batch {step} (learner.batch_deadline_s)"
+
+        while True:
+            shard = self._wait(lambda: self._shards, BatchPart, "broker", deadline_s, what)
+            if shard.step == step:  # else it was sent to an earlier incarnation, or again after the broker's death
+                break
+        self._waited_s = time.monotonic() - begin
+        if self._broker is not None:
+            self._broker.answered(BatchRequest(step))
+
+        if not shard.rows:
+            return shard
+        bound = self.config.rollout.staleness_bound
+        timeline = self.timeline if self.rank == 0 and step >= self._publications.newest else shard.timeline
+        check_shard(shard, step=step, rank=self.rank, timeline=timeline, staleness_bound=bound)
+        return shard
+
+    # ------------------------------------------------------------ weights, journal, metrics
+
+    def publish(
+        self,
+        n: int,
+        write: Callable[[memoryview], Iterable[Segment]],
+        probe_ids: Sequence[int] = (),
+        probe_logp: Sequence[float] = (),
+    ) -> bool:
+        """Offer version `n` to the generators, tell the broker, ask for an evaluation when one is due.
+
+        False if the generators have a later one already, from before this learner started; ranks but the first do not
+        know, and say True.
+
+        `write` copies this rank's part into the slot and returns the byte ranges written. Rank 0 waits until
+        every rank has committed, and no rank waits for a generator. Raises WaitExpired, WeightsError.
+        """
+        self.process.busy = False  # every wait from here on has a deadline of its own
+        draft = draft_of(n)
+        self._writer.commit(write(self._wait_while_listening("slot", lambda wait_s: self._writer.begin(draft, wait_s))))
+        if self._broker is None or self._service is None:
+            return True
+
+        checksum = self._wait_while_listening("other ranks' part", lambda wait_s: self._writer.checksum(draft, wait_s))
+        version = self._publications.add(n, checksum)
+        announced = n == self._publications.newest  # else a later one is out there already
+        if announced:
+            self._writer.name(draft, version)
+            self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
+
+        self._broker.tell(Published(version))
+        self.process.trace.add(trace_events.Published(version.timeline, version.n))
+        if self._evaluation_due(n):
+            self._broker.tell(EvalRequest(version, self.config.eval.tasks))
+        return announced
+
+    def _wait_while_listening(self, part: str, ask: Callable[[float], T]) -> T:
+        """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.
+
+        It listens to the supervisor meanwhile: the death of a generator may be what frees a slot, and a rank that
+        was told to stop commits nothing more.
+        """
+        deadline_s = self.config.weights.deadline_s
+        deadline = time.monotonic() + deadline_s
+        with self.span(f"wait {part}"):
+            while True:
+                self.listen()
+                try:
+                    return ask(_POLL_MS / 1000)
+                except WaitExpired as error:
+                    if time.monotonic() >= deadline:
+                        raise WaitExpired(f"no {part} within weights.deadline_s={deadline_s:g} s: {error}") from None
+
+    def _evaluation_due(self, n: int) -> bool:
+        every = self.config.eval.every
+        ends = n in (self.run.start_step, self.last_step)
+        return self.config.eval.tasks > 0 and (ends or (every > 0 and n % every == 0))
+
+    def checkpoint_due(self, n: int) -> bool:
+        """Every `learner.checkpoint_every` batches, and after the last one."""
+        every = self.config.learner.checkpoint_every
+        return n == self.last_step or (every > 0 and n % every == 0)
+
+    @property
+    def to_be_saved(self) -> int | None:
+        """The step at which the run was asked to end; None if a checkpoint has it, or there is nothing to save."""
+        step = self._ended_at
+        is_new = self.first_step < step < self.last_step
+        return step if is_new and not self.checkpoint_due(step) else None
+
+    def journal(self, n: int) -> bytes:
+        """The broker's journal at version `n`; empty on other ranks. Raises WaitExpired.
+
+        A broker that hangs is found after timeouts.hang_s, and its successor has timeouts.start_s to begin.
+        """
+        if self._broker is None:
+            return b""
+        version = Version(self.timeline, n)
+        broker = self._broker
+        broker.tell(SaveRequest(version))
+        deadline_s = self.config.timeouts.hang_s + self.config.timeouts.start_s
+        what = f"journal of version {n} (timeouts.hang_s and start_s)"
+
+        while True:
+            journal = self._wait(lambda: broker.socket, Journal, "broker", deadline_s, what)
+            if journal.version == version:  # else it was asked for twice
+                broker.answered(SaveRequest(version))
+                return journal.state
+
+    def report(
+        self, shard: BatchPart, values: dict[str, float], histograms: Mapping[str, list[float]] = MappingProxyType({})
+    ) -> None:
+        """The metrics row of one trained batch: the broker's view, `values`, and what the protocol itself took."""
+        now = time.monotonic()
+        step_s = now - self._reported
+        self._reported = now
+
+        tokens = float(sum(row.tokens for row in shard.rows))
+        row = shard.metrics | values
+        row |= {
+            "train/reward": float(np.mean([row.reward for row in shard.rows])),
+            "time/step": step_s,
+            "time/wait_batch": self._waited_s,
+            "version/timeline": float(self.timeline),
+            "time/over": shard.over,
+            "tokens/trained": tokens,
+            "tokens_per_second": tokens / step_s,
+        }
+
+        if self._service is not None:
+            row |= {f"weight_sync/{key}": value for key, value in self._service.stats().items()}
+            spread = {
+                "staleness": [float(shard.step - sample.version) for sample in shard.rows],
+                "histogram/length": [float(sample.loss_tokens) for sample in shard.rows],
+                "histogram/reward": [sample.reward for sample in shard.rows],
+            }
+            self.process.send(Metrics(shard.step + 1, row, spread | dict(histograms)))
+            self._check_starved(shard.step, step_s)
+
+        ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
+        self._summary.setdefault("first", ends)
+        self._summary["last"] = ends
+        self._summary["steps"] += 1
+        self.process.progress += 1
+        self.listen()
+
+    def _check_starved(self, step: int, step_s: float) -> None:
+        """A learner on CPUs shares them: while it waits, they do the work that it waits for."""
+        if self.config.learner.kind == "fsdp" and self.run.learner_device == "cpu":
+            return
+
+        limits = self.config.alarms
+        starved = self._waited_s > max(limits.starved_s, limits.starved * step_s)
+        found = f"{self._waited_s:.1f} of the {step_s:.1f} s of step {step} it waited for its batch"
+        self.process.alarms.check("learner-starved", starved, found)
+
+    def _closing_report(self) -> dict[str, Any]:
+        assert self._service is not None
+        seconds = time.monotonic() - self._began
+        waits = dict(self.process.waits.seconds)
+        return {
+            "seconds": seconds,
+            "waits": waits,
+            "wait_fraction": waits.get("broker", 0.0) / seconds,
+            "weight_sync": self._service.stats(),
+            **self._summary,
+        }
+
+    def finish(self) -> None:
+        """Send the closing report, then serve weights until told to stop."""
+        self.process.send_closing_report()
+        self.process.busy = False
+        with contextlib.suppress(Stopped):
+            while True:
+                select.select([self.process.wake_fd], [], [], _POLL_MS / 1000)
+                self.listen()
+
+    # ------------------------------------------------------------ waiting
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """What is done in the block, for the trace."""
+        return self.process.trace.span(name, self._step)
+
+    def listen(self) -> None:
+        """Act on what the supervisor said, and on a weight update that failed. Raises Stopped, or that failure."""
+        for message in self.process.received():
+            if isinstance(message, Stop):
+                raise Stopped(message.reason)
+            self._peer_died(message)
+        if self.process.stopping:
+            raise Stopped("stopping")
+        if self._broker is not None:
+            self._broker.mend()
+        if self._service is not None:
+            self._service.raise_if_failed()
+
+    def _peer_died(self, died: PeerDied) -> None:
+        if died.role == "broker":
+            self._broker_since = time.monotonic()
+            if self._broker is not None:
+                self._broker.reopen()
+        elif died.role == "generator":
+            self._writer.end_leases(f"generator-{died.index}", died.incarnation)
+            if self._service is not None:
+                self._service.peer_died(died)
+
+    def _wait(
+        self, socket_of: Callable[[], zmq.SyncSocket], kind: type[M], whom: str, deadline_s: float, what: str
+    ) -> M:
+        """The next message of this kind, honouring Stop, failures of the weight updates and a new broker meanwhile."""
+        begin = time.monotonic()
+        arrived: list[M] = []
+
+        def take(message: Message, peer: bytes) -> None:
+            nonlocal begin
+            if isinstance(message, BatchUnderway):
+                begin = time.monotonic()
+                return
+            if not isinstance(message, kind):
+                raise ProtocolError(f"{type(message).__name__} instead of the {what}")
+            arrived.append(message)
+
+        with self.process.waits.on(whom), self.span(f"wait {whom}"):
+            while not arrived:
+                if time.monotonic() >= max(begin, self._broker_since) + deadline_s:
+                    raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {whom}: {what}")
+                self.listen()
+                receiver = Receiver({socket_of(): take}, self._malformed, self.process.wake_fd, limit=1)
+                receiver.wait(_POLL_MS / 1000)
+                receiver.drain()
+        return arrived[0]
+
+    def close(self) -> None:
+        """Close the sockets, end the weight updater and free the slots."""
+        if self._service is not None:
+            self._service.stop()
+        self._shards.close(linger=500)
+        if self._broker is not None:
+            self._broker.socket.close(linger=500)
+        self._writer.close()

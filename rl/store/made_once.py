@@ -1,0 +1,107 @@
+"""What is costly to make and depends on a recipe alone: made once, by one process while others wait, and kept.
+
+    folder = cache_folder() / f"tiny-{digest(recipe.model_dump_json(), __file__)}"
+    made_once(folder, lambda draft: train(recipe, draft))
+
+Invariants: what stands under the final name is whole, because it appears there by one rename, and is as it was made:
+digests of its files stand beside it, and what was damaged since is made again. What a killed maker has left is removed
+by the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from filelock import AcquireReturnProxy, FileLock, Timeout
+
+from rl.store.digests import damage, write_digests
+
+
+def cache_folder() -> Path:
+    """`$FRESCO_CACHE`, else ~/.cache/fresco."""
+    return Path(os.environ.get("FRESCO_CACHE") or Path.home() / ".cache" / "fresco")
+
+
+def digest(options: str, *sources: str | Path) -> str:
+    """16 hex digits that change with the options, given as text, and with the content of the source files."""
+    hashed = hashlib.sha256(options.encode())
+    for source in sources:
+        hashed.update(Path(source).read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+def made_once(target: Path, make: Callable[[Path], object], fits: Callable[[Path], bool] = Path.exists) -> Path:
+    """`target`, a file or a folder, made first unless it is there and fits.
+
+    `make(draft)` makes it at a path where nothing is yet, in a folder of its own that is removed afterwards. What
+    stands at `target` and does not fit, or is damaged, is replaced. Raises what `make` raises; `target` is then as it
+    was.
+    """
+    if fits(target) and _is_whole(target):
+        return target
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target):
+        if not (fits(target) and _is_whole(target)):  # another process may have made it meanwhile
+            _make(target, make)
+
+    return target
+
+
+def to_stderr(line: str) -> None:
+    """Progress of a maker: standard output may belong to a result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _locked(target: Path) -> AcquireReturnProxy[FileLock]:
+    lock = FileLock(f"{target}.lock")
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        to_stderr(f"waiting for {target.name}, which another process makes")
+        return lock.acquire()
+
+
+def _make(target: Path, make: Callable[[Path], object]) -> None:
+    for left in target.parent.glob(f".{target.name}.draft-*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+
+    scratch = Path(mkdtemp(prefix=f".{target.name}.draft-", dir=target.parent))
+    try:
+        draft = scratch / target.name
+        make(draft)
+        digests = scratch / "digests"
+        write_digests(draft, digests)
+
+        if target.is_dir():
+            shutil.rmtree(target)
+        target.unlink(missing_ok=True)
+        digests.replace(_digests_of(target))  # what is under the final name is never without its digests
+        draft.replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _digests_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.digests")
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether its files are as they were made."""
+    digests = _digests_of(target)
+    return digests.exists() and _undamaged(target, digests.stat().st_mtime_ns)
+
+
+@cache
+def _undamaged(target: Path, _digests_from: int) -> bool:
+    """Found out once by each process: environments ask before every episode."""
+    if changed := damage(target, _digests_of(target)):
+        to_stderr(f"{changed} was damaged since it was made: {target.name} is made again")
+    return changed is None

@@ -1,0 +1,189 @@
+"""The table of columns: what stands beside the token ids of a sequence, each declared once.
+
+A column has one entry per token, turn, sequence or sample. Conversation, trajectory, shard, pack and batch file carry
+what the table says and name no column themselves. To add one, declare it in a module of your own, say `my_columns.py`,
+
+    TEACHER_LOGP = Column("teacher_logp", "float32", masked=0.0, producer="generator")
+
+and name it in the recipe: `algo.columns: [my_columns:TEACHER_LOGP]`. The run file tells every process of the run, which
+puts the column into its table at start; broker and environment servers do so too, hence no torch in that module. Then
+
+* a generator's engine answers it in `Sampled.columns["teacher_logp"]`, one entry per sampled token;
+* an environment answers one entry in `Step.columns[name]` with every step;
+* the learner computes one with `pack.with_columns(name=values)` or `rl.learner.update.with_logp`;
+* a loss reads `inputs.columns["teacher_logp"]`, (T, ...): what has one entry per turn, sequence or sample stands there
+  at each of its tokens.
+
+A column that is not in the table is refused wherever it turns up, and so is a reply or a step that lacks one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import numpy as np
+
+from rl.config.plugins import load
+from rl.config.schema import ConfigError
+
+T = TypeVar("T")
+Producer = Literal["generator", "environment", "conversation", "learner"]
+Scope = Literal["token", "turn", "sequence", "sample"]
+
+ONE_TURN: dict[Scope, int] = {"turn": 1, "sequence": 1, "sample": 1}
+"""Entries that one reply of a generator, or one step of an environment, has of each scope beyond its tokens."""
+
+WIRE_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1")}  # int32, int64, float32, uint8
+
+
+@dataclass(frozen=True)
+class Column:
+    """One declaration. Raises ValueError for what no trajectory could carry.
+
+    producer: a `learner` column is added to packs and never crosses a socket. scope: what has one entry of `shape`.
+    masked: the entry of a token that was not generated (`token_ids` apart: the prompt's ids stand there).
+    """
+
+    name: str
+    dtype: str
+    masked: float = 0
+    producer: Producer = "generator"
+    scope: Scope = "token"
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"column {self.name!r}: the name must be an identifier")
+        if self.producer not in get_args(Producer) or self.scope not in get_args(Scope):
+            raise ValueError(f"column {self.name!r}: unknown producer {self.producer!r} or scope {self.scope!r}")
+
+        if self.producer == "environment" and self.scope == "token":
+            raise ValueError(
+                f"column {self.name!r}: an environment answers with text and knows no tokens; "
+                "give it the scope turn, sequence or sample"
+            )
+        if self.producer == "learner" and self.scope != "token":
+            raise ValueError(f"column {self.name!r}: what the learner adds to a pack has an entry per token")
+
+        if np.dtype(self.dtype) not in WIRE_DTYPES.values():
+            allowed = ", ".join(str(dtype) for dtype in WIRE_DTYPES.values())
+            raise ValueError(f"column {self.name!r}: dtype {self.dtype} is none of {allowed}")
+
+    def full(self, entries: int) -> np.ndarray:
+        """(entries, *shape) of the masked value."""
+        return np.full((entries, *self.shape), self.masked, self.dtype)
+
+
+_WELL_KNOWN = [
+    Column("token_ids", "int32"),
+    Column("loss_mask", "uint8", producer="conversation"),  # 1 on generated ids only
+    Column("logp_behavior", "float32"),  # of the distribution sampled from (temperature applied)
+    Column("policy_version", "int32", masked=-1),  # of the weights that sampled the token
+    Column("staleness", "int64", producer="learner"),  # version being trained minus the token's version
+    Column("advantages", "float32", producer="learner"),
+    Column("token_weights", "float32", producer="learner"),  # of the token's loss in the sum over the minibatch
+    Column("logp_proximal", "float32", producer="learner"),  # of the policy before the batch's first step
+    Column("logp_reference", "float32", producer="learner"),  # of the frozen reference
+    Column("values", "float32", producer="learner"),  # of the critic before the batch
+    Column("returns", "float32", producer="learner"),  # what the critic regresses to
+]
+COLUMNS = {column.name: column for column in _WELL_KNOWN}
+"""The table: every declared column by its name."""
+BUILT_IN = frozenset(COLUMNS)
+
+
+def register(column: Column) -> None:
+    """Add a column to the table; again, if it is declared alike. Raises ValueError if the name means another one."""
+    known = COLUMNS.setdefault(column.name, column)
+    if known != column:
+        raise ValueError(f"column {column.name!r} is registered twice: as {known} and as {column}")
+
+
+def register_configured(names: Iterable[str]) -> None:
+    """Add the columns that `algo.columns` names, each as `package.module:NAME`. Raises ConfigError."""
+    for name in names:
+        column = load("algo.columns", name, {})
+        if not isinstance(column, Column):
+            raise ConfigError(f"algo.columns={name!r} is a {type(column).__name__}, not a rl.wire.columns.Column")
+        try:
+            register(column)
+        except ValueError as error:
+            raise ConfigError(f"algo.columns={name!r}: {error}") from None
+
+
+def declared(name: str) -> Column:
+    """The column of this name. Raises ValueError for one that is not in the table."""
+    if name not in COLUMNS:
+        raise ValueError(f"column {name!r} is not registered: {_HOW_TO_REGISTER}")
+    return COLUMNS[name]
+
+
+def carried(scopes: Container[Scope] = get_args(Scope), producer: Producer | None = None) -> list[Column]:
+    """The columns of trajectories and shards, which are all but the learner's; of one producer, if one is named."""
+    return [
+        column
+        for column in COLUMNS.values()
+        if column.producer != "learner" and column.scope in scopes and producer in (None, column.producer)
+    ]
+
+
+def mismatch(columns: Mapping[str, np.ndarray], entries: Mapping[Scope, int], producer: Producer | None = None) -> str:
+    """What is wrong with names, dtypes or shapes, in one line, or the empty string.
+
+    entries: how many there are of each scope that `columns` should hold, all of them by the table.
+    """
+    expected = carried(entries, producer)
+    for column in expected:
+        array = columns.get(column.name)
+        if array is None:
+            return f"column {column.name!r} is missing: it is registered as made by the {column.producer}"
+        shape = (entries[column.scope], *column.shape)
+        if array.shape != shape or array.dtype != column.dtype:
+            return f"{column.name} is {array.dtype}{array.shape}, expected {column.dtype}{shape}"
+    if len(columns) > len(expected):
+        strange = sorted(columns.keys() - {column.name for column in expected})
+        return f"column {strange[0]!r} is not registered for this place: {_HOW_TO_REGISTER}"
+    return ""
+
+
+class Accessor(Generic[T]):
+    """`token_ids = Accessor[Array]()` in a class with a mapping `columns`: short for `self.columns["token_ids"]`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: Any, owner: type) -> T:
+        value: T = holder.columns[self._name]
+        return value
+
+
+class OptionalAccessor(Accessor[T | None]):
+    """Likewise, or None where there is no such column."""
+
+    def __get__(self, holder: Any, owner: type) -> T | None:
+        value: T | None = holder.columns.get(self._name)
+        return value
+
+
+def masked_columns(entries: Mapping[Scope, int], producer: Producer | None = None) -> dict[str, np.ndarray]:
+    """The carried columns of these scopes, by one producer if one is named, with nothing but masked values."""
+    return {column.name: column.full(entries[column.scope]) for column in carried(entries, producer)}
+
+
+def token_columns(token_ids: Any, loss_mask: Any, **generated: Any) -> dict[str, np.ndarray]:
+    """The built-in columns of a sequence in their dtypes, from arrays, lists or single numbers.
+
+    token_ids, loss_mask (T,); of `generated`, values count where the mask is set and the masked value stands elsewhere.
+    Raises ValueError for a name that is not in the table.
+    """
+    mask = np.asarray(loss_mask, np.uint8)
+    made: dict[str, np.ndarray] = {"token_ids": np.asarray(token_ids, np.int32), "loss_mask": mask}
+    for name in ("logp_behavior", "policy_version", *generated):
+        column = declared(name)
+        made[name] = np.where(mask, generated.get(name, column.masked), column.masked).astype(column.dtype)
+    return made
+
+
+_HOW_TO_REGISTER = "list its declaration under algo.columns (rl/wire/columns.py)"

@@ -1,0 +1,387 @@
+"""Everything that crosses a socket, as typed structs.
+
+A trajectory, a shard and a generator's reply carry mappings of columns, which `rl/wire/columns.py` declares.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct, field
+
+from rl.wire.codec import Codec
+from rl.wire.codec import Frames as Frames
+from rl.wire.codec import ProtocolError as ProtocolError
+from rl.wire.columns import Scope
+from rl.wire.messages_control import AlarmRaised as AlarmRaised
+from rl.wire.messages_control import Done as Done
+from rl.wire.messages_control import Fatal as Fatal
+from rl.wire.messages_control import Heartbeat as Heartbeat
+from rl.wire.messages_control import Metrics as Metrics
+from rl.wire.messages_control import PeerDied as PeerDied
+from rl.wire.messages_control import Register as Register
+from rl.wire.messages_control import Spoken as Spoken
+from rl.wire.messages_control import Stop as Stop
+from rl.wire.sequences import TokenColumns
+from rl.wire.sequences import TokenSequence as TokenSequence
+from rl.wire.sequences import Turn as Turn
+
+
+class Version(Struct, frozen=True, order=True, array_like=True):
+    """Policy version: `n` batches trained and published in `timeline` (every resume begins a new timeline)."""
+
+    timeline: int
+    n: int
+
+
+# ---------------------------------------------------------------- tickets: broker <-> environment server
+
+
+class Ticket(Struct, frozen=True, tag="ticket"):
+    """The right to run one attempt at one sample. `kind="eval"` stands outside admission and ledger."""
+
+    ticket_id: int
+    sample_id: int  # place in the group: stable over attempts; eval tickets use -1
+    group_id: int
+    task_index: int  # index into the split's tasks
+    version: Version  # gate: no older policy may answer (F2)
+    attempt: int = 0
+    kind: str = "train"  # train | eval
+    deadline_s: float = 600.0
+    seed: int = 0
+    temperature: float = 1.0
+
+    def gate(self, newest: int) -> Version:
+        """F2: the oldest version that may answer a request, so that versions never go backwards inside an episode.
+
+        newest: of the tokens in the request's history; -1: there are none."""
+        return Version(self.version.timeline, max(self.version.n, newest))
+
+
+class ServerHello(Struct, frozen=True, tag="server_hello"):
+    server: int
+    incarnation: int
+    capacity: int  # seats: episodes at once
+    seq: int = 0
+    tickets: list[int] = []  # that it holds: whose episode runs, or whose end is not acknowledged
+
+
+class CancelTickets(Struct, frozen=True, tag="cancel"):
+    ticket_ids: list[int]
+
+
+class AckTickets(Struct, frozen=True, tag="ack"):
+    """The broker has taken the results of these tickets; the server forgets them."""
+
+    ticket_ids: list[int]
+
+
+class TicketFailed(Struct, frozen=True, tag="failed"):
+    server: int
+    incarnation: int
+    seq: int
+    ticket_id: int
+    reason: str
+    turns: int = 0  # begun by then
+
+
+class TicketCancelled(Struct, frozen=True, tag="cancelled"):
+    """Answer to a cancel: the episode has ended and its generation was aborted."""
+
+    server: int
+    incarnation: int
+    seq: int
+    ticket_id: int
+    turns: int = 0  # begun by then
+
+
+class Trajectory(Struct, frozen=True, tag="trajectory"):
+    """One finished episode: its sequences in the order in which they began; several if its history forked."""
+
+    server: int
+    incarnation: int
+    seq: int
+    ticket_id: int
+    sample_id: int
+    group_id: int
+    task_index: int
+    kind: str
+    timeline: int
+    sequences: list[TokenSequence]
+    reward: float
+    success: bool  # as the environment said at its end
+    stop_reason: str  # done | length | context | max_turns
+    tokens_generated: int  # as the generators reported, aborted parts included
+    seconds: float
+    columns: dict[str, np.ndarray] = {}  # those of the sample, (1, ...) each
+    info: dict[str, float] = {}  # numbers of the environment, averaged into metrics
+    label: str = ""  # which environment of several it was
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The only one. Raises ValueError when there are several."""
+        (sequence,) = self.sequences
+        return sequence
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Of all sequences."""
+        return [turn for sequence in self.sequences for turn in sequence.turns]
+
+
+# ---------------------------------------------------------------- generation: env server <-> proxy <-> generator
+
+
+class Generate(Struct, frozen=True, tag="generate"):
+    """ADD: one single-response request. `session` (the ticket id) binds the turns of an episode."""
+
+    request_id: int  # unique within the client
+    session: int
+    kind: str  # train | eval
+    version: Version  # `Ticket.gate` (F2): held by the generator until it has loaded this version
+    prompt_ids: np.ndarray  # (P,) int32, the whole context
+    max_tokens: int
+    temperature: float
+    top_p: float
+    stop_token_ids: list[int]
+    seed: int | None = None
+    priority: int = 0  # lower first; the group's issue number
+    stop: list[str] = []  # texts that end it, in an engine that reads text: the last token completes the first one
+    stream: bool = False  # its client reads along: `Grown`
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    request_id: int
+
+
+class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
+    """The one answer to a request. An abort answers with what was generated until then.
+
+    `columns` holds every column that generators make: of L tokens (L, ...), of a wider scope (1, ...).
+    """
+
+    request_id: int
+    session: int
+    timeline: int
+    finish_reason: str  # stop | length | abort | error
+    tokens_generated: int  # everything the engine sampled for this request, discarded parts included
+    generator: int
+    queued_s: float = 0.0
+    generate_s: float = 0.0
+    error: str = ""
+
+
+Growth = dict[int, tuple[int, dict[str, np.ndarray]]]
+"""By request id: the place of the first new token in the response, and the columns of the new ones."""
+
+
+class Grown(Struct, frozen=True, tag="grown"):
+    """Generator -> proxy -> client: what requests with `stream` have grown by. Their answers hold it again."""
+
+    requests: Growth
+
+
+class ClientHello(Struct, frozen=True, tag="client_hello"):
+    server: int
+    incarnation: int
+
+
+class GeneratorHello(Struct, frozen=True, tag="generator_hello"):
+    generator: int
+    incarnation: int
+    kv_tokens: int  # KV cache capacity in tokens
+    max_num_seqs: int
+    max_model_len: int
+    version: Version
+    requests: list[int] = []  # that have no answer yet: what else the proxy had asked for is lost
+
+
+class FirstToken(Struct, frozen=True, tag="first_token"):
+    """Generator -> proxy -> broker: the first token of a session's first turn, by this version (F3)."""
+
+    request_id: int
+    session: int
+    version: Version
+
+
+class GeneratorStatus(Struct, frozen=True, tag="generator_status"):
+    """Periodic, of running requests by id. What was not in `grown` is lost if the generator dies."""
+
+    generator: int
+    incarnation: int
+    version: Version
+    running: dict[int, int]  # tokens sampled
+    grown: Growth = {}  # seldom, in bulk
+
+
+class Usage(Struct, frozen=True, tag="usage"):
+    """Proxy -> broker: tokens sampled for a training ticket, as the generator reported them."""
+
+    session: int
+    tokens: int
+    lost: bool = False  # by a generator that died
+
+
+class StillSampling(Struct, frozen=True, tag="still_sampling"):
+    """Proxy -> broker: answers that run have grown. A batch that waits for a long one comes nearer."""
+
+
+class ReportsLost(Struct, frozen=True, tag="reports_lost"):
+    """Proxy -> broker: a connection broke, and with it perhaps reports of what live tickets have sampled."""
+
+
+# ---------------------------------------------------------------- parsing: environment server <-> parsers
+
+
+class ParserHello(Struct, frozen=True, tag="parser_hello"):
+    """Answer to a ClientHello: the parser fits the tokenizer, and turns may come."""
+
+    opener: str  # as `TurnParser` says
+
+
+class ParseTurn(Struct, frozen=True, tag="parse_turn"):
+    """Read this turn. Asked again, under its number, when its answer may be lost."""
+
+    request_id: int  # unique within the client
+    text: str  # with what the prompt had written of the turn
+    tools: str  # JSON: what the turn could call
+
+
+class TurnParsed(Struct, frozen=True, tag="turn_parsed"):
+    """Or not, and `failed` says why."""
+
+    request_id: int
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = []  # name, arguments as JSON text
+    failed: str = ""
+
+
+# ---------------------------------------------------------------- batches: broker <-> learner
+
+
+class BatchRequest(Struct, frozen=True, tag="batch_request"):
+    step: int
+
+
+class BatchUnderway(Struct, frozen=True, tag="batch_underway"):
+    """To a learner that waits: answers have begun, grown or ended since it was last told, or episodes have."""
+
+    step: int
+
+
+class Published(Struct, frozen=True, tag="published"):
+    """The learner has trained `version.n` batches and published the weights."""
+
+    version: Version
+
+
+class EvalRequest(Struct, frozen=True, tag="eval_request"):
+    """Evaluate the first `tasks` held-out tasks with policies not older than `version`."""
+
+    version: Version
+    tasks: int
+
+
+class SaveRequest(Struct, frozen=True, tag="save_request"):
+    """Ask the broker for its journal at this version, for a checkpoint."""
+
+    version: Version
+
+
+class Journal(Struct, frozen=True, tag="journal"):
+    version: Version
+    state: bytes  # MessagePack
+
+
+class SampleRow(Struct, frozen=True, array_like=True):
+    """One sample of the batch, as every rank sees it (advantages need the whole batch)."""
+
+    sample_id: int
+    group_id: int
+    reward: float
+    tokens: int  # of all its sequences
+    loss_tokens: int
+    version: int  # v(sample)
+    truncated: bool = False  # cut by a limit of length or turns instead of ending by itself
+    turn_rewards: list[float] = []  # `reward` is their sum; empty: all of it is the last turn's
+    turn_states: list[int] = []  # a hash of what each turn answers: equal within a group where the same was observed
+    ticket_id: int = -1
+
+
+class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="shard"):
+    """One rank's part of the batch of `step`; `rows` lists the whole batch, ordered by sample id. Without rows:
+    there is no such batch, and none after it, because the run is to be saved or its time is over.
+
+    The sequences follow as one concatenation: `lengths[i]` tokens of the sample `members[i]`, an index into rows; a
+    sample's stand side by side. `columns` has every carried column, an entry per token, turn or sequence; what a sample
+    has once stands with each sequence.
+    """
+
+    step: int
+    rank: int
+    timeline: int
+    rows: list[SampleRow]
+    members: list[int]
+    lengths: list[int]
+    turn_starts: list[list[int]]  # per sequence: start of each generated span
+    loss_tokens: int  # of the whole batch: the global normaliser
+    metrics: dict[str, float] = field(default_factory=dict)  # the broker's view of this batch (staleness, queue, waits)
+    over: float = 0.0  # share of the run's time; from 1 on there is no batch after this one
+
+    def entries(self) -> dict[Scope, list[int]]:
+        """Of each scope: how many entries each sequence has."""
+        one_each = [1] * len(self.members)
+        turns = [len(starts) for starts in self.turn_starts]
+        return {"token": self.lengths, "turn": turns, "sequence": one_each, "sample": one_each}
+
+
+# ---------------------------------------------------------------- weights: learner <-> generator
+
+
+class WeightNotice(Struct, frozen=True, tag="weight_notice"):
+    """Learner -> generator (PUSH/PULL, one pair per receiver): load this version, the newest."""
+
+    version: Version
+    probe_ids: list[int]
+
+
+class WeightStatus(Struct, frozen=True, tag="weight_status"):
+    """Generator -> learner, at every heartbeat and after each load (level-triggered)."""
+
+    generator: int
+    incarnation: int
+    version: Version
+    checksum: int = 0  # of the bytes received for `version`
+    probe_ids: list[int] = []  # that the notice asked for; a newer version may have come with others
+    probe_logp: list[float] = []  # log-probabilities of probe_ids[1:] under the loaded weights
+    seconds: dict[str, float] = {}  # of the last load's phases: wait, pause, copy, load
+    loading: bool = False  # a load is under way: `version` is what the engine had before
+    error: str = ""
+
+
+TicketMessage = Ticket | ServerHello | CancelTickets | AckTickets | TicketFailed | TicketCancelled | Trajectory
+RequestMessage = (
+    Generate
+    | Abort
+    | Generated
+    | Grown
+    | ClientHello
+    | GeneratorHello
+    | FirstToken
+    | GeneratorStatus
+    | Usage
+    | StillSampling
+    | ReportsLost
+)
+ParsingMessage = ParserHello | ParseTurn | TurnParsed
+BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart
+WeightMessage = WeightNotice | WeightStatus
+ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | Stop
+Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage
+
+
+codec: Codec[Message] = Codec(Message)
+encode = codec.encode
+encode_all = codec.encode_all
+decode = codec.decode
+decode_all = codec.decode_all

@@ -1,0 +1,230 @@
+"""ZeroMQ sockets as every process opens them: limits, linger, heartbeats, the run's key, and typed messages.
+
+A run has one CURVE key pair, in a file that only its owner can read. Both ends of every connection use it, over ipc
+and tcp: who does not have it is refused in the handshake, before any message, and can neither read nor pose as a peer.
+Within the run a ROUTER knows its peers by their identities, which `sender` reads.
+
+Payload goes over PUSH/PULL (one pair per receiver: a PUSH to many hands each message to one of them);
+what needs an address or an answer over ROUTER/DEALER. PULL of a dead process loses what was in flight,
+so whatever must not be lost is acknowledged and sent again by its sender.
+
+A connection that breaks is made again by ZeroMQ, which tells nobody; what was on its way in either direction is lost.
+So every socket that connects counts its handshakes (`made_again`), and whoever owns it says anew what it holds and
+asks for, as it does to the successor of a process that died.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import zmq
+
+from rl.wire.codec import MAX_FRAME_BYTES
+from rl.wire.messages import Frames, Message, ProtocolError, decode, decode_all, encode, encode_all
+from rl.wire.run import RunFile
+
+HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
+# Plain numbers: enums are slow to combine.
+_DONTWAIT = int(zmq.DONTWAIT)
+_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+_COPIED_BYTES = 1 << 14  # smaller frames share a receive buffer: a view would keep it alive, and may be unaligned
+_TOGETHER = 256  # messages at most, so that a receiver's turn has an end
+_KEY_FILE = "curve.key"
+_UNIQUE = itertools.count()
+_CLOSE_S = 5.0  # what ZeroMQ's thread may take to close a connection; it takes a millisecond
+
+
+class PeerGone(ConnectionError):
+    """A ROUTER was asked to send to a peer that is not connected."""
+
+
+def make_curve_key(folder: Path) -> None:
+    """The run's key pair, readable by the owner only. Its public half is secret as well: to know it is to be a peer."""
+    descriptor = os.open(folder / _KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(b"\n".join(zmq.curve_keypair()))
+
+
+def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
+    if not run.config.network.curve:
+        return
+
+    public, secret = (run.folder / _KEY_FILE).read_bytes().split(b"\n")
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
+    if server:
+        socket.curve_server = True
+    else:
+        socket.curve_serverkey = public
+
+
+class Connection(zmq.Socket[bytes]):
+    """A socket that connects to one endpoint."""
+
+    _handshakes = 0  # pyzmq wants the attributes of a socket declared
+    news: zmq.SyncSocket
+    """Readable when `made_again` may have something to say."""
+
+    def count_handshakes(self) -> None:
+        """From now on; before it connects."""
+        address = f"inproc://handshakes-{next(_UNIQUE)}"
+        self.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.news = self.context.socket(zmq.PAIR)
+        self.news.rcvhwm = 0  # ZeroMQ's own thread writes here, and must never wait for somebody to read
+        self.news.connect(address)
+
+    def made_again(self) -> bool:
+        """Whether the connection broke and was made again since the last call."""
+        before = self._handshakes
+        while self.news.poll(0):
+            self.news.recv_multipart()
+            self._handshakes += 1
+        return self._handshakes > max(before, 1)
+
+    def close(self, linger: int | None = None) -> None:
+        if not self.closed:
+            self.disable_monitor()  # first: an event that nobody can take would stop ZeroMQ's thread
+        super().close(linger)
+        self.news.close(linger=0)
+
+
+def open_socket(
+    kind: int,
+    run: RunFile,
+    name: str,
+    index: int | None = None,
+    *,
+    bind: bool = False,
+    identity: bytes | None = None,
+    context: zmq.SyncContext | None = None,
+) -> zmq.SyncSocket:
+    """A socket bound or connected to `run.endpoint(name, index)`. ROUTERs are mandatory: unknown peers raise."""
+    context = context or zmq.Context.instance()
+    socket = context.socket(kind) if bind else context.socket(kind, socket_class=Connection)
+    socket.linger = 500
+    socket.set_hwm(HIGH_WATER_MARK)
+    socket.maxmsgsize = MAX_FRAME_BYTES  # a larger one closes the connection before memory is taken for it
+
+    if kind == zmq.ROUTER:
+        socket.router_mandatory = True
+        socket.router_handover = True  # a restarted peer takes over its identity
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    if run.config.network.transport == "tcp":
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    _secure(socket, run, server=bind)
+
+    endpoint = run.endpoint(name, index)
+    if isinstance(socket, Connection):
+        socket.count_handshakes()
+        socket.connect(endpoint)
+    else:
+        socket.bind(endpoint)
+    return socket
+
+
+def close_at_once(socket: zmq.SyncSocket) -> None:
+    """Close, and return when nothing of it is left: no message still to be sent, no connection still to be made.
+
+    `close` alone only asks ZeroMQ's own thread to, which may first connect once more and send what waits.
+    """
+    context = socket.context
+    address = f"inproc://closed-{next(_UNIQUE)}"
+    socket.monitor(address, zmq.EVENT_MONITOR_STOPPED)
+    closed = context.socket(zmq.PAIR)
+    closed.connect(address)
+
+    zmq.Socket.close(socket, linger=0)
+    if not closed.poll(int(1000 * _CLOSE_S)):
+        raise TimeoutError(f"a socket was not closed within {_CLOSE_S:g} s")
+    closed.close(linger=0)
+    if isinstance(socket, Connection):
+        socket.news.close(linger=0)
+
+
+def made_again(socket: zmq.SyncSocket) -> bool:
+    """Of a socket that connects: whether its connection broke and was made again since the last call."""
+    return isinstance(socket, Connection) and socket.made_again()
+
+
+def send(socket: zmq.SyncSocket, message: Message) -> None:
+    """Send to the one peer. Never blocks: senders count what is under way, so a full queue is an error (zmq.Again)."""
+    _send_frames(socket, encode(message))
+
+
+def send_all(socket: zmq.SyncSocket, messages: list[Message], peer: bytes = b"") -> None:
+    """Send several as one, which arrive in this order; `peer` as with `send_to`, where the socket is a ROUTER."""
+    for first in range(0, len(messages), _TOGETHER):
+        some = messages[first : first + _TOGETHER]
+        if peer:
+            _send_frames_to(socket, peer, encode_all(some))
+        else:
+            _send_frames(socket, encode_all(some))
+
+
+def send_to(socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
+    """Send over a ROUTER. Raises PeerGone if the peer is not connected."""
+    _send_frames_to(socket, peer, encode(message))
+
+
+def _send_frames_to(socket: zmq.SyncSocket, peer: bytes, frames: Frames) -> None:
+    try:
+        _send_frames(socket, [peer, *frames])
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            raise PeerGone(peer.decode(errors="replace")) from None
+        raise
+
+
+def receive_all(socket: zmq.SyncSocket) -> list[tuple[bytes, Message]]:
+    """What comes next, one message or several that came as one, with its sender where the socket is a ROUTER.
+
+    Never blocks: raises zmq.Again if there is nothing.
+    """
+    frames = receive_frames(socket)
+    peer = bytes(frames.pop(0)) if socket.type == zmq.ROUTER else b""
+    return [(peer, message) for message in decode_all(frames)]
+
+
+def receive(socket: zmq.SyncSocket) -> Message:
+    """The next message, where each comes alone. Never blocks: raises zmq.Again if there is none."""
+    return decode(receive_frames(socket))
+
+
+def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:
+    """The next message of a ROUTER and its sender's identity, where each comes alone."""
+    peer, *frames = receive_frames(socket)
+    return bytes(peer), decode(frames)
+
+
+def _send_frames(socket: zmq.SyncSocket, frames: Frames) -> None:
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        socket.send(frame, _MORE if index < last else _DONTWAIT, copy=len(frame) < _COPIED_BYTES)
+
+
+def receive_frames(socket: zmq.SyncSocket) -> list[bytes | memoryview]:
+    """As `recv_multipart`, which asks the socket after every frame whether more follow: three times the cost."""
+    frames: list[bytes | memoryview] = []
+    while True:
+        frame = socket.recv(_DONTWAIT, copy=False)
+        frames.append(frame.bytes if len(frame) < _COPIED_BYTES else frame.buffer)
+        if not frame.more:
+            return frames
+
+
+def identity(role: str, index: int, incarnation: int = 0) -> bytes:
+    """Socket identity of a process, e.g. `generator.0.2`."""
+    return f"{role}.{index}.{incarnation}".encode()
+
+
+def sender(peer: bytes, role: str, count: int) -> tuple[int, int]:
+    """(index, incarnation) of the peer of a ROUTER. Raises ProtocolError unless it is one of `count` of this role."""
+    match peer.split(b"."):
+        case [name, index, incarnation] if name == role.encode() and index.isdigit() and incarnation.isdigit():
+            if int(index) < count:
+                return int(index), int(incarnation)
+    raise ProtocolError(f"stranger {peer!r} where {count} {role}s are known")

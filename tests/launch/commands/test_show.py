@@ -1,0 +1,83 @@
+"""`fresco show`: episodes of a real run, of one that was killed, and the filters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.cli import main
+from rl.store.samples import SampleFile, read_samples, sample_of
+from rl.wire.messages import Ticket, Version
+from tests.launch.simulated_run import simulated_run
+from tests.rollout.trajectories import make_trajectory
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the simulated recipe that kept every group."""
+    return simulated_run(tmp_path_factory.mktemp("runs"), "tracking.live=false")
+
+
+def shown(run: Path, capsys: pytest.CaptureFixture[str], *filters: str) -> str:
+    assert main(["show", str(run), *filters]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_keeps_whole_groups_and_every_evaluation(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = list(read_samples(played))
+    evaluations = [sample for sample in samples if sample.kind == "eval"]
+    assert len(evaluations) == 2 * 4  # before the first step and after the last
+    training = [sample for sample in samples if sample.kind == "train"]
+    assert len(training) >= 3 * 16
+    for sample in samples:
+        assert len(sample.token_ids) == len(sample.logp) == len(sample.versions)
+        for turn in sample.turns:
+            assert all(version >= 0 for version in sample.versions[turn.start : turn.end])
+
+    text = shown(played, capsys, "--kind", "eval", "--limit", "100")
+    assert text.count("eval task") == 8 and "8 episodes shown" in text and "group" not in text
+    group = training[0].group_id
+    members = [sample for sample in training if sample.group_id == group]
+    assert f"{len(members)} episodes shown" in shown(played, capsys, "--group", str(group), "--limit", "99")
+    assert "none of" in shown(played, capsys, "--reward", "123")
+
+
+def test_the_line_that_a_killed_process_was_writing_is_skipped(
+    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = tmp_path / "killed"
+    shutil.copytree(played, killed)
+    whole = len(list(read_samples(killed)))
+    written = [path for path in (killed / "samples").iterdir() if path.stat().st_size]  # a late server may have none
+    for path in written:
+        path.write_bytes(path.read_bytes()[:-20])
+    assert written and len(list(read_samples(killed))) == whole - len(written)
+    assert "5 episodes shown" in shown(killed, capsys)
+
+
+def test_a_share_of_the_groups_is_kept_whole(tmp_path: Path) -> None:
+    kept = SampleFile(tmp_path, "env_server.0.0", 0.25)
+    for group in range(400):
+        for _ in range(2):
+            kept.add(make_trajectory(Ticket(group, group, group, 0, Version(0, 3)), seq=1, reward=1.0))
+    kept.close()
+
+    groups = [sample.group_id for sample in read_samples(tmp_path)]
+    assert 60 <= len(set(groups)) <= 140
+    assert all(groups.count(group) == 2 for group in set(groups))
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tmp_path)]) == 2
+    assert "no folder of a run" in capsys.readouterr().err
+
+
+def test_a_sample_says_what_the_trajectory_said() -> None:
+    trajectory = make_trajectory(Ticket(5, 5, 2, 0, Version(0, 3)), seq=1, reward=0.5, versions=[3, 3, 4])
+    sample = sample_of(trajectory)
+    assert sample.token_ids == trajectory.sequence.token_ids.tolist()
+    assert np.allclose(sample.logp, trajectory.sequence.logp_behavior, atol=1e-4)
+    assert (sample.reward, sample.success) == (trajectory.reward, trajectory.success)

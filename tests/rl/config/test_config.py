@@ -1,0 +1,176 @@
+"""Configuration: bad input gets one line that names the field, the value and the fix; one place for each default."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.config.schema import Config, ConfigError, load_config
+from rl.config.section import Section
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "experiments").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("rollout.alfa=1", ["rollout.alfa", "'alpha'"]),
+        ("rollout.alpha=-1", ["rollout.alpha", "-1", "greater than or equal to 0"]),
+        ("sampling.top_p=0.9", ["top_p=0.9", "top_p=1"]),
+        ("learner.minibatches=3", ["learner.minibatches=3", "groups_per_batch=16"]),
+        ("sampling.max_tokens=4096", ["max_tokens=4096", "max_model_len=2048"]),
+        ("generator.engine=vlm", ["generator.engine", "'vlm'", "'vllm'"]),
+        ("steps", ["key=value"]),
+        ("rollout.alpha.x=1", ["rollout.alpha"]),
+        ("rollout.alpha=.inf", ["rollout.alpha", "finite"]),
+        ("name=.", ["name='.'", "without a slash"]),
+        ("name=../evil", ["name='../evil'", "without a slash"]),
+    ],
+)
+def test_bad_input_is_one_clear_line(override: str, parts: list[str]) -> None:
+    tree = ["rollout.alpha=1", override] if override.startswith("rollout.alpha.x") else [override]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, tree)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_overrides_reach_their_field_and_numbers_are_numbers() -> None:
+    config = load_config(None, ["learner.lr=1e-4", "rollout.alpha=0.5", "name=a", "rollout.hold_patience=.inf"])
+    assert config.learner.lr == 1e-4 and config.rollout.alpha == 0.5 and config.name == "a"
+    assert config.rollout.hold_patience == float("inf")
+
+
+def test_an_empty_string_stays_one() -> None:
+    assert load_config(None, ["tracking.project="]).tracking.project == ""
+
+
+@pytest.mark.parametrize(("alpha", "bound"), [(0, 0), (0.5, 1), (1, 1), (1.2, 2), (4, 4)])
+def test_staleness_bound_is_ceil_alpha(alpha: float, bound: int) -> None:
+    assert load_config(None, [f"rollout.alpha={alpha}"]).rollout.staleness_bound == bound
+
+
+def test_staleness_may_be_allowed_beyond_alpha_but_not_below() -> None:
+    assert load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=6"]).rollout.staleness_bound == 6
+    assert load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=2"]).rollout.staleness_bound == 2
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness=1 is below 2, which rollout\.alpha=1\.5 needs"):
+        load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=1"])
+
+
+def test_recipe_extends_base(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("steps: 5\nrollout: {alpha: 2, group_size: 4}\n")
+    (tmp_path / "child.yaml").write_text("base: base.yaml\nrollout: {alpha: 3}\n")
+    config = load_config(tmp_path / "child.yaml")
+    assert (config.steps, config.rollout.alpha, config.rollout.group_size) == (5, 3, 4)
+
+
+def test_another_plugin_brings_its_own_options(tmp_path: Path) -> None:
+    """In a recipe that extends another, and in overrides, whatever their order; the same one keeps the base's."""
+    base = (
+        "algo: {loss: ppo, options: {clip_high: 0.3}}\nenv: {name: math, options: {source: a.jsonl, eval_count: 5}}\n"
+    )
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "child.yaml").write_text(
+        "base: base.yaml\nalgo: {loss: tis, options: {cap: 2}}\nenv: {options: {eval_count: 6}}\n"
+    )
+    child = load_config(tmp_path / "child.yaml")
+    assert child.algo.options == {"cap": 2} and child.env.options == {"source": "a.jsonl", "eval_count": 6}
+
+    for overrides in (["algo.loss=tis", "algo.options.cap=2"], ["algo.options.cap=2", "algo.loss=tis"]):
+        assert load_config(tmp_path / "base.yaml", overrides).algo.options == {"cap": 2}
+    assert load_config(tmp_path / "base.yaml", ["algo.loss=ppo"]).algo.options == {"clip_high": 0.3}
+    assert load_config(tmp_path / "base.yaml", ["env.name=synthetic"]).env.options == {}
+
+
+def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_is_valid(recipe: Path) -> None:
+    assert load_config(recipe).name == recipe.stem
+
+
+def test_resolved_configuration_round_trips() -> None:
+    config = load_config(None, ["rollout.hold_patience=.inf"])
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_every_field_has_help() -> None:
+    sections: list[type[Section]] = [Config, *Section.__subclasses__()]
+    for section in sections:
+        for name, field in section.model_fields.items():
+            is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+            assert field.description or is_section, f"{section.__name__}.{name} has no help text"
+
+
+def test_keys_within_lists_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'algo\.shaping\.0\.option'; did you mean 'options'\?"):
+        load_config(None, ["algo.shaping=[{name: overlong, option: {}}]"])
+
+
+def configured(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Name, path and default of every field."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from configured(field.annotation, f"{prefix}{name}.")
+        else:
+            yield name, prefix + name, field.get_default(call_default_factory=True)
+
+
+def literal_defaults(path: Path) -> Iterator[tuple[str, str, Any]]:
+    """Owner, name and default of every parameter and of every field of a class, where the default is a literal."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        owner = ""
+        given: list[tuple[str, ast.expr | None]] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            owner = node.name
+            positional = node.args.posonlyargs + node.args.args
+            defaults = node.args.defaults
+            given += [(each.arg, value) for each, value in zip(positional[-len(defaults) :], defaults, strict=False)]
+            keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            given += [(each.arg, value) for each, value in keywords]
+
+        elif isinstance(node, ast.ClassDef):
+            owner = node.name
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            given += [(each.target.id, each.value) for each in fields if isinstance(each.target, ast.Name)]
+
+        for name, value in given:
+            if isinstance(value, ast.Constant):
+                yield owner, name, value.value
+
+
+NEUTRAL = {"0", "0.0", "1", "1.0", "None", "False", "True", "''", "'none'"}
+"""What says "nothing of the kind" is no choice that could drift."""
+OTHER_FIELDS = {("Generators", "on_update")}  # the simulator knows two of its values only
+
+
+def test_a_default_of_the_configuration_stands_nowhere_else() -> None:
+    known: dict[str, list[tuple[str, Any]]] = {}
+    for name, path, default in configured(Config):
+        known.setdefault(name, []).append((path, default))
+
+    again = []
+    for package in ("algos", "rl", "rollout", "launch"):
+        for file in (ROOT / package).rglob("*.py"):
+            if file.parent == ROOT / "rl" / "config":
+                continue
+            for owner, name, default in literal_defaults(file):
+                own = owner.endswith("Options") or (owner, name) in OTHER_FIELDS  # a plug-in's options are its own
+                if not own and repr(default) not in NEUTRAL:
+                    for path, configured_default in known.get(name, []):
+                        if default == configured_default:
+                            again.append(f"{file.relative_to(ROOT)}: {owner}.{name} repeats {path}={default!r}")
+    assert not again, "\n".join(again)

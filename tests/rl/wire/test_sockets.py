@@ -1,0 +1,69 @@
+"""Who may speak: the holders of the run's key, in their own names, in frames of a bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from rl.wire import sockets
+from rl.wire.messages import BatchRequest, ProtocolError
+from rl.wire.run import RunFile
+from rl.wire.sockets import make_curve_key, open_socket, receive_from, send, sender
+from tests.conftest import BASE_PORT, MakeRun
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.SyncContext]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_only_the_holder_of_the_run_s_key_is_heard(make_run: MakeRun, context: zmq.SyncContext, transport: str) -> None:
+    run = make_run(f"network.transport={transport}", f"network.base_port={BASE_PORT}")
+    assert (run.folder / "curve.key").stat().st_mode & 0o777 == 0o600
+    steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=context)
+
+    def speak(step: int) -> None:
+        send(
+            open_socket(zmq.DEALER, run, "steps", identity=b"learner.0.%d" % step, context=context), BatchRequest(step)
+        )
+
+    key = (run.folder / "curve.key").read_bytes()
+    run.config.network.curve = False  # a stranger who has found the socket
+    speak(1)
+    run.config.network.curve = True
+    make_curve_key(run.folder)  # another run's
+    speak(2)
+    (run.folder / "curve.key").write_bytes(key)
+    speak(3)
+
+    assert steps.poll(60_000) and receive_from(steps) == (b"learner.0.3", BatchRequest(3))
+    assert not steps.poll(300)
+
+
+def test_a_frame_beyond_the_limit_costs_its_sender_the_connection(
+    make_run: MakeRun, context: zmq.SyncContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 1 << 20)
+    run: RunFile = make_run()
+    steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=context)
+    large, small = (
+        open_socket(zmq.DEALER, run, "steps", identity=b"learner.0.%d" % i, context=context) for i in range(2)
+    )
+    large.send(bytes(2 << 20))
+    send(small, BatchRequest(1))
+    assert steps.poll(60_000) and receive_from(steps) == (b"learner.0.1", BatchRequest(1))
+    assert not steps.poll(300)
+
+
+@pytest.mark.parametrize(
+    "peer", [b"learner.0.0", b"env_server.2.0", b"env_server.0", b"env_server.-1.0", b"\0abcd", b""]
+)
+def test_a_stranger_is_refused(peer: bytes) -> None:
+    assert sender(b"env_server.1.12", "env_server", 2) == (1, 12)
+    with pytest.raises(ProtocolError, match="stranger"):
+        sender(peer, "env_server", 2)

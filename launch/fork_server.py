@@ -43,7 +43,7 @@ from rl.config.schema import Config
 from rl.wire.process import FORKED_VARIABLE, adopt_orphans, die_with_parent
 
 PREPARE = "launch.prepare"
-PREPARE_IMPORTS = (PREPARE, "launch.warm_start.tiny", "rl.learner.algorithm", "rl.learner.policy")
+PREPARE_IMPORTS = (PREPARE, "launch.warm_start.tiny", "rl.learner.algorithm", "rl.models.policy")
 _REQUEST_BYTES = 1 << 16
 _KNOWN = b"k"
 _END_S = 5.0

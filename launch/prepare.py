@@ -177,7 +177,7 @@ def check_model_is_trainable(config: Config, folder: Path) -> None:
     """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong."""
     if config.learner.kind != "fsdp":
         return
-    from rl.learner.policy import check_trainable
+    from rl.models.policy import check_trainable
 
     try:
         check_trainable(folder)

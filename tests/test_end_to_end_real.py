@@ -20,7 +20,7 @@ import torch
 from rl.config.schema import load_config
 from rl.learner import checkpoint
 from rl.learner.optimizer import Optimizer
-from rl.learner.policy import Policy, load_policy
+from rl.models.policy import Policy, load_policy
 from rl.store.batch_files import read_shard_files
 from rl.wire.messages import BatchPart
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step

@@ -20,9 +20,9 @@ from algos.types import LossInputs, LossResult
 from rl.config.schema import ConfigError, load_config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.batches import check_shard
-from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
-from rl.learner.policy import PolicyOutput
 from rl.learner.update import loss_inputs
+from rl.models.packing import Pack, dummy_pack, make_packs, split_minibatches
+from rl.models.policy import PolicyOutput
 from rl.observe.alarms import RunAlarm
 from rl.store.batch_files import read_shard_files, write_shard_file
 from rl.wire.columns import COLUMNS, Column, register, register_configured

@@ -20,7 +20,7 @@ import torch
 from experiments.bench._bare_loop import BareLoop, Form
 from experiments.bench._bound import Work
 from experiments.bench._measuring import shard_of
-from rl.learner.packing import Pack, make_packs
+from rl.models.packing import Pack, make_packs
 from rl.wire.messages import BatchPart
 from rl.wire.process import die_with_parent
 from rl.wire.run import RunFile

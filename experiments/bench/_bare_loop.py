@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl.learner.packed_attention import NAME, pack_bounds
-from rl.learner.packing import Pack
-from rl.learner.shared_prompts import find_shared
+from rl.models.packed_attention import NAME, pack_bounds
+from rl.models.packing import Pack
+from rl.models.shared_prompts import find_shared
 from rl.wire.run import RunFile
 
 Form = Literal["stock", "packed", "shared"]

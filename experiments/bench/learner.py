@@ -33,11 +33,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from experiments.bench._bare_loop import BareLoop
 from experiments.bench._measuring import Work, alternate, parser_of, random_shard, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.learner.packing import Pack
 from rl.learner.process import Learner
 from rl.learner.publish import Publisher
 from rl.learner.run_client import RunClient
 from rl.learner.update import UpdateStats
+from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, decode, encode
 from rl.wire.process import Process
 from rl.wire.run import ProcessContext, RunFile

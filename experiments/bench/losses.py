@@ -23,9 +23,9 @@ from experiments.bench._measuring import Work, alternate, parser_of, random_shar
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import load_config
-from rl.learner.packing import Pack
 from rl.learner.trainer import Trainer
 from rl.learner.update import loss_inputs, with_logp
+from rl.models.packing import Pack
 from rl.wire.messages import BatchPart
 
 TARGET = 0.05

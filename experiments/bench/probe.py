@@ -27,8 +27,8 @@ from experiments.bench._measuring import parser_of, write
 from launch.warm_start.sampling import sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
 from rl.config.schema import load_config
-from rl.learner.policy import Policy, load_policy, shard_policy
 from rl.learner.publish import probe_logp
+from rl.models.policy import Policy, load_policy, shard_policy
 from rl.weights.proof import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.generator.engines.environment import engine_environment

@@ -22,8 +22,8 @@ from experiments.gateway.fuzz import FIRST_VERSION, LIMIT, Records, Report, play
 from experiments.gateway.tokenizers import make_folder, special_tokens, stop_tokens, template_names
 from rl.config.schema import load_config
 from rl.learner.export import write_shard
-from rl.learner.policy import Policy, load_policy, local_rows
 from rl.learner.publish import probe_length, probe_prompt, weight_manifest
+from rl.models.policy import Policy, load_policy, local_rows
 from rl.weights import make_writer
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
 from rl.wire.messages import Abort, Generate, Generated, Grown, TokenSequence, Version

@@ -118,7 +118,7 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from rl.learner import packed_attention
+    from rl.models import packed_attention
 
     disable_progress_bar()
     started = time.monotonic()

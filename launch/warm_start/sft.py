@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.learner.packing import assign
+from rl.models.packing import assign
 
 _WEIGHT_DECAY = 0.01
 _MAX_GRAD_NORM = 1.0
@@ -105,7 +105,7 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Seq
     Logits are computed for those tokens only. The means are over the tokens of `batch` (default: `rows` alone): the
     losses of a batch's parts add up to the batch's.
     """
-    from rl.learner import packed_attention  # with transformers, which takes seconds to import
+    from rl.models import packed_attention  # with transformers, which takes seconds to import
 
     bounds = packed_attention.pack_bounds(rows.position_ids[0]) if packed_attention.takes_bounds(model) else {}
     inputs = {"input_ids": rows.token_ids, "position_ids": rows.position_ids, "use_cache": False}

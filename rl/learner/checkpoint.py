@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from rl.learner.policy import Policy, export_entries
+from rl.models.policy import Policy, export_entries
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
 

@@ -18,7 +18,7 @@ from algos.aggregation import sample_weights
 from algos.kl import kl_estimate
 from algos.rewards import RewardInputs, shape
 from rl.learner.algorithm import Algorithm
-from rl.learner.packing import Pack, minibatch_of
+from rl.models.packing import Pack, minibatch_of
 from rl.wire.messages import BatchPart
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl.learner.packing import Pack
-from rl.learner.policy import PackedModel, load_policy
+from rl.models.packing import Pack
+from rl.models.policy import PackedModel, load_policy
 
 
 class Critic(PackedModel):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce
-from rl.learner.policy import Policy, local_rows
+from rl.models.policy import Policy, local_rows
 from rl.observe.alarms import Alarms
 
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from rl.config.schema import Config
 from rl.learner.export import write_shard
 from rl.learner.page_lock import PageLock
-from rl.learner.policy import Policy, export_entries, local_rows
 from rl.learner.run_client import RunClient
+from rl.models.policy import Policy, export_entries, local_rows
 from rl.weights.layout import Manifest, Segment
 from rl.weights.proof import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 from rl.wire.messages import BatchPart

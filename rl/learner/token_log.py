@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from algos.types import LossInputs, LossResult
-from rl.learner.packing import Pack
+from rl.models.packing import Pack
 from rl.store.samples import FOLDER, TRAINED, LineFile, Trained, is_kept
 from rl.wire.messages import BatchPart, SampleRow
 

@@ -18,9 +18,9 @@ from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
 from rl.learner.critic import Critic, accumulate_critic, load_critic, with_values
 from rl.learner.optimizer import Optimizer
-from rl.learner.packing import make_packs, pad_packs, split_minibatches
-from rl.learner.policy import M, PackedModel, Policy, load_policy, shard_policy
 from rl.learner.update import Observer, UpdateStats, accumulate_gradients, unobserved, with_logp
+from rl.models.packing import make_packs, pad_packs, split_minibatches
+from rl.models.policy import M, PackedModel, Policy, load_policy, shard_policy
 from rl.wire.messages import BatchPart
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -16,8 +16,8 @@ from algos.types import LossInputs, LossResult
 from rl.learner.algorithm import Algorithm
 from rl.learner.critic import CriticStats
 from rl.learner.diagnostics import Diagnostics
-from rl.learner.packing import Pack
-from rl.learner.policy import Policy, PolicyOutput
+from rl.models.packing import Pack
+from rl.models.policy import Policy, PolicyOutput
 from rl.wire.columns import BUILT_IN
 
 Observer = Callable[[Pack, LossInputs, LossResult], None]

@@ -26,7 +26,7 @@ from experiments.bench._outcome import RunResult
 from experiments.bench._processes import Used
 from experiments.bench._ratios import Idle
 from experiments.compare.job import Row
-from rl.learner.packing import Pack, make_packs
+from rl.models.packing import Pack, make_packs
 from rl.observe.trace import Trace
 from rl.observe.trace_events import SamplingBegan, SamplingEnded
 from rl.wire.messages import BatchPart

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from experiments.gateway.fuzz import FIRST_VERSION, check
 from experiments.gateway.real import LARGEST_DIFFERENCE, EngineClient, Learner, RealRecords, compare, make_model
 from experiments.gateway.tokenizers import special_tokens, template_names
-from rl.learner.policy import load_policy
+from rl.models.policy import load_policy
 from rl.wire.messages import Generate, TokenSequence, Version
 from rl.wire.sequences import Turn
 from rollout.generator.engines.base import Engine, Sampled

@@ -21,9 +21,9 @@ from experiments.staleness.harness import CURVES, LaggedLoop, run_job
 from experiments.staleness.records import Record
 from experiments.staleness.statistics import Estimate, estimate, paired, separates
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
-from rl.learner.packing import make_packs
-from rl.learner.policy import load_policy
 from rl.learner.update import with_logp
+from rl.models.packing import make_packs
+from rl.models.policy import load_policy
 
 SMALL = TinyRecipe(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=48, sft_steps=5, sft_batch=16)
 # The untrained model earns no reward; the entropy bonus moves it all the same.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl.learner.credit import Minibatch
-from rl.learner.packing import Pack
+from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
 from rollout.episodes.environment import ChatMessage
 from tests.museum.lab import STOPS, Game, Lab
@@ -224,8 +224,8 @@ def cross_attention(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     def one_sample(position_ids: Tensor) -> dict[str, Any]:
         return {"cu_seq_lens_q": torch.tensor([0, len(position_ids)])}
 
-    patch.setattr("rl.learner.policy.pack_bounds", one_sample)
-    patch.setattr("rl.learner.policy.find_shared", lambda *_: None)
+    patch.setattr("rl.models.policy.pack_bounds", one_sample)
+    patch.setattr("rl.models.policy.find_shared", lambda *_: None)
 
 
 def packed(lab: Lab, change: Callable[[Pack], Pack]) -> None:

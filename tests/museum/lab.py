@@ -23,9 +23,9 @@ from rl.learner.batches import check_shard
 from rl.learner.exact import ExactCheck
 from rl.learner.export import tensors
 from rl.learner.guards import StepGuards
-from rl.learner.policy import export_entries
 from rl.learner.process import train
 from rl.learner.trainer import Trainer
+from rl.models.policy import export_entries
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import NO_TRACE
 from rl.weights.layout import Manifest, digest

@@ -24,7 +24,7 @@ from launch.warm_start.sft import (
     train_supervised,
 )
 from rl.config.schema import Config, ConfigError, load_config
-from rl.learner import packed_attention
+from rl.models import packed_attention
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, DemonstratedTurn, Demonstration
 from rollout.episodes.tokenizer import ChatTokenizer

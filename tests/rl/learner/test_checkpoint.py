@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rl.learner import checkpoint
-from rl.learner.policy import load_policy
+from rl.models.policy import load_policy
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, latest, read_journal, read_meta
 from tests.rl.learner.tiny_policies import save_tiny
 

@@ -14,7 +14,7 @@ from algos.rewards import RewardInputs
 from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.credit import assign, gather_episodes, kept_rows, mask_rows, shaped_rewards
-from rl.learner.packing import Pack, dummy_pack, make_packs, split_minibatches
+from rl.models.packing import Pack, dummy_pack, make_packs, split_minibatches
 from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.schema import Config, load_config
 from rl.learner.critic import Critic, CriticStats, accumulate_critic, load_critic, with_values
-from rl.learner.packing import Pack, dummy_pack, make_packs
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.models.packing import Pack, dummy_pack, make_packs
 from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
 from tests.rl.learner.tiny_policies import VOCAB, save_tiny, stock_attention

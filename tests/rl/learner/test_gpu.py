@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.config.schema import LearnerConfig
-from rl.learner import packed_attention
 from rl.learner.export import tensors, write_shard
 from rl.learner.optimizer import Optimizer
-from rl.learner.packing import Pack, make_packs
 from rl.learner.page_lock import PageLock
-from rl.learner.policy import Policy, export_entries, load_policy, local_rows, shard_policy
+from rl.models import packed_attention
+from rl.models.packing import Pack, make_packs
+from rl.models.policy import Policy, export_entries, load_policy, local_rows, shard_policy
 from rl.weights.layout import Manifest
 from tests.rl.learner.tiny_policies import make_shards, save_tiny
 

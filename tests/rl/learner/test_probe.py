@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl.config.schema import load_config
 from rl.learner import publish
-from rl.learner.policy import load_policy
 from rl.learner.publish import Publisher, probe_length, probe_prompt
+from rl.models.policy import load_policy
 from rl.weights.layout import Manifest
 from tests.rl.learner.tiny_policies import VOCAB, make_shards, save_tiny
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from algos.registry import make_loss
-from rl.learner.policy import load_policy
 from rl.learner.token_log import TokenLog
 from rl.learner.update import accumulate_gradients
+from rl.models.policy import load_policy
 from rl.store.samples import is_kept, read_trained
 from tests.rl.learner.tiny_policies import algorithm_of, make_shards, packs_of, save_tiny
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl.learner.critic import load_critic
-from rl.learner.packing import Pack, dummy_pack, make_packs
-from rl.learner.policy import Policy, load_policy
-from rl.learner.shared_prompts import find_shared
+from rl.models.packing import Pack, dummy_pack, make_packs
+from rl.models.policy import Policy, load_policy
+from rl.models.shared_prompts import find_shared
 from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, SampleRow
 from tests.rl.learner.tiny_policies import VOCAB, gradients, largest_difference, save_tiny, stock_attention

@@ -16,10 +16,10 @@ from transformers import Qwen3Config
 
 from algos.registry import Loss, LossFunction, LossSpec, NoOptions, make_loss
 from algos.types import LossInputs, LossResult
-from rl.learner.packed_attention import can_pack
-from rl.learner.packing import Pack, dummy_pack, pad_packs
-from rl.learner.policy import Policy, export_entries, load_policy, local_rows, shard_policy
 from rl.learner.update import accumulate_gradients, with_logp
+from rl.models.packed_attention import can_pack
+from rl.models.packing import Pack, dummy_pack, pad_packs
+from rl.models.policy import Policy, export_entries, load_policy, local_rows, shard_policy
 from tests.rl.learner.tiny_policies import (
     VOCAB,
     algorithm_of,

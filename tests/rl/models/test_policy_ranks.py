@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl.learner.packing import pad_packs
-from rl.learner.policy import load_policy, local_rows, shard_policy
+from rl.models.packing import pad_packs
+from rl.models.policy import load_policy, local_rows, shard_policy
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.tiny_policies import backward, largest_difference, make_shards, packs_of, save_tiny
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rl.learner.shared_prompts import SharedPrompts
+from rl.models.shared_prompts import SharedPrompts
 
 NAME = "packed_sdpa"
 

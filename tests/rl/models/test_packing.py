@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.learner.packing import assign, make_packs, pad_packs, split_minibatches
+from rl.models.packing import assign, make_packs, pad_packs, split_minibatches
 from tests.rl.learner.tiny_policies import make_shards, packs_of
 
 

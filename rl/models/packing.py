@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.learner.shared_prompts import same_prompts
+from rl.models.shared_prompts import same_prompts
 from rl.wire.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
 from rl.wire.messages import BatchPart
 
@@ -129,7 +129,7 @@ def assign(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
     First-fit-decreasing says how many packs are needed; then each sample, longest first, goes to the emptiest of
     that many. Should this overflow one, the first-fit packs stand. Within a pack the longest samples come first, and
-    those of equal length side by side (`packed_attention` computes them together).
+    those of equal length side by side (`attention` computes them together).
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     alone = [[i] for i in order if lengths[i] > max_tokens]

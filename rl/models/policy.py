@@ -24,10 +24,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.config.schema import LearnerConfig
-from rl.learner import packed_attention
-from rl.learner.logprob import token_logprobs
-from rl.learner.packed_attention import can_pack, pack_bounds, takes_bounds
-from rl.learner.shared_prompts import find_shared
+from rl.models import packed_attention
+from rl.models.head import token_logprobs
+from rl.models.packed_attention import can_pack, pack_bounds, takes_bounds
+from rl.models.shared_prompts import find_shared
 
 # Settings by which some architectures change the logits after the head: the chunked head would ignore them.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")

@@ -2,7 +2,7 @@
 
 The samples of a group begin with the same prompt. A causal model's state at a prompt's token depends on nothing that
 comes after it, so one copy serves all of them, and the gradients of all answers add up in it: the result is that of
-separate samples, at the cost of the prompt once. FlashAttention has no such form; `packed_attention` computes it.
+separate samples, at the cost of the prompt once. FlashAttention has no such form; `attention` computes it.
 """
 
 from __future__ import annotations

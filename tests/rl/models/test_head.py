@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.learner import logprob
-from rl.learner.logprob import token_logprobs
+from rl.models import head
+from rl.models.head import token_logprobs
 
 T = 23
 H = 8
@@ -30,7 +30,7 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
 @pytest.fixture(params=[0, 1 << 26], ids=["recomputed", "kept"])
 def kept_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many bytes of probabilities may be kept for backward."""
-    monkeypatch.setattr(logprob, "KEPT_BYTES", request.param)
+    monkeypatch.setattr(head, "KEPT_BYTES", request.param)
     return int(request.param)
 
 
@@ -79,7 +79,7 @@ def test_arithmetic_is_float32_for_any_input(dtype: torch.dtype, atol: float) ->
 def test_of_vocabulary_size_per_token_only_what_is_small_is_saved(
     allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprob, "KEPT_BYTES", allowed * T * V * 8)
+    monkeypatch.setattr(head, "KEPT_BYTES", allowed * T * V * 8)
     hidden, weight, targets = inputs()
     saved: list[int] = []
 

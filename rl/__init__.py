@@ -1,0 +1,3 @@
+from rl.moved import name_what_moved
+
+name_what_moved()

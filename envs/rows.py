@@ -1,25 +1,25 @@
-"""Rows of a data set from JSONL, parquet or a hub name, with typed fields; errors name the row and the field."""
+"""Rows of a data set from files, a function or a hub name, with typed fields; errors name the row and the field."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from envs.row_files import RowError as RowError
+from envs.row_files import files_of, read_file
 from rl.config.plugins import load
 
 T = TypeVar("T")
 
 
-class RowError(ValueError):
-    """A source that cannot be read, or a row that is not as its schema says."""
-
-
 @dataclass(frozen=True)
 class Row:
-    """One row and where it stands, for messages. Fields are taken with the type they must have."""
+    """One row and where it stands, for messages. Fields are taken with the type they must have.
+
+    A field's name may be a path, as in `reward_model.ground_truth`; a field that is called so itself comes first.
+    """
 
     values: Mapping[str, Any]
     where: str
@@ -46,7 +46,28 @@ class Row:
         return self._parsed(name, value) if isinstance(value, str) else value
 
     def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
+        return self.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """The value as it is; None where there is none."""
+        if name in self.values:
+            return self.values[name]
+
+        value: Any = self.values
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+    def gold(self, name: str) -> Any:
+        """The value of the field that holds the right answer. Raises RowError if it is missing, null, NaN or empty."""
+        value = self.get(name)
+        if value is None and name not in self.values:
+            self.miss(name)
+        if value is None or value != value or value in ("", []):
+            self.fail(name, f"{_short(value)} is no answer; give the row one, or leave the row out")
+        return value
 
     def fail(self, name: str, why: str) -> NoReturn:
         raise RowError(f"{self.where}, field {name!r}: {why}")
@@ -62,8 +83,8 @@ class Row:
 
     def _first(self, names: tuple[str, ...], default: Any) -> Any:
         for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
+            if (value := self.get(name)) is not None:
+                return value
         if default is None:
             self.miss(*names)
         return default
@@ -78,24 +99,27 @@ class Row:
 def read_rows(
     source: str, subset: str | None = None, split: str = "train", columns: Sequence[str] | None = None
 ) -> Iterator[Row]:
-    """Rows of a `.jsonl` or `.parquet` file, a function `package.module:name` or a hub data set. Raises RowError.
+    """Rows of files, of a function `package.module:name` or of a hub data set. Raises RowError.
+
+    Files are one, those of a folder, or those of a glob; `envs.row_files` says of which kinds.
 
     `columns`: those needed, so that no more of a wide parquet file is read; None: all.
     """
-    path = Path(source)
-    if path.suffix == ".jsonl":
-        rows = _jsonl(path)
-    elif path.suffix == ".parquet":
-        rows = _parquet(path, columns)
-    elif ":" in source and not path.exists():
-        rows = _made(source)
-    elif path.exists():
-        raise RowError(f"{source} is neither .jsonl nor .parquet")
-    else:
-        rows = _hub(source, subset, split)
+    files = [] if _is_function(source) else files_of(source)
+    for file in files:
+        for number, values in enumerate(read_file(file, columns), start=1):
+            yield Row(values, f"{file}, row {number}")
+    if files:
+        return
 
+    rows = _made(source) if _is_function(source) else _hub(source, subset, split)
     for number, values in enumerate(rows, start=1):
         yield Row(values, f"{source}, row {number}")
+
+
+def _is_function(source: str) -> bool:
+    module, separator, name = source.partition(":")
+    return bool(separator) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def _made(source: str) -> Iterator[Mapping[str, Any]]:
@@ -105,46 +129,6 @@ def _made(source: str) -> Iterator[Mapping[str, Any]]:
         if not isinstance(row, Mapping):
             raise RowError(f"{source}, row {number} is a {type(row).__name__}, not a mapping")
         yield row
-
-
-def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RowError(_unreadable(path, error)) from None
-
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RowError(f"{path}, line {number} is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise RowError(f"{path}, line {number} is not an object")
-        yield row
-
-
-def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        there = pyarrow.parquet.read_schema(path).names
-        for name in columns or ():
-            if name not in there:
-                raise RowError(f"{path} has no column {name!r}; it has {_listed(there)}")
-        yield from pyarrow.parquet.read_table(path, columns=columns).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise RowError(_unreadable(path, error)) from None
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return (
-            f"{path} cannot be read: no such file; source and eval_source name .jsonl or .parquet files that are there"
-        )
-    return f"{path} cannot be read: {error}"
 
 
 def _hub(name: str, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:

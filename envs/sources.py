@@ -15,7 +15,8 @@ class SourceOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     source: str = "generated"
-    """`generated`, a `.jsonl` or `.parquet` file, or a hub name, with rows of a form that the family knows."""
+    """`generated`, files (JSON Lines, JSON, CSV, parquet; a folder, a glob) or a hub name, with rows of a form that the
+    family knows."""
     subset: str | None = None
     """Subset of a hub data set."""
     split: str = "train"

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from envs.dataset.judge import Judge, JudgeOptions
 from envs.dataset.requests import ScoreReply, ScoreRequest
-from envs.dataset.rewards import JUDGE, load_reward, row_as_json
+from envs.dataset.rewards import EXACT, JUDGE, load_reward, row_as_json
 from envs.rows import Row, read_rows
 from envs.sources import SourceOptions, split_tasks
 from envs.workers.pool import Pool
@@ -28,7 +29,8 @@ from rollout.episodes.environment import ChatMessage, Needs, Step
 
 class DatasetOptions(SourceOptions):
     source: str
-    """A `.jsonl` or `.parquet` file, a hub name, or a function of yours that makes the rows (`my_module:rows`)."""
+    """Files of rows (JSON Lines, JSON, CSV, parquet; a folder, a glob), a hub name, or a function of yours
+    (`my_module:rows`)."""
     eval_count: int = Field(64, ge=0)
     """Held-out tasks, the last rows of the source."""
     reward: dict[str, float]
@@ -193,13 +195,25 @@ def _task(row: Row, options: DatasetOptions) -> DatasetTask:
         last = opening[-1]
         opening[-1] = ChatMessage(last.role, f"{last.content}\n{options.instruction}")
 
-    gold = row.values.get(options.answer_field)
+    gold = _gold(row, options)
     values = {**row.values, "answer": gold} if gold is not None else row.values
     return DatasetTask(tuple(opening), row_as_json(values), None if gold is None else str(gold))
 
 
+def _gold(row: Row, options: DatasetOptions) -> Any:
+    """The right answer; None where there is none and no reward wants one. Raises RowError."""
+    name = options.answer_field
+    if row.get(name) is None and EXACT not in options.reward:
+        return None
+
+    gold = row.gold(name)
+    if EXACT in options.reward and not isinstance(gold, str | int | float | Decimal):
+        row.fail(name, f"{EXACT!r} compares texts and numbers, and this is a {type(gold).__name__}; write a reward")
+    return gold
+
+
 def _prompt(row: Row, name: str) -> list[ChatMessage]:
-    value = row.values.get(name)
+    value = row.get(name)
     if not isinstance(value, list):
         return [ChatMessage("user", row.text(name))]
 

@@ -15,6 +15,7 @@ from typing import Any
 from envs.answers import tagged
 from rl.config.plugins import load
 
+EXACT = "exact"
 JUDGE = "judge"
 """The name of the judge among the rewards; it is asked by the environment server itself."""
 RewardFunction = Callable[[str, dict[str, Any]], float]
@@ -26,7 +27,7 @@ def exact(response: str, row: dict[str, Any]) -> float:
     return float(" ".join((response if said is None else said).split()) == " ".join(str(row["answer"]).split()))
 
 
-REWARDS: dict[str, RewardFunction] = {"exact": exact}
+REWARDS: dict[str, RewardFunction] = {EXACT: exact}
 
 
 def load_reward(name: str) -> RewardFunction:

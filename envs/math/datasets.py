@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from decimal import Decimal
 
 from envs.math.answers import MAX_ANSWER_CHARS, last_box
 from envs.math.problems import Problem
@@ -11,7 +13,7 @@ from envs.rows import Row, RowError, read_rows
 
 @dataclass(frozen=True)
 class Source:
-    """Where problems come from: a path ending in .jsonl or .parquet, or a hub name with subset and split."""
+    """Where problems come from: files, or a hub name with subset and split. A field may be a path."""
 
     name: str
     question_field: str = "question"
@@ -59,13 +61,11 @@ def _problem(row: Row, question_field: str, answer_field: str) -> Problem:
 
 def _text(row: Row, field: str) -> str:
     """A text; answers also come as a number, or as a list of one."""
-    if field not in row.values:
-        row.miss(field)
-    value = row.values[field]
+    value = row.gold(field)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
+    if isinstance(value, int | Decimal) or (isinstance(value, float) and math.isfinite(value)):
+        value = str(value) if not isinstance(value, bool) else value
     if not isinstance(value, str) or not value.strip():
         row.fail(field, f"{value!r} is not a text")
     return value

@@ -21,7 +21,7 @@ INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
 class MathOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     source: str = "arithmetic"
-    """`arithmetic` (generated), a `.jsonl` or `.parquet` path, or a hub name (`openai/gsm8k`)."""
+    """`arithmetic` (generated), files of rows, or a hub name (`openai/gsm8k`)."""
     subset: str | None = None
     """Subset of a hub dataset (`main`)."""
     split: str = "train"

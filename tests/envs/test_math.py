@@ -349,7 +349,7 @@ def test_jsonl_and_parquet(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"question": "?"}, r"row 2 has no field 'answer'; it has 'question'"),
-        ({"question": "?", "answer": None}, r"row 2, field 'answer': None is not a text"),
+        ({"question": "?", "answer": None}, r"row 2, field 'answer': None is no answer; give the row one"),
         ({"question": "?", "answer": "#### "}, r"row 2, field 'answer': no answer after"),
         ({"question": "?", "answer": "so \\boxed{1"}, r"row 2, field 'answer': no answer after"),
         ({"question": "?", "answer": "why " * 200}, r"row 2, field 'answer': 799 characters"),

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from envs.alfworld.expert import Explorer
 from envs.alfworld.games import GameEntry, GameRecipe, ensure_games, games_made, list_games
 from envs.alfworld.requests import GameReply, GameRequest
+from envs.answers import answer_of
 from envs.workers.pool import Pool, Session
 from envs.workers.process import WorkerKind
 from rollout.episodes.environment import ChatMessage, Needs, Step
@@ -199,6 +200,7 @@ def object_kind(game: GameEntry) -> str:
 
 def parse_action(text: str, form: str) -> str:
     """The command in what the model wrote, in lower case; empty if there is none. Inner blanks stay as they are."""
+    text = answer_of(text)
     if form == "tag":
         found = _TAGGED.findall(text)
         return found[-1].strip().lower() if found else ""

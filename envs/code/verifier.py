@@ -15,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
+from envs.answers import answer_of
 from envs.code.harness.run_code import decoded
 from envs.code.problems import CodeProblem
 from envs.sandbox import Backend, Command, Limits, Result, Template
@@ -47,7 +48,11 @@ class Verdict:
 
 
 def extract_code(response: str) -> str | None:
-    """The last closed fenced block, else the whole response; None when there is nothing, or too much, to run."""
+    """The last closed fenced block, else the whole response; None when there is nothing, or too much, to run.
+
+    What the model thinks before it answers is no part of it.
+    """
+    response = answer_of(response)
     blocks = _BLOCK.findall(response)
     code = blocks[-1] if blocks else response
     return code if code.strip() and len(code) <= MAX_CODE_CHARS and "```" not in code else None

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envs.answers import tagged
+from envs.answers import answer_of, tagged
 from rl.config.plugins import load
 
 EXACT = "exact"
@@ -23,6 +23,7 @@ RewardFunction = Callable[[str, dict[str, Any]], float]
 
 def exact(response: str, row: dict[str, Any]) -> float:
     """1 if the row's `answer` is what stands in the last <answer>, or else is the whole response; white space aside."""
+    response = answer_of(response)
     said = tagged(response, "answer")
     return float(" ".join((response if said is None else said).split()) == " ".join(str(row["answer"]).split()))
 

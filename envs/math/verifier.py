@@ -11,6 +11,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from envs.answers import answer_of
 from envs.math.answers import Symbolic, judge, last_box
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
@@ -37,8 +38,8 @@ class Verifier:
         self._cache: OrderedDict[Symbolic, bool] = OrderedDict()
 
     async def verify(self, gold: str, response: str) -> Verdict:
-        """Whether the last box of `response` holds `gold`. Raises WorkerNotStarted or WorkerHung."""
-        answer = last_box(response)
+        """Whether the last box of the answer in `response` holds `gold`. Raises WorkerNotStarted or WorkerHung."""
+        answer = last_box(answer_of(response))
         if answer is None:
             return Verdict(False, boxed=False)
         question = judge(gold, answer)

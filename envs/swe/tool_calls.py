@@ -3,7 +3,8 @@
     <tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>        ```bash
                                                                                    ls
                                                                                    ```
-A call that cannot be understood becomes a `BadCall`, whose text tells the model what to write instead.
+The parser is the one that the gateway's agents have (`rollout.episodes.parsing`): what stands in a thought is a draft,
+and no call. A call that cannot be understood becomes a `BadCall`, whose text tells the model what to write instead.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import json
 import re
 from dataclasses import dataclass
 
+from rollout.episodes.parsing import HermesParser, answer_of
+
 MAX_CALLS = 8
 """Of one turn."""
+_PARSER = HermesParser()
+_BEGIN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(bash|sh|shell|submit)[ \t]*\r?\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
@@ -103,13 +108,16 @@ def render_call(call: ToolCall) -> str:
 
 def parse_calls(text: str) -> list[ToolCall | BadCall]:
     """The calls of one turn, in order; never empty: a turn without any is one BadCall. Never raises."""
-    found: list[ToolCall | BadCall] = []
-    if "<tool_call>" in text:
-        found = [_parse(body) for body in _CALL.findall(text)]
-        if text.count("<tool_call>") > len(found):
-            found.append(BadCall("a <tool_call> is not closed by </tool_call>"))
-    else:
-        for kind, body in _FENCE.findall(text):
+    turn = _PARSER.parse(answer_of(text))
+    found = [_arguments(name, arguments) for name, arguments in turn.calls]
+
+    # What the parser has left where it stood is no call that could be made.
+    left = turn.content.count(_BEGIN)
+    found += [_parse(body) for body in _CALL.findall(turn.content)]
+    if left > len(found) - len(turn.calls):
+        found.append(BadCall("a <tool_call> is not closed by </tool_call>"))
+    if not found:
+        for kind, body in _FENCE.findall(turn.content):
             found.append(ToolCall("submit", {}) if kind == "submit" else ToolCall("bash", {"command": body}))
 
     if not found:
@@ -127,7 +135,10 @@ def _parse(body: str) -> ToolCall | BadCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return BadCall(f'a <tool_call> needs "name" and "arguments". Write:\n{_EXAMPLE}')
 
-    arguments = value.get("arguments", value.get("parameters", {}))
+    return _arguments(value["name"], value.get("arguments", value.get("parameters", {})))
+
+
+def _arguments(name: str, arguments: object) -> ToolCall | BadCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, strict=False)
@@ -135,7 +146,7 @@ def _parse(body: str) -> ToolCall | BadCall:
             arguments = None
     if not isinstance(arguments, dict):
         return BadCall('"arguments" must be a JSON object')
-    return _checked(value["name"], arguments)
+    return _checked(name, arguments)
 
 
 def _checked(name: str, arguments: dict[str, object]) -> ToolCall | BadCall:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl.wire.columns import ONE_TURN, masked_columns
 from rollout.episodes.environment import ChatMessage, Opening, ToolCall, TurnText
-from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
+from rollout.episodes.parsing import TAIL, THINK_BEGIN, ParsedTurn, SampledText, TurnReader
 from rollout.episodes.sequence import GrowingSequence
 from rollout.episodes.tokenizer import ConversationTokenizer
 
@@ -41,8 +41,11 @@ class Conversation(GrowingSequence):
         return True
 
     def text(self, start: int, end: int) -> str:
-        """The decoded text of a turn."""
-        return self._tokenizer.decode(self.context()[start:end].tolist())
+        """The decoded text of a turn; where the prompt has opened a thought, with the marker that did so."""
+        context = self.context()
+        before = self._tokenizer.decode(context[max(0, start - TAIL) : start].tolist())
+        begun = THINK_BEGIN if before.rstrip().endswith(THINK_BEGIN) else ""
+        return begun + self._tokenizer.decode(context[start:end].tolist())
 
     def _prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         return self._tokenizer.prompt(messages)

@@ -17,14 +17,14 @@ from rl.config.schema import Config, ConfigError
 from rollout.episodes.environment import ChatMessage, ToolCall, Tools
 from rollout.episodes.tokenizer import AgentTokenizer, TokenizerError
 
+THINK_BEGIN = "<think>"
+THINK_END = "</think>"
 _CALL_BEGIN = "<tool_call>"
 _CALL_OPENED = re.compile(r"<tool_call>\s*(?=\{)")
 _CALL_CLOSED = re.compile(r"\}\s*</tool_call>")
 _CALL_CLOSED_OR_CUT = re.compile(r"\}\s*(?:</tool_call>|\Z)")
-_THINK_BEGIN = "<think>"
-_THINK_END = "</think>"
 _LONGEST_CALL = 100_000  # characters: a longer one stays content
-_TAIL = 16  # tokens at a prompt's end that may hold the opening of a turn
+TAIL = 16  # tokens at a prompt's end that may hold the opening of a turn
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class DistantParser(ABC):
         """Within its deadline, whatever happens there: what could not be read stays content."""
 
 
+def answer_of(text: str) -> str:
+    """What stands behind the thought of a turn: a draft inside it is no answer and no call. Empty while it goes on."""
+    return text.partition(THINK_END)[2] if text.lstrip().startswith(THINK_BEGIN) else text
+
+
 class PlainParser:
     """All of the turn is content."""
 
@@ -99,25 +104,25 @@ class PlainParser:
 class HermesParser:
     """`<think>…</think>` and `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
-    opener = _THINK_BEGIN
+    opener = THINK_BEGIN
 
     def parse(self, text: str) -> ParsedTurn:
         begun = text.lstrip()
-        if not begun.startswith(_THINK_BEGIN):
+        if not begun.startswith(THINK_BEGIN):
             return _content(text)
-        thought, _, rest = begun.removeprefix(_THINK_BEGIN).partition(_THINK_END)
+        thought, _, rest = begun.removeprefix(THINK_BEGIN).partition(THINK_END)
         return replace(_content(rest.lstrip("\n")), reasoning=thought.strip("\n").rstrip())
 
     def so_far(self, text: str) -> ParsedTurn:
         begun = text.lstrip()
-        if _THINK_BEGIN.startswith(begun):
+        if THINK_BEGIN.startswith(begun):
             return ParsedTurn("")
-        if not begun.startswith(_THINK_BEGIN):
+        if not begun.startswith(THINK_BEGIN):
             return _content(text, goes_on=True)
 
-        thought, closed, rest = begun.removeprefix(_THINK_BEGIN).partition(_THINK_END)
+        thought, closed, rest = begun.removeprefix(THINK_BEGIN).partition(THINK_END)
         if not closed:
-            return ParsedTurn("", without_beginning(thought, [_THINK_END]).strip("\n").rstrip())
+            return ParsedTurn("", without_beginning(thought, [THINK_END]).strip("\n").rstrip())
         return replace(_content(rest.lstrip("\n"), goes_on=True), reasoning=thought.strip("\n").rstrip())
 
     def example(self) -> ChatMessage | None:
@@ -150,7 +155,7 @@ class TurnReader:
     def begun(self, prompt: Sequence[int]) -> str:
         """What a prompt has written of the turn that follows it: some templates open the thinking."""
         opener: str = getattr(self.parser, "opener", "")
-        opened = opener and self.tokenizer.turn_text(prompt[-_TAIL:]).rstrip().endswith(opener)
+        opened = opener and self.tokenizer.turn_text(prompt[-TAIL:]).rstrip().endswith(opener)
         return opener if opened else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, DiffResult, evaluate
 from envs.swe.generate import generated_tasks
 from envs.swe.gold import gold_turns
 from envs.swe.packages import PACKAGES
+from envs.swe.runners import put_back_of_fix
 from envs.swe.tasks import SweTask, load_tasks
 from envs.swe.tool_calls import MAX_CALLS, BadCall, ToolCall, parse_calls, tools_text
 from envs.swe.tools import Toolbox, extract_diff
@@ -244,4 +246,18 @@ def _load(source: str, subset: str | None, split: str) -> list[SweTask]:
             f"without their files (as {unfit[0].fail_to_pass[0]!r}): they cannot be rewarded; leave these rows out, or "
             "train on a data set whose 'FAIL_TO_PASS' has ids like 'tests/test_a.py::test_one'"
         )
-    return tasks
+    return _playable(source, tasks)
+
+
+def _playable(source: str, tasks: list[SweTask]) -> list[SweTask]:
+    """Without those whose fix would be put back before the tests run: nobody could ever solve them."""
+    left_out = {task.instance_id: path for task in tasks if (path := put_back_of_fix(task.gold_patch))}
+    if left_out:
+        name, path = next(iter(left_out.items()))
+        why = f"{len(left_out)} of {len(tasks)} tasks are left out: their fix changes what their tests are run with"
+        print(f"{source}: {why} ({name}: {path})", file=sys.stderr, flush=True)
+
+    kept = [task for task in tasks if task.instance_id not in left_out]
+    if not kept:
+        raise RowError(f"{source}: {why}; name another source")
+    return kept

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from envs.swe.harness.apply_diff import is_test_file
+from envs.swe.harness.apply_diff import is_test_file, shadows_tools
 from envs.swe.harness.fresco_report import worst
 
 RunnerName = Literal["pytest", "django", "sympy"]
 _REPOSITORIES: dict[str, RunnerName] = {"django/django": "django", "sympy/sympy": "sympy"}
+_IMPORT_ROOTS = ("", "src", "lib")
 _CHANGED = re.compile(r"^\+\+\+ b/(.+?)\t?$", re.MULTILINE)
 _PROGRESS = re.compile(r"^\[\s*\d*%?\]?$")
 _OPTION = re.compile(r"^(.*?)\[(/[^/*][^*]*)\]$")
@@ -100,6 +101,12 @@ def protected_paths(
         return any(path == kept or (kept.endswith("/") and path.startswith(kept)) for path in changed)
 
     return [kept for kept in dict.fromkeys([*RUNNERS[runner].machinery, *named, *folders]) if not is_the_task(kept)]
+
+
+def put_back_of_fix(gold_patch: str) -> str:
+    """A file that the true fix changes and no diff may change, as `src/_pytest/python.py`; empty if there is none."""
+    changed = changed_paths(gold_patch)
+    return next((path for path in changed if shadows_tools(path, _IMPORT_ROOTS)), "")
 
 
 def must_fail_name(test: str) -> str:

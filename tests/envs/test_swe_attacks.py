@@ -39,6 +39,7 @@ FILES = {
     "vault/__init__.py": "from vault.core import half, total\n",
     "vault/core.py": VAULT,
     "vault/_testing/__init__.py": "def same(a, b):\n    assert sorted(a) == sorted(b)\n",
+    "vault/testing.py": "def near(a, b):\n    assert abs(a - b) < 0.1\n",
     "vault/more/__init__.py": "",
     "checks/__init__.py": "",
     "checks/conftest.py": "import vault\n",
@@ -51,6 +52,7 @@ import pytest
 import vault
 from checks.helpers import expected
 from vault._testing import same
+from vault.testing import near
 
 
 class CoreChecks(unittest.TestCase):
@@ -78,6 +80,10 @@ def test_data():
     assert vault.half([20, 40]) == expected()
 
 
+def test_near():
+    near(*vault.half([12]), 6)
+
+
 def test_called():
     called = mock.Mock()
     called(*vault.half([2]))
@@ -89,7 +95,7 @@ def test_loop():
         assert vault.half([number]) == pytest.approx([number // 2])
 ''',
     "test-data/half.txt": "10 20\n",
-    "pytest.ini": "[pytest]\npython_functions = *_listed *_line *_same *_data *_called *_loop\n",
+    "pytest.ini": "[pytest]\npython_functions = *_listed *_line *_same *_data *_near *_called *_loop\n",
 }
 FIXED = [
     "CoreChecks::test_half",
@@ -97,6 +103,7 @@ FIXED = [
     "test_one_line",
     "test_same[given0-wanted0]",
     "test_data",
+    "test_near",
     "test_called",
 ]
 ROW = {
@@ -139,11 +146,12 @@ def test_a_fix_earns_it_and_nothing_does_not(backend: BubblewrapBackend, checkou
 
 
 EDITS = {
-    "the file that the task names": f"sed -i 's/assert .*/pass/; s/self.assertEqual.*/pass/; s/same(vault.*/pass/; s/called.assert.*/pass/' {CHECKS}",
+    "the file that the task names": f"sed -i 's/assert .*/pass/; s/self.assertEqual.*/pass/; s/same(vault.*/pass/; s/near(.vault.*/pass/; s/called.assert.*/pass/' {CHECKS}",
     "a helper beside it": "echo 'def expected(): return __import__(\"vault\").half([20, 40])' > checks/helpers.py",
     "a new helper beside it": "mkdir checks/helpers; echo 'import os; os._exit(0)' > checks/helpers/__init__.py",
     "its data": "echo 6 13 > test-data/half.txt",
     "the package's tools of tests": "echo 'def same(a, b): pass' > vault/_testing/__init__.py",
+    "a module of such tools": "echo 'def near(a, b): pass' > vault/testing.py",
 }
 
 

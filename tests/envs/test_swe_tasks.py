@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from envs.rows import Row, RowError
 from envs.swe.diffs import DiffError, reverse_diff
+from envs.swe.environment import SweFamily, SweOptions
 from envs.swe.harness.apply_diff import is_protected, is_test_file
 from envs.swe.tasks import file_diff, load_tasks, parse_task, to_row
 from tests.envs.errors import raises_one_line
@@ -196,11 +197,12 @@ def test_diffs_that_cannot_be_reversed() -> None:
 
 
 PROTECTED = """
+testing.py src/shop/testing.py shop/_testing.py conftest_helpers.py
 tests/x.py pkg/test/data.txt test_a.py a/b_test.py conftest.py a/conftest.py setup.cfg pyproject.toml tox.ini pytest.ini
 sitecustomize.py x.pth a/__pycache__/b.pyc pytest.py _pytest/x.py json.py random/__init__.py src/re.py .gitattributes
 x.egg-info/entry_points.txt sub/.git/config lib.so
 """
-FREE = "toolz/itertoolz.py pkg/json.py src/pkg/re.py README.md contest.py latest/a.py testing.py"
+FREE = "toolz/itertoolz.py pkg/json.py src/pkg/re.py README.md contest.py latest/a.py attesting.py"
 
 
 def test_protected_paths() -> None:
@@ -209,3 +211,25 @@ def test_protected_paths() -> None:
     for path in FREE.split():
         assert not is_protected(path, ("", "src")), path
     assert is_test_file("a/Tests/b.py") and not is_test_file("a/attest.py")
+
+
+PUT_BACK = ["src/_pytest/python.py", "src/attr/_make.py", "src/packaging/version.py", "src/iniconfig/__init__.py"]
+
+
+@pytest.mark.parametrize("path", PUT_BACK)
+def test_a_task_whose_fix_would_be_put_back_is_left_out_by_name(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It could never be solved, and nobody was told."""
+    own = BENCH | {"instance_id": "own__fix-1", "patch": file_diff(path, "a = 1\n", "a = 2\n")}
+    source = tmp_path / "a.jsonl"
+    source.write_text(f"{json.dumps(BENCH)}\n{json.dumps(own)}\n{json.dumps(GYM | {'instance_id': 'b'})}\n")
+
+    family = SweFamily(SweOptions(source=str(source), eval_count=1), seed=0)
+    assert (family.task_count("train"), family.task_count("eval")) == (1, 1)
+    said = capsys.readouterr().err
+    assert f"1 of 3 tasks are left out: their fix changes what their tests are run with (own__fix-1: {path})" in said
+
+    source.write_text(json.dumps(own))
+    with raises_one_line(RowError, "1 of 1 tasks are left out", "name another source"):
+        SweFamily(SweOptions(source=str(source), eval_count=0), seed=0)

@@ -23,7 +23,7 @@ _CONFIGURATION = """
 _COMPILED = (".pyc", ".pyo", ".so", ".pth", ".egg-link")
 _MACHINERY = {"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "hypothesis", "attr", "attrs"}
 _STDLIB = os.path.dirname(os.__file__)
-_TEST_WORDS = {"test", "tests", "testing", "testdata"}
+_TEST_WORDS = {"test", "tests", "testing", "testdata", "conftest"}
 _TEST_NAME = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$")
 
 
@@ -34,13 +34,13 @@ def is_test_file(path: str) -> bool:
 
 
 def is_test_material(path: str, fixed: "Sequence[str]") -> bool:
-    """Below a folder with a word for tests in its name (`test-data`, `_testing`), unless the true fix changes something
-    in there as well."""
-    folders = path.split("/")[:-1]
-    for place, folder in enumerate(folders, 1):
-        if _TEST_WORDS & set(re.split("[-_.]", folder.lower())):
-            above = "/".join(folders[:place]) + "/"
-            return not any(each.startswith(above) for each in fixed)
+    """Below a folder with a word for tests in its name (`test-data`, `_testing`), or a file with one (`testing.py`),
+    unless the true fix changes it, or something in there, as well."""
+    parts = path.split("/")
+    for place, part in enumerate(parts, 1):
+        if _TEST_WORDS & set(re.split("[-_.]", part.lower())):
+            kept = "/".join(parts[:place])
+            return not any(each == kept or each.startswith(kept + "/") for each in fixed)
     return False
 
 
@@ -74,6 +74,12 @@ def is_protected(
     if any(path.startswith(each) if each.endswith("/") else path == each for each in machinery):
         return True
 
+    return shadows_tools(path, import_roots)
+
+
+def shadows_tools(path: str, import_roots: "Sequence[str]") -> bool:
+    """Whether it would be imported in the place of pytest, of what pytest needs, or of the standard library."""
+    parts = path.split("/")
     for root in import_roots:
         below = parts[len(root.split("/")) :] if root and path.startswith(root + "/") else parts
         module = below[0][: -len(".py")] if below[0].endswith(".py") else below[0]

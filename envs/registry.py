@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
-
+from rl.config import plugins
 from rl.config.plugins import load
-from rl.config.schema import Config, ConfigError, nearest
-from rl.config.section import refuse_flag
+from rl.config.schema import Config, ConfigError
 from rollout.episodes.environment import EnvironmentFamily, Needs
 
 FAMILIES = {
@@ -136,20 +134,4 @@ def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
 
 def validated(family: type[EnvironmentFamily], options: dict[str, Any], where: str = "env.options") -> Any:
     """The options as the family's own model has them; `where` they stand, for messages. Raises ConfigError."""
-    known = list(family.Options.model_fields)
-    for key in options:  # here, so that a model that forgot extra="forbid" is closed as well
-        if key not in known:
-            raise ConfigError(f"unknown key '{where}.{key}'{nearest(key, known)}")
-    try:
-        for key, value in options.items():
-            refuse_flag(family.Options, key, value)
-    except ValueError as error:
-        raise ConfigError(f"{where}.{key}={value!r}: {error}") from None
-
-    try:
-        return family.Options.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join([where, *(str(part) for part in first["loc"])])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{field}={first['input']!r}: {reason}" if first["loc"] else reason) from None
+    return plugins.validated(family.Options, options, where)

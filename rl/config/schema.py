@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from rl.config.alarms import AlarmsConfig
 from rl.config.algo import AlgoConfig
 from rl.config.chat import ChatConfig
+from rl.config.removed import REMOVED
 from rl.config.rollout import RolloutConfig
 from rl.config.section import Section
 from rl.config.tree import OPTIONS_OF, apply_override, forget_options, read_recipe
@@ -381,6 +382,8 @@ def validate(tree: dict[str, Any]) -> Config:
 def _describe(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden" and where in REMOVED:
+        return f"{where} was removed: write {REMOVED[where]}"
     if first["type"] == "extra_forbidden":
         section: Any = Config
         for part in first["loc"][:-1]:

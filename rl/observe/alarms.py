@@ -207,7 +207,7 @@ ALARMS = {
     "long-episodes-cut": Alarm(
         "episodes that redundancy cuts are no longer than those that are trained",
         "the first to finish win, so long answers are hardly ever trained",
-        "rollout.redundant_episodes, rollout.redundant_groups, rollout.surplus",
+        "rollout.redundant_episodes, rollout.redundant_groups",
     ),
     "failing-task": Alarm(
         "a task that was begun comes to an end in one of its attempts",
@@ -240,12 +240,12 @@ ALARMS = {
     "slow-server": Alarm(
         "environment servers take about equally long for a turn",
         "its machine is overloaded, or what it talks to is slow",
-        "that server's log, rollout.quarantine_failures, rollout.hedge_quantile",
+        "that server's log, rollout.hooks=[quarantine, hedging]",
     ),
     "slow-generator": Alarm(
         "generators take about equally long for a token",
         "its device is shared or throttled, or requests are not balanced",
-        "that generator's log and device, generator.max_num_seqs, rollout.pin_prompts",
+        "that generator's log and device, generator.max_num_seqs, pin_prompts in rollout.hooks",
     ),
     "learner-starved": Alarm(
         "a learner with a device of its own does not wait for batches nearly all the time",

@@ -1,4 +1,4 @@
-"""Second copies of running samples, which a policy may ask for: a ticket more, with the same seed, on another server.
+"""Second copies of running samples, which a hook may ask for: a ticket more, with the same seed, on another server.
 
 The first to finish counts and the other is revoked. When one fails the other goes on.
 """

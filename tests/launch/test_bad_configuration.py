@@ -25,7 +25,7 @@ from launch.prepare import Prepared, check_model_is_trainable, needs_validation,
 from rl.config.schema import Config, ConfigError, load_config
 from rl.store.checkpoint_folder import Meta, begin, commit
 from rollout.broker.core import BrokerCore
-from rollout.broker.policies.priorities import Oldest
+from rollout.broker.orders import Oldest
 from rollout.broker.rules import Rules
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

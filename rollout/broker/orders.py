@@ -1,7 +1,8 @@
-"""Curricula: the order of tasks as a function of what became of earlier groups. A custom one is a `TaskSource`.
+"""Orders: of groups by a priority, of tasks by a curriculum. Custom ones are classes like these.
 
-`rollout.curriculum=package.module:Name` is called as `Name(run_seed=..., tasks=..., **rollout.curriculum_options)`.
-Its snapshot goes into the broker's journal with every checkpoint.
+`rollout.priority=package.module:Name` is a `Priority`. `rollout.curriculum=package.module:Name` is a `TaskSource`, made
+as `Name(run_seed=..., tasks=..., **rollout.curriculum_options)`: the order of tasks as a function of what became of
+earlier groups. Its snapshot goes into the broker's journal with every checkpoint.
 """
 
 from __future__ import annotations
@@ -9,14 +10,50 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from math import exp, lgamma
-from typing import Any
+from typing import Any, Protocol
 
+from rl.config.plugins import make
 from rollout.broker.actions import GroupRecord
-from rollout.broker.tasks import ShuffledTasks
+from rollout.broker.rules import Rules
+from rollout.broker.tasks import DrawnTask, ShuffledTasks, TaskSource
 
 _OWN_ENDS = frozenset({"trained", "filtered", "settled"})  # by their own rewards; other ends say nothing fair of a task
 _RECENT = 1 / 32  # weight of the newest group in what is known of all
 _CLASSES = 10
+
+
+class Priority(Protocol):
+    """Which group goes first: at issue, and in a batch. Lower goes first; ties go by issue number.
+
+    F4 decides what is fresh enough, a priority only the order. Retries of failed members go before anything new
+    whatever it says, and a group that waits for its turn too long still expires (F3).
+    """
+
+    def issue(self, task: DrawnTask) -> float:
+        """Of a group that is about to be queued."""
+        ...
+
+    def consume(self, version: int, task: DrawnTask) -> float:
+        """Of a finished group with v(group) = `version`."""
+        ...
+
+
+class Oldest:
+    """F4's own order, by v. Every group comes to its turn, so nothing fresh enough is wasted."""
+
+    def issue(self, task: DrawnTask) -> float:
+        return 0.0
+
+    def consume(self, version: int, task: DrawnTask) -> float:
+        return version
+
+
+class Freshest(Oldest):
+    """Lowest staleness: the newest finished groups first. What it leaves behind expires: more waste and more bias
+    against slow tasks than `oldest`, which a low `hold_patience` bounds for groups that are unfinished."""
+
+    def consume(self, version: int, task: DrawnTask) -> float:
+        return -version
 
 
 def mixed_chance(won: float, lost: float, size: int) -> float:
@@ -196,3 +233,22 @@ class SuccessWeighted:
 
 def _log_beta(a: float, b: float) -> float:
     return lgamma(a) + lgamma(b) - lgamma(a + b)
+
+
+def make_priority(rules: Rules) -> Priority:
+    """Raises ConfigError."""
+    known = {"oldest": Oldest, "freshest": Freshest}
+    priority: Priority = make("rollout.priority", rules.priority, known, ("issue", "consume"))
+    return priority
+
+
+def make_task_source(rules: Rules) -> TaskSource:
+    """Raises ConfigError."""
+    known = {"shuffled": ShuffledTasks, "success": SuccessWeighted}
+    arguments: dict[str, Any] = {"run_seed": rules.seed, "tasks": rules.train_tasks}
+    if rules.curriculum == "success":
+        arguments["group_size"] = rules.group_size
+    arguments |= rules.curriculum_options
+    needs = ("next", "ended", "snapshot", "restore")
+    source: TaskSource = make("rollout.curriculum", rules.curriculum, known, needs, **arguments)
+    return source

@@ -227,7 +227,8 @@ def test_what_was_cut_off_is_measured() -> None:
 
 
 def test_how_far_what_was_cancelled_had_come_is_measured() -> None:
-    """One of three groups is cut off with the first batch: its turns are the server's word, its tokens the generators', before or after the ticket's end; the dead server's are counted without turns."""
+    """One of three groups is cut off with the first batch: its turns are the server's word, its tokens the
+    generators', before or after the ticket's end; the dead server's are counted without turns."""
     driver = Driver(rules(alpha=0, redundant_groups=1))
     driver.publish(0)
     driver.request(0)

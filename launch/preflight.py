@@ -38,8 +38,8 @@ from rl.wire.columns import register_configured
 from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
-from rollout.broker.orders import make_priority
 from rollout.broker.rules import Rules
+from rollout.broker.tasks import make_priority
 from rollout.parsers.names import check_names
 from rollout.proxy.core import ProxyCore
 

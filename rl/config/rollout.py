@@ -56,10 +56,10 @@ class RolloutConfig(Section):
     """Constant groups dropped per step; further ones are kept, so that a batch always has B whole groups."""
     priority: str = "oldest"
     """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
-    (rollout/broker/orders.py)."""
+    (rollout/broker/tasks.py)."""
     curriculum: str = "shuffled"
     """Order of tasks: `shuffled`, `success` (weighted by past success), or `package.module:Name`
-    (rollout/broker/orders.py); its state is saved with checkpoints."""
+    (rollout/broker/tasks.py); its state is saved with checkpoints."""
     curriculum_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""
     hooks: list[NamedHook] = Field(default_factory=list)

@@ -32,25 +32,20 @@ from typing import Any
 
 from rl.config.hooks import make_hooks
 from rl.wire.messages import Ticket, Version
-from rollout.broker import journal
-from rollout.broker.actions import Action, EpisodeOutcome, Finished, StopRun
+from rollout.broker.actions import Action, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
 from rollout.broker.batches import Batches
-from rollout.broker.copies import Copies
+from rollout.broker.built_in_hooks import ConstantGroups
 from rollout.broker.deadlines import BACKSTOP_S
-from rollout.broker.ending import Ending
-from rollout.broker.evaluation import EvalAttempt, Evaluations
-from rollout.broker.filtering import ConstantGroups
+from rollout.broker.evaluation import Ending, EvalAttempt, Evaluations
 from rollout.broker.groups import Groups
-from rollout.broker.hello import compare_tickets
-from rollout.broker.history import History
+from rollout.broker.history import History, restore, snapshot
 from rollout.broker.hooks import BrokerHook, BrokerHooks, EndGroup, Proposals, StartCopy, Suspend
 from rollout.broker.ledger import Ledger, LedgerError
-from rollout.broker.orders import make_priority, make_task_source
 from rollout.broker.records import Attempt, Phase, State
 from rollout.broker.rules import Rules
-from rollout.broker.servers import Servers
+from rollout.broker.servers import Server, Servers
 from rollout.broker.statistics import Statistics, state_metrics
-from rollout.broker.tasks import TaskQueue, TaskSource
+from rollout.broker.tasks import TaskQueue, TaskSource, make_priority, make_task_source
 from rollout.broker.tickets import Tickets
 
 
@@ -370,12 +365,12 @@ class BrokerCore:
         return self.evaluations.running.get(ticket_id) or self.ledger.live(ticket_id)
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data for a checkpoint at version n (`journal.py`)."""
-        return journal.snapshot(self.groups)
+        """Plain data for a checkpoint at version n (`history.py`)."""
+        return snapshot(self.groups)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a snapshot; only a core that has seen no event may do so."""
-        journal.restore(self.groups, state)
+        restore(self.groups, state)
 
     def report(self) -> dict[str, Any]:
         """The closing report (`Statistics.report`), at any time."""
@@ -396,3 +391,68 @@ class BrokerCore:
             "servers": {s.index: f"{len(s.live)}/{s.capacity}" for s in self.servers.by_index.values()},
             "ledger": self.ledger.report(),
         }
+
+
+def compare_tickets(
+    server: Server, held: Collection[int], find: Callable[[int], Attempt | EvalAttempt | None]
+) -> list[Action]:
+    """What an environment server should have, against what it has: tickets on their way to it are lost with a broker.
+
+    What has not arrived goes out again; what nobody waits for is revoked, and ends by the server's word.
+    """
+    actions: list[Action] = []
+    for ticket_id in sorted(server.live.difference(held)):
+        if (attempt := find(ticket_id)) is not None and attempt.ticket is not None:
+            actions.append(IssueTicket(server.index, attempt.ticket))
+
+    unwanted = [
+        ticket_id
+        for ticket_id in sorted(server.live.union(held))
+        if (attempt := find(ticket_id)) is None or not attempt.is_running
+    ]
+    if unwanted:
+        actions.append(RevokeTickets(server.index, unwanted))
+    return actions
+
+
+class Copies:
+    """Second copies of running samples, which a hook may ask for: a ticket more, with the same seed, on another server.
+
+    The first to finish counts and the other is revoked. When one fails the other goes on.
+    """
+
+    def __init__(self, tickets: Tickets) -> None:
+        self.tickets = tickets
+        self.ledger = tickets.ledger
+
+    def start(self, slow: Attempt, n: int, oldest_useful: int, now: float) -> list[IssueTicket]:
+        """Of a running sample, on another server, if one has a free seat (F2 as for any ticket)."""
+        server = self.tickets.servers.next(avoid=slow.server)
+        if server is None or n < oldest_useful:
+            return []
+        return [self.tickets.start(slow.sample, server, n, now)]
+
+    def settle(self, attempt: Attempt) -> None:
+        """Its sample has its result."""
+        sample = attempt.sample
+        other = sample.attempt if attempt is sample.spare else sample.spare
+        if attempt is sample.spare:
+            self.ledger.promote(sample)
+        if other is not None and other.live:
+            self.tickets.revoke(other, State.REDUNDANT)
+
+    def go_on(self, attempt: Attempt) -> bool:
+        """It has failed, or is overdue: whether the other copy of its sample goes on."""
+        sample = attempt.sample
+        if not attempt.is_running or sample.spare is None:
+            return False
+
+        if attempt is sample.spare:
+            if attempt.live:
+                self.tickets.revoke(attempt, State.REDUNDANT)
+            self.ledger.drop_spare(sample)
+        else:
+            self.ledger.supersede(sample)
+            sample.failures += 1
+            self.ledger.promote(sample)
+        return True

@@ -28,8 +28,8 @@ from rl.store.checkpoint_folder import Meta, begin, commit
 from rollout.broker.core import BrokerCore
 from rollout.broker.groups import Groups
 from rollout.broker.hooks import BrokerHook
-from rollout.broker.orders import Oldest
 from rollout.broker.rules import Rules
+from rollout.broker.tasks import Oldest
 from rollout.episodes.hooks import EpisodeHook
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

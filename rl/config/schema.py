@@ -384,6 +384,7 @@ def _describe(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden" and where in REMOVED:
         return f"{where} was removed: write {REMOVED[where]}"
+
     if first["type"] == "extra_forbidden":
         section: Any = Config
         for part in first["loc"][:-1]:

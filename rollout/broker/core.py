@@ -67,6 +67,7 @@ class BrokerCore:
         self.evaluations = Evaluations(self.groups)
         self.history = History(self.batches, self.evaluations)
         self.ending = Ending(self.evaluations)
+
         self.filtering = ConstantGroups(self.groups)
         filters = [self.filtering] if rules.filter_constant_groups and rules.group_size > 1 else []
         self.hooks = BrokerHooks([*filters, *make_hooks("broker", rules.hooks, self.groups)])

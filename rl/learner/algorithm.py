@@ -130,7 +130,12 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
     )
 
     loss = algorithm.loss
-    columns = {name: column.shape for name, column in COLUMNS.items() if name not in BUILT_IN}
+    # Before a run the model may be unknown, and with it sizes of entries: one stands for them.
+    columns = {
+        name: tuple(1 if isinstance(size, str) else size for size in column.shape)
+        for name, column in COLUMNS.items()
+        if name not in BUILT_IN
+    }
     reference = bool(algo.kl.coef)
     unknown = missing_inputs(loss, proximal=algorithm.needs_proximal, reference=reference, columns=columns)
     fixes = {

@@ -104,6 +104,6 @@ def _one_entry(name: str, value: Any) -> np.ndarray:
     """(1, ...). Raises ValueError for a value that is not one entry of the column."""
     column = declared(name)
     try:
-        return np.asarray(value, column.dtype).reshape(1, *column.shape)
+        return np.asarray(value, column.dtype).reshape(1, *column.entry_shape)
     except (TypeError, ValueError) as error:
         raise ValueError(f"column {name!r}: {error}") from None

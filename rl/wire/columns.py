@@ -223,12 +223,21 @@ def mismatch(columns: Mapping[str, np.ndarray], entries: Mapping[Scope, int], pr
 
     entries: how many there are of each scope that `columns` should hold, all of them by the table.
     """
-    expected = carried(entries, producer)
-    for column in expected:
+    return _mismatch(columns, {column: entries[column.scope] for column in carried(entries, producer)})
+
+
+def context_mismatch(context: Mapping[str, np.ndarray], entries: int) -> str:
+    """Likewise of context columns for so many tokens that a generator has read."""
+    wrong = _mismatch(context, dict.fromkeys(context_columns(), entries))
+    return wrong and f"of what it has read: {wrong}"
+
+
+def _mismatch(columns: Mapping[str, np.ndarray], expected: Mapping[Column, int]) -> str:
+    for column, entries in expected.items():
         array = columns.get(column.name)
         if array is None:
             return f"column {column.name!r} is missing: it is registered as made by the {column.producer}"
-        shape = (entries[column.scope], *column.entry_shape)
+        shape = (entries, *column.entry_shape)
         if array.shape != shape or array.dtype != column.dtype:
             return f"{column.name} is {array.dtype}{array.shape}, expected {column.dtype}{shape}"
     if len(columns) > len(expected):
@@ -259,6 +268,11 @@ class OptionalAccessor(Accessor[T | None]):
 def masked_columns(entries: Mapping[Scope, int], producer: Producer | None = None) -> dict[str, np.ndarray]:
     """The carried columns of these scopes, by one producer if one is named, with nothing but masked values."""
     return {column.name: column.full(entries[column.scope]) for column in carried(entries, producer)}
+
+
+def masked_context(entries: int) -> dict[str, np.ndarray]:
+    """The context columns with nothing but masked values."""
+    return {column.name: column.full(entries) for column in context_columns()}
 
 
 def token_columns(token_ids: Any, loss_mask: Any, **generated: Any) -> dict[str, np.ndarray]:

@@ -37,7 +37,7 @@ class ProtocolError(ValueError):
 
 def is_large(array: memoryview) -> bool:
     """Whether an array has a frame of its own: it is long, or each of its entries is."""
-    entry = array.nbytes // array.shape[0] if array.ndim > 1 and array.nbytes else 0
+    entry = array.nbytes // len(array) if array.ndim > 1 and array.nbytes else 0
     return array.nbytes >= _JOINED_BYTES or entry >= _LARGE_ENTRY_BYTES
 
 

@@ -24,7 +24,7 @@ import json
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeGuard, TypeVar, get_args
 
 import numpy as np
 
@@ -103,12 +103,14 @@ class Column:
 
     def of_model(self, config: Mapping[str, Any]) -> Column:
         """With the numbers of this model. Raises ValueError for a field that is missing or holds no size."""
-        sizes = tuple(config.get(size) if isinstance(size, str) else size for size in self.shape)
-        for named, size in zip(self.shape, sizes, strict=True):
+        sizes: list[int] = []
+        for named in self.shape:
+            size = config.get(named) if isinstance(named, str) else named
             if not _is_size(size):
                 has = f"has no {named!r}" if named not in config else f"has {named}={size!r}"
                 raise ValueError(f"column {self.name!r}: shape names {named!r}, but the model's config.json {has}")
-        return replace(self, shape=sizes)
+            sizes.append(size)
+        return replace(self, shape=tuple(sizes))
 
     def full(self, entries: int) -> np.ndarray:
         """(entries, *shape) of the masked value."""
@@ -123,7 +125,7 @@ _CHOICES = {
 }
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -114,6 +114,7 @@ class TurnSampler:
             wanted -= end - start
             if reading:
                 reading.answered(generated.token_ids.tolist())
+
             if generated.finish_reason != "abort":
                 if end == start:
                     raise EpisodeFailed(f"generator {generated.generator} answered without a token")
@@ -130,6 +131,7 @@ class TurnSampler:
         sampling = self._config.sampling
         seed = turn_seed(ticket.seed, self.requests) if sampling.seeded else None
         self.requests += 1
+
         return Generate(
             request_id=0,
             session=ticket.ticket_id,

@@ -94,16 +94,8 @@ class SimulatedEngine:
     async def generate(self, request: Generate, progress: Progress) -> Sampled:
         token_ids, finish_reason = self._response(request)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        job = _Job(
-            request.request_id,
-            request.session,
-            request.prompt_ids.size,
-            request.known,
-            token_ids,
-            finish_reason,
-            progress,
-            done,
-        )
+        prompt = request.prompt_ids.size, request.known
+        job = _Job(request.request_id, request.session, *prompt, token_ids, finish_reason, progress, done)
         self._jobs[job.key] = job
 
         if self._parked is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl.wire.columns import Column
-from rl.wire.messages import Generate
+from rl.wire.messages import Generate, Generated, TokenSequence
 from rollout.generator.engines import ENGINES
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
@@ -53,6 +53,29 @@ def fill(request: Generate, sampled: Sampled, sampler: int, *, ended: bool) -> N
     if ended:
         sampled.columns["read"] = read_entries(ids, len(prompt))
         sampled.context = {"read": read_entries(prompt, request.known)}
+
+
+def answer(request: Generate, sampled: Sampled) -> Generated:
+    return Generated(
+        request_id=request.request_id,
+        session=request.session,
+        columns=sampled.arrays(),
+        context=sampled.context_arrays(),
+        timeline=0,
+        finish_reason=sampled.finish_reason,
+        tokens_generated=sampled.tokens_generated,
+        generator=0,
+    )
+
+
+def check(sequence: TokenSequence) -> None:
+    """Every entry of every token."""
+    ids = sequence.token_ids
+    np.testing.assert_array_equal(sequence.columns["read"], read_entries(ids))
+    sampled = sequence.loss_mask != 0
+    numbers = np.array(histories(ids)[:-1])
+    np.testing.assert_array_equal(sequence.columns["sampler"][sampled, 0], numbers[sampled])
+    assert (sequence.columns["sampler"][~sampled] == -1).all()
 
 
 class ReadingEngine(SimulatedEngine):

@@ -35,7 +35,7 @@ from rollout.episodes.tokenizer import IdTokenizer
 from rollout.episodes.turns import TurnSampler
 from rollout.generator.engines.base import Sampled
 from rollout.proxy.continuations import Continuations
-from tests.reading import READ, SAMPLER, fill, histories, read_entries, sampler_entries
+from tests.reading import READ, SAMPLER, answer, check, fill, read_entries, sampler_entries
 from tests.rollout.trajectories import finish as finish_turn
 from tests.rollout.trajectories import with_sequence
 from tests.test_end_to_end_simulated import check_books, finish, start, wait_for_step
@@ -76,19 +76,6 @@ class Model:
         return answer(request, self.sampled(request, *(self.script.pop(0) if self.script else (3, "stop", True))))
 
 
-def answer(request: Generate, sampled: Sampled) -> Generated:
-    return Generated(
-        request_id=request.request_id,
-        session=request.session,
-        columns=sampled.arrays(),
-        context=sampled.context_arrays(),
-        timeline=0,
-        finish_reason=sampled.finish_reason,
-        tokens_generated=sampled.tokens_generated,
-        generator=0,
-    )
-
-
 class ThreeTurns:
     """Observations of one, two, … ids."""
 
@@ -104,16 +91,6 @@ class ThreeTurns:
 
     async def close(self) -> None:
         pass
-
-
-def check(sequence: TokenSequence) -> None:
-    """Every entry of every token."""
-    ids = sequence.token_ids
-    np.testing.assert_array_equal(sequence.columns["read"], read_entries(ids))
-    sampled = sequence.loss_mask != 0
-    numbers = np.array(histories(ids)[:-1])
-    np.testing.assert_array_equal(sequence.columns["sampler"][sampled, 0], numbers[sampled])
-    assert (sequence.columns["sampler"][~sampled] == -1).all()
 
 
 def play(model: Model, ticket: Ticket = TICKET) -> Any:

@@ -34,7 +34,7 @@ from rl.config.hooks import make_hooks
 from rl.config.schema import Config, ConfigError
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.shm_file import check_space, sweep_stale
-from rl.wire.columns import register_configured
+from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
@@ -77,6 +77,8 @@ def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Pref
     device = _check_device(config, gpus, dry, unchecked)
 
     prepared = _prepare(config, dry, forks, unchecked)
+    if not dry:
+        shape_by_model(prepared.folder)
     memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
     train_tasks, eval_tasks = _count_tasks(config, dry, unchecked)
 

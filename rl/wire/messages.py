@@ -145,6 +145,7 @@ class Generate(Struct, frozen=True, tag="generate"):
     stop_token_ids: list[int]
     seed: int | None = None
     priority: int = 0  # lower first; the group's issue number
+    known: int = 0  # tokens at the start of the prompt whose context columns the client has: the answer brings the rest
     stop: list[str] = []  # texts that end it, in an engine that reads text: the last token completes the first one
     stream: bool = False  # its client reads along: `Grown`
 
@@ -156,7 +157,9 @@ class Abort(Struct, frozen=True, tag="abort"):
 class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
     """The one answer to a request. An abort answers with what was generated until then.
 
-    `columns` holds every column that generators make: of L tokens (L, ...), of a wider scope (1, ...).
+    `columns` holds every column that generators make: of L tokens (L, ...), of a wider scope (1, ...). `context` holds
+    the context columns of the prompt's tokens from `Generate.known` on, (P - known, ...). An answer that was cut off
+    may lack it: then these columns say nothing of the L tokens either, and the next request asks again.
     """
 
     request_id: int
@@ -165,6 +168,7 @@ class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
     finish_reason: str  # stop | length | abort | error
     tokens_generated: int  # everything the engine sampled for this request, discarded parts included
     generator: int
+    context: dict[str, np.ndarray] = field(default_factory=dict)
     queued_s: float = 0.0
     generate_s: float = 0.0
     error: str = ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from rl.config.schema import Config
-from rl.wire.columns import register_configured
+from rl.wire.columns import register_configured, shape_by_model
 
 _ENDPOINTS = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
 
@@ -42,6 +42,7 @@ class RunFile(BaseModel):
     def load(cls, folder: str | Path) -> RunFile:
         run = cls.model_validate_json((Path(folder) / "run.json").read_text())
         register_configured(run.config.algo.columns)
+        shape_by_model(run.model_folder)
         return run
 
     def save(self) -> None:

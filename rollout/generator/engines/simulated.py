@@ -20,7 +20,7 @@ import numpy as np
 
 from rl.store.recent import Recent
 from rl.weights import WeightReader, make_reader
-from rl.wire.columns import BUILT_IN, COLUMNS, ONE_TURN, masked_columns
+from rl.wire.columns import BUILT_IN, ONE_TURN, carried, masked_context
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, Sampled
@@ -38,6 +38,7 @@ class _Job:
     key: int  # request id
     session: int
     prompt_len: int
+    known: int  # of the prompt
     token_ids: list[int]  # all that will be sampled
     finish_reason: str
     progress: Progress
@@ -56,6 +57,7 @@ class SimulatedEngine:
         self._opened = False  # at the first load: engine and learner start side by side
         self._loaded = 0
         self._timing = Timing(config.generator.simulated)
+        self._further = [column for column in carried(producer="generator") if column.name not in BUILT_IN]
         self._logp = -math.log(config.generator.simulated.vocab_size)
         self._model = BatchModel(self._timing, config.generator.max_num_seqs, time.monotonic())
 
@@ -92,9 +94,8 @@ class SimulatedEngine:
     async def generate(self, request: Generate, progress: Progress) -> Sampled:
         token_ids, finish_reason = self._response(request)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        job = _Job(
-            request.request_id, request.session, request.prompt_ids.size, token_ids, finish_reason, progress, done
-        )
+        prompt = request.prompt_ids.size, request.known
+        job = _Job(request.request_id, request.session, *prompt, token_ids, finish_reason, progress, done)
         self._jobs[job.key] = job
 
         if self._parked is not None:
@@ -261,13 +262,15 @@ class SimulatedEngine:
         sampled.logp += [self._logp] * new
         sampled.policy_version += [self._version.n] * new
         sampled.tokens_generated = job.discarded + tokens
+        if self._further:
+            sampled.columns = self._further_columns(tokens)
         if not ended:
             job.progress(sampled)
 
     def _finish(self, job: _Job, reason: str) -> None:
         del self._jobs[job.key]
         job.sampled.finish_reason = reason
-        job.sampled.columns = self._further_columns(len(job.sampled.token_ids))
+        job.sampled.context = masked_context(job.prompt_len - job.known)
         if not job.done.done():
             job.done.set_result(None)
         self._cached.use(job.session, job.prompt_len + len(job.sampled.token_ids))
@@ -276,9 +279,6 @@ class SimulatedEngine:
 
     def _further_columns(self, tokens: int) -> dict[str, Any]:
         """Masked values of whatever else this run's generators are to answer."""
-        made = masked_columns({"token": tokens, **ONE_TURN}, "generator")
-        return {
-            name: values if COLUMNS[name].scope == "token" else values[0]
-            for name, values in made.items()
-            if name not in BUILT_IN
-        }
+        entries = {"token": tokens, **ONE_TURN}
+        made = {column: column.full(entries[column.scope]) for column in self._further}
+        return {column.name: values if column.scope == "token" else values[0] for column, values in made.items()}

@@ -1,4 +1,4 @@
-"""Questions to the server of a learner rank and its answers: the wire of transport `zmq` (`rl.weights.frames`).
+"""Questions to the server of a learner rank and its answers: the wire of transport `zmq` (`rl.weights.host.frames`).
 
 Every question carries a number, which its answer repeats: answers to a question that was given up are dropped.
 """
@@ -12,16 +12,14 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from rl.weights.layout import Manifest, WeightsError
+from rl.weights.channel import WeightsError
+from rl.weights.host.layout import Manifest, Segment
 from rl.wire.codec import Codec, ProtocolError
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.receiving import Malformed
 from rl.wire.run import RunFile
 from rl.wire.sockets import open_socket
-
-WireSegments = list[tuple[int, int, int]]
-"""(offset, length, digest) of each segment."""
 
 
 class Describe(Struct, frozen=True, tag="describe"):
@@ -45,7 +43,7 @@ class Commit(Struct, frozen=True, tag="commit"):
 
     rank: int
     slot: int
-    segments: WireSegments
+    segments: list[Segment]
 
 
 class Slot(Struct, frozen=True, tag="slot"):
@@ -67,7 +65,7 @@ class Granted(Struct, frozen=True, tag="granted"):
 
     version: Version
     slot: int
-    segments: list[WireSegments]  # of each rank
+    segments: list[list[Segment]]  # of each rank
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):

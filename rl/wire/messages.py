@@ -18,6 +18,7 @@ from rl.wire.messages_control import Fatal as Fatal
 from rl.wire.messages_control import Heartbeat as Heartbeat
 from rl.wire.messages_control import Metrics as Metrics
 from rl.wire.messages_control import PeerDied as PeerDied
+from rl.wire.messages_control import PeerListens as PeerListens
 from rl.wire.messages_control import Register as Register
 from rl.wire.messages_control import Spoken as Spoken
 from rl.wire.messages_control import Stop as Stop
@@ -290,6 +291,7 @@ class SaveRequest(Struct, frozen=True, tag="save_request"):
     """Ask the broker for its journal at this version, for a checkpoint."""
 
     version: Version
+    newest: int = 0  # step of the checkpoint that there is already: batches before it are not trained again
 
 
 class Journal(Struct, frozen=True, tag="journal"):
@@ -380,7 +382,7 @@ RequestMessage = (
 ParsingMessage = ParserHello | ParseTurn | TurnParsed
 BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart
 WeightMessage = WeightNotice | WeightStatus
-ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | Stop
+ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | PeerListens | Stop
 Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from rl.wire.process import FORKED_VARIABLE
+from rl.wire.cpu import FORKED_VARIABLE
 
 
 def begin_as_copy(engine_processes: int, in_child: Callable[[], None]) -> None:

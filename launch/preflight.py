@@ -33,7 +33,7 @@ from launch.prepare import Prepared, prepare
 from rl.config.hooks import make_hooks
 from rl.config.schema import Config, ConfigError
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
-from rl.weights.shm_file import check_space, sweep_stale
+from rl.weights.host import make_room
 from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key
@@ -84,9 +84,7 @@ def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Pref
 
     if not config.network.curve:
         print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
-    sweep_stale()
-    if config.weights.transport == "shm" and prepared.weight_bytes:
-        check_space(prepared.weight_bytes, config.weights.slots)
+    make_room(config, prepared.weight_bytes)
     plan = make_plan(config, device, gpus)
     return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, unchecked)
 

@@ -1,4 +1,5 @@
-"""What has to be known before processes start and needs torch: the model's folder and size, the loss's options.
+"""What has to be known before processes start and needs torch: the model's folder and size, the options of the
+loss, the channel of the weights.
 
 Runs in a short-lived child (`python -m launch.prepare CONFIG.json`), so that the supervisor never imports
 torch. Prints progress on stderr and one JSON line on stdout: {"folder", "weight_bytes"} or {"error"}.
@@ -26,6 +27,7 @@ from launch.fork_server import PREPARE, PREPARE_IMPORTS, Copy, ForkServer
 from rl.config.algo import AlgoConfig
 from rl.config.schema import Config, ConfigError, nearest
 from rl.store.digests import DIGESTS, damage
+from rl.weights import CHANNELS, channel_of
 from rl.wire.process import die_with_parent
 
 _TIDY_S = 5.0  # for the child to remove what it has begun to make
@@ -65,7 +67,8 @@ def prepare(config: Config, *, resolve_model: bool = True, forks: ForkServer | N
 
 def needs_validation(config: Config) -> bool:
     """A simulated learner runs no loss, but what a recipe says of one is checked as if it did."""
-    return config.learner.kind == "fsdp" or config.algo != AlgoConfig()
+    ours = config.weights.transport in CHANNELS  # of a user's own the module may import torch
+    return config.learner.kind == "fsdp" or config.algo != AlgoConfig() or not ours
 
 
 def _run_child(arguments: list[str], files: tuple[IO[Any], IO[Any], IO[Any]], forks: ForkServer | None) -> int | None:
@@ -144,6 +147,7 @@ def validate(config: Config) -> None:
     """What can be said of `algo` and `model` before anything is fetched or made. Raises ConfigError."""
     _check_algorithm(config)
     _check_model(config)
+    channel_of(config.weights.transport)
 
 
 def _check_algorithm(config: Config) -> None:

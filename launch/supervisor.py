@@ -32,7 +32,7 @@ from rl.observe.alarms import Clock, line
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
 from rl.observe.tracking import Tracker
-from rl.weights.shm_file import remove_slots
+from rl.weights.host import clean_up
 from rl.wire.messages import (
     AlarmRaised,
     Done,
@@ -384,7 +384,7 @@ class Supervisor:
         self._socket.close(linger=0)
         self._exits.close()
 
-        remove_slots(self._run.run_id)
+        clean_up(self._run.run_id)
         shutil.rmtree(self._run.socket_folder, ignore_errors=True)
 
     def _close_tracker(self, *, hurried: bool) -> None:

@@ -196,8 +196,8 @@ class LearnerConfig(Section):
 
 
 class WeightsConfig(Section):
-    transport: Literal["shm", "zmq"] = "shm"
-    """`shm`: one node. `zmq`: tcp frames, works without shared memory."""
+    transport: str = "shm"
+    """`shm`: one node. `zmq`: tcp frames, works without shared memory. Or your own channel, `module:NAME`."""
     slots: int = Field(3, ge=2)
     """Versions held at once; two suffice, three never make the learner wait for a slow reader."""
     deadline_s: float = Field(30.0, gt=0)

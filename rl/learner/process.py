@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rl.learner import checkpoint
 from rl.learner.exact import ExactCheck
 from rl.learner.guards import StepGuards
-from rl.learner.publish import Publisher, weight_manifest
+from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer
@@ -34,7 +34,7 @@ from rl.wire.run import context_from_command_line
 
 def train(learner: Learner, client: RunClient) -> None:
     """From the first weights to the closing report; returns when the supervisor says stop."""
-    publisher = Publisher(learner.policy, learner.manifest, client)
+    publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
     for shard in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
@@ -99,7 +99,7 @@ class Learner:
         )
 
         self.policy = self.trainer.policy
-        self.manifest = weight_manifest(self.policy, run)
+        self.entries = weight_entries(self.policy, run)
         begin, self.first_step = begin_from(process)
         if begin is not None:
             self._load(begin)
@@ -151,7 +151,7 @@ def _join_ranks(process: Process) -> DeviceMesh | None:
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         learner = Learner(process)
-        client = RunClient(process, learner.manifest, learner.first_step)
+        client = RunClient(process, learner.entries, learner.first_step)
         with contextlib.suppress(Stopped):  # an orderly end; after a failure the weights stay for the next incarnation
             train(learner, client)
         client.close()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.store.checkpoint_folder import Meta, begin, commit
-from rl.weights.layout import Manifest, Segment
+from rl.weights.channel import Entry, Piece, Placement
 from rl.wire.messages import BatchPart, Version
 from rl.wire.process import Process
 from rl.wire.run import context_from_command_line
@@ -24,9 +24,9 @@ from rl.wire.run import context_from_command_line
 NAME = "simulated.weight"
 
 
-def simulated_manifest(size_bytes: int) -> Manifest:
+def simulated_entry(size_bytes: int) -> Entry:
     """One tensor of (size_bytes / 4,) float32."""
-    return Manifest.layout([(NAME, (size_bytes // 4,), "float32")])
+    return NAME, (size_bytes // 4,), "float32"
 
 
 def simulated_weights(version: Version, count: int) -> npt.NDArray[np.float32]:
@@ -40,15 +40,12 @@ def simulated_loss(shard: BatchPart) -> float:
     return float(np.mean([row.reward * row.loss_tokens for row in shard.rows])) / max(1, shard.loss_tokens)
 
 
-def write_rows(view: memoryview, manifest: Manifest, version: Version, rank: int, ranks: int) -> list[Segment]:
-    """Copy this rank's rows of `version` into the slot; returns the byte range written."""
-    (spec,) = manifest.tensors
-    count = spec.shape[0]
-    first = count * rank // ranks
-    end = count * (rank + 1) // ranks
-    slot = np.frombuffer(view, np.float32, count, spec.offset)
-    slot[first:end] = simulated_weights(version, count)[first:end]
-    return [(spec.offset + 4 * first, 4 * (end - first))]
+def simulated_piece(entry: Entry, version: Version, rank: int, ranks: int) -> Piece:
+    """This rank's rows of `version`."""
+    name, shape, _ = entry
+    first = shape[0] * rank // ranks
+    end = shape[0] * (rank + 1) // ranks
+    return name, simulated_weights(version, shape[0])[first:end], Placement(shape, first)
 
 
 def save(process: Process, client: RunClient, step: int) -> None:
@@ -62,14 +59,14 @@ def save(process: Process, client: RunClient, step: int) -> None:
             commit(folder, Meta(step, client.timeline, learner.ranks), journal, learner.keep_checkpoints)
 
 
-def train(process: Process, client: RunClient, manifest: Manifest) -> None:
+def train(process: Process, client: RunClient, entry: Entry) -> None:
     """As `rl.learner.process.train`, with a sleep in the place of training."""
     config = process.config.learner
 
     def publish(n: int) -> None:
         version = Version(process.run.timeline, n)
         with client.span("publish"):
-            client.publish(n, lambda view: write_rows(view, manifest, version, process.index, config.ranks))
+            client.publish(n, [simulated_piece(entry, version, process.index, config.ranks)])
 
     publish(client.first_step)
 
@@ -93,11 +90,11 @@ def train(process: Process, client: RunClient, manifest: Manifest) -> None:
 
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
-        manifest = simulated_manifest(process.config.learner.simulated_weight_bytes)
+        entry = simulated_entry(process.config.learner.simulated_weight_bytes)
         _, first_step = begin_from(process)
-        client = RunClient(process, manifest, first_step)
+        client = RunClient(process, [entry], first_step)
         with contextlib.suppress(Stopped):  # an orderly end
-            train(process, client, manifest)
+            train(process, client, entry)
         client.close()
 
 

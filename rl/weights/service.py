@@ -1,8 +1,8 @@
 """The updater in learner rank 0: a thread that owns the sockets and drives `UpdaterCore`.
 
-    service = UpdaterService(run, process, manifest.total_bytes)
+    service = UpdaterService(run, process, version_bytes)
     service.start()
-    service.publish(version, checksum, probe_ids, probe_logp)   # after every rank has committed
+    service.publish(version, checksum, probe_ids, probe_logp)   # once it is announced
     service.raise_if_failed()                                   # in the main loop, and in its waits
 
 `notices` is one PUSH per generator (a PUSH connected to several hands each message to one of them),
@@ -27,7 +27,7 @@ from collections.abc import Callable
 import zmq
 
 from rl.observe.alarms import line
-from rl.weights.layout import WeightsError
+from rl.weights.channel import WeightsError
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
@@ -74,8 +74,8 @@ class UpdaterService:
         self._status = open_socket(zmq.ROUTER, self._run, "weight_status", bind=True)
         self._thread.start()
 
-    def publish(self, version: Version, checksum: int, probe_ids: list[int], probe_logp: list[float]) -> None:
-        """Tell the generators of `version`, which all ranks have committed. Returns at once."""
+    def publish(self, version: Version, checksum: int | None, probe_ids: list[int], probe_logp: list[float]) -> None:
+        """Tell the generators of `version`, which they can take. Returns at once."""
         self._post(lambda now: self._core.publish(now, version, checksum, probe_ids, probe_logp))
 
     def peer_died(self, message: PeerDied) -> None:

@@ -355,7 +355,7 @@ class WeightStatus(Struct, frozen=True, tag="weight_status"):
     generator: int
     incarnation: int
     version: Version
-    checksum: int = 0  # of the bytes received for `version`
+    checksum: int | None = 0  # of the bytes received for `version`; None where no host sees them
     probe_ids: list[int] = []  # that the notice asked for; a newer version may have come with others
     probe_logp: list[float] = []  # log-probabilities of probe_ids[1:] under the loaded weights
     seconds: dict[str, float] = {}  # of the last load's phases: wait, pause, copy, load

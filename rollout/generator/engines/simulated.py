@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from rl.store.recent import Recent
-from rl.weights import WeightReader, make_reader
+from rl.weights import make_receiver
+from rl.weights.channel import Receiver
 from rl.wire.columns import BUILT_IN, ONE_TURN, carried, masked_context
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext
@@ -48,13 +49,12 @@ class _Job:
 
 
 class SimulatedEngine:
-    def __init__(self, context: ProcessContext, reader: WeightReader | None = None) -> None:
+    def __init__(self, context: ProcessContext, receiver: Receiver | None = None) -> None:
         config = context.run.config
         self._context = context
         self._config = config.generator
         self._deadline_s = config.weights.deadline_s
-        self._reader = reader
-        self._opened = False  # at the first load: engine and learner start side by side
+        self._receiver = receiver
         self._loaded = 0
         self._timing = Timing(config.generator.simulated)
         self._further = [column for column in carried(producer="generator") if column.name not in BUILT_IN]
@@ -72,9 +72,9 @@ class SimulatedEngine:
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
-        if self._reader is None:
+        if self._receiver is None:
             name = f"generator-{self._context.index}-0"
-            self._reader = make_reader(self._context.run, name, self._context.incarnation)
+            self._receiver = make_receiver(self._context.run, name, self._context.incarnation)
         self._loop_task = asyncio.create_task(self._decode_loop(), name="simulated decoding")
         # Every sequence has room for a whole context: KV memory never binds.
         sequences = self._config.max_num_seqs
@@ -88,8 +88,8 @@ class SimulatedEngine:
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
-        if self._reader is not None:
-            self._reader.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     async def generate(self, request: Generate, progress: Progress) -> Sampled:
         token_ids, finish_reason = self._response(request)
@@ -118,12 +118,11 @@ class SimulatedEngine:
             self._finish(job, "abort")
 
     def loaded(self) -> int:
-        return self._loaded + (self._reader.progress if self._reader else 0)
+        return self._loaded + (self._receiver.progress if self._receiver else 0)
 
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
-        assert self._reader is not None
         begin = time.monotonic()
-        loaded, checksum, leased = await asyncio.to_thread(self._receive, version)
+        loaded, checksum, taken = await asyncio.to_thread(self._receive, version)
         copied = time.monotonic()
 
         on_update = self._config.on_update
@@ -154,29 +153,25 @@ class SimulatedEngine:
             probe_ids=probe_ids,
             probe_logp=[self._logp] * max(0, len(probe_ids) - 1),
             seconds={
-                "wait": leased - begin,
+                "wait": taken - begin,
                 "pause": paused - copied,
-                "copy": copied - leased,
+                "copy": copied - taken,
                 "load": time.monotonic() - paused,
             },
         )
 
     # ------------------------------------------------------------ weights
 
-    def _receive(self, version: Version) -> tuple[Version, int, float]:
-        """Take the newest weights (a thread): version, checksum of the bytes, and when the lease began."""
-        reader = self._reader
-        assert reader is not None
-        if not self._opened:
-            reader.open(self._deadline_s)
-            self._opened = True
+    def _receive(self, version: Version) -> tuple[Version, int | None, float]:
+        """Take the newest weights (a thread) and look at no tensor: version, receipt, and when it was taken."""
+        receiver = self._receiver
+        assert receiver is not None
         while True:
-            loaded, view = reader.lease(version, self._deadline_s)
-            leased = time.monotonic()
-            checksum = reader.checksum()
-            view.release()
-            if reader.release():
-                return loaded, checksum, leased
+            loaded, _ = receiver.take(version, self._deadline_s)
+            taken = time.monotonic()
+            receipt = receiver.receipt()
+            if receiver.release():
+                return loaded, receipt, taken
 
     async def _drain(self) -> None:
         """Until nothing runs, at most `drain_deadline_s`; arrivals wait for the new weights."""

@@ -36,11 +36,12 @@ from rl.store.recent import Recent
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines.base import EngineInfo, Sampled
+from rollout.generator.engines.cpu.unpacked import heed_environment
+from rollout.generator.engines.cpu.vllm_thread import OwnThread
 from rollout.generator.engines.vllm_core import Core, Stream
-from rollout.generator.engines.vllm_internals import heed_environment
+from rollout.generator.engines.vllm_internals import text_reader
 from rollout.generator.engines.vllm_process import OwnProcess
 from rollout.generator.engines.vllm_settings import engine_arguments, engine_info, in_own_process, sampling_params
-from rollout.generator.engines.vllm_thread import OwnThread
 
 _PROBE_PRIORITY = -(1 << 31)  # before every request
 _SESSIONS_REMEMBERED = 1 << 16
@@ -141,7 +142,7 @@ class VllmEngine:
         request = running.request
         if request.stop and not self._knows_texts:
             self._knows_texts = True
-            self._core.know_texts(Path(self._core.config.model_config.model) / "tokenizer.json")
+            self._core.know_texts(text_reader(Path(self._core.config.model_config.model) / "tokenizer.json"))
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt(running))
         name = str(request.request_id)
         try:

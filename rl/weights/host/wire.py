@@ -1,4 +1,4 @@
-"""Questions to the server of a learner rank and its answers: the wire of transport `zmq` (`rl.weights.frames`).
+"""Questions to the server of a learner rank and its answers: the wire of transport `zmq` (`rl.weights.host.frames`).
 
 Every question carries a number, which its answer repeats: answers to a question that was given up are dropped.
 """
@@ -12,7 +12,8 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from rl.weights.layout import Manifest, WeightsError
+from rl.weights.channel import WeightsError
+from rl.weights.host.layout import Manifest
 from rl.wire.codec import Codec, ProtocolError
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired

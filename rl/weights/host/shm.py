@@ -1,49 +1,59 @@
-"""Transport `shm`: writer and reader on the mapped file of `rl.weights.shm_file`.
-
-The reader's view is the slot itself: nothing is copied until the engine does.
-"""
+"""Channel `shm`: sender and receiver on the mapped file of `rl.weights.host.shm_file`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import numpy as np
 
-from rl.weights.layout import Verifier, WeightsCorrupt, WeightsError, combined_checksum
-from rl.weights.shm_file import SlotsFile, process_started, remove_slots, slots_path
-from rl.weights.slots import Lease
-from rl.weights.transport import WeightReader, WeightWriter, wait_for
+from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
+from rl.weights.host.ends import HostReceiver, HostSender, wait_for
+from rl.weights.host.layout import Verifier, combined_checksum
+from rl.weights.host.page_lock import PageLock
+from rl.weights.host.shm_file import SlotsFile, process_started, remove_slots, slots_path
+from rl.weights.host.slots import Lease
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 
 
-class ShmWriter(WeightWriter):
-    """Rank 0 owns the file, also one that an earlier incarnation has made: readers keep what they have mapped."""
+class ShmSender(HostSender):
+    """Rank 0 owns the file, also one that an earlier incarnation has made: receivers keep what they have mapped."""
+
+    def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
+        super().__init__(run, rank, entries, wait)
+        self._page_lock = PageLock(run.learner_device if run.config.learner.kind == "fsdp" else "cpu")
 
     def open(self) -> None:
-        if self._rank == 0:
-            self._slots = SlotsFile.adopt(self._run, self._manifest) or SlotsFile.create(self._run, self._manifest)
+        if self.rank == 0:
+            self._slots = SlotsFile.adopt(self.run, self._manifest) or SlotsFile.create(self.run, self._manifest)
             return
 
         found = wait_for(
-            lambda: SlotsFile.attach(self._run, writable=True),
-            self._run.config.timeouts.start_s,
-            lambda: f"learner rank {self._rank} waits for rank 0 to make {slots_path(self._run.run_id)}",
+            lambda: SlotsFile.attach(self.run, writable=True),
+            self.run.config.timeouts.start_s,
+            lambda: f"learner rank {self.rank} waits for rank 0 to make {slots_path(self.run.run_id)}",
         )
         self._slots = found
         self._check_layout(found.manifest)
 
+    def begin(self, version: Version, deadline_s: float) -> memoryview:
+        view = super().begin(version, deadline_s)
+        self._page_lock.add(view)
+        return view
+
     def close(self) -> None:
-        if self._rank == 0 and self._slots is not None:
-            remove_slots(self._run.run_id)
+        self._page_lock.close()
+        if self.rank == 0 and self._slots is not None:
+            remove_slots(self.run.run_id)
         super().close()
 
 
-class ShmReader(WeightReader):
+class ShmReceiver(HostReceiver):
     """The leased view is the slot itself: nothing is copied until the engine does."""
 
-    def __init__(self, run: RunFile, name: str, incarnation: int) -> None:
-        super().__init__(run, name, incarnation)
+    def __init__(self, run: RunFile, name: str, incarnation: int, device: str = "cpu") -> None:
+        super().__init__(run, name, incarnation, device)
         self._slots: SlotsFile | None = None
         self._row = -1
         self._lease: Lease | None = None
@@ -51,29 +61,28 @@ class ShmReader(WeightReader):
 
     def open(self, deadline_s: float) -> None:
         self._slots = wait_for(
-            lambda: SlotsFile.attach(self._run, writable=False),
+            lambda: SlotsFile.attach(self.run, writable=False),
             deadline_s,
-            lambda: f"{self._name} waits for learner rank 0 to make its weight slots",
+            lambda: f"{self.name} waits for learner rank 0 to make its weight slots",
         )
         self._manifest = self._slots.manifest
         pid = os.getpid()
         with self._slots.lock() as table:
-            self._row = table.register(self._name, self._incarnation, pid, process_started(pid) or 0)
+            self._row = table.register(self.name, self.incarnation, pid, process_started(pid) or 0)
 
-    def close(self) -> None:
-        if self._slots is None:
-            return
-        with self._slots.lock() as table:
-            table.unregister(self._row, self._incarnation)
-        self._slots.close()
-        self._slots = self._lease = self._leased = self._manifest = None
+    def _close(self) -> None:
+        if self._slots is not None:
+            with self._slots.lock() as table:
+                table.unregister(self._row, self.incarnation)
+            self._slots.close()
+        self._slots = self._lease = None
 
     def _acquire(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
         slots = self._opened()
 
         def attempt() -> Lease | None:
             with slots.lock() as table:
-                lease = table.lease(self._row, self._incarnation, at_least)
+                lease = table.lease(self._row, self.incarnation, at_least)
                 if lease is not None:
                     self._segments = table.segments(lease.slot)
                 self.progress += len(table.leased())
@@ -115,5 +124,8 @@ class ShmReader(WeightReader):
 
     def _opened(self) -> SlotsFile:
         if self._slots is None:
-            raise WeightsError(f"the weight reader {self._name} is not open")
+            raise WeightsError(f"the weight receiver {self.name} is not open")
         return self._slots
+
+
+SHM = Channel(ShmSender, ShmReceiver)

@@ -28,7 +28,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rl.weights.layout import Segments, WeightsError, label
+from rl.weights.channel import WeightsError, label
+from rl.weights.host.layout import Segments
 from rl.wire.messages import Version
 
 _NAME_BYTES = 48

@@ -151,10 +151,11 @@ def _join_ranks(process: Process) -> DeviceMesh | None:
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         learner = Learner(process)
-        client = RunClient(process, learner.entries, learner.first_step)
-        with contextlib.suppress(Stopped):  # an orderly end; after a failure the weights stay for the next incarnation
-            train(learner, client)
-        client.close()
+        with contextlib.suppress(Stopped):  # an orderly end, also before the channel is open
+            client = RunClient(process, learner.entries, learner.first_step)
+            with contextlib.suppress(Stopped):  # after a failure the weights stay for the next incarnation
+                train(learner, client)
+            client.close()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from rl.learner.publications import Publications
 from rl.observe import trace_events
 from rl.store.checkpoint_folder import latest, read_meta, verify
 from rl.weights import make_sender
-from rl.weights.channel import Entry, Piece, bytes_of
+from rl.weights.channel import Entry, Piece, WeightsError, bytes_of
 from rl.weights.service import UpdaterService
 from rl.wire.messages import (
     BatchPart,
@@ -87,8 +87,6 @@ class RunClient:
             self.run.start_step + self.config.steps
         )  # one past the last batch, if its time is not over before
         self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
-        self._sender = make_sender(self.run, self.rank, entries, self._wait_while_listening)
-        self._sender.open()
         self._publications = Publications(self.run.folder, self.run.timeline)
 
         self._step = first_step
@@ -98,6 +96,8 @@ class RunClient:
         self._broker: BrokerLine | None = None
         self._broker_since = 0.0
         self._service: UpdaterService | None = None
+        self._sender = make_sender(self.run, self.rank, entries, self._wait_while_listening)
+        self._sender.open()
         if self.rank == 0:
             self._broker = BrokerLine(process)
             self._service = UpdaterService(self.run, process, bytes_of(entries))
@@ -196,6 +196,9 @@ class RunClient:
             return True
 
         receipt = self._sender.receipt(n)
+        if receipt is None and self.config.learner.kind == "fsdp" and not self.config.weights.probe:
+            transport = f"weights.transport={self.config.weights.transport!r} knows no checksum"
+            raise WeightsError(f"{transport}, so nothing would tell wrong weights: set weights.probe=true")
         version = self._publications.add(n, receipt)
         announced = n == self._publications.newest  # else a later one is out there already
         if announced:

@@ -92,10 +92,11 @@ def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         entry = simulated_entry(process.config.learner.simulated_weight_bytes)
         _, first_step = begin_from(process)
-        client = RunClient(process, [entry], first_step)
-        with contextlib.suppress(Stopped):  # an orderly end
-            train(process, client, entry)
-        client.close()
+        with contextlib.suppress(Stopped):  # an orderly end, also before the channel is open
+            client = RunClient(process, [entry], first_step)
+            with contextlib.suppress(Stopped):
+                train(process, client, entry)
+            client.close()
 
 
 if __name__ == "__main__":

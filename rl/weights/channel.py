@@ -72,7 +72,7 @@ class Sender(ABC):
         self.wait: Wait = wait or self._wait_alone
 
     def open(self) -> None:  # noqa: B027
-        """Make what receivers and other ranks look for; once, before anything else."""
+        """Make what receivers and other ranks look for; once, before anything is offered."""
 
     @abstractmethod
     def offer(self, n: int, pieces: Iterable[Piece]) -> None:
@@ -94,7 +94,10 @@ class Sender(ABC):
         """On rank 0: engines may take what was offered as `version.n`, and know it by this name."""
 
     def receiver_died(self, name: str, incarnation: int) -> None:  # noqa: B027
-        """The receiver `name`, or every one named `name-...`, of this or an earlier incarnation, is dead."""
+        """The receivers `name-...` of this or an earlier incarnation are dead: of all ranks of one engine.
+
+        Called inside `wait` as well.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Free what `open` made; nothing if it is not open."""

@@ -110,6 +110,8 @@ BAD = [
     ("simulated", "env.servers=100000", "lower env.servers"),
     ("simulated", "learner.ranks=100000", "lower learner.ranks"),
     ("simulated", "weights.slots=1000000", "lower weights.slots"),
+    ("simulated", "weights.transport=shn", "did you mean 'shm'?"),
+    ("simulated", "weights.transport=os:path", "names no rl.weights.channel.Channel"),
     ("simulated", "rollout.group_size=1000000000", "rollout.group_size"),
     ("simulated", "rollout.alpha=1e12", "lower rollout.alpha"),
     ("simulated", "model.path=/nonexistent", "model.path='/nonexistent'"),

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rl.weights.channel import Entry, Piece, Receiver, Sender, Wait, WeightsCorrupt, WeightsError, label
-from rl.weights.host.layout import Manifest, Segment, Segments, combined_checksum, digest
+from rl.weights.host.layout import Manifest, Segment, Segments, combined_checksum
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.slots import Geometry, SlotTable, draft_of
 from rl.weights.host.tensors import tensors, write
@@ -89,11 +89,12 @@ class Slots(Protocol):
 class HostSender(Sender):
     """Every rank calls `begin` and `commit` once per version, in order; `offer` is both, with tensors between."""
 
+    _slots: Slots | None = None  # once open
+    _writing: tuple[int, Version] | None = None  # the slot and its version, from `begin` to `commit`
+
     def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
         super().__init__(run, rank, entries, wait)
         self._manifest = Manifest.layout(self.entries)
-        self._slots: Slots | None = None  # once open
-        self._writing: tuple[int, Version] | None = None  # the slot and its version, from `begin` to `commit`
 
     @abstractmethod
     def open(self) -> None:
@@ -133,22 +134,15 @@ class HostSender(Sender):
         self._writing = slot, version
         return slots.view(slot)
 
-    def commit(self, segments: Iterable[Segment]) -> None:
+    def commit(self, segments: list[Segment]) -> None:
         """Publish the byte ranges that this rank wrote. The version is ready when every rank has committed.
 
         Raises WeightsError if ranges overlap, or if all ranks are done and a tensor is not wholly covered.
         """
-        slots = self._opened()
         if self._writing is None:
             raise WeightsError(f"rank {self.rank} commits a version that it has not begun")
 
-        slot, _ = self._writing
-        view = slots.view(slot)
-        complete: list[tuple[int, int, int]] = []
-        for offset, length, *known in segments:
-            complete.append((offset, length, known[0] if known else digest(view[offset : offset + length])))
-
-        self._publish(slot, complete)
+        self._publish(self._writing[0], segments)
         self._writing = None
 
     def checksum(self, version: Version, deadline_s: float) -> int:
@@ -192,7 +186,7 @@ class HostSender(Sender):
                 f"version) than this process ({self._manifest.total_bytes}): all ranks must export the same tensors"
             )
 
-    def _publish(self, slot: int, segments: list[tuple[int, int, int]]) -> None:
+    def _publish(self, slot: int, segments: list[Segment]) -> None:
         with self._opened().lock() as table:
             table.commit(slot, self.rank, segments)
 
@@ -205,10 +199,11 @@ class HostSender(Sender):
 class HostReceiver(Receiver):
     """`take` is a lease of a slot, with tensors on its bytes."""
 
+    _manifest: Manifest | None = None
+    _leased: Version | None = None
+
     def __init__(self, run: RunFile, name: str, incarnation: int, device: str = "cpu") -> None:
         super().__init__(run, name, incarnation, device)
-        self._manifest: Manifest | None = None
-        self._leased: Version | None = None
         self._page_lock = PageLock(device)
 
     @property

@@ -23,17 +23,17 @@ import mmap
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import zmq
 
-from rl.weights.channel import Channel, Entry, Wait, WeightsError
+from rl.weights.channel import Channel, WeightsError
 from rl.weights.host import wire
 from rl.weights.host.ends import HostSender, Slots, slot_geometry
 from rl.weights.host.frames_receiver import FramesReceiver
-from rl.weights.host.layout import Manifest
+from rl.weights.host.layout import Manifest, Segment
 from rl.weights.host.slots import Lease, SlotTable
 from rl.wire.messages import Version
 from rl.wire.receiving import Malformed, Receiver
@@ -185,10 +185,8 @@ class _Server:
 class FramesSender(HostSender):
     """Each rank serves what it writes; rank 0 decides for all."""
 
-    def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
-        super().__init__(run, rank, entries, wait)
-        self._server: _Server | None = None
-        self._first: wire.Connection | None = None  # to rank 0, on the other ranks
+    _server: _Server | None = None
+    _first: wire.Connection | None = None  # to rank 0, on the other ranks
 
     def open(self) -> None:
         slots = PrivateSlots(self.run, self._manifest)
@@ -215,7 +213,7 @@ class FramesSender(HostSender):
         found = self._first.ask(wire.FindSlot(version), wire.Slot, _ANSWER_S)
         return None if found is None else found.slot
 
-    def _publish(self, slot: int, segments: wire.WireSegments) -> None:
+    def _publish(self, slot: int, segments: list[Segment]) -> None:
         if self._first is None:
             super()._publish(slot, segments)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import zmq
@@ -16,7 +16,6 @@ from rl.weights.host.ends import HostReceiver, wait_for
 from rl.weights.host.layout import ALIGNMENT, Manifest, Segments, Verifier, combined_checksum
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
-from rl.wire.run import RunFile
 
 CHUNK_BYTES = 4 << 20
 CREDIT = 4  # chunks asked for and not received, per rank
@@ -81,12 +80,10 @@ def pieces(segments: Segments, manifest: Manifest) -> Iterator[tuple[int, int]]:
 class FramesReceiver(HostReceiver):
     """A leased view is private memory: the ranks' slots are free as soon as all has arrived."""
 
-    def __init__(self, run: RunFile, name: str, incarnation: int, device: str = "cpu") -> None:
-        super().__init__(run, name, incarnation, device)
-        self._ranks: list[wire.Connection] = []
-        self._streams: list[_Stream] = []  # of the leased version
-        self._segments = np.empty((0, 3), np.uint64)
-        self._memory: mmap.mmap | None = None
+    _ranks: Sequence[wire.Connection] = ()
+    _streams: Sequence[_Stream] = ()  # of the leased version
+    _segments: Segments
+    _memory: mmap.mmap | None = None
 
     def open(self, deadline_s: float) -> None:
         ranks = range(self.run.config.learner.ranks)
@@ -101,8 +98,7 @@ class FramesReceiver(HostReceiver):
     def _close(self) -> None:
         for connection in self._ranks:
             connection.close()
-        self._ranks = []
-        self._streams = []
+        self._ranks = self._streams = ()
         self._memory = None
 
     def _acquire(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:

@@ -21,8 +21,8 @@ from rl.weights.channel import ITEM_BYTES, Entry, WeightsCorrupt
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 
-Segment = tuple[int, int] | tuple[int, int, int]
-"""(offset, length) in bytes of the slot, and the digest of those bytes if the writer has it already."""
+Segment = tuple[int, int, int]
+"""(offset, length) in bytes of the slot, and the digest of those bytes."""
 
 Segments = npt.NDArray[np.uint64]
 """(segments, 3): offset, length and digest of each, by offset."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-import numpy as np
-
 from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
 from rl.weights.host.ends import HostReceiver, HostSender, wait_for
-from rl.weights.host.layout import Verifier, combined_checksum
+from rl.weights.host.layout import Segments, Verifier, combined_checksum
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.shm_file import SlotsFile, process_started, remove_slots, slots_path
 from rl.weights.host.slots import Lease
@@ -52,12 +50,10 @@ class ShmSender(HostSender):
 class ShmReceiver(HostReceiver):
     """The leased view is the slot itself: nothing is copied until the engine does."""
 
-    def __init__(self, run: RunFile, name: str, incarnation: int, device: str = "cpu") -> None:
-        super().__init__(run, name, incarnation, device)
-        self._slots: SlotsFile | None = None
-        self._row = -1
-        self._lease: Lease | None = None
-        self._segments = np.empty((0, 3), np.uint64)  # of the leased slot, as they were when it was leased
+    _slots: SlotsFile | None = None
+    _row: int
+    _lease: Lease | None = None
+    _segments: Segments  # of the leased slot, as they were when it was leased
 
     def open(self, deadline_s: float) -> None:
         self._slots = wait_for(

@@ -13,16 +13,13 @@ import zmq
 from msgspec import Struct
 
 from rl.weights.channel import WeightsError
-from rl.weights.host.layout import Manifest
+from rl.weights.host.layout import Manifest, Segment
 from rl.wire.codec import Codec, ProtocolError
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.receiving import Malformed
 from rl.wire.run import RunFile
 from rl.wire.sockets import open_socket
-
-WireSegments = list[tuple[int, int, int]]
-"""(offset, length, digest) of each segment."""
 
 
 class Describe(Struct, frozen=True, tag="describe"):
@@ -46,7 +43,7 @@ class Commit(Struct, frozen=True, tag="commit"):
 
     rank: int
     slot: int
-    segments: WireSegments
+    segments: list[Segment]
 
 
 class Slot(Struct, frozen=True, tag="slot"):
@@ -68,7 +65,7 @@ class Granted(Struct, frozen=True, tag="granted"):
 
     version: Version
     slot: int
-    segments: list[WireSegments]  # of each rank
+    segments: list[list[Segment]]  # of each rank
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):

@@ -32,6 +32,12 @@ TICK = timedelta(seconds=0.1)
 
 class GlooSender(Sender):
     def open(self) -> None:
+        self._kept: dict[int, list[tuple[str, int, Tensor]]] = {}  # by n: name, first element, elements
+        self._announced = Version(-1, -1)
+        self._dead: dict[str, int] = {}  # generator -> incarnation
+        self._waiting: dict[int, list[Any]] = {}  # by ask: timeline, n, receiver, incarnation
+        self._seen = 0  # asks
+        self._stopping = False
         if self.rank == 0:
             self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
             self._store.set("entries", json.dumps(self.entries))
@@ -40,12 +46,6 @@ class GlooSender(Sender):
             os.replace(port.with_suffix(".new"), port)
         else:
             self._store = self.wait("rank 0's store", lambda seconds: _connected(self.run, seconds))
-        self._kept: dict[int, list[tuple[str, int, Tensor]]] = {}  # by n: name, first element, elements
-        self._announced = Version(-1, -1)
-        self._dead: dict[str, int] = {}  # receiver -> incarnation
-        self._waiting: dict[int, list[Any]] = {}  # by ask: timeline, n, receiver, incarnation
-        self._seen = 0  # asks
-        self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="gloo", daemon=True)
         self._thread.start()
 
@@ -106,7 +106,9 @@ class GlooSender(Sender):
         version = self._announced
         due = [ask for ask, (timeline, n, *_) in self._waiting.items() if Version(timeline, n) <= version]
         asks = [(ask, self._waiting.pop(ask)) for ask in due]
-        alive = [ask for ask, (_, _, name, incarnation) in asks if incarnation > self._dead.get(name, -1)]
+        alive = [
+            ask for ask, (_, _, name, incarnation) in asks if incarnation > self._dead.get(name.rpartition("-")[0], -1)
+        ]
         if alive:
             plan = {"timeline": version.timeline, "n": version.n, "asks": alive}
             store.set(f"session/{session}", json.dumps(plan))

@@ -107,7 +107,7 @@ def test_one_receiver_dies_in_an_update_and_one_is_two_versions_behind(make_run:
         dying.process.join(60)
         assert dying.process.exitcode == -signal.SIGKILL
 
-        senders[0].receiver_died("generator-2-0", 0)
+        senders[0].receiver_died("generator-2", 0)
         offer(senders, 2)
         again = Follower(run, "generator-2-0", 1)
         for follower in (behind, again):

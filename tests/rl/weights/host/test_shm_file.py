@@ -133,7 +133,7 @@ def test_slots_of_a_learner_that_comes_back_are_not_swept_but_adopted(
 def write(writer: ShmSender, version: Version, value: int) -> None:
     view = writer.begin(version, 5)
     view[:] = bytes([value]) * len(view)
-    writer.commit([(spec.offset, spec.nbytes) for spec in MANIFEST.tensors])
+    writer.commit([(at.offset, at.nbytes, digest(view[at.offset :][: at.nbytes])) for at in MANIFEST.tensors])
 
 
 def publish_and_hang(folder: str, shm: str, made: object) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from rl.weights import wire
+from rl.weights.host import wire
 from rl.wire import messages
 from rl.wire.codec import PROTOCOL
 from rl.wire.messages import Frames, Message, Version, encode

@@ -211,7 +211,7 @@ class RunClient:
             self._broker.tell(EvalRequest(version, self.config.eval.tasks))
         return announced
 
-    def _wait_while_listening(self, part: str, ask: Callable[[float], T]) -> T:
+    def _wait_while_listening(self, what: str, ask: Callable[[float], T]) -> T:
         """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.
 
         It listens to the supervisor meanwhile: the death of a generator may be what ends the wait, and a rank that
@@ -219,14 +219,14 @@ class RunClient:
         """
         deadline_s = self.config.weights.deadline_s
         deadline = time.monotonic() + deadline_s
-        with self.span(f"wait {part}"):
+        with self.span(f"wait {what}"):
             while True:
                 self.listen()
                 try:
                     return ask(_POLL_MS / 1000)
                 except WaitExpired as error:
                     if time.monotonic() >= deadline:
-                        raise WaitExpired(f"no {part} within weights.deadline_s={deadline_s:g} s: {error}") from None
+                        raise WaitExpired(f"no {what} within weights.deadline_s={deadline_s:g} s: {error}") from None
 
     def _evaluation_due(self, n: int) -> bool:
         every = self.config.eval.every

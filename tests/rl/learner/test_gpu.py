@@ -130,4 +130,4 @@ def test_weights_go_through_a_locked_slot_as_they_are(folder: Path) -> None:
         assert not torch.frombuffer(slot, dtype=torch.uint8).is_pinned()
 
     for name, rows, _ in weight_pieces(policy):
-        assert torch.equal(arrived[name], rows.to(torch.bfloat16)), name
+        assert torch.equal(arrived[name], torch.as_tensor(rows).to(torch.bfloat16)), name

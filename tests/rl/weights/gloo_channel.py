@@ -171,8 +171,10 @@ def _connected(run: RunFile, seconds: float) -> TCPStore:
         raise WaitExpired(f"no store of rank 0 ({error})") from None
 
 
-def _group(store: Store, session: int, sender: int, rank: int, receivers: int) -> ProcessGroupGloo:
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+def _group(store: Store, session: int, sender: int, rank: int, receivers: int) -> Any:
+    """Of one rank of the learner and all receivers of a session."""
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=HOST)]
     options._timeout = timedelta(seconds=SESSION_S)
-    return ProcessGroupGloo(PrefixStore(f"group/{session}/{sender}", store), rank, 1 + receivers, options)
+    return gloo(PrefixStore(f"group/{session}/{sender}", store), rank, 1 + receivers, options)

@@ -51,7 +51,7 @@ class Dying(GlooReceiver):
     """It is killed in the middle of its update: some tensors are there, and some are not."""
 
     @property
-    def progress(self) -> int:  # type: ignore[override]
+    def progress(self) -> int:
         return 0
 
     @progress.setter

@@ -72,7 +72,7 @@ class LoadsWeights:
 
     def weights_fetched(self, addresses: dict[str, str]) -> dict[str, Any]:
         """Empty while it is awaited; then its version and the seconds waited, or `error`."""
-        self._weights_run.addresses.give(addresses)
+        self._weights_receiver.run.addresses.give(addresses)
         self._weights_report()
         return self._weights_outcome
 

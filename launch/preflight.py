@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.registry import validate_env, validate_options
-from launch.fork_server import ForkServer
 from launch.gpus import Gpu, visible_gpus
+from launch.launcher.local import Begin, begin_process
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
@@ -63,10 +63,10 @@ class Preflight:
     """What a dry run could not check, a line each."""
 
 
-def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Preflight:
+def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflight:
     """Everything that does not need the run's processes. Raises ConfigError; a dry run fetches and makes nothing.
 
-    forks: prepares the model, if there is one.
+    begin: how the child begins that prepares the model.
     """
     unchecked: list[str] = []
     _check_ports(config)
@@ -76,7 +76,7 @@ def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Pref
     gpus = visible_gpus()
     device = _check_device(config, gpus, dry, unchecked)
 
-    prepared = _prepare(config, dry, forks, unchecked)
+    prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
         shape_by_model(prepared.folder)
     memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
@@ -96,7 +96,7 @@ def _installed() -> bool:
     return find_spec("torch") is not None
 
 
-def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: list[str]) -> Prepared:
+def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:
     """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
@@ -106,7 +106,7 @@ def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: lis
     resolve_model = not dry or (path != "tiny" and Path(path).exists())
     if not resolve_model:
         unchecked.append(f"model.path={path!r} is not resolved in a dry run")
-    return prepare(config, resolve_model=resolve_model, forks=forks)
+    return prepare(config, resolve_model=resolve_model, begin=begin)
 
 
 def _check_device(config: Config, gpus: list[Gpu], dry: bool, unchecked: list[str]) -> str:

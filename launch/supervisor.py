@@ -1,6 +1,6 @@
 """The supervisor: starts every process of the plan, watches, restarts, tears down, reports.
 
-It is the one fence of a run: a process is dead when the kernel says so here, and only then do its peers
+It is the one fence of a run: a process is dead when its handle says so (`launch/launcher`), and only then do its peers
 hear `PeerDied`. What died is started again in its place, and all others go on. A Python exception is a death as
 well, unless the process had done nothing before, or it is one that would come again (`rl/config/failures.py`): that
 ends the run with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared memory.
@@ -18,12 +18,12 @@ from collections import Counter
 from pathlib import Path
 from pkgutil import resolve_name
 
-import psutil
 import zmq
 
-from launch.children import Child, Exits, descendants, end_all, end_descendants, log_tail, most_restarts, spawn
+from launch.children import Child, Exits, end_all, log_tail, most_restarts, spawn, wait_all
 from launch.dashboard import open_dashboard
-from launch.fork_server import ForkServer
+from launch.launcher.local import LocalLauncher
+from launch.launcher.protocol import Launcher
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Children, Observed, build_summary, write_summary
@@ -46,7 +46,6 @@ from rl.wire.messages import (
     Spoken,
     Stop,
 )
-from rl.wire.process import adopt_orphans
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
 from rl.wire.sockets import PeerGone, open_socket, send_to
@@ -71,12 +70,11 @@ class RunFailed(RuntimeError):
 
 
 class Supervisor:
-    def __init__(self, run: RunFile, plan: list[ProcessSpec], forks: ForkServer | None = None) -> None:
+    def __init__(self, run: RunFile, plan: list[ProcessSpec], launcher: Launcher | None = None) -> None:
         self._run = run
-        self._forks = forks
         self._config = run.config
         self._plan = plan
-        self._others = descendants()  # of whoever runs this in a process of theirs
+        self._launcher = launcher or LocalLauncher(run)
         self._children: Children = {}
         self._restarts: Counter[str] = Counter()
         self._deaths: list[PeerDied] = []  # for whoever registers later
@@ -98,14 +96,13 @@ class Supervisor:
         """Run to the end. Returns the exit code: 0 success, 1 failure, 130 interrupted."""
         error: RunFailed | None = None
         interrupted = False
-        adopt_orphans()
         stops = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             stops.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._interrupt) for number in stops}
 
         try:
-            # Those that the fork server begins come last: it may still be importing.
+            # Those that take seconds to import come last: a launcher may still have it done for them.
             for spec in sorted(self._plan, key=lambda each: bool(each.imports)):
                 self._spawn(spec, 0)
             self._watch()
@@ -135,7 +132,7 @@ class Supervisor:
             error = error or RunFailed(f"summary.json: {failure}")
 
         self._close_tracker(hurried=bool(error) or interrupted)
-        end_descendants(spared=self._others)
+        self._launcher.close()
         self._display.close(summary, error, interrupted)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -152,10 +149,10 @@ class Supervisor:
     # ------------------------------------------------------------ start and watch
 
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
-        child = spawn(spec, self._run, incarnation, self._forks)
+        child = spawn(spec, self._run, incarnation, self._launcher)
         self._children[spec.role, spec.index] = child
-        self._exits.watch(child.popen.pid)
-        self._trace.add(ProcessStarted(spec.role, spec.index, incarnation, child.popen.pid))
+        self._exits.watch(child.handle)
+        self._trace.add(ProcessStarted(spec.role, spec.index, incarnation))
 
     def _watch(self) -> None:
         while not all(map(self._has_finished, _CLOSING_REPORTS)):
@@ -266,7 +263,7 @@ class Supervisor:
             if child is not self._children[child.spec.role, child.spec.index]:
                 continue  # replaced meanwhile, with another rank
 
-            if child.popen.poll() is not None:
+            if child.handle.poll() is not None:
                 self._drain()  # what it sent before its death may be the first cause
                 while child.says_more(now):
                     self._drain(_POLL_S)
@@ -296,8 +293,8 @@ class Supervisor:
     def _rank_killed_beside(self, child: Child) -> bool:
         """Whether another rank ended without an exception of its own; the kernel may be about to say so."""
         others = [each for each in self._unit(child) if each is not child and each.last_words is None]
-        psutil.wait_procs([other.popen for other in others], timeout=_SAME_DEATH_S)
-        return any(other.why_killed or other.popen.poll() not in (None, 0, 1) for other in others)
+        wait_all(others, _SAME_DEATH_S)
+        return any(other.why_killed or other.handle.poll() not in (None, 0, 1) for other in others)
 
     def _unit(self, child: Child) -> list[Child]:
         """What is replaced when this process has died."""
@@ -336,9 +333,8 @@ class Supervisor:
         for child in unit:
             child.kill()  # also what is left of its process group
             self._observed.child_died(child)
-        _ended, alive = psutil.wait_procs([child.popen for child in unit], timeout=_FENCE_S)
-        if alive:
-            raise RunFailed(f"{unit[0].name} cannot be replaced: process {alive[0].pid} survives SIGKILL")
+        if alive := wait_all(unit, _FENCE_S):
+            raise RunFailed(f"{unit[0].name} cannot be replaced: {alive[0].name} survives SIGKILL")
 
         deaths = [PeerDied(child.spec.role, child.spec.index, child.incarnation) for child in unit]
         self._deaths += deaths

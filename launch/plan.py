@@ -42,7 +42,11 @@ class ProcessSpec:
 
     def arguments(self, run: RunFile, incarnation: int, node: Node) -> list[str]:
         """`rl.wire.run` reads them."""
-        options = {"--run": run.folder, "--index": self.index, "--incarnation": incarnation}
+        control = run.address_of("control")
+        if control is None:
+            raise RuntimeError("processes are started before the supervisor listens")
+        where = {"--run": run.folder, "--control": control, "--host": node.host}
+        options = where | {"--index": self.index, "--incarnation": incarnation}
         return [str(part) for option in options.items() for part in option]
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -35,7 +34,7 @@ from rl.config.schema import Config, ConfigError
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.shm_file import check_space, sweep_stale
 from rl.wire.columns import register_configured, shape_by_model
-from rl.wire.run import RunFile
+from rl.wire.run import RunFile, numeric
 from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
 from rollout.broker.rules import Rules
@@ -69,7 +68,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     begin: how the child begins that prepares the model.
     """
     unchecked: list[str] = []
-    _check_ports(config)
+    _check_network(config)
     _check_folders(config, dry)
     _check_plugins(config)
     _check_parser(config, dry, unchecked)
@@ -233,34 +232,18 @@ def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, 
     return train_tasks, eval_tasks
 
 
-def _check_ports(config: Config) -> None:
+def _check_network(config: Config) -> None:
+    """Processes bind ports that are free; the address must be one of this machine."""
     if config.network.transport != "tcp":
         return
-
-    first = config.network.base_port
-    ports = sorted(int(endpoint.rpartition(":")[2]) for endpoint in _draft(config).endpoints().values())
-    count = len(ports)
+    host = config.network.host
     try:
-        socket.getaddrinfo(config.network.host, None)
-    except OSError as error:
-        raise ConfigError(
-            f"network.host={config.network.host!r}: no address of this machine ({error.strerror})"
-        ) from None
-    if ports[-1] > 65535:
-        needed = f"{count} ports are needed and the last would be {ports[-1]}"
-        raise ConfigError(f"network.base_port={first}: {needed}; at most {65536 - count}")
-
-    for port in ports:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.network.host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"network.base_port={first}: port {port} on {config.network.host} cannot be used "
-                    f"({error.strerror}); choose another base_port ({count} ports are needed, best below 32768, where "
-                    "the kernel's ports for outgoing connections begin)"
-                ) from None
+            probe.bind((numeric(host), 0))
+    except OSError as error:
+        raise ConfigError(f"network.host={host!r}: no address of this machine ({error.strerror})") from None
+    if numeric(host) == "0.0.0.0":
+        raise ConfigError(f"network.host={host!r}: nobody can connect to it; name the address that others use")
 
 
 def make_run(checked: Preflight, started: float) -> RunFile:
@@ -373,13 +356,6 @@ def _set_aside(folder: Path, config: Config) -> Config:
     return config
 
 
-def _draft(config: Config) -> RunFile:
-    """A run that is not made, for its endpoints."""
-    folder = (config.runs / config.name).absolute()
-    unknown: dict[str, Any] = {"run_id": "", "device": "", "train_tasks": 0, "eval_tasks": 0, "started_at": 0.0}
-    return RunFile(config=config, folder=folder, socket_folder=folder / "ipc", **unknown)
-
-
 def print_plan(checked: Preflight) -> None:
     """What `--dry-run` shows: processes, devices, pinning, endpoints, and what could not be checked here."""
     console = Console(highlight=False)
@@ -397,10 +373,9 @@ def print_plan(checked: Preflight) -> None:
         if variables := [f"{key}={value}" for key, value in values.items() if key != "CUDA_VISIBLE_DEVICES"]:
             console.print(f"environment of each {role}: {' '.join(variables)}", markup=False, soft_wrap=True)
 
-    sockets = Table("socket", "endpoint", title="endpoints")
-    for name, endpoint in _draft(checked.config).endpoints().items():
-        sockets.add_row(name, endpoint)
-    console.print(sockets)
+    config = checked.config
+    where = "<run>/ipc/<socket>" if config.network.transport == "ipc" else f"a free port of {config.network.host}"
+    console.print(f"each socket is bound at {where}", markup=False, soft_wrap=True)
 
     for need in checked.memory:
         console.print(f"memory ({need.where}): {need}", markup=False, soft_wrap=True)

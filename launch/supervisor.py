@@ -22,6 +22,7 @@ import zmq
 
 from launch.children import Child, Exits, end_all, log_tail, most_restarts, spawn, wait_all
 from launch.dashboard import open_dashboard
+from launch.launcher.address_book import AddressBook, Told
 from launch.launcher.local import LocalLauncher
 from launch.launcher.protocol import Launcher
 from launch.live import Display
@@ -77,7 +78,7 @@ class Supervisor:
         self._launcher = launcher or LocalLauncher(run)
         self._children: Children = {}
         self._restarts: Counter[str] = Counter()
-        self._deaths: list[PeerDied] = []  # for whoever registers later
+        self._book = AddressBook()
         self._reports: dict[str, bytes] = {}  # closing reports by role
         self._ending = False
         self._save_until: float | None = None  # since the first Ctrl-C
@@ -171,7 +172,7 @@ class Supervisor:
         broker = self._children["broker", 0]
         if self._saver is not broker and broker.registered:
             self._saver = broker
-            self._send(broker, Stop("interrupted", save_first=True))
+            self._send(broker.identity, Stop("interrupted", save_first=True))
             self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
         if self._has_finished("learner") or time.monotonic() > until:
             raise KeyboardInterrupt
@@ -202,7 +203,7 @@ class Supervisor:
             case Register():
                 child.registered = True
                 child.last_beat = time.monotonic()
-                self._tell_of_deaths(child, self._deaths)
+                self._tell(self._book.register(peer, message))
 
             case Metrics():
                 self._record(message)
@@ -336,17 +337,14 @@ class Supervisor:
         if alive := wait_all(unit, _FENCE_S):
             raise RunFailed(f"{unit[0].name} cannot be replaced: {alive[0].name} survives SIGKILL")
 
-        deaths = [PeerDied(child.spec.role, child.spec.index, child.incarnation) for child in unit]
-        self._deaths += deaths
-        for peer in self._children.values():
-            if peer.registered and peer not in unit:
-                self._tell_of_deaths(peer, deaths)
+        deaths = {each.identity: PeerDied(each.spec.role, each.spec.index, each.incarnation) for each in unit}
+        self._tell(self._book.died(deaths))
         for child in unit:
             self._spawn(child.spec, child.incarnation + 1)
 
-    def _tell_of_deaths(self, peer: Child, deaths: list[PeerDied]) -> None:
-        for death in deaths:
-            self._send(peer, death)
+    def _tell(self, messages: Told) -> None:
+        for peer, message in messages:
+            self._send(peer, message)
 
     def _collect_reports(self) -> None:
         """Closing reports of a run that did not get to its end; after the first cause nothing else matters.
@@ -357,9 +355,9 @@ class Supervisor:
         while not self._reports.keys() >= _CLOSING_REPORTS and time.monotonic() < deadline:
             self._drain(_POLL_S)
 
-    def _send(self, child: Child, message: Message) -> None:
+    def _send(self, peer: bytes, message: Message) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
-            send_to(self._socket, child.identity, message)
+            send_to(self._socket, peer, message)
 
     # ------------------------------------------------------------ end
 
@@ -369,7 +367,7 @@ class Supervisor:
         self._display.ending(reason)
         children = list(self._children.values())
         for child in children:
-            self._send(child, Stop(reason))
+            self._send(child.identity, Stop(reason))
             if not child.registered:  # it cannot hear a Stop yet
                 child.kill()
 

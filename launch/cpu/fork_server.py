@@ -41,7 +41,8 @@ from launch.launcher.local import Begin, Begun, Files, begin_process
 from launch.plan import make_plan
 from launch.prepare import PREPARE_IMPORTS
 from rl.config.schema import Config
-from rl.wire.process import FORKED_VARIABLE, adopt_orphans, die_with_parent
+from rl.wire.cpu import FORKED_VARIABLE
+from rl.wire.process import adopt_orphans, die_with_parent
 
 _REQUEST_BYTES = 1 << 16
 _KNOWN = b"k"

@@ -244,10 +244,7 @@ class NetworkConfig(Section):
     transport: Literal["ipc", "tcp"] = "ipc"
     """`ipc`: Unix sockets in the run folder, one node. `tcp`: also across nodes."""
     host: str = "127.0.0.1"
-    """Address that tcp sockets bind and connect to."""
-    base_port: int = Field(21000, ge=1024, le=65000)
-    """First of the consecutive ports used by tcp. Keep them below those the kernel gives to outgoing connections
-    (on Linux from 32 768 on): there, any program may hold one for a moment."""
+    """Address of this machine, at which its tcp sockets are bound and reached. Their ports are free ones."""
     curve: bool = True
     """Encrypt and authenticate every socket with a CURVE key of the run. Without it, whoever reaches one may speak."""
 

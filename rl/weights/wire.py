@@ -18,8 +18,9 @@ from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.receiving import Malformed
 from rl.wire.run import RunFile
-from rl.wire.sockets import open_socket
+from rl.wire.sockets import follow, open_socket, send_frames
 
+_LOOK_MS = 200
 WireSegments = list[tuple[int, int, int]]
 """(offset, length, digest) of each segment."""
 
@@ -139,7 +140,7 @@ class Connection:
         until = time.monotonic() + deadline_s
         self.begin()
         self.post(question)
-        while self.socket.poll(milliseconds_to(until)):
+        while self._answers(until):
             answer = self.receive()
             if isinstance(answer, expected):
                 return answer
@@ -149,13 +150,21 @@ class Connection:
         what = type(question).__name__
         raise WaitExpired(f"{self._name} waits for learner rank {self.rank} to answer {what} ({deadline_s:g} s)")
 
+    def _answers(self, until: float) -> bool:
+        """Whether there is a message before this moment."""
+        while True:
+            follow(self.socket)  # the rank may have said only now where it listens
+            left = milliseconds_to(until)
+            if self.socket.poll(min(left, _LOOK_MS)) or not left:
+                return bool(self.socket.poll(0))
+
     def begin(self) -> None:
         """What was asked until now is given up."""
         self._number += 1
 
     def post(self, question: Question) -> None:
         """Ask without waiting for the answer."""
-        self.socket.send_multipart(codec.encode(Numbered(self._number, question)), zmq.DONTWAIT)
+        send_frames(self.socket, codec.encode(Numbered(self._number, question)))
 
     def receive(self) -> Question | Answer | None:
         """A message, which is there; None if it answers what was given up. Raises WeightsError if it is a refusal."""

@@ -18,6 +18,7 @@ from rl.wire.messages_control import Fatal as Fatal
 from rl.wire.messages_control import Heartbeat as Heartbeat
 from rl.wire.messages_control import Metrics as Metrics
 from rl.wire.messages_control import PeerDied as PeerDied
+from rl.wire.messages_control import PeerListens as PeerListens
 from rl.wire.messages_control import Register as Register
 from rl.wire.messages_control import Spoken as Spoken
 from rl.wire.messages_control import Stop as Stop
@@ -380,7 +381,7 @@ RequestMessage = (
 ParsingMessage = ParserHello | ParseTurn | TurnParsed
 BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart
 WeightMessage = WeightNotice | WeightStatus
-ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | Stop
+ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | PeerListens | Stop
 Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage
 
 

@@ -34,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl.store.recent import Recent
 from rl.wire.messages import Generate, Version, WeightStatus
-from rl.wire.run import ProcessContext, RunFile
+from rl.wire.run import ProcessContext, RunFile, socket_name
 from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.vllm_core import Core, Stream
 from rollout.generator.engines.vllm_internals import heed_environment
@@ -243,7 +243,7 @@ class VllmEngine:
         while True:
             await self._core.rpc("weights_fetch", version.timeline, version.n)
             pause_s, longest_s = _FETCH_POLLS_S
-            while not all(parts := await self._core.rpc("weights_fetched")):
+            while not all(parts := await self._core.rpc("weights_fetched", self._ranks())):
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
             if errors := [part["error"] for part in parts if "error" in part]:
@@ -254,6 +254,12 @@ class VllmEngine:
                 return max(parts, key=lambda part: part["wait_s"])
             await self._core.rpc("weights_drop")
             version = max(leased)
+
+    def _ranks(self) -> dict[str, str]:
+        """Where the learner's ranks serve weights, as far as that is known, for workers that have no control socket."""
+        names = (socket_name("blobs", rank) for rank in range(self._config.learner.ranks))
+        found = {name: self._context.run.address_of(name) for name in names}
+        return {name: endpoint for name, endpoint in found.items() if endpoint is not None}
 
     async def _pause(self) -> None:
         """Stop stepping, as `on_update` says."""

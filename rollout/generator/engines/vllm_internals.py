@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rl.wire.process import FORKED_VARIABLE
+from rl.wire.cpu import FORKED_VARIABLE
 from rollout.generator.engines.environment import UNPACKED_VARIABLE
 from rollout.generator.engines.owner import die_with_owner
 

@@ -67,8 +67,9 @@ class LoadsWeights:
         )
         self._weights_thread.start()
 
-    def weights_fetched(self) -> dict[str, Any]:
+    def weights_fetched(self, addresses: dict[str, str]) -> dict[str, Any]:
         """Empty while the lease is awaited; then its version and the seconds waited, or `error`."""
+        self._weights_run.addresses.give(addresses)
         self._weights_report()
         return self._weights_outcome
 

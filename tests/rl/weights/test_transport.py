@@ -26,7 +26,7 @@ from rl.weights.shm_file import slots_path
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
-from tests.conftest import BASE_PORT, MakeRun
+from tests.conftest import MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
 MANIFEST = Manifest.layout(
@@ -39,7 +39,7 @@ TRANSPORTS = ["shm", "zmq", "tcp"]
 
 
 def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
-    tcp = ["network.transport=tcp", f"network.base_port={BASE_PORT}"] if transport == "tcp" else []
+    tcp = ["network.transport=tcp"] if transport == "tcp" else []
     return make_run(
         f"weights.transport={'shm' if transport == 'shm' else 'zmq'}", f"learner.ranks={ranks}", *tcp, *overrides
     )

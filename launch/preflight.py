@@ -25,11 +25,13 @@ from rich.table import Table
 
 from envs.registry import validate_env, validate_options
 from launch.gpus import Gpu, visible_gpus
+from launch.launcher import LAUNCHERS
 from launch.launcher.local import Begin, begin_process
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
 from rl.config.hooks import make_hooks
+from rl.config.plugins import load
 from rl.config.schema import Config, ConfigError
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.shm_file import check_space, sweep_stale
@@ -160,6 +162,7 @@ def _check_plugins(config: Config) -> None:
             lost = f"the broker's log cannot keep its state ({error}); hold no lambdas, locks and open files in it"
             raise ConfigError(f"rollout.{name}={getattr(rules, name)!r}: {lost}") from None
     register_configured(config.algo.columns)
+    load("launcher", config.launcher, LAUNCHERS)
 
 
 def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:

@@ -238,6 +238,32 @@ def test_two_runs_over_tcp_at_one_address_need_no_ports_from_anybody(tmp_path: P
         check_books(finish(process, folder), steps=5)
 
 
+def test_two_nodes_of_another_launcher(tmp_path: Path) -> None:
+    """Generators and environment servers listen at another address than broker, proxy and learner."""
+    overrides = (
+        "launcher=tests.launch.agent_launcher:AgentLauncher",
+        "network.transport=tcp",
+        "weights.transport=zmq",
+        "learner.ranks=2",
+    )
+    process = start(tmp_path, *overrides)
+    wait_for_step(tmp_path, 2)
+    hosts = {
+        "rollout.broker.process": {"127.0.0.1"},
+        "rollout.proxy.process": {"127.0.0.1"},
+        "rl.learner.simulated": {"127.0.0.1"},
+        "rollout.generator.process": {"127.0.0.2"},
+    }
+    assert {role: _listens_at(pid_of(tmp_path, role)) for role in hosts} == hosts
+    check_books(finish(process, tmp_path), steps=20)
+
+
+def _listens_at(pid: int) -> set[str]:
+    """Addresses of this machine."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.parametrize(
     ("host", "text"),
     [

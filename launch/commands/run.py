@@ -12,7 +12,8 @@ import time
 import yaml
 
 from launch.cpu.fork_server import begin_as_copies
-from launch.launcher.local import Begin, LocalLauncher
+from launch.launcher import make_launcher
+from launch.launcher.local import Begin
 from launch.preflight import Preflight, check, make_run, print_plan
 from launch.provenance import write_provenance
 from launch.supervisor import Supervisor
@@ -41,4 +42,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def execute(run: RunFile, checked: Preflight, begin: Begin) -> int:
     """Run to the end. Returns the exit code: 0, 1 or 130."""
-    return Supervisor(run, checked.plan, LocalLauncher(run, begin)).execute()
+    return Supervisor(run, checked.plan, make_launcher(run, begin)).execute()

@@ -3,8 +3,8 @@
 The supervisor decides what starts, when and again; a launcher knows how, and where. It is named by `launcher`, as
 `local` or `module:Name`, and made with the run: `Name(run)`.
 
-What a handle says is the fence of the run. Peers of a process send again what it held once `poll` has said that it
-ended. So it may not say so before the process, and what it has begun, can act no more.
+What a handle says is the fence of the run: its peers send again what a process held only when it is dead for certain.
+That is when `kill` was called and `poll` says that it ended. Then neither it nor what it has begun may act any more.
 """
 
 from __future__ import annotations

@@ -289,6 +289,8 @@ class Config(Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    launcher: str = "local"
+    """What starts the processes: `local`, on this machine, or `package.module:Name` (docs/architecture.md)."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     alarms: AlarmsConfig = Field(default_factory=AlarmsConfig)

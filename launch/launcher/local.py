@@ -27,7 +27,8 @@ _GONE_S = 2.0  # for the kernel to end what is left of the run
 class Begun(Protocol):
     """A child of this process, as `psutil.Popen` has it."""
 
-    pid: int
+    @property
+    def pid(self) -> int: ...
 
     def poll(self) -> int | None: ...
 

@@ -171,7 +171,7 @@ def open_socket(
     else:
         socket.bind(run.place_of(name))
         if run.config.network.transport == "tcp":  # over ipc everybody knows where
-            run.addresses.bound(name, socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+            run.addresses.bound(name, socket.last_endpoint.decode())
     return socket
 
 

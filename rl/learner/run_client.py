@@ -253,14 +253,16 @@ class RunClient:
             return b""
         version = Version(self.timeline, n)
         broker = self._broker
-        broker.tell(SaveRequest(version))
+        newest = latest(self.run.folder / "checkpoints")
+        request = SaveRequest(version, newest=read_meta(newest).step if newest else 0)
+        broker.tell(request)
         deadline_s = self.config.timeouts.hang_s + self.config.timeouts.start_s
         what = f"journal of version {n} (timeouts.hang_s and start_s)"
 
         while True:
             journal = self._wait(lambda: broker.socket, Journal, "broker", deadline_s, what)
             if journal.version == version:  # else it was asked for twice
-                broker.answered(SaveRequest(version))
+                broker.answered(request)
                 return journal.state
 
     def report(

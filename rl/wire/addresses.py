@@ -8,6 +8,7 @@ whoever bound it has died, its place is unknown until its successor binds.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from rl.wire.messages import PeerDied, PeerListens
@@ -53,6 +54,18 @@ class Addresses:
         if is_new:
             self._asks()
         return None
+
+    def wait_for(self, name: str, deadline_s: float) -> str | None:
+        """The endpoint of a socket, once it is known; None if that is too late."""
+        changed = threading.Event()
+        self.watch(changed.set)
+        until = time.monotonic() + deadline_s
+        try:
+            while (found := self.find(name)) is None and changed.wait(until - time.monotonic()):
+                changed.clear()
+        finally:
+            self.unwatch(changed.set)
+        return found
 
     # ------------------------------------------------------------ for the control socket
 

@@ -291,6 +291,7 @@ class SaveRequest(Struct, frozen=True, tag="save_request"):
     """Ask the broker for its journal at this version, for a checkpoint."""
 
     version: Version
+    newest: int = 0  # step of the checkpoint that there is already: batches before it are not trained again
 
 
 class Journal(Struct, frozen=True, tag="journal"):

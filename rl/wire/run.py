@@ -65,12 +65,18 @@ class RunFile(BaseModel):
         """Of the run's sockets, as far as this process knows them. Not part of the file."""
         return self._addresses
 
+    @property
+    def host(self) -> str:
+        """Address of the machine on which this process stands. Sockets over ipc have none."""
+        if self.config.network.transport == "ipc":
+            return "127.0.0.1"
+        return self.addresses.host or self.config.network.host
+
     def place_of(self, name: str) -> str:
         """Where the socket of this name is bound: over ipc its own name, over tcp a free port of this node."""
         if self.config.network.transport == "ipc":
             return f"ipc://{self.socket_folder}/{name}"
-        host = self.addresses.host or self.config.network.host
-        return f"tcp://{numeric(host)}:*"
+        return f"tcp://{numeric(self.host)}:*"
 
     def address_of(self, name: str) -> str | None:
         """Where the socket of this name is reached; None as long as nobody has said so."""

@@ -72,8 +72,11 @@ class Connection(zmq.Socket[bytes]):
     _run: RunFile
     _name = ""
     _endpoint: str | None = None
+    _moves = False  # over ipc it is where its name says
     _changes = -1  # of the addresses, when it looked
     _held: list[Frames]
+    addresses: Addresses
+    """Whose changes it follows."""
     news: zmq.SyncSocket
     """Readable when `made_again` may have something to say."""
 
@@ -82,13 +85,17 @@ class Connection(zmq.Socket[bytes]):
         self._run = run
         self._name = name
         self._held = []
-        self.follow()
+        self.addresses = run.addresses
+        self._moves = run.config.network.transport == "tcp"
+        self._look()
 
     def follow(self) -> None:
         """Look where it is. Called before whatever is sent, and by whoever waits for what it receives."""
-        if self._changes == self._run.addresses.changes:
-            return
-        self._changes = self._run.addresses.changes
+        if self._moves and self._changes != self.addresses.changes:
+            self._look()
+
+    def _look(self) -> None:
+        self._changes = self.addresses.changes
         endpoint = self._run.address_of(self._name)
         if endpoint is None or endpoint == self._endpoint:
             return
@@ -100,11 +107,6 @@ class Connection(zmq.Socket[bytes]):
         held, self._held = self._held, []
         for frames in held:
             send_frames(self, frames)
-
-    @property
-    def addresses(self) -> Addresses:
-        """Whose changes it follows."""
-        return self._run.addresses
 
     def holds(self, frames: Frames) -> bool:
         """Whether these are kept, because nobody knows yet where they go."""

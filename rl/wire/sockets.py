@@ -173,7 +173,7 @@ def open_socket(
     else:
         socket.bind(run.place_of(name))
         if run.config.network.transport == "tcp":  # over ipc everybody knows where
-            run.addresses.bound(name, socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            run.addresses.bound(name, socket.get_string(zmq.LAST_ENDPOINT))
     return socket
 
 

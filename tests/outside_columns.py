@@ -10,4 +10,5 @@ GRADE = Column("grade", "float32", producer="environment", scope="turn")
 HINTS = Column("hints", "int32", producer="environment", scope="sequence")
 DIFFICULTY = Column("difficulty", "float32", producer="environment", scope="sample")
 STUDENT_GAP = Column("student_gap", "float32", producer="learner")
+OF_MODEL = Column("of_model", "uint16", shape=("layers", 2), covers="context", reads="forward")
 TWICE = Column("logp_behavior", "int32")  # another declaration of a name that is taken

@@ -47,6 +47,7 @@ from rl.wire.messages import (
     decode,
     encode,
 )
+from rl.wire.run import RunFile
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import make_shards, outcome_of
 from rollout.broker.validation import fault
@@ -55,6 +56,7 @@ from rollout.episodes.environment import ChatMessage, Step
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.tokenizer import IdTokenizer
 from tests import outside_columns
+from tests.conftest import MakeRun
 from tests.outside_columns import DIFFICULTY, GRADE, HINTS, ROUTED_EXPERTS, TEACHER_LOGP
 from tests.rollout.trajectories import reply_columns, with_sequence
 
@@ -371,6 +373,18 @@ def test_a_shape_that_the_model_does_not_have_is_one_line(tmp_path: Path, fields
     register(Column("routes", "uint8", shape=("layers",)))
     with pytest.raises(ConfigError, match=f"algo.columns: column {message}"):
         shape_by_model(None if fields is None else model_of(tmp_path, **fields))
+
+
+def test_every_process_reads_the_shape_from_the_run_file(tmp_path: Path, make_run: MakeRun) -> None:
+    named = f"algo.columns=[{MODULE}:OF_MODEL]"
+    run = make_run(named, model_folder=model_of(tmp_path, layers=5))
+    RunFile.load(run.folder)
+    assert COLUMNS["of_model"].full(3).shape == (3, 5, 2)
+    assert make_algorithm(run.config), "the learner registers it again"
+
+    del COLUMNS["of_model"]
+    with pytest.raises(ConfigError, match=r"'of_model' takes its shape .* and this run has none"):
+        RunFile.load(make_run(named).folder)
 
 
 def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from launch.memory import Need, check_context, check_memory, estimate, read_shap
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
 from rl.config.schema import Config, ConfigError
+from rl.observe.alarms import check_alarms
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.shm_file import check_space, sweep_stale
 from rl.wire.columns import register_configured
@@ -67,6 +68,7 @@ def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Pref
     forks: prepares the model, if there is one.
     """
     unchecked: list[str] = []
+    check_alarms(config.alarms)
     _check_ports(config)
     _check_folders(config, dry)
     _check_plugins(config)

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from rl.config.alarms import AlarmsConfig
 from rl.config.algo import AlgoConfig
 from rl.config.chat import ChatConfig
+from rl.config.removed import REMOVED
 from rl.config.rollout import RolloutConfig
 from rl.config.section import Section
 from rl.config.tree import OPTIONS_OF, apply_override, forget_options, read_recipe
@@ -381,6 +382,11 @@ def validate(tree: dict[str, Any]) -> Config:
 def _describe(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
+    removed = [name for each in error.errors() if (name := ".".join(map(str, each["loc"]))) in REMOVED]
+    if removed:
+        others = f" ({len(removed) - 1} more fields of an earlier version are named as well)" if removed[1:] else ""
+        return f"{removed[0]!r} is no field any more: write {REMOVED[removed[0]]}{others}"
+
     if first["type"] == "extra_forbidden":
         section: Any = Config
         for part in first["loc"][:-1]:

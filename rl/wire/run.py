@@ -7,12 +7,13 @@ The supervisor resolves the configuration, writes the file and starts each proce
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from rl.config.schema import Config
+from rl.config.schema import Config, validate
 from rl.wire.columns import register_configured
 
 _ENDPOINTS = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
@@ -40,7 +41,9 @@ class RunFile(BaseModel):
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
-        run = cls.model_validate_json((Path(folder) / "run.json").read_text())
+        """Raises ConfigError where a version with other fields wrote it."""
+        tree = json.loads((Path(folder) / "run.json").read_text())
+        run = cls.model_validate(tree | {"config": validate(tree["config"])})
         register_configured(run.config.algo.columns)
         return run
 

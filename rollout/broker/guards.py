@@ -70,7 +70,7 @@ class BatchGuards:
         self._failures(batch.step, stats.issued.episodes + failed, failed)
 
         stale = batch.metrics.get("staleness/mean", 0.0)
-        limit = self._alarms.limits.staleness
+        limit = self._alarms.limit("old-samples", "versions")
         self._alarms.check("old-samples", stale > limit, f"{stale:.1f} versions on average in step {batch.step}")
         self._task_guards.batch(batch.step, list(groups.values()), stats)
         self._outliers.batch(batch.step, batch.samples)
@@ -82,7 +82,7 @@ class BatchGuards:
     def evaluated(self, report: EvalReport) -> None:
         share = report.failed / report.tasks
         found = f"{share:.0%} of {report.tasks} tasks at version {report.version.n} have no answer"
-        self._alarms.check("eval-incomplete", share > self._alarms.limits.failed, found)
+        self._alarms.check("eval-incomplete", share > self._alarms.limit("eval-incomplete", "share"), found)
 
     def _judge(self, batch: EmitBatch) -> None:
         outcomes = [sample.outcome for sample in batch.samples]
@@ -94,13 +94,13 @@ class BatchGuards:
 
         cut = sum(outcome.payload is not None and outcome.payload.stop_reason != "done" for outcome in outcomes)
         share = cut / len(outcomes)
-        limit = self._alarms.limits.truncated
+        limit = self._alarms.limit("truncated", "share")
         self._alarms.check("truncated", share > limit, f"{share:.0%} of the episodes of step {batch.step}")
 
     def _tasks(self, step: int, tasks: list[int]) -> None:
         """With a seeded order: a task comes again only after the others."""
         again = sum(task in self._trained for task in tasks) / len(tasks)
-        repeated = self._shuffled and again > self._alarms.limits.repeated
+        repeated = self._shuffled and again > self._alarms.limit("data-repeated", "share")
         self._alarms.check(
             "data-repeated", repeated, f"{again:.0%} of the tasks of step {step} were trained just before"
         )
@@ -110,7 +110,7 @@ class BatchGuards:
         """ended: attempts since the start of the run, `failed` of them without a result."""
         attempts = ended - self._ended
         share = (failed - self._failed) / max(1, attempts)
-        limit = self._alarms.limits.failed
+        limit = self._alarms.limit("failing-episodes", "share")
         self._alarms.check("failing-episodes", share > limit, f"{share:.0%} of {attempts} attempts before step {step}")
         self._ended = ended
         self._failed = failed

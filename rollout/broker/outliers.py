@@ -56,15 +56,16 @@ class Outliers:
         if len(self._batches) < self._least_batches or not tokens:
             return
 
-        least_s = self._alarms.limits.slower_s
-        self._check("slow-server", "env_server", [each.servers for each in self._batches], "turn", step, least_s)
-        least_s /= median(tokens)
-        self._check("slow-generator", "generator", [each.generators for each in self._batches], "token", step, least_s)
+        self._check("slow-server", "env_server", [each.servers for each in self._batches], "turn", step, 1)
+        of_a_turn = median(tokens)
+        self._check(
+            "slow-generator", "generator", [each.generators for each in self._batches], "token", step, of_a_turn
+        )
 
     def _check(
-        self, name: str, role: str, batches: list[dict[int, list[float]]], unit: str, step: int, least_s: float
+        self, name: str, role: str, batches: list[dict[int, list[float]]], unit: str, step: int, of_a_turn: float
     ) -> None:
-        """batches: seconds by process, of each; least_s: that one must take more than the others."""
+        """batches: seconds of a unit by process, of each; of_a_turn: how many units a turn has."""
         seconds: dict[int, list[float]] = {}
         for each in batches:
             for index, values in each.items():
@@ -76,7 +77,8 @@ class Outliers:
         slowest = max(fastest, key=lambda index: fastest[index])
         others = median([value for index in fastest if index != slowest for value in seconds[index]])
         own = fastest[slowest]
-        wrong = own > self._alarms.limits.slower * others and own - others > least_s
+        least_s = self._alarms.limit(name, "s") / of_a_turn
+        wrong = own > self._alarms.limit(name, "times") * others and own - others > least_s
         found = (
             f"three in four turns of {role}.{slowest} took {own:.3g} s or more for a {unit}, half of the others' "
             f"{others:.3g} s at most, in {len(batches)} batches up to step {step}"

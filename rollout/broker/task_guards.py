@@ -84,7 +84,7 @@ class TaskGuards:
             self._types.setdefault(name, _Type()).add(succeeded)
 
     def _check_types(self, step: int) -> None:
-        limit = self._alarms.limits.type_groups
+        limit = self._alarms.limit("task-type-never", "groups")
         some_succeed = any(each.successes for each in self._types.values())
         never = [
             name
@@ -100,8 +100,8 @@ class TaskGuards:
             return
 
         share = fmean(shares)
-        limits = self._alarms.limits
-        self._alarms.check("unreadable", share > limits.unreadable, f"{share:.0%} of the answers of step {step}")
+        unreadable = share > self._alarms.limit("unreadable", "share")
+        self._alarms.check("unreadable", unreadable, f"{share:.0%} of the answers of step {step}")
 
         room = _FIRST_SAMPLES - len(self._first)
         self._first += shares[:room]
@@ -110,15 +110,15 @@ class TaskGuards:
             first = fmean(self._first)
             last = fmean(self._last)
             found = f"{first:.0%} of the first answers, {last:.0%} of those up to step {step}"
-            self._alarms.check("invalid-actions", last - first > limits.invalid_rise, found)
+            risen = last - first > self._alarms.limit("invalid-actions", "rise")
+            self._alarms.check("invalid-actions", risen, found)
 
     def _check_length(self, step: int, samples: list[BatchSample]) -> None:
         played = [sample.outcome.payload for sample in samples if sample.outcome.payload is not None]
         ends = [turn.finish_reason for trajectory in played for turn in trajectory.turns]
         share = ends.count("length") / max(1, len(ends))
-        self._alarms.check(
-            "answers-cut", share > self._alarms.limits.answers_cut, f"{share:.0%} of those of step {step}"
-        )
+        limit = self._alarms.limit("answers-cut", "share")
+        self._alarms.check("answers-cut", share > limit, f"{share:.0%} of those of step {step}")
 
     def _check_cut(self, step: int, stats: Statistics) -> None:
         """Those cut while they ran count with what they had by then: longer ones are certain to be missed."""
@@ -132,7 +132,7 @@ class TaskGuards:
         lengths = (cut.finished.length + cut.tokens) / count, kept.length / kept.episodes
         turns = (cut.finished.turns + cut.turns) / max(1, told), kept.turns / kept.episodes
 
-        longer = self._alarms.limits.cut_longer
+        longer = self._alarms.limit("long-episodes-cut", "times")
         wrong = lengths[0] > longer * lengths[1] or turns[0] > longer * turns[1]
         found = (
             f"{count} cut episodes had {lengths[0]:.0f} tokens and {turns[0]:.1f} turns by then, trained ones "

@@ -1,0 +1,32 @@
+"""Fields of earlier versions: who names one is told in one line what to write instead."""
+
+from __future__ import annotations
+
+REMOVED: dict[str, str] = {
+    # ------------------------------------------------------------ limits of alarms
+    "alarms.patience": "alarms.limits.ALARM.steps",
+    "alarms.log_ratio": "alarms.limits.log-ratio.nats, or .float32_nats where both sides compute in float32",
+    "alarms.log_ratio_growth": "alarms.limits.log-ratio-grows.times",
+    "alarms.surprise": "alarms.limits.surprise.share",
+    "alarms.surprise_z": "alarms.limits.surprise.errors",
+    "alarms.ess": "alarms.limits.off-policy.ess",
+    "alarms.kl": "alarms.limits.off-policy.kl",
+    "alarms.step_kl": "alarms.limits.large-steps.kl",
+    "alarms.entropy": "alarms.limits.entropy.nats",
+    "alarms.staleness": "alarms.limits.old-samples.versions",
+    "alarms.truncated": "alarms.limits.truncated.share",
+    "alarms.answers_cut": "alarms.limits.answers-cut.share",
+    "alarms.failed": "alarms.limits.failing-episodes.share and alarms.limits.eval-incomplete.share",
+    "alarms.unreadable": "alarms.limits.unreadable.share",
+    "alarms.invalid_rise": "alarms.limits.invalid-actions.rise",
+    "alarms.type_groups": "alarms.limits.task-type-never.groups",
+    "alarms.cut_longer": "alarms.limits.long-episodes-cut.times",
+    "alarms.slower": "alarms.limits.slow-server.times and alarms.limits.slow-generator.times",
+    "alarms.slower_s": "alarms.limits.slow-server.s and alarms.limits.slow-generator.s",
+    "alarms.starved": "alarms.limits.learner-starved.share",
+    "alarms.starved_s": "alarms.limits.learner-starved.s",
+    "alarms.repeated": "alarms.limits.data-repeated.share",
+    "alarms.eval_overlap": "alarms.limits.eval-on-train.share",
+    "alarms.clock_s": "alarms.limits.clock.s",
+}
+"""By the old dotted name: what to write instead. A whole section of before may stand for its fields."""

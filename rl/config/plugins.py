@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from rl.config.schema import ConfigError, nearest
+from rl.config.section import refuse_flag
 
 _ROOT = Path(__file__).parents[2]  # the folder that holds our packages
 
@@ -57,6 +60,27 @@ def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] =
         return kind(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{field}={name!r} cannot be made: {error}") from error
+
+
+def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
+    """The options of a plug-in as its own model has them; `where` they stand, for messages. Raises ConfigError."""
+    known = list(model.model_fields)
+    for key in options:  # here, so that a model that forgot extra="forbid" is closed as well
+        if key not in known:
+            raise ConfigError(f"unknown key '{where}.{key}'{nearest(key, known)}")
+    try:
+        for key, value in options.items():
+            refuse_flag(model, key, value)
+    except ValueError as error:
+        raise ConfigError(f"{where}.{key}={value!r}: {error}") from None
+
+    try:
+        return model.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join([where, *(str(part) for part in first["loc"])])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{field}={first['input']!r}: {reason}" if first["loc"] else reason) from None
 
 
 def own_packages_first() -> None:

@@ -28,5 +28,20 @@ REMOVED: dict[str, str] = {
     "alarms.repeated": "alarms.limits.data-repeated.share",
     "alarms.eval_overlap": "alarms.limits.eval-on-train.share",
     "alarms.clock_s": "alarms.limits.clock.s",
+    # ------------------------------------------------------------ options of an engine or a kind of learner
+    "generator.simulated": "generator.options, with the same names",
+    "generator.max_num_batched_tokens": "generator.options.max_num_batched_tokens",
+    "generator.kv_block": "generator.options.kv_block",
+    "generator.gpu_memory_utilization": "generator.options.gpu_memory_utilization",
+    "generator.enforce_eager": "generator.options.enforce_eager",
+    "generator.own_process": "generator.options.own_process",
+    "learner.simulated_step_s": "learner.options.step_s",
+    "learner.simulated_weight_bytes": "learner.options.weight_bytes",
+    # ------------------------------------------------------------ constants
+    "model.warm_start.warmup_steps": "nothing, it is 20",
+    "sampling.top_p": "nothing, training samples from the whole distribution",
+    "sampling.top_k": "nothing, training samples from the whole distribution",
+    "generator.kv_admission": "nothing, a request reserves its prompt and the mean response",
+    "chat.abort_grace_s": "nothing, it is 5 s",
 }
 """By the old dotted name: what to write instead. A whole section of before may stand for its fields."""

@@ -135,7 +135,6 @@ class TurnSampler:
             prompt_ids=sequence.context(),
             max_tokens=max_tokens,
             temperature=self.temperature,
-            top_p=sampling.top_p,
             stop_token_ids=self._stop_ids,
             stop=list(stop),
             seed=seed,

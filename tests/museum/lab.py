@@ -251,7 +251,7 @@ class Lab:
             trainer=self.trainer,
             guards=self.guards,
             exact=self.exact,
-            kept=SimpleNamespace(batch=lambda shard: None),
+            token_log=SimpleNamespace(batch=lambda shard: None),
             export=lambda: None,
         )
         try:

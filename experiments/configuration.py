@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
@@ -51,7 +51,8 @@ _WORDS = {
 def page() -> str:
     """The whole page, as Markdown."""
     parts = [HEAD, *(_section(title, section) for title, section in sections(Config))]
-    options = {"generator.options (vllm)": VllmOptions, "generator.options (simulated)": SimulatedEngine}
+    options: dict[str, type[Section]] = {"generator.options (vllm)": VllmOptions}
+    options["generator.options (simulated)"] = SimulatedEngine
     options["learner.options (simulated)"] = SimulatedLearner
     parts += [PLUG_INS, *(_section(title, each).replace("## ", "### ", 1) for title, each in options.items())]
     return "\n".join([*parts, LIMITS, _limits()])
@@ -121,7 +122,7 @@ def _limits() -> str:
     return _table(("limit", "value", "range", "what it says"), rows).replace(" to 9.0072e+15", " and above")
 
 
-def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [heading, ("---",) * len(heading), *(tuple(cell.replace("|", "&#124;") for cell in row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

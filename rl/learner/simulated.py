@@ -44,7 +44,9 @@ OPTIONS: dict[str, type[Section]] = {"fsdp": NoOptions, "simulated": SimulatedOp
 
 def simulated_options(config: LearnerConfig) -> SimulatedOptions:
     """Those of this recipe; of another kind of learner, what they are where nothing is said."""
-    return validated(SimulatedOptions, config.options if config.kind == "simulated" else {}, "learner.options")
+    given = config.options if config.kind == "simulated" else {}
+    options: SimulatedOptions = validated(SimulatedOptions, given, "learner.options")
+    return options
 
 
 def simulated_manifest(size_bytes: int) -> Manifest:

@@ -46,7 +46,7 @@ class Alarm:
     @property
     def limits(self) -> Mapping[str, Limit]:
         """By name, as `alarms.limits` names them."""
-        return self.own_limits | _PATIENCE if self.patient else self.own_limits
+        return {**self.own_limits, **(_PATIENCE if self.patient else {})}
 
 
 _PATIENCE = {"steps": Limit(3, "Wrong steps in a row before the alarm is raised.", least=1)}

@@ -141,12 +141,12 @@ class Generate(Struct, frozen=True, tag="generate"):
     prompt_ids: np.ndarray  # (P,) int32, the whole context
     max_tokens: int
     temperature: float
+    top_p: float
     stop_token_ids: list[int]
     seed: int | None = None
     priority: int = 0  # lower first; the group's issue number
     stop: list[str] = []  # texts that end it, in an engine that reads text: the last token completes the first one
     stream: bool = False  # its client reads along: `Grown`
-    top_p: float = 1.0  # of any other distribution the importance ratios would be wrong
 
 
 class Abort(Struct, frozen=True, tag="abort"):

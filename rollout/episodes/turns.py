@@ -135,6 +135,7 @@ class TurnSampler:
             prompt_ids=sequence.context(),
             max_tokens=max_tokens,
             temperature=self.temperature,
+            top_p=1.0,  # of any other distribution importance ratios would be biased
             stop_token_ids=self._stop_ids,
             stop=list(stop),
             seed=seed,

@@ -103,8 +103,9 @@ def assumptions(config: Config, given: Given) -> list[str]:
 
 def _engine(config: Config) -> SimulatedOptions:
     """The recipe's simulated engine; for a real one, what a simulated one is where nothing is said."""
-    options = config.generator.options if config.generator.engine == "simulated" else {}
-    return validated(SimulatedOptions, options, "generator.options")
+    given = config.generator.options if config.generator.engine == "simulated" else {}
+    options: SimulatedOptions = validated(SimulatedOptions, given, "generator.options")
+    return options
 
 
 def _decode_s(config: Config, given: Given) -> tuple[float, float]:

@@ -25,7 +25,8 @@ from msgspec.structs import replace
 
 from envs.guards import check_server
 from envs.registry import make_family
-from rl.config.schema import Config
+from rl.config.hooks import make_hooks
+from rl.config.schema import Config, ConfigError
 from rl.observe.trace_events import EpisodeEnded
 from rl.store.samples import SampleFile
 from rl.wire.messages import (
@@ -54,8 +55,8 @@ from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext
 from rollout.episodes.generation import GenerationClient
+from rollout.episodes.hooks import EpisodeHooks
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
-from rollout.episodes.turn_barrier import TurnBarrier
 from rollout.parsers.client import ParserClient, open_reader
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 End = Trajectory | TicketFailed | TicketCancelled
 RESEND_S = 3.0  # an end not acknowledged within this is sent again
 STOP_S = 4.0  # for episodes and workers to end; within timeouts.stop_s of the supervisor
-JOIN_S = 0.05  # `rollout.turn_barrier`: for the tickets of one round, sent together, to arrive
+JOIN_S = 0.05  # hooks: for tickets that were sent together to arrive
 REASON_CHARS = 500  # of a failure, on the wire
 CANCELLED = "cancelled"
 
@@ -107,7 +108,6 @@ class EnvServer:
         # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
         self._client = GenerationClient(self._ask, abort_deadline_s=self.config.timeouts.hang_s + 30)
 
-        barrier = _turn_barrier() if self.config.rollout.turn_barrier else None
         tokenizer = load_tokenizer(run.model_folder, self.config.chat.template_options)
         foreign = getattr(family, "foreign", False)
         self._gateway = gateway = _gateway(self.config) if foreign else None
@@ -120,7 +120,7 @@ class EnvServer:
             tokenizer,
             self._client.generate,
             trace=process.trace,
-            barrier=barrier,
+            hooks=_hooks(self.config, foreign),
             reader=reader,
             foreign=ForeignContext(self.config, reader, gateway.open) if gateway and reader else None,
         )
@@ -370,9 +370,17 @@ def _gateway(config: Config) -> Gateway:
     return Gateway(config)
 
 
-def _turn_barrier() -> TurnBarrier[int]:
+def _hooks(config: Config, foreign: bool) -> EpisodeHooks:
+    """Those of this role. Raises ConfigError."""
     loop = asyncio.get_running_loop()
-    return TurnBarrier(loop.call_soon, lambda release: loop.call_later(JOIN_S, release))
+    named = config.rollout.hooks
+    hooks = make_hooks("env_server", named, loop.call_soon, lambda release: loop.call_later(JOIN_S, release))
+    if hooks and foreign:
+        names = ", ".join(type(hook).__name__ for hook in hooks)
+        raise ConfigError(
+            f"rollout.hooks={named}: agents that own their loop have no turns at which {names} could act; leave it out"
+        )
+    return EpisodeHooks(hooks)
 
 
 def _described(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from launch.gpus import Gpu, visible_gpus
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
+from rl.config.hooks import make_hooks
 from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
@@ -40,10 +41,11 @@ from rl.wire.columns import register_configured
 from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
-from rollout.broker.policy import make_priority, make_task_source
 from rollout.broker.rules import Rules
+from rollout.broker.tasks import make_priority
 from rollout.generator.engines import engine_options
 from rollout.parsers.names import check_names
+from rollout.proxy.core import ProxyCore
 
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 _locks: dict[Path, FileLock] = {}
@@ -160,15 +162,22 @@ def _check_options(config: Config) -> None:
 
 
 def _check_plugins(config: Config) -> None:
-    """Those that the broker makes, and keeps in its log; environment and algorithm are checked with their options."""
+    """Hooks of every role, and what the broker makes and keeps in its log.
+
+    Environment and algorithm are checked with their options.
+    """
     rules = Rules.of(config, train_tasks=1)
-    made = {"priority": make_priority(rules), "curriculum": make_task_source(rules)}
-    for name, plugin in made.items():
+    core = BrokerCore(rules)
+    ProxyCore(hooks=config.rollout.hooks)
+    make_hooks("env_server", config.rollout.hooks, print, print)
+
+    kept = [("priority", make_priority(rules)), ("curriculum", core.groups.tasks.source), ("hooks", core.hooks)]
+    for name, plugin in kept:
         try:
             pickle.dumps(plugin)
         except Exception as error:
-            kept = f"the broker's log cannot keep its state ({error}); hold no lambdas, locks and open files in it"
-            raise ConfigError(f"rollout.{name}={getattr(rules, name)!r}: {kept}") from None
+            lost = f"the broker's log cannot keep its state ({error}); hold no lambdas, locks and open files in it"
+            raise ConfigError(f"rollout.{name}={getattr(rules, name)!r}: {lost}") from None
     register_configured(config.algo.columns)
 
 

@@ -25,7 +25,7 @@ BROKER_KEYS = (
     "useful_share",
     "hedged",
     "hedges_won",
-    "quarantines",
+    "hooks",
     "refused_trajectories",
 )
 

@@ -10,8 +10,7 @@ from typing import Any
 import psutil
 
 from rl.store.batch_files import read_shard_files
-from rollout.broker.policies.priorities import Oldest
-from rollout.broker.tasks import DrawnTask
+from rollout.broker.tasks import DrawnTask, Oldest
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, wait_for_step
 
 MODULES = {

@@ -12,11 +12,10 @@ from tests.envs.lockstep import steps_out_of_turn
 from tests.test_end_to_end_simulated import check_books, finish, start
 
 SETTINGS = {
-    "baselines": ("rollout.batch_barrier=true", "rollout.pin_prompts=true", "rollout.alpha=0"),
+    "baselines": ("rollout.hooks=[batch_barrier, pin_prompts]", "rollout.alpha=0"),
     "filtering": (
         "rollout.filter_constant_groups=true",
         "rollout.redundant_groups=2",
-        "rollout.surplus=cancel",
         "env.episodes_per_server=32",  # a seat for each, and time to be cut while they run
         "env.options.mean_s=0.3",  # long beside what a busy machine makes episodes wait: they do not end all at once
         "env.options.sigma_s=0.3",
@@ -94,7 +93,9 @@ def test_groups_whose_first_episodes_are_equal_are_not_played_to_their_end(tmp_p
 
 
 def test_slow_episodes_are_hedged_on_the_other_server(tmp_path: Path) -> None:
-    summary = finish(start(tmp_path, "rollout.hedge_quantile=0.8", "env.episodes_per_server=64"), tmp_path)
+    summary = finish(
+        start(tmp_path, "rollout.hooks=[{hedging: {quantile: 0.8}}]", "env.episodes_per_server=64"), tmp_path
+    )
     check_books(summary, steps=20)
     broker = summary["broker"]
     assert broker["hedged"] > 0 and broker["hedges_won"] <= broker["hedged"]
@@ -112,7 +113,7 @@ def test_the_per_turn_barrier_gives_lock_step_turns(barrier: bool, tmp_path: Pat
         "env.options.sigma_s=0.02",
     )
 
-    wanted = f"rollout.turn_barrier={str(barrier).lower()}"
+    wanted = f"rollout.hooks={['turn_barrier'] if barrier else []}"
     process = start(tmp_path, *options, wanted, "rollout.alpha=0", "steps=4", "eval.tasks=0")
     check_books(finish(process, tmp_path), steps=4)
     begun, out_of_turn = steps_out_of_turn(tmp_path)
@@ -124,10 +125,9 @@ def test_the_per_turn_barrier_gives_lock_step_turns(barrier: bool, tmp_path: Pat
 def test_the_per_turn_barrier_with_cancels_failures_and_evaluations(tmp_path: Path) -> None:
     """Whatever ends an episode, the others go on: cancels, failures, hangs past a deadline."""
     overrides = (
-        "rollout.turn_barrier=true",
+        "rollout.hooks=[turn_barrier]",
         "rollout.redundant_groups=2",
         "rollout.redundant_episodes=1",
-        "rollout.surplus=cancel",
         "rollout.max_attempts=50",
         "rollout.episode_deadline_s=5",
         "env.step_deadline_s=1",

@@ -3,7 +3,7 @@
     python -m experiments.bench asynchrony [--mean-s 0.5 --sigma-s 0.5 --turns 10] [--rounds 5] [--out FILE.json]
 
 The complete system of real processes with simulated engines, injected Gaussian latency of every environment step and
-synchronous training (alpha = 0): the same configuration twice, `rollout.turn_barrier` apart, in turns, each beside the
+synchronous training (alpha = 0): the same configuration twice, the hook `turn_barrier` apart, in turns, each beside the
 simulator's prediction for the same draws. All environments are one server's, so one barrier holds them all.
 """
 
@@ -20,7 +20,7 @@ from rl.config.schema import load_config
 
 OUT = Path(__file__).parent.parent / "results" / "bench" / "asynchrony.json"
 WARM_UP = 1  # steps
-SIDES = {"per-turn barrier": "rollout.turn_barrier=true", "per environment": "rollout.turn_barrier=false"}
+SIDES = {"per-turn barrier": "rollout.hooks=[turn_barrier]", "per environment": "rollout.hooks=[]"}
 
 
 def main(argv: list[str]) -> None:

@@ -84,7 +84,7 @@ def fail_slow(alpha: float, slow_servers: int) -> Scenario:
         servers=EnvServers(count=8, capacity=200, slow_fraction=slow_servers / 8, slow_factor=5.0),
         generators=generators_8b(8, 2_000, copy_s=0.5, load_s=0.5),
         training=TrainingCost(step_s=10.0),
-    ).with_broker(alpha=alpha, hedge_quantile=0.8)
+    ).with_broker(alpha=alpha, hooks=[{"hedging": {"quantile": 0.8}}])
 
 
 def heavy_updates() -> Scenario:
@@ -111,7 +111,7 @@ def lines() -> list[dict[str, Any]]:
     )
 
     for name, on in (("true replication, 32 x 8 on 8", reasoning()), ("true replication, 8 x 32 on 16", few_prompts())):
-        ablate(name, on, {"whole prompts": on.with_broker(pin_prompts=True)})
+        ablate(name, on, {"whole prompts": on.with_broker(hooks=["pin_prompts"])})
 
     on = agentic()
     ablate("active cancellation", on, {"off": replace(on, cancellation=False)})
@@ -119,7 +119,7 @@ def lines() -> list[dict[str, Any]]:
     for alpha, slow in ((0.0, 1), (1.0, 1), (1.0, 2), (1.0, 0)):
         on = fail_slow(alpha, slow)
         name = f"second copies, {slow} of 8 servers slow, alpha {alpha:g}"
-        ablate(name, on, {"off": on.with_broker(hedge_quantile=0.0)})
+        ablate(name, on, {"off": on.with_broker(hooks=[])})
 
     on = heavy_updates().with_generators(on_update="keep")
     ablate(

@@ -78,16 +78,16 @@ def _stages(row: agentic.Agentic) -> list[Setting]:
 
 def _single() -> list[Setting]:
     queue = queueing.scenario()
-    rounds = queue.with_broker(redundant_groups=0, batch_barrier=True)
+    rounds = queue.with_broker(redundant_groups=0, hooks=["batch_barrier"])
     found = [Setting("queue, 16 redundant prompts", "3.4", rounds, [queue])]
 
     for shape, reported in replication.SHAPES.items():
         free = replication.scenario(shape, REPLICATING)
         name = f"replication {shape[0]} x {shape[1]}, {REPLICATING} GPUs"
-        found.append(Setting(name, reported, free.with_broker(pin_prompts=True), [free]))
+        found.append(Setting(name, reported, free.with_broker(hooks=["pin_prompts"]), [free]))
 
     free = environments.scenario(environments.REPORTED_SIGMA_S)
-    found.append(Setting("environments, sigma 10 s", "2.46", free.with_broker(turn_barrier=True), [free]))
+    found.append(Setting("environments, sigma 10 s", "2.46", free.with_broker(hooks=["turn_barrier"]), [free]))
 
     alone, spare = (redundancy.scenario(shape) for shape in ((32, 8), (36, 9)))
     found.append(Setting("redundant environments, 36 x 9", "5.3 (?)", alone, [spare]))

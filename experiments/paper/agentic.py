@@ -56,7 +56,9 @@ class Agentic(Struct, frozen=True):
         redundant = decoupled.with_broker(redundant_groups=self.extra_groups, redundant_episodes=self.extra_episodes)
 
         return {
-            "synchronous, per-turn barrier": replace(colocated.with_broker(turn_barrier=True), servers=ONE_BARRIER),
+            "synchronous, per-turn barrier": replace(
+                colocated.with_broker(hooks=["turn_barrier"]), servers=ONE_BARRIER
+            ),
             "+ environment-level asynchrony": colocated,
             "+ asynchronous training": decoupled,
             "+ redundant environments": redundant,

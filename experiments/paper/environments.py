@@ -46,7 +46,7 @@ def scenario(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENT
 def line(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS) -> dict[str, Any]:
     """Without the per-turn barrier, against the same with it."""
     free = scenario(sigma_s, turns, environments)
-    baseline = simulate(free.with_broker(turn_barrier=True))
+    baseline = simulate(free.with_broker(hooks=["turn_barrier"]))
     result = simulate(free)
     reported = "892 -> 362 s, 2.46" if sigma_s == REPORTED_SIGMA_S and (turns, environments) == (20, 256) else ""
     columns = {"turns": turns, "envs": environments, "barrier_s": baseline.step_s}

@@ -63,7 +63,7 @@ def constant_share(result: SimulationResult) -> float:
 def line(name: str, **changes: Any) -> dict[str, Any]:
     """A queue with redundant prompts, against rounds without."""
     free = scenario(**changes)
-    baseline = simulate(free.with_broker(redundant_groups=0, batch_barrier=True))
+    baseline = simulate(free.with_broker(redundant_groups=0, hooks=["batch_barrier"]))
     result = simulate(free)
     columns = {"constant": constant_share(baseline), "rounds_s": baseline.step_s}
     return compare(name, result, baseline, "" if changes else "125 -> 37 s, 3.4", **columns)
@@ -72,7 +72,7 @@ def line(name: str, **changes: Any) -> dict[str, Any]:
 def main() -> None:
     rows = [line("queue, 16 redundant prompts")]
     free = scenario(redundant=0)
-    rounds = simulate(free.with_broker(batch_barrier=True))
+    rounds = simulate(free.with_broker(hooks=["batch_barrier"]))
     rows.append(compare("queue, none redundant", simulate(free), rounds, "", constant=None, rounds_s=rounds.step_s))
     table(rows, "queue scheduling with dynamic filtering against rounds")
     verdict(rows)

@@ -76,7 +76,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "env.options.mean_s=1",
         "env.options.sigma_s=1",
         "generator.options.length_mean=30",
-        "rollout.turn_barrier=true",
+        "rollout.hooks=[turn_barrier]",
     ),
     "alpha 1, 3 turns, redundant": (
         "rollout.alpha=1",

@@ -48,7 +48,7 @@ def sweep_line(shape: tuple[int, int], gpus: int, sigma: float, share: float, co
         decode_per_seq_s=cost * base.generators.decode_per_seq_s
     )
     step_s = simulate(free).step_s
-    pinned_s = simulate(free.with_broker(pin_prompts=True)).step_s
+    pinned_s = simulate(free.with_broker(hooks=["pin_prompts"])).step_s
 
     return {
         "setting": f"{shape[0]} x {shape[1]}",
@@ -89,7 +89,7 @@ def main() -> None:
     for shape, reported in SHAPES.items():
         for gpus in GPUS:
             free = scenario(shape, gpus)
-            pinned = simulate(free.with_broker(pin_prompts=True))
+            pinned = simulate(free.with_broker(hooks=["pin_prompts"]))
             columns = {"GPUs": gpus, "pinned_s": pinned.step_s}
             rows.append(compare(f"{shape[0]} x {shape[1]}", simulate(free), pinned, reported, **columns))
 

@@ -28,6 +28,14 @@ REMOVED: dict[str, str] = {
     "alarms.repeated": "alarms.limits.data-repeated.share",
     "alarms.eval_overlap": "alarms.limits.eval-on-train.share",
     "alarms.clock_s": "alarms.limits.clock.s",
+    # ------------------------------------------------------------ hooks
+    "rollout.batch_barrier": "rollout.hooks=[batch_barrier]",
+    "rollout.hedge_quantile": "rollout.hooks=[{hedging: {quantile: 0.95}}]",
+    "rollout.pin_prompts": "rollout.hooks=[pin_prompts]",
+    "rollout.quarantine_failures": "rollout.hooks=[{quarantine: {failures: 5, seconds: 30}}]",
+    "rollout.quarantine_s": "rollout.hooks=[{quarantine: {failures: 5, seconds: 30}}]",
+    "rollout.surplus": "nothing, since unfinished groups are always kept for the next batch",
+    "rollout.turn_barrier": "rollout.hooks=[turn_barrier]",
     # ------------------------------------------------------------ options of an engine or a kind of learner
     "generator.simulated": "generator.options, with the same names",
     "generator.max_num_batched_tokens": "generator.options.max_num_batched_tokens",

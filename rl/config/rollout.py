@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl.config.section import Section, Where
+
+NamedHook = str | dict[str, dict[str, Any]]
+"""`name`, or `{name: {option: value}}`."""
+
+
+def split_hook(named: NamedHook) -> tuple[str, dict[str, Any]]:
+    """Its name and its options. Raises ValueError for what is neither form."""
+    if isinstance(named, str):
+        return named, {}
+    if not isinstance(named, dict) or len(named) != 1:
+        raise ValueError(f"{named!r} is neither a name nor {{name: {{option: value}}}}")
+    ((name, options),) = named.items()
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise ValueError(f"{named!r}: its options are a mapping, {{{name}: {{option: value}}}}")
+    return name, options
 
 
 class RolloutConfig(Section):
@@ -24,8 +39,6 @@ class RolloutConfig(Section):
     """R: groups in flight beyond what admission allows."""
     redundant_episodes: int = Field(0, ge=0)
     """g: extra episodes per group; the first group_size to finish win, the rest are cancelled."""
-    surplus: Literal["keep", "cancel"] = "keep"
-    """Unfinished groups beyond the need when a batch is complete: keep them, or cancel the oldest."""
     hold_patience: float = Field(1, ge=0, allow_inf_nan=True)
     """P: a batch waits for a group that would expire once it has expired P times; .inf: it never waits."""
     hold_deadline_s: float = Field(120.0, gt=0)
@@ -34,12 +47,6 @@ class RolloutConfig(Section):
     """Attempts at one sample before its group is given up; each ends by a lost worker, an error or a deadline."""
     episode_deadline_s: float = Field(600.0, gt=0)
     """An episode running longer than this is cancelled and tried again."""
-    hedge_quantile: float = Field(0.0, ge=0, lt=1)
-    """An episode running longer than this quantile of the recent ones' times gets a second copy; 0: off."""
-    quarantine_failures: int = Field(0, ge=0)
-    """Failures in a row after which an environment server gets no tickets for quarantine_s; 0: off."""
-    quarantine_s: float = Field(30.0, gt=0)
-    """First quarantine of a server."""
     filter_constant_groups: bool = False
     """Drop groups whose rewards are all equal (dynamic filtering) and start replacements."""
     first_episodes: Annotated[int, Where("filter_constant_groups")] = Field(0, ge=0)
@@ -48,23 +55,29 @@ class RolloutConfig(Section):
     """Constant groups dropped per step; further ones are kept, so that a batch always has B whole groups."""
     priority: str = "oldest"
     """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
-    (rollout/broker/policies/priorities.py)."""
+    (rollout/broker/tasks.py)."""
     curriculum: str = "shuffled"
     """Order of tasks: `shuffled`, `success` (weighted by past success), or `package.module:Name`
-    (rollout/broker/policies/curricula.py); its state is saved with checkpoints."""
+    (rollout/broker/tasks.py); its state is saved with checkpoints."""
     curriculum_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""
-    batch_barrier: bool = False
-    """Baseline, rounds: groups start, and batches are assembled, only when no episode is queued or running."""
-    turn_barrier: bool = False
-    """Baseline: per turn, all episodes of an environment server generate, then all of its environments step."""
-    pin_prompts: bool = False
-    """Baseline: all responses of a prompt run on the generator of its first one (no prompt replication)."""
+    hooks: Annotated[list[NamedHook], Where("broker, proxy, environment servers")] = Field(default_factory=list)
+    """What is done beside the rules (docs/hooks.md), each by its name, or with options as `{name: {option: value}}`."""
 
     @property
     def staleness_bound(self) -> int:
         """S: ceil(alpha), which admission alone keeps (docs/freshness.md derives it), or what was allowed beyond."""
         return math.ceil(self.alpha) if self.max_staleness is None else self.max_staleness
+
+    @field_validator("hooks", mode="before")
+    @classmethod
+    def _hooks_are_names(cls, hooks: Any) -> Any:
+        if not isinstance(hooks, list):
+            raise ValueError("a list is wanted, such as [batch_barrier]")
+        names = [split_hook(each)[0] for each in hooks]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is named twice; name it once")
+        return hooks
 
     @model_validator(mode="after")
     def _holds_what_is_open(self) -> Self:

@@ -29,7 +29,7 @@ def nearest(key: str, valid: list[str]) -> str:
     if not valid:
         return "; there are none here"
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid))}"
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid)) or 'none'}"
 
 
 def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
+from rl.learner.checkpoint_reader import IndexReader, PlainValuesPlanner
 from rl.models.policy import Policy, export_entries
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
@@ -56,10 +56,11 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
     meta = read_meta(checkpoint)
     state = _state(trained)
     try:
-        saved = FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
+        reader = IndexReader(checkpoint / "state")
+        saved = reader.read_metadata().state_dict_metadata
         if _CUDA_RNG not in saved:  # it was saved without a GPU
             state.pop(_CUDA_RNG, None)
-        load_state(state, checkpoint_id=checkpoint / "state")
+        load_state(state, storage_reader=reader, planner=PlainValuesPlanner())
     except (Exception, CheckpointException) as error:  # the latter is no Exception; damage has many types
         raise CheckpointError(f"{checkpoint} cannot be loaded: {_reason(error)}") from error
 

@@ -267,7 +267,7 @@ ALARMS = {
     "long-episodes-cut": Alarm(
         "episodes that redundancy cuts are no longer than those that are trained",
         "the first to finish win, so long answers are hardly ever trained",
-        "rollout.redundant_episodes, rollout.redundant_groups, rollout.surplus",
+        "rollout.redundant_episodes, rollout.redundant_groups",
         own_limits={"times": Limit(1.5, "How many times as long as trained episodes the cut ones may be.")},
     ),
     "failing-task": Alarm(
@@ -305,13 +305,13 @@ ALARMS = {
     "slow-server": Alarm(
         "environment servers take about equally long for a turn",
         "its machine is overloaded, or what it talks to is slow",
-        "that server's log, rollout.quarantine_failures, rollout.hedge_quantile",
+        "that server's log, rollout.hooks=[quarantine, hedging]",
         own_limits=_SLOWER,
     ),
     "slow-generator": Alarm(
         "generators take about equally long for a token",
         "its device is shared or throttled, or requests are not balanced",
-        "that generator's log and device, generator.max_num_seqs, rollout.pin_prompts",
+        "that generator's log and device, generator.max_num_seqs, pin_prompts in rollout.hooks",
         own_limits=_SLOWER,
     ),
     "learner-starved": Alarm(

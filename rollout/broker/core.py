@@ -30,25 +30,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rl.config.hooks import make_hooks
 from rl.wire.messages import Ticket, Version
-from rollout.broker import journal
-from rollout.broker import policy as optional
-from rollout.broker.actions import Action, EpisodeOutcome, Finished, StopRun
+from rollout.broker.actions import Action, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
 from rollout.broker.batches import Batches
-from rollout.broker.copies import Copies
+from rollout.broker.built_in_hooks import ConstantGroups
 from rollout.broker.deadlines import BACKSTOP_S
-from rollout.broker.ending import Ending
-from rollout.broker.evaluation import EvalAttempt, Evaluations
+from rollout.broker.evaluation import Ending, EvalAttempt, Evaluations
 from rollout.broker.groups import Groups
-from rollout.broker.hello import compare_tickets
-from rollout.broker.history import History
+from rollout.broker.history import History, restore, snapshot
+from rollout.broker.hooks import BrokerHook, BrokerHooks, EndGroup, Proposals, StartCopy, Suspend
 from rollout.broker.ledger import Ledger, LedgerError
-from rollout.broker.policy import Proposals, SchedulingPolicy
 from rollout.broker.records import Attempt, Phase, State
 from rollout.broker.rules import Rules
-from rollout.broker.servers import Servers
+from rollout.broker.servers import Server, Servers
 from rollout.broker.statistics import Statistics, state_metrics
-from rollout.broker.tasks import TaskQueue, TaskSource
+from rollout.broker.tasks import TaskQueue, TaskSource, make_priority, make_task_source
 from rollout.broker.tickets import Tickets
 
 
@@ -60,17 +57,20 @@ class BrokerCore:
         self.stopped = False
         self._out: list[Action] = []  # what this event led to so far
 
-        priority = optional.make_priority(rules)
+        priority = make_priority(rules)
         self.ledger = ledger or Ledger()
         self.servers = Servers()
         self.tickets = Tickets(rules, self.ledger, self.servers)
         self.copies = Copies(self.tickets)
-        self.groups = Groups(rules, self.tickets, TaskQueue(tasks or optional.make_task_source(rules)), priority.issue)
+        self.groups = Groups(rules, self.tickets, TaskQueue(tasks or make_task_source(rules)), priority.issue)
         self.batches = Batches(rules, self.groups, priority.consume)
         self.evaluations = Evaluations(self.groups)
         self.history = History(self.batches, self.evaluations)
         self.ending = Ending(self.evaluations)
-        self.policies = optional.Policies(self.groups)
+
+        self.filtering = ConstantGroups(self.groups)
+        filters = [self.filtering] if rules.filter_constant_groups and rules.group_size > 1 else []
+        self.hooks = BrokerHooks([*filters, *make_hooks("broker", rules.hooks, self.groups)])
 
     @property
     def n(self) -> int:
@@ -133,7 +133,7 @@ class BrokerCore:
         if known is not None and known.incarnation < incarnation:
             self._lose_server(server, known.incarnation, now)
         if self.servers.join(server, incarnation, capacity):
-            self._ask(SchedulingPolicy.server_joined, now, server)
+            self._ask(BrokerHook.server_joined, now, server)
         self._out += compare_tickets(self.servers.by_index[server], held, self._attempt)
         self.servers.offer(server)
         return self._after_event(now)
@@ -154,8 +154,8 @@ class BrokerCore:
 
         self.groups.given_up = 0
         self.stats.issued.add(outcome)
-        if self.policies:
-            self._ask(SchedulingPolicy.finished, now, attempt)
+        if self.hooks:
+            self._ask(BrokerHook.finished, now, attempt)
         self.tickets.end(attempt, outcome.tokens_generated)
         if attempt.cut:  # it ended before the cancel reached it
             self.stats.cut_finished(attempt.cut, outcome)
@@ -166,7 +166,7 @@ class BrokerCore:
     def failed(self, ticket_id: int, reason: str, now: float, turns: int | None = None) -> list[Action]:
         """The environment server could not bring the episode to its end; `turns`: begun by then, None: unknown."""
         if (attempt := self._attempt(ticket_id)) is not None:
-            self._ask(SchedulingPolicy.failed, now, attempt.server)
+            self._ask(BrokerHook.failed, now, attempt.server)
         return self._after_event(now) if self._end_without_result(ticket_id, reason, now, turns) else []
 
     def refused(self, ticket_id: int, reason: str, now: float) -> list[Action]:
@@ -212,7 +212,7 @@ class BrokerCore:
         for attempt in self.tickets.deadlines.overdue(now):
             if attempt is attempt.sample.attempt:
                 self.tickets.revoke(attempt, State.FAILED)
-                self._ask(SchedulingPolicy.failed, now, attempt.server)
+                self._ask(BrokerHook.failed, now, attempt.server)
             self._retry(attempt, f"no end {BACKSTOP_S:g} s after its deadline", now)
         return self._after_event(now)
 
@@ -222,7 +222,7 @@ class BrokerCore:
         if self.batches.held_since is not None:
             due.append(self.batches.held_since + self.rules.hold_deadline_s)
         if self.timeline >= 0 and not self.stopped:
-            due += self.policies.deadlines()
+            due += self.hooks.deadlines()
         return min((each for each in due if each is not None), default=None)
 
     # ------------------------------------------------------------ after every event
@@ -231,11 +231,11 @@ class BrokerCore:
         """Assemble what is due, admit, issue, and see whether this is the end."""
         groups = self.groups
         if self.tickets.timeline >= 0 and not self.stopped:
-            if self.policies:
-                self._ask(SchedulingPolicy.event_begins, now)
+            if self.hooks:
+                self._ask(BrokerHook.event_begins, now)
             while (
                 self.batches.is_complete()
-                and self.policies.allow(SchedulingPolicy.may_assemble)
+                and self.hooks.allow(BrokerHook.may_assemble)
                 and not self.batches.is_held(now)
             ):
                 self._assemble(now)
@@ -243,7 +243,7 @@ class BrokerCore:
             if (
                 len(groups.open) < groups.limit
                 and groups.e < groups.run.steps
-                and self.policies.allow(SchedulingPolicy.may_admit)
+                and self.hooks.allow(BrokerHook.may_admit)
             ):
                 groups.admit(now)
 
@@ -251,10 +251,10 @@ class BrokerCore:
                 self._out += self.evaluations.issue()
             issued = self.tickets.issue(groups.n, groups.oldest_useful, now)
             self._out += issued
-            if self.policies:
+            if self.hooks:
                 for action in issued:
-                    self._ask(SchedulingPolicy.issued, now, self.ledger.attempts[action.ticket.ticket_id])
-                self._ask(SchedulingPolicy.event_ends, now)
+                    self._ask(BrokerHook.issued, now, self.ledger.attempts[action.ticket.ticket_id])
+                self._ask(BrokerHook.event_ends, now)
 
             if groups.n == groups.run.steps and self.ending.comes(now):
                 self._close()
@@ -266,19 +266,20 @@ class BrokerCore:
     def _assemble(self, now: float) -> None:
         batch = self.batches.assemble(now)
         self.stats.assembled(batch, self.rules.staleness_bound)
-        batch.metrics.update(state_metrics(self.ledger, self._counts()))
+        counts = {"hedged_episodes": self.stats.hedged, **self.filtering.in_step(), **self.hooks.counts()}
+        batch.metrics.update(state_metrics(self.ledger, counts))
         self._out += [batch, *self.groups.cut_off(now)]
-        self._ask(SchedulingPolicy.assembled, now)
+        self._ask(BrokerHook.assembled, now)
 
-    def _ask(self, hook: Callable[..., Proposals], now: float, *what: object) -> None:
-        """Tell the policies what happens, and carry out what they propose."""
-        for proposal in self.policies.propose(hook, now, *what):
+    def _ask(self, method: Callable[..., Proposals], now: float, *what: object) -> None:
+        """Tell the hooks what happens, and carry out what they propose."""
+        for proposal in self.hooks.propose(method, now, *what):
             match proposal:
-                case optional.EndGroup(group, end):
+                case EndGroup(group, end):
                     self._out += self.groups.end(group, end, now)
-                case optional.Suspend(server, suspended):
+                case Suspend(server, suspended):
                     self.servers.suspend(server, suspended)
-                case optional.StartCopy(attempt):
+                case StartCopy(attempt):
                     copies = self.copies.start(attempt, self.n, self.groups.oldest_useful, now)
                     self.stats.hedged += len(copies)
                     self._out += copies
@@ -298,7 +299,7 @@ class BrokerCore:
         self._out += self.groups.accept(attempt, outcome, now)
         is_whole = group.done == self.groups.size
         if group.phase is Phase.UNFINISHED and (is_whole or self.groups.first.have_answered(group)):
-            self._ask(SchedulingPolicy.completed, now, group)
+            self._ask(BrokerHook.completed, now, group)
             if group.phase is Phase.UNFINISHED:
                 self.batches.add(group) if is_whole else self.groups.first.widen(group)
 
@@ -331,7 +332,7 @@ class BrokerCore:
     def _lose_server(self, server: int, incarnation: int, now: float) -> None:
         held = self.servers.leave(server, incarnation)
         if held is not None:
-            self._ask(SchedulingPolicy.server_left, now, server, bool(held))
+            self._ask(BrokerHook.server_left, now, server, bool(held))
             for ticket_id in held:
                 self._end_without_result(ticket_id, f"environment server {server} died", now)
 
@@ -365,20 +366,16 @@ class BrokerCore:
         return self.evaluations.running.get(ticket_id) or self.ledger.live(ticket_id)
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data for a checkpoint at version n (`journal.py`)."""
-        return journal.snapshot(self.groups)
+        """Plain data for a checkpoint at version n (`history.py`)."""
+        return snapshot(self.groups)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a snapshot; only a core that has seen no event may do so."""
-        journal.restore(self.groups, state)
-
-    def _counts(self) -> dict[str, float]:
-        """What policies did; 0 where one is off."""
-        return {"hedged_episodes": self.stats.hedged, **self.policies.counts()}
+        restore(self.groups, state)
 
     def report(self) -> dict[str, Any]:
         """The closing report (`Statistics.report`), at any time."""
-        return self.stats.report(self.n, self.ledger) | {"quarantines": self._counts()["quarantines"]}
+        return self.stats.report(self.n, self.ledger) | {"hooks": self.hooks.counts()}
 
     def describe(self) -> dict[str, Any]:
         """The state in numbers, for whoever must find out who waits for whom."""
@@ -395,3 +392,68 @@ class BrokerCore:
             "servers": {s.index: f"{len(s.live)}/{s.capacity}" for s in self.servers.by_index.values()},
             "ledger": self.ledger.report(),
         }
+
+
+def compare_tickets(
+    server: Server, held: Collection[int], find: Callable[[int], Attempt | EvalAttempt | None]
+) -> list[Action]:
+    """What an environment server should have, against what it has: tickets on their way to it are lost with a broker.
+
+    What has not arrived goes out again; what nobody waits for is revoked, and ends by the server's word.
+    """
+    actions: list[Action] = []
+    for ticket_id in sorted(server.live.difference(held)):
+        if (attempt := find(ticket_id)) is not None and attempt.ticket is not None:
+            actions.append(IssueTicket(server.index, attempt.ticket))
+
+    unwanted = [
+        ticket_id
+        for ticket_id in sorted(server.live.union(held))
+        if (attempt := find(ticket_id)) is None or not attempt.is_running
+    ]
+    if unwanted:
+        actions.append(RevokeTickets(server.index, unwanted))
+    return actions
+
+
+class Copies:
+    """Second copies of running samples, which a hook may ask for: a ticket more, with the same seed, on another server.
+
+    The first to finish counts and the other is revoked. When one fails the other goes on.
+    """
+
+    def __init__(self, tickets: Tickets) -> None:
+        self.tickets = tickets
+        self.ledger = tickets.ledger
+
+    def start(self, slow: Attempt, n: int, oldest_useful: int, now: float) -> list[IssueTicket]:
+        """Of a running sample, on another server, if one has a free seat (F2 as for any ticket)."""
+        server = self.tickets.servers.next(avoid=slow.server)
+        if server is None or n < oldest_useful:
+            return []
+        return [self.tickets.start(slow.sample, server, n, now)]
+
+    def settle(self, attempt: Attempt) -> None:
+        """Its sample has its result."""
+        sample = attempt.sample
+        other = sample.attempt if attempt is sample.spare else sample.spare
+        if attempt is sample.spare:
+            self.ledger.promote(sample)
+        if other is not None and other.live:
+            self.tickets.revoke(other, State.REDUNDANT)
+
+    def go_on(self, attempt: Attempt) -> bool:
+        """It has failed, or is overdue: whether the other copy of its sample goes on."""
+        sample = attempt.sample
+        if not attempt.is_running or sample.spare is None:
+            return False
+
+        if attempt is sample.spare:
+            if attempt.live:
+                self.tickets.revoke(attempt, State.REDUNDANT)
+            self.ledger.drop_spare(sample)
+        else:
+            self.ledger.supersede(sample)
+            sample.failures += 1
+            self.ledger.promote(sample)
+        return True

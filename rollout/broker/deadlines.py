@@ -1,4 +1,4 @@
-"""By when tickets must have ended. All have the same time, so they stand in the order of their issue."""
+"""By when a ticket must have ended, and how long the learner may wait for a batch. Pure, like the core."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ BACKSTOP_S = 30.0  # an environment server ends its own overdue episodes; after 
 
 
 class Deadlines:
+    """By when tickets must have ended. All have the same time, so they stand in the order of their issue."""
+
     def __init__(self, ledger: Ledger, seconds: float) -> None:
         self.ledger = ledger
         self.seconds = seconds + BACKSTOP_S
@@ -34,3 +36,34 @@ class Deadlines:
                 return due
             self._due.popleft()
         return None
+
+
+class Patience:
+    """How long the learner may wait for a batch: as long as it comes nearer.
+
+    patience = Patience(deadline_s, now)
+    patience.advanced(now)           # an answer has begun, grown or ended, or an episode has
+    patience.has_run_out(asked, now) # nothing of this for the deadline, since the learner asked
+    patience.must_be_told(now)       # the learner, which has the same deadline and does not see what advances
+    """
+
+    def __init__(self, deadline_s: float, now: float) -> None:
+        self.deadline_s = deadline_s
+        self._advanced = self._told = now
+
+    def advanced(self, now: float) -> None:
+        self._advanced = now
+
+    def has_run_out(self, asked: float, now: float) -> bool:
+        """asked: when the learner began to wait."""
+        return now - max(asked, self._advanced) > self.deadline_s
+
+    def must_be_told(self, now: float) -> bool:
+        """Something has advanced since it was last told, at most four times within the deadline.
+
+        What it hears comes later than what it is told of: its own deadline never ends before ours.
+        """
+        if self._advanced <= self._told or now - self._told < self.deadline_s / 4:
+            return False
+        self._told = now
+        return True

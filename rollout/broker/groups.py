@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout.broker.actions import EpisodeOutcome, GroupRecord
-from rollout.broker.ages import Ages
-from rollout.broker.duration import Duration
-from rollout.broker.first_episodes import FirstEpisodes
+from rollout.broker.group_state import Ages, Duration, FirstEpisodes
 from rollout.broker.ledger import state_of
 from rollout.broker.records import ENDS, NAMES, Attempt, Group, Phase, Sample, State
 from rollout.broker.rules import Rules

@@ -1,22 +1,38 @@
-"""What a batch and an evaluation say about judges, tasks and samplers (docs/silent-faults.md). Pure, as the core is."""
+"""What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md). Pure.
+
+An environment takes part by two names in its `info`: `success_<type>` is 1 or 0 and names the type of its task,
+`invalid_share` is the share of an episode's answers that it could not use.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import dataclass, field
+from statistics import fmean, median
 from zlib import crc32
 
 from rl.observe.alarms import Alarms
+from rl.wire.messages import Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, EvalReport, GroupRecord
 from rollout.broker.core import BrokerCore
-from rollout.broker.outliers import Outliers
 from rollout.broker.records import NAMES, State
 from rollout.broker.rules import Rules
 from rollout.broker.statistics import Statistics
-from rollout.broker.task_guards import TaskGuards
 
 _FAILED = NAMES[State.FAILED]
 _LEAST_GROUPS = 8
 _LEAST_SAMPLES = 16
+TYPE = "success_"
+INVALID = "invalid_share"
+_FIRST_SAMPLES = 64  # whose share of invalid answers later ones are compared with, and as many later ones
+_SAMPLES_OF_A_GROUP = 8  # so many count as one group of a type
+_EXPECTED = 10  # successes that did not come, by the rate before them
+_LEAST_CUT = 32  # episodes
+_STALLS = 4  # of 1 + alpha batches each, that are looked at
+_LEAST_BATCHES = 6
+_LEAST_TURNS = 16  # of a process
+_MOST_TURNS = 64  # of a process in one batch; more would say no more
 
 
 class BatchGuards:
@@ -137,3 +153,203 @@ def _start(sample: BatchSample) -> tuple[int, ...]:
     """The first two ids of its prompt; its own number for a sample without a payload."""
     trajectory = sample.outcome.payload
     return (sample.sample_id, -1) if trajectory is None else tuple(trajectory.sequences[0].token_ids[:2].tolist())
+
+
+@dataclass
+class _Type:
+    """One type of tasks: samples and successes until the last success, and what has failed since."""
+
+    samples: int = 0
+    successes: int = 0
+    groups_since: float = 0.0
+    samples_since: int = 0
+
+    def add(self, succeeded: list[bool]) -> None:
+        """One group."""
+        if any(succeeded):
+            self.samples += self.samples_since + len(succeeded)
+            self.successes += sum(succeeded)
+            self.groups_since = 0.0
+            self.samples_since = 0
+            return
+
+        self.groups_since += min(1.0, len(succeeded) / _SAMPLES_OF_A_GROUP)
+        self.samples_since += len(succeeded)
+
+    @property
+    def missing(self) -> float:
+        """Successes that the failures since the last one lack, by the rate before; 0 where none ever came."""
+        return self.samples_since * self.successes / self.samples if self.samples else 0.0
+
+
+class TaskGuards:
+    """What batches say about types of tasks, about the form of answers, and about what redundancy cuts.
+
+    Of one run: every batch and every group's end, in order.
+    """
+
+    def __init__(self, alarms: Alarms) -> None:
+        self._alarms = alarms
+        self._types: dict[str, _Type] = {}
+        self._first: list[float] = []  # shares of invalid answers
+        self._last: deque[float] = deque(maxlen=_FIRST_SAMPLES)
+
+    def batch(self, step: int, groups: list[list[BatchSample]], stats: Statistics) -> None:
+        """groups: members of each; stats: of the run so far."""
+        for members in groups:
+            self._count(members)
+        samples = [sample for members in groups for sample in members]
+        self._check_types(step)
+        self._check_form(step, samples)
+        self._check_length(step, samples)
+        self._check_cut(step, stats)
+
+    def ended(self, record: GroupRecord) -> None:
+        failed = record.end == NAMES[State.FAILED]
+        self._alarms.check("failing-task", failed, f"task {record.task_index} failed in every attempt at a sample")
+
+    def _count(self, members: list[BatchSample]) -> None:
+        by_type: dict[str, list[bool]] = {}
+        for sample in members:
+            for name, value in sample.outcome.info.items():
+                if name.startswith(TYPE):
+                    by_type.setdefault(name.removeprefix(TYPE), []).append(value > 0)
+
+        for name, succeeded in by_type.items():
+            self._types.setdefault(name, _Type()).add(succeeded)
+
+    def _check_types(self, step: int) -> None:
+        limit = self._alarms.limit("task-type-never", "groups")
+        some_succeed = any(each.successes for each in self._types.values())
+        never = [
+            name
+            for name, each in self._types.items()
+            if each.groups_since >= limit and (not each.successes or each.missing >= _EXPECTED)
+        ]
+        counts = ", ".join(f"{name} (its last {self._types[name].samples_since} samples)" for name in never)
+        self._alarms.check("task-type-never", bool(never) and some_succeed, f"{counts}, up to step {step}")
+
+    def _check_form(self, step: int, samples: list[BatchSample]) -> None:
+        shares = [sample.outcome.info[INVALID] for sample in samples if INVALID in sample.outcome.info]
+        if not shares:
+            return
+
+        share = fmean(shares)
+        unreadable = share > self._alarms.limit("unreadable", "share")
+        self._alarms.check("unreadable", unreadable, f"{share:.0%} of the answers of step {step}")
+
+        room = _FIRST_SAMPLES - len(self._first)
+        self._first += shares[:room]
+        self._last += shares[room:] if room > 0 else shares
+        if len(self._last) == _FIRST_SAMPLES:
+            first = fmean(self._first)
+            last = fmean(self._last)
+            found = f"{first:.0%} of the first answers, {last:.0%} of those up to step {step}"
+            risen = last - first > self._alarms.limit("invalid-actions", "rise")
+            self._alarms.check("invalid-actions", risen, found)
+
+    def _check_length(self, step: int, samples: list[BatchSample]) -> None:
+        played = [sample.outcome.payload for sample in samples if sample.outcome.payload is not None]
+        ends = [turn.finish_reason for trajectory in played for turn in trajectory.turns]
+        share = ends.count("length") / max(1, len(ends))
+        limit = self._alarms.limit("answers-cut", "share")
+        self._alarms.check("answers-cut", share > limit, f"{share:.0%} of those of step {step}")
+
+    def _check_cut(self, step: int, stats: Statistics) -> None:
+        """Those cut while they ran count with what they had by then: longer ones are certain to be missed."""
+        cut = stats.cut.get(NAMES[State.REDUNDANT])
+        kept = stats.kept
+        if cut is None or not kept.episodes or cut.finished.episodes + cut.running < _LEAST_CUT:
+            return
+
+        count = cut.finished.episodes + cut.running
+        told = cut.finished.episodes + cut.told
+        lengths = (cut.finished.length + cut.tokens) / count, kept.length / kept.episodes
+        turns = (cut.finished.turns + cut.turns) / max(1, told), kept.turns / kept.episodes
+
+        longer = self._alarms.limit("long-episodes-cut", "times")
+        wrong = lengths[0] > longer * lengths[1] or turns[0] > longer * turns[1]
+        found = (
+            f"{count} cut episodes had {lengths[0]:.0f} tokens and {turns[0]:.1f} turns by then, trained ones "
+            f"have {lengths[1]:.0f} and {turns[1]:.1f}, up to step {step}"
+        )
+        self._alarms.check("long-episodes-cut", wrong, found)
+
+
+@dataclass
+class _Turns:
+    """Of one batch, by process."""
+
+    servers: dict[int, list[float]] = field(default_factory=dict)  # seconds of a turn
+    generators: dict[int, list[float]] = field(default_factory=dict)  # seconds of a token
+    tokens: list[float] = field(default_factory=list)  # of a turn
+
+    def add(self, trajectory: Trajectory) -> None:
+        for turn in trajectory.turns:
+            tokens = max(1, turn.end - turn.start)
+            _keep(self.tokens, tokens)
+            _keep(self.servers.setdefault(trajectory.server, []), turn.env_s)
+            _keep(self.generators.setdefault(turn.generator, []), turn.generate_s / tokens)
+
+
+class Outliers:
+    """One environment server or generator that is much slower than its like, by the turns of trained episodes.
+
+    A busy machine makes any process stand still for a while, and what stands still delays all that it holds: up to
+    1 + alpha batches. So a process counts as slow only if even the fastest quarter of its turns is slow, over so many
+    batches that one or two such stalls are less than three quarters of them.
+    """
+
+    def __init__(self, alarms: Alarms, alpha: float) -> None:
+        self._alarms = alarms
+        batches = _STALLS * (1 + math.ceil(alpha))
+        self._least_batches = max(_LEAST_BATCHES, 3 * batches // 4)
+        self._batches: deque[_Turns] = deque(maxlen=max(_LEAST_BATCHES, batches))
+
+    def batch(self, step: int, samples: list[BatchSample]) -> None:
+        turns = _Turns()
+        for sample in samples:
+            if sample.outcome.payload is not None:
+                turns.add(sample.outcome.payload)
+
+        self._batches.append(turns)
+        tokens = [count for each in self._batches for count in each.tokens]
+        if len(self._batches) < self._least_batches or not tokens:
+            return
+
+        self._check("slow-server", "env_server", [each.servers for each in self._batches], "turn", step, 1)
+        size = median(tokens)
+        self._check("slow-generator", "generator", [each.generators for each in self._batches], "token", step, size)
+
+    def _check(
+        self, name: str, role: str, batches: list[dict[int, list[float]]], unit: str, step: int, size: float
+    ) -> None:
+        """batches: seconds of a unit by process, of each; size: units of a turn."""
+        seconds: dict[int, list[float]] = {}
+        for each in batches:
+            for index, values in each.items():
+                seconds.setdefault(index, []).extend(values)
+        fastest = {index: _quarter(values) for index, values in seconds.items() if len(values) >= _LEAST_TURNS}
+        if len(fastest) < 2:
+            return
+
+        slowest = max(fastest, key=lambda index: fastest[index])
+        others = median([value for index in fastest if index != slowest for value in seconds[index]])
+        own = fastest[slowest]
+        least_s = self._alarms.limit(name, "s") / size
+        wrong = own > self._alarms.limit(name, "times") * others and own - others > least_s
+        found = (
+            f"three in four turns of {role}.{slowest} took {own:.3g} s or more for a {unit}, half of the others' "
+            f"{others:.3g} s at most, in {len(batches)} batches up to step {step}"
+        )
+        self._alarms.check(name, wrong, found)
+
+
+def _keep(values: list[float], value: float) -> None:
+    if len(values) < _MOST_TURNS:
+        values.append(value)
+
+
+def _quarter(values: list[float]) -> float:
+    """What a quarter of them is below."""
+    return sorted(values)[len(values) // 4]

@@ -1,22 +1,35 @@
-"""What was trained since the newest checkpoint, and how it is taken back.
+"""Going back: batches that are taken back after the learner's death, and the journal that a checkpoint holds.
 
-A learner that was killed trains these batches again. If version m comes out otherwise than before, it is published in
-a new timeline, and whatever holds tokens of the earlier version m or of later ones ends `stale`: all batches from step
-m on, trained or not, and open groups. Groups that are complete and wholly older stay. So what counts as trained is what
-the weights have seen, and no sample is trained twice.
+**Taking back** (`History`). A learner that was killed trains the batches since its checkpoint again. If version m comes
+out otherwise than before, it is published in a new timeline. Whatever holds tokens of the earlier version m or of later
+ones then ends `stale`: all batches from step m on, trained or not, and open groups. Groups that are complete and wholly
+older stay. So what counts as trained is what the weights have seen, and no sample is trained twice.
+
+**The journal** (`snapshot`, `restore`) is the broker's part of a checkpoint at version n, as data for MessagePack. Open
+groups (queued, running, waiting, batched) leave the ledger with their samples and tokens. They stand in front of the
+data under their old ids, with their cut-offs: the restored core issues them anew, with the same seeds. What had ended
+stays counted. So the ledger closes before and after, and nothing trained can be trained again: tickets of the old
+timeline have ids that the new timeline does not know. Pending evaluations are not part of it; the learner asks for what
+it needs.
 """
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from rl.wire.messages import Version
 from rollout.broker.actions import EpisodeOutcome, GroupRecord
 from rollout.broker.batches import Batches
 from rollout.broker.evaluation import Evaluations
+from rollout.broker.groups import Groups
 from rollout.broker.records import NAMES, Group, Phase, State
-from rollout.broker.statistics import Tally
+from rollout.broker.statistics import Statistics, Tally
+
+_FORMAT = 2
 
 
 @dataclass(slots=True)
@@ -87,3 +100,35 @@ def _is_older(group: Group, n: int) -> bool:
         return False
     outcomes = [member.outcome for member in group.accepted() if member.outcome is not None]
     return all(outcome.newest_version is not None and outcome.newest_version < n for outcome in outcomes)
+
+
+def snapshot(groups: Groups) -> dict[str, Any]:
+    members = [sample for group in groups.open.values() for sample in group.members]
+    return {
+        "format": _FORMAT,
+        "timeline": groups.tickets.timeline,
+        "n": groups.n,
+        "group_size": groups.rules.group_size,
+        "members": groups.rules.members,
+        "tasks": groups.tasks.snapshot([(group.group_id, group.task) for group in groups.open.values()]),
+        "ledger": groups.tickets.ledger.snapshot(members),
+        "stats": msgspec.to_builtins(groups.stats),
+    }
+
+
+def restore(groups: Groups, state: dict[str, Any]) -> None:
+    """Raises ValueError if the journal is of another format or of groups of another size (sample ids would clash)."""
+    if state["format"] != _FORMAT:
+        raise ValueError(f"journal of format {state['format']}, this broker reads {_FORMAT}")
+    if groups.tickets.timeline >= 0 or groups.open:
+        raise ValueError("a broker that has begun cannot be restored")
+    rules = groups.rules
+    then = {"group_size": state["group_size"], "redundant_episodes": state["members"] - state["group_size"]}
+    for name, value in then.items():
+        if value != getattr(rules, name):
+            raise ValueError(f"rollout.{name}={getattr(rules, name)}: its groups have {value}; set it as it was")
+
+    groups.advance_to(state["n"], state["n"])
+    groups.tasks.restore(state["tasks"])
+    groups.tickets.ledger.restore(state["ledger"])
+    groups.stats = msgspec.convert(state["stats"], Statistics, strict=False)

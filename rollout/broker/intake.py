@@ -6,17 +6,18 @@ No sockets and no clock. The same messages at the same times lead to the same st
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Generic, TypeVar
 
 from rl.wire import messages
 from rl.wire.messages import Message, ProtocolError
 from rollout.broker.actions import Action
 from rollout.broker.assembly import outcome_of
 from rollout.broker.core import BrokerCore
-from rollout.broker.reorder import Reorder
 from rollout.broker.validation import LONGEST_REASON, NOT_LIVE, fault
 
 ServerMessage = messages.Trajectory | messages.TicketFailed | messages.TicketCancelled | messages.ServerHello
 ProxyMessage = messages.Usage | messages.FirstToken | messages.ReportsLost
+T = TypeVar("T")
 
 
 class Intake:
@@ -127,3 +128,41 @@ class Intake:
     def _late_servers(self) -> dict[int, int]:
         """How many messages of each server wait for one before them."""
         return {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}
+
+
+class Reorder(Generic[T]):
+    """The order of one server's messages, which travel on two sockets but share one sequence number.
+
+    Without it a hello or a failure could overtake a result. Numbers are per incarnation, from 0.
+    `push` returns what is due, in order; a number seen before returns nothing and counts as a duplicate.
+
+    At most `limit` messages wait for a missing one: a server has no more open, so more is a fault of the peer.
+    """
+
+    def __init__(self, limit: int = 100_000) -> None:
+        self.limit = limit
+        self.next = 0
+        self.duplicates = 0
+        self._early: dict[int, T] = {}
+
+    def push(self, seq: int, message: T) -> list[T]:
+        """Raises ValueError for a number that no server would send."""
+        if seq < self.next or seq in self._early:
+            self.duplicates += 1
+            return []
+        if seq > self.next:
+            if seq - self.next > self.limit:
+                raise ValueError(f"message {seq} while {self.next} is awaited")
+            self._early[seq] = message
+            return []
+
+        due = [message]
+        self.next += 1
+        while self._early and (follower := self._early.pop(self.next, None)) is not None:
+            due.append(follower)
+            self.next += 1
+        return due
+
+    @property
+    def waiting(self) -> int:
+        return len(self._early)

@@ -14,7 +14,7 @@ class Server:
     incarnation: int
     capacity: int  # seats: tickets at once
     alive: bool = True
-    suspended: bool = False  # a policy keeps tickets from it
+    suspended: bool = False  # a hook keeps tickets from it
     in_ring: bool = False
     live: set[int] = field(default_factory=set)  # tickets
 

@@ -209,7 +209,7 @@ def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisod
 
 
 def state_metrics(ledger: Ledger, counts: dict[str, float]) -> dict[str, float]:
-    """Samples by state, and what policies did."""
+    """Samples by state, and what hooks did."""
     queue = {f"queue/{NAMES[state]}": ledger.samples[state] for state in State if state not in ENDS}
     ends: dict[str, float] = {
         f"broker/{NAMES[state]}_samples": ledger.samples[state]

@@ -1,5 +1,5 @@
 """One episode: reset → (generate → step)* → reward, as one coroutine with no barrier to any other (but for the
-baseline `rollout.turn_barrier`).
+waits that a hook asks for).
 
 Stop reasons of a trajectory: `done` (the environment said so), `length` (it said so after a turn cut at
 `sampling.max_tokens`), `context` (`generator.max_model_len` is full), `max_turns`. Before the last two an environment
@@ -41,10 +41,10 @@ from rollout.episodes.environment import (
     Step,
 )
 from rollout.episodes.foreign import ForeignContext, play
+from rollout.episodes.hooks import GENERATE, STEP, EpisodeHooks
 from rollout.episodes.isolation import Overrun, isolated
 from rollout.episodes.parsing import TurnReader
 from rollout.episodes.tokenizer import ConversationTokenizer
-from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
 from rollout.episodes.turns import EpisodeFailed as EpisodeFailed
 from rollout.episodes.turns import GenerateCall, TurnSampler
 
@@ -90,7 +90,7 @@ class EpisodeContext:
     generate: GenerateCall
     activity: Activity = field(default_factory=Activity)
     trace: Trace = NO_TRACE
-    barrier: TurnBarrier[int] | None = None  # over tickets; waiting there counts towards the episode's deadline only
+    hooks: EpisodeHooks = field(default_factory=EpisodeHooks)  # waiting there counts towards the deadline only
     reader: TurnReader | None = None  # where the family has tools
     foreign: ForeignContext | None = None  # where the family's agents own their loop
 
@@ -112,13 +112,11 @@ async def run_episode(
         return await _run_foreign(ticket, environment, task, context, progress)
 
     episode = _Episode(ticket, environment, context, progress)
-    if context.barrier is not None:
-        context.barrier.join(ticket.ticket_id)
+    context.hooks.join(ticket.ticket_id)
     try:
         return await episode.run(task)
     finally:
-        if context.barrier is not None:
-            context.barrier.leave(ticket.ticket_id)  # before closing, for which nobody else needs to wait
+        context.hooks.leave(ticket.ticket_id)  # before closing, for which nobody else needs to wait
         await close(environment, ticket, context)
 
 
@@ -219,7 +217,7 @@ class _Episode:
         start = len(conversation)
         what = f"step of turn {len(conversation.turns) + 1}"
 
-        await self._barrier(GENERATE)
+        await self._wait_for_hooks(GENERATE)
         self.progress.turns += 1
         begin = time.monotonic()
         generated, cut_by_context = await self.sampler.turn(conversation)
@@ -227,7 +225,7 @@ class _Episode:
         end = len(conversation)
 
         text = await self._text(conversation, start, end)
-        await self._barrier(STEP)
+        await self._wait_for_hooks(STEP)
         begin = time.monotonic()
         self.context.trace.add(StepBegan(self.ticket.ticket_id, self.progress.turns))
         reason = generated.finish_reason
@@ -279,11 +277,11 @@ class _Episode:
         columns = {**step.columns, **end.columns}
         return Step([], step.reward + end.reward, True, end.success, info, columns)
 
-    async def _barrier(self, phase: int) -> None:
-        """With a per-turn barrier: wait until the server's other episodes are there as well."""
-        if self.context.barrier is not None:
+    async def _wait_for_hooks(self, phase: int) -> None:
+        """Until every hook lets it go on: with a per-turn barrier, when the server's other episodes are there too."""
+        if self.context.hooks:
             released = asyncio.Event()
-            self.context.barrier.arrive(self.ticket.ticket_id, phase, released.set)
+            self.context.hooks.arrive(self.ticket.ticket_id, phase, released.set)
             await released.wait()
 
     async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import Config
 from rl.wire.messages import Ticket, TokenSequence, Trajectory
 from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome
 from rollout.episodes.forest import Forest
@@ -36,12 +36,6 @@ class ForeignContext:
     config: Config
     reader: TurnReader
     open_endpoint: OpenEndpoint
-
-    def __post_init__(self) -> None:
-        if self.config.rollout.turn_barrier:
-            raise ConfigError(
-                "rollout.turn_barrier=True: agents that own their loop have no turns in common; set it to false"
-            )
 
 
 async def play(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from rl.config.hooks import make_hooks
+from rl.config.rollout import NamedHook
 from rollout.proxy.admission import Admission
 from rollout.proxy.balance import LoadTree
+from rollout.proxy.hooks import ProxyHook
 from rollout.proxy.prefixes import PrefixIndex
 from rollout.proxy.state import GeneratorState, RoutedRequest
 
 
 class Choice:
-    """Reads what the core keeps up to date. `pin_prompts`, `max_overtakes`: the core's."""
+    """Reads what the core keeps up to date. `hooks`, `max_overtakes`: the core's."""
 
     def __init__(
         self,
@@ -19,23 +22,22 @@ class Choice:
         tree: LoadTree,
         prefixes: PrefixIndex,
         admission: Admission,
-        pin_prompts: bool,
+        hooks: Sequence[NamedHook],
         max_overtakes: int,
     ) -> None:
         self._generators = generators
         self._tree = tree
         self._prefixes = prefixes
         self._admission = admission
-        self._pin_prompts = pin_prompts
+        self._hooks: list[ProxyHook] = make_hooks("proxy", hooks, generators, prefixes)
         self._max_overtakes = max_overtakes
 
     def of(self, request: RoutedRequest) -> GeneratorState | None:
         """The least loaded generator, or one that holds a prefix of the prompt; None if there is no room."""
         self._admission.reserve(request)
-        prefixes = self._prefixes
-        same_prompt = prefixes.of_prompt(request)
-        if self._pin_prompts and same_prompt is not None and same_prompt.alive:
-            return same_prompt
+        for hook in self._hooks:
+            if (placed := hook.place(request)) is not None:
+                return placed
 
         index = self._tree.best(request.need)
         if index is not None and not self._generators[index].takes(request):  # alone it would not fit
@@ -43,9 +45,10 @@ class Choice:
         if index is None:
             return None
 
+        prefixes = self._prefixes
         chosen = self._generators[index]
         cost = chosen.load - prefixes.cached_tokens(request, chosen)
-        for generator in (same_prompt, prefixes.of_session(request)):
+        for generator in (prefixes.of_prompt(request), prefixes.of_session(request)):
             if generator is not None and generator is not chosen and generator.takes(request):
                 its_cost = generator.load - prefixes.cached_tokens(request, generator)
                 if its_cost <= cost:

@@ -22,8 +22,9 @@ The gate (F2) plays no part here: generators hold requests for a version they ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 
+from rl.config.rollout import NamedHook
 from rollout.proxy.actions import (
     AbortAt,
     Action,
@@ -49,8 +50,7 @@ class ProxyCore:
     """`now` is in seconds on any clock; every event method returns the actions to carry out, in order.
 
     cache_survives_update: prefix caches outlive a weight update (`on_update=keep`).
-    pin_prompts: baseline without prompt replication: every response of a prompt (equal hashes) goes to the generator
-        of its first one and waits in its engine, whatever is free elsewhere; these may exceed its KV capacity.
+    hooks: as `rollout.hooks` names them; those of the proxy may place requests (`hooks.py`).
     max_deaths: generators that may die under one request before it is answered with an error.
     max_overtakes: requests with a cached prefix that may pass the head of the queue (no starvation).
     remembered: sessions and prompts whose place in a cache is known.
@@ -61,7 +61,7 @@ class ProxyCore:
         self,
         *,
         cache_survives_update: bool = False,
-        pin_prompts: bool = False,
+        hooks: Sequence[NamedHook] = (),
         max_deaths: int = 3,
         max_overtakes: int = 16,
         remembered: int = 65_536,
@@ -81,7 +81,7 @@ class ProxyCore:
         self._tree = LoadTree()
         self._prefixes = PrefixIndex(remembered)
         self._admission = Admission(kv_admission)
-        self._choice = Choice(self._generators, self._tree, self._prefixes, self._admission, pin_prompts, max_overtakes)
+        self._choice = Choice(self._generators, self._tree, self._prefixes, self._admission, hooks, max_overtakes)
         self._actions: list[Action] = []  # of the event at hand
 
         self.next_key = 1

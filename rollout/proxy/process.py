@@ -53,7 +53,7 @@ class Proxy:
         self._process = process
         self._core = ProxyCore(
             cache_survives_update=run.config.generator.on_update == "keep",
-            pin_prompts=run.config.rollout.pin_prompts,
+            hooks=run.config.rollout.hooks,
             kv_admission="expected",
         )
         self._first_key = self._core.next_key = 1 + process.incarnation * _KEYS

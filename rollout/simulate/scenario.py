@@ -134,7 +134,7 @@ class TrainingCost(Struct, frozen=True):
 
 
 class Scenario(Struct, frozen=True):
-    """One run; the baselines (barriers, pinned prompts) are rules of the broker's section."""
+    """One run; the baselines (barriers, pinned prompts) are hooks that the broker's section names."""
 
     broker: Rules
     generators: Generators

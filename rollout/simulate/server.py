@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rl.config.hooks import make_hooks
 from rl.wire.messages import Ticket
 from rollout.broker.actions import EpisodeOutcome
-from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
+from rollout.episodes.hooks import GENERATE, STEP, EpisodeHooks
 from rollout.simulate.clock import Clock
 from rollout.simulate.distributions import normal, uniform
 from rollout.simulate.generator import SimulatedRequest
@@ -95,7 +96,7 @@ class SimulatedServer:
         self._work = scenario.work
         self._max_model_len = scenario.generators.max_model_len
         self._slowness = slowness
-        self._barrier: TurnBarrier[int] | None = TurnBarrier(clock.post) if scenario.broker.turn_barrier else None
+        self._hooks = EpisodeHooks(make_hooks("env_server", scenario.broker.hooks, clock.post, clock.post))
         self._next_request = 0
         self._deadlines: deque[tuple[float, SimulatedEpisode]] = deque()
 
@@ -105,8 +106,7 @@ class SimulatedServer:
         lengths = self._listener.lengths(self.index, ticket)
         episode = SimulatedEpisode(ticket, self, lengths, clock.now, self._work.prompt_tokens)
         self.episodes[ticket.ticket_id] = episode
-        if self._barrier is not None:
-            self._barrier.join(ticket.ticket_id)
+        self._hooks.join(ticket.ticket_id)
         self._listener.issued(episode)
 
         if not self._deadlines:
@@ -150,7 +150,7 @@ class SimulatedServer:
             episode.newest_version = request.newest
             if episode.oldest_version < 0:
                 episode.oldest_version = request.oldest
-            self._together(episode, STEP, self._step)
+            self._with_hooks(episode, STEP, self._step)
 
     def die(self) -> None:
         """With all episodes; whoever asked for a generation does not hear of it."""
@@ -160,12 +160,12 @@ class SimulatedServer:
         self._deadlines.clear()
 
     def _generate(self, episode: SimulatedEpisode) -> None:
-        self._together(episode, GENERATE, self._request)
+        self._with_hooks(episode, GENERATE, self._request)
 
-    def _together(self, episode: SimulatedEpisode, phase: int, go_on: Callable[[SimulatedEpisode], None]) -> None:
-        """With a per-turn barrier everybody generates, then all environments step."""
-        if self._barrier is not None:
-            self._barrier.arrive(episode.ticket.ticket_id, phase, lambda: go_on(episode))
+    def _with_hooks(self, episode: SimulatedEpisode, phase: int, go_on: Callable[[SimulatedEpisode], None]) -> None:
+        """When every hook lets it: with a per-turn barrier everybody generates, then all environments step."""
+        if self._hooks:
+            self._hooks.arrive(episode.ticket.ticket_id, phase, lambda: go_on(episode))
         else:
             go_on(episode)
 
@@ -246,8 +246,7 @@ class SimulatedServer:
     def _end(self, episode: SimulatedEpisode) -> None:
         episode.ended = True
         self.episodes.pop(episode.ticket.ticket_id, None)
-        if self._barrier is not None:
-            self._barrier.leave(episode.ticket.ticket_id)
+        self._hooks.leave(episode.ticket.ticket_id)
 
     def _check_deadlines(self) -> None:
         """An episode past its deadline ends `failed`; the deadline is one number, so they stand in order."""

@@ -52,7 +52,7 @@ class Simulation:
         self.broker = BrokerCore(rules, tasks=tasks)
         self.proxy = ProxyCore(
             cache_survives_update=machines.on_update == "keep",
-            pin_prompts=rules.pin_prompts,
+            hooks=rules.hooks,
             kv_admission=machines.kv_admission,
         )
         self.updater = UpdaterCore(

@@ -211,7 +211,7 @@ def test_a_server_that_cannot_begin_leaves_nothing_behind(
 
 def test_cancels_and_deadlines_at_the_turn_barrier(make_run: MakeRun) -> None:
     """Two of three have generated and wait; the third hangs in its generation until its deadline ends it."""
-    run = make_run(*SYNTHETIC, "rollout.turn_barrier=true", "env.options.turns=2")
+    run = make_run(*SYNTHETIC, "rollout.hooks=[turn_barrier]", "env.options.turns=2")
     with ServerPeers(run, lambda request: None if request.session == 3 else even(request)) as peers:
         for ticket_id in (1, 2):
             peers.send(ticket(ticket_id))

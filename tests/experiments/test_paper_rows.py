@@ -43,7 +43,7 @@ def test_environment_level_asynchrony_gains_more_with_more_spread() -> None:
 
 def test_queue_scheduling_beats_rounds() -> None:
     free = queueing.scenario(measured=10)
-    rounds = rows.simulate(free.with_broker(redundant_groups=0, batch_barrier=True))
+    rounds = rows.simulate(free.with_broker(redundant_groups=0, hooks=["batch_barrier"]))
     assert rounds.step_s / rows.simulate(free).step_s > 2
 
 

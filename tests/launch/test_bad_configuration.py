@@ -22,11 +22,15 @@ from launch.memory import ModelShape, check_context, check_memory, estimate, rea
 from launch.plan import gpus_needed, make_plan
 from launch.preflight import check, make_run
 from launch.prepare import Prepared, check_model_is_trainable, needs_validation, validate
+from rl.config.hooks import NoOptions
 from rl.config.schema import Config, ConfigError, load_config
 from rl.store.checkpoint_folder import Meta, begin, commit
 from rollout.broker.core import BrokerCore
-from rollout.broker.policies.priorities import Oldest
+from rollout.broker.groups import Groups
+from rollout.broker.hooks import BrokerHook
 from rollout.broker.rules import Rules
+from rollout.broker.tasks import Oldest
+from rollout.episodes.hooks import EpisodeHook
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 GIB = 1 << 30
@@ -35,6 +39,17 @@ GIB = 1 << 30
 class Unkept(Oldest):
     def __init__(self) -> None:
         self.order = lambda version: version
+
+
+class UnkeptHook(BrokerHook):
+    def __init__(self, options: NoOptions, groups: Groups) -> None:
+        super().__init__(options, groups)
+        self.wanted = lambda server: server > 0
+
+
+class Unmade(EpisodeHook):
+    def __init__(self, *parts: object) -> None:
+        raise ValueError("it never can")
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +86,24 @@ BAD = [
     ("simulated", "rollout.priority=nope", "freshest, oldest"),
     ("simulated", "rollout.priority=os:path", "no method 'issue'"),
     ("simulated", "rollout.priority=tests.launch.test_bad_configuration:Unkept", "the broker's log cannot keep"),
+    ("simulated", "rollout.hooks=[hedgin]", "did you mean 'hedging'"),
+    ("simulated", "rollout.hooks=[no.such:Hook]", "rollout.hooks='no.such:Hook' cannot be imported"),
+    ("simulated", "rollout.hooks=[os:path]", "rollout.hooks='os:path' is no hook"),
+    ("simulated", "rollout.hooks=hedging", "a list is wanted"),
+    ("simulated", "rollout.hooks=[hedging,hedging]", "named twice"),
+    ("simulated", 'rollout.hooks=[{"hedging":0.9}]', "its options are a mapping"),
+    ("simulated", 'rollout.hooks=[{"hedging":{"quantile":2}}]', "rollout.hooks.hedging.quantile=2"),
+    ("simulated", 'rollout.hooks=[{"hedging":{"quantil":0.5}}]', "did you mean 'quantile'"),
+    (
+        "simulated",
+        'rollout.hooks=[{"turn_barrier":{"x":1}}]',
+        "'rollout.hooks.turn_barrier.x'; known: none",
+    ),
+    ("simulated", "rollout.hooks=[tests.launch.test_bad_configuration:UnkeptHook]", "the broker's log cannot keep"),
+    ("simulated", "rollout.hooks=[tests.launch.test_bad_configuration:Unmade]", "cannot be made: it never can"),
+    ("simulated", "rollout.turn_barrier=true", "write rollout.hooks=[turn_barrier]"),
+    ("simulated", "rollout.hedge_quantile=0.9", "write rollout.hooks=[{hedging: {quantile: 0.95}}]"),
+    ("simulated", "rollout.surplus=keep", "rollout.surplus was removed"),
     ("simulated", "chat.parser=vllm:nope", "no tool parser 'nope'"),
     ("agent_tools_cpu", "chat.parser=vllm:hermes+nope", "no reasoning parser 'nope'"),
     ("agent_tools_cpu", "chat.parser=vllm:+", "no parser is named"),

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from rl.observe.trace_events import Batched, Delivered, Issued, TakenBack, TicketEnded, TraceEvent
-from rollout.broker.ledger import LedgerError, state_of
+from rollout.broker.ledger import LedgerError, TracedLedger, state_of
 from rollout.broker.records import NAMES, Attempt, Sample, State
-from rollout.broker.traced_ledger import TracedLedger
 
 
 class AuditedLedger(TracedLedger):

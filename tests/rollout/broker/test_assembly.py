@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rl.wire.messages import Ticket, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import balance, make_shards, outcome_of
-from rollout.broker.reorder import Reorder
+from rollout.broker.intake import Reorder
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
 GOOD = make_trajectory(Ticket(2, 1, 0, 0, Version(0, 3)), 1, 1.0)

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.broker import BrokerCore
 from rollout.broker.actions import GroupRecord
-from rollout.broker.policies.curricula import SuccessWeighted, mixed_chance
+from rollout.broker.tasks import SuccessWeighted, mixed_chance
 from tests.rollout.broker.test_core import Driver, rules
 
 

@@ -150,7 +150,6 @@ def bound(rules: Rules) -> int:
         patience=st.integers(0, 3),
         group_size=st.integers(1, 2),
         redundant_episodes=st.integers(0, 1),
-        surplus=st.sampled_from(["keep", "cancel"]),
     ),
     seed=st.integers(0, 2**32),
     slow=st.integers(1, 4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl.wire.messages import Version
 from rollout.broker.actions import BatchSample, EmitBatch, Finished, IssueTicket
 from rollout.broker.assembly import make_shards, no_batch, outcome_of
-from rollout.broker.duration import Duration
+from rollout.broker.group_state import Duration
 from tests.rollout.broker.test_assembly import GOOD
 from tests.rollout.broker.test_core import Driver, of, rules
 

@@ -9,7 +9,7 @@ import pytest
 
 from rl.config.schema import ConfigError, load_config
 from rollout.broker.actions import EmitBatch, GroupRecord, IssueTicket
-from rollout.broker.policies.curricula import mixed_chance
+from rollout.broker.tasks import mixed_chance
 from tests.rollout.broker.test_core import Driver, groups_of, of, rules
 
 

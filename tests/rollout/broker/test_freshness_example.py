@@ -93,10 +93,10 @@ def test_the_example_of_the_freshness_page() -> None:
     assert set(example.ended.values()) == {"stale", "trained"}
 
 
-def test_the_rules_are_read_in_a_few_pages_and_meet_no_policy() -> None:
+def test_the_rules_are_read_in_a_few_pages_and_meet_no_hook() -> None:
     """F1 to F5 stand in four files; what is optional stands elsewhere."""
     folder = Path(rollout.broker.__file__).parent
     texts = [(folder / f"{name}.py").read_text() for name in ("rules", "tickets", "groups", "batches")]
     assert sum(len(text.splitlines()) for text in texts) < 400
     for text in texts:
-        assert "spare" not in text and "broker.polic" not in text and "broker.copies" not in text
+        assert "spare" not in text and "hook" not in text and "broker.copies" not in text

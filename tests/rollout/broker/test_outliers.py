@@ -9,7 +9,7 @@ from rl.config.alarms import AlarmsConfig
 from rl.observe.alarms import Alarms
 from rl.wire.messages import Ticket, Turn, Version
 from rollout.broker.actions import BatchSample, EpisodeOutcome
-from rollout.broker.outliers import Outliers
+from rollout.broker.guards import Outliers
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
 QUICK_S = 0.5  # of a turn of four tokens, and of an environment's step

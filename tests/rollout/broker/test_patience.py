@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.broker.patience import Patience
+from rollout.broker.deadlines import Patience
 
 
 def test_it_ends_a_deadline_after_the_last_token() -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.broker import Rules
 from tests.rollout.broker.world import World
+
+
+def hooks() -> st.SearchStrategy[list[Any]]:
+    """Any of the broker's, in any order."""
+    hedging = st.sampled_from([0.3, 0.9]).map(lambda quantile: {"hedging": {"quantile": quantile}})
+    quarantine = st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.5, 30.0])).map(
+        lambda drawn: {"quarantine": dict(zip(("failures", "seconds"), drawn, strict=True))}
+    )
+    kinds = st.sampled_from([hedging, quarantine, st.just("batch_barrier")])
+    return st.lists(kinds, max_size=3, unique=True).flatmap(lambda chosen: st.tuples(*chosen)).map(list)
 
 
 @st.composite
@@ -34,13 +45,9 @@ def configurations(draw: st.DrawFn) -> Rules:
         filter_constant_groups=draw(st.booleans()),
         max_filtered_per_step=draw(st.integers(0, 5)),
         first_episodes=draw(st.integers(0, max(0, group_size - 1))),
-        surplus=draw(st.sampled_from(["keep", "cancel"])),
-        hedge_quantile=draw(st.sampled_from([0, 0.3, 0.9])),
-        quarantine_failures=draw(st.sampled_from([0, 1, 2])),
-        quarantine_s=draw(st.sampled_from([0.5, 30.0])),
         priority=draw(st.sampled_from(["oldest", "freshest"])),
         curriculum=draw(st.sampled_from(["shuffled", "success"])),
-        batch_barrier=draw(st.booleans()),
+        hooks=draw(hooks()),
         eval_tasks=draw(st.sampled_from([0, 0, 3])),
         max_groups_given_up=10**6,
         drain_deadline_s=1e9,  # this world may be slow, but reports all usage in the end

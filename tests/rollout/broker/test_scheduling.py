@@ -10,8 +10,7 @@ from rl.config.schema import ConfigError, load_config
 from rl.wire.messages import Ticket, Version
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, GroupRecord, IssueTicket
-from rollout.broker.policies.hedging import MIN_PEERS
-from rollout.broker.policies.quarantine import Quarantine
+from rollout.broker.built_in_hooks import MIN_PEERS, Quarantine
 from rollout.broker.tasks import DrawnTask
 from tests.rollout.broker.audited import AuditedLedger
 from tests.rollout.broker.test_core import Driver, groups_of, of, rules
@@ -21,7 +20,7 @@ from tests.rollout.broker.test_core import Driver, groups_of, of, rules
 
 def slow_episode(**changes: Any) -> tuple[Driver, Ticket]:
     """Every peer took one second; one episode of server 0 still runs when a second copy is due."""
-    driver = Driver(rules(groups_per_batch=11, hedge_quantile=0.9, **changes))
+    driver = Driver(rules(groups_per_batch=11, hooks=[{"hedging": {"quantile": 0.9}}], **changes))
     driver.publish(0)
     driver.now = 1.0
     for ticket in list(driver.live.values())[1:]:
@@ -76,7 +75,7 @@ def test_a_copy_takes_over_when_the_other_fails() -> None:
 
 def test_second_copies_are_bounded_and_end_with_their_sample() -> None:
     """A share of the samples that run or wait: those that wait are what the slow ones hold up."""
-    driver = Driver(rules(groups_per_batch=40, group_size=1, hedge_quantile=0.75))
+    driver = Driver(rules(groups_per_batch=40, group_size=1, hooks=[{"hedging": {"quantile": 0.75}}]))
     driver.publish(0)
     driver.now = 1.0
     for ticket in list(driver.live.values())[:MIN_PEERS]:
@@ -90,16 +89,19 @@ def test_second_copies_are_bounded_and_end_with_their_sample() -> None:
 
 
 def two_servers(**changes: Any) -> BrokerCore:
-    core = BrokerCore(rules(quarantine_failures=2, quarantine_s=10, max_attempts=99, **changes), ledger=AuditedLedger())
+    core = BrokerCore(
+        rules(hooks=[{"quarantine": {"failures": 2, "seconds": 10}}], max_attempts=99, **changes),
+        ledger=AuditedLedger(),
+    )
     core.server_joined(0, 0, 50, 0.0)
     core.server_joined(1, 0, 50, 0.0)
     return core
 
 
 def quarantine(core: BrokerCore) -> Quarantine:
-    (policy,) = core.policies
-    assert isinstance(policy, Quarantine)
-    return policy
+    (hook,) = core.hooks
+    assert isinstance(hook, Quarantine)
+    return hook
 
 
 def issue(core: BrokerCore, now: float = 0.0) -> dict[int, int]:
@@ -113,7 +115,7 @@ def test_a_server_that_keeps_failing_is_quarantined_for_longer_each_time() -> No
     first, second, third = bad[:3]
     assert [a.server for a in of(core.failed(first, "boom", 1.0), IssueTicket)]
     assert [a.server for a in of(core.failed(second, "boom", 1.0), IssueTicket)] == [1]
-    assert core.servers.by_index[0].suspended and core.report()["quarantines"] == 1
+    assert core.servers.by_index[0].suspended and core.report()["hooks"]["quarantines"] == 1
     assert [a.server for a in of(core.failed(third, "boom", 1.0), IssueTicket)] == [1], "it has no tickets to give"
     assert core.next_deadline() == 11.0
 
@@ -150,13 +152,13 @@ def test_a_server_that_keeps_dying_with_its_episodes_is_quarantined() -> None:
     core.server_left(0, 1, 2.0)
     actions = core.server_joined(0, 2, 50, 2.0)
     server = core.servers.by_index[0]
-    assert server.suspended and not server.live and core.report()["quarantines"] == 1
+    assert server.suspended and not server.live and core.report()["hooks"]["quarantines"] == 1
     assert not [action for action in of(actions, IssueTicket) if action.server == 0]
     assert quarantine(core).next_deadline() == 12.0
 
     die(core, 2, 3.0)
     assert core.servers.by_index[0].suspended, "a death does not shorten it"
-    assert core.report()["quarantines"] == 1, "nor does one without episodes count"
+    assert core.report()["hooks"]["quarantines"] == 1, "nor does one without episodes count"
 
     core.tick(12.0)
     assert not core.servers.by_index[0].suspended
@@ -166,7 +168,7 @@ def test_deaths_without_episodes_and_before_a_success_are_forgiven() -> None:
     core = two_servers(groups_per_batch=8)
     for incarnation in range(5):
         die(core, incarnation, 1.0)  # before the first version: it holds nothing
-    assert core.report()["quarantines"] == 0
+    assert core.report()["hooks"]["quarantines"] == 0
     issue(core, 2.0)
     core.server_left(0, 5, 2.0)
     core.server_joined(0, 6, 50, 2.0)
@@ -183,15 +185,14 @@ def test_the_last_server_in_service_joins_without_quarantine() -> None:
     core.server_left(1, 0, 1.0)
     for incarnation in range(4):
         die(core, incarnation, 2.0)
-    assert core.report()["quarantines"] == 0 and core.servers.by_index[0].live
+    assert core.report()["hooks"]["quarantines"] == 0 and core.servers.by_index[0].live
 
 
 # ------------------------------------------------------------ what is no longer needed
 
 
-@pytest.mark.parametrize("surplus", ["keep", "cancel"])
-def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surplus: Any) -> None:
-    driver = Driver(rules(alpha=1, redundant_groups=2, surplus=surplus))
+def test_groups_beyond_a_complete_batch_go_on_for_the_next_one() -> None:
+    driver = Driver(rules(alpha=1, redundant_groups=2))
     driver.publish(0)
     driver.request(0)
     for group in (2, 3, 4, 5):
@@ -199,70 +200,22 @@ def test_surplus_is_cancelled_in_the_round_that_completes_the_batch_or_kept(surp
     driver.finish_group(0, 0)
     (batch,) = of(driver.finish_group(1, 0), EmitBatch)
     assert groups_of(batch) == [0, 1]
-
-    ended = [record.group_id for record in of(driver.actions, GroupRecord) if record.end == "redundant"]
-    cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
-    assert (ended, cancelled) == (([2, 3], {2, 3}) if surplus == "cancel" else ([], set()))
-
-    driver.confirm_cancels()
-    cut = driver.core.report()["cut"]
-    assert not ended or cut["redundant"]["running"]["episodes"] == 4
+    assert not driver.cancelled and not of(driver.actions, GroupRecord)
 
 
-@pytest.mark.parametrize("surplus", ["keep", "cancel"])
-def test_surplus_that_has_sampled_nothing_is_cancelled_in_that_round_too(surplus: Any) -> None:
-    """alpha = 0: groups 2 and 3 are still in reset. Their tasks wait, without tickets, for the next version."""
-    driver = Driver(rules(redundant_groups=2, surplus=surplus))
+def test_groups_beyond_a_complete_batch_that_have_sampled_nothing_go_on_too() -> None:
+    """alpha = 0: groups 2 and 3 are still in reset. They have no version yet, and do not age."""
+    driver = Driver(rules(redundant_groups=2))
     driver.publish(0)
     driver.request(0)
     tasks = {ticket.task_index for group in (2, 3) for ticket in driver.group(group)}
     driver.finish_group(0, 0)
     actions = driver.finish_group(1, 0)
     (batch,) = of(actions, EmitBatch)
-    assert groups_of(batch) == [0, 1] and not of(actions, IssueTicket)
+    assert groups_of(batch) == [0, 1] and not of(actions, IssueTicket) and not driver.cancelled
 
-    cancelled = {driver.live[ticket_id].group_id for ticket_id in driver.cancelled}
-    assert cancelled == ({2, 3} if surplus == "cancel" else set())
-    assert set(driver.live) == set(driver.cancelled) or surplus == "keep"
-
-    driver.confirm_cancels()
     issued = {action.ticket.task_index for action in of(driver.publish(1), IssueTicket)}
-    assert (tasks <= issued) == (surplus == "cancel")
-
-
-def test_with_alpha_what_has_sampled_nothing_is_the_next_batch_until_no_ticket_may_go_out() -> None:
-    driver = Driver(rules(alpha=1, redundant_groups=2, surplus="cancel"))
-    driver.publish(0)
-    driver.request(0)
-    for group in (0, 1):
-        driver.finish_group(group, 0)
-    assert not driver.cancelled and driver.core.n == driver.core.groups.oldest_useful, "groups 2 to 5 are of batch 1"
-    driver.request(1)
-    driver.finish_group(2, 0)
-    actions = driver.finish_group(3, 0)
-    assert len(of(actions, EmitBatch)) == 1 and driver.core.n < driver.core.groups.oldest_useful
-    running = {ticket_id for ticket_id, ticket in driver.live.items() if ticket.group_id >= 4}
-    assert set(driver.cancelled) == running != set()
-
-
-@pytest.mark.parametrize("attempts", [0, 1])
-def test_a_group_that_the_next_batch_would_wait_for_is_no_surplus(attempts: int) -> None:
-    """P = 1: a task that was cut off once keeps its environments, also before its first token."""
-    driver = Driver(rules(redundant_groups=1, surplus="cancel"))
-    driver.publish(0)
-    late = driver.group(2)[0]
-
-    for step in range(attempts + 1):
-        driver.request(step)
-        groups = sorted({ticket.group_id for ticket in driver.live.values() if ticket.task_index != late.task_index})
-        driver.cancelled.clear()
-        for group in groups[:2]:
-            driver.finish_group(group, step)
-        cancelled = {driver.live[ticket_id].task_index for ticket_id in driver.cancelled}
-        if step < attempts:
-            driver.confirm_cancels()
-            driver.publish(step + 1)
-    assert (late.task_index in cancelled) == (attempts == 0)
+    assert not tasks & issued
 
 
 def test_what_was_cut_off_is_measured() -> None:
@@ -274,9 +227,9 @@ def test_what_was_cut_off_is_measured() -> None:
 
 
 def test_how_far_what_was_cancelled_had_come_is_measured() -> None:
-    """Three of four groups are surplus in the round of the second batch: their turns are the servers' word, their
-    tokens the generators', before or after the ticket's end; the dead server's are counted without turns."""
-    driver = Driver(rules(alpha=0, redundant_groups=1, surplus="cancel"))
+    """One of three groups is cut off with the first batch: its turns are the server's word, its tokens the
+    generators', before or after the ticket's end; the dead server's are counted without turns."""
+    driver = Driver(rules(alpha=0, redundant_groups=1))
     driver.publish(0)
     driver.request(0)
     first, second = driver.group(2)
@@ -388,7 +341,7 @@ def test_bad_names_are_one_clear_error(changes: dict[str, Any], text: str) -> No
 
 
 def test_the_batch_barrier_starts_and_assembles_only_between_rounds() -> None:
-    driver = Driver(rules(batch_barrier=True, redundant_groups=1, filter_constant_groups=True))
+    driver = Driver(rules(hooks=["batch_barrier"], redundant_groups=1, filter_constant_groups=True))
     driver.publish(0)
     driver.request(0)
     driver.finish_group(0, 0)
@@ -432,9 +385,8 @@ def test_hold_patience_trades_waste_for_speed() -> None:
 
 def test_rules_come_from_the_configuration() -> None:
     changes = """
-        rollout.surplus=cancel rollout.hedge_quantile=0.9 rollout.quarantine_failures=3
-        rollout.priority=freshest rollout.curriculum=success rollout.batch_barrier=true
+        rollout.priority=freshest rollout.curriculum=success rollout.hooks=[batch_barrier] rollout.redundant_groups=3
     """
     made = Rules.of(load_config(None, changes.split()), 10)
-    assert (made.surplus, made.hedge_quantile, made.quarantine_failures) == ("cancel", 0.9, 3)
-    assert (made.priority, made.curriculum, made.batch_barrier) == ("freshest", "success", True)
+    assert (made.priority, made.curriculum, made.hooks) == ("freshest", "success", ["batch_barrier"])
+    assert made.redundant_groups == 3

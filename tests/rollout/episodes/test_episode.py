@@ -14,6 +14,7 @@ from msgspec import structs
 
 from experiments.gateway.agents import TOOLS
 from experiments.gateway.tokenizers import make_folder
+from rl.config.hooks import NoOptions
 from rl.config.schema import load_config
 from rl.config.seeds import turn_seed
 from rl.wire.messages import Abort, Generate, Generated, Trajectory, Version
@@ -21,6 +22,7 @@ from rl.wire.process import WaitExpired
 from rollout.episodes.environment import ChatMessage, Opening, Step, TurnText
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.generation import GenerationClient
+from rollout.episodes.hooks import EpisodeHooks
 from rollout.episodes.parsing import DistantParser, HermesParser, ParsedTurn, SampledText, TurnReader, make_reader
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from rollout.episodes.turn_barrier import TurnBarrier
@@ -305,7 +307,9 @@ def test_the_per_turn_barrier_lets_go_of_whoever_ends() -> None:
             answers[request.session] = asyncio.get_running_loop().create_future()
             return await answers[request.session]
 
-        context = replace(episode_context(generate), barrier=TurnBarrier[int](asyncio.get_running_loop().call_soon))
+        soon = asyncio.get_running_loop().call_soon
+        barrier = TurnBarrier(NoOptions(), soon, soon)
+        context = replace(episode_context(generate), hooks=EpisodeHooks([barrier]))
         environments = {1: Scripted(turns=2), 2: Scripted(), 3: Scripted()}
         episodes = {
             number: asyncio.create_task(run_episode(ticket(number), lambda made=made: made, None, context))  # type: ignore[misc]

@@ -10,7 +10,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.episodes.turn_barrier import GENERATE, STEP, TurnBarrier
+from rl.config.hooks import NoOptions
+from rollout.episodes.hooks import GENERATE, STEP
+from rollout.episodes.turn_barrier import TurnBarrier
 
 
 class Play:
@@ -19,7 +21,7 @@ class Play:
     def __init__(self) -> None:
         self.posted: deque[Callable[[], None]] = deque()
         self.settling: deque[Callable[[], None]] = deque()
-        self.barrier: TurnBarrier[int] = TurnBarrier(self.posted.append, self.settling.append)
+        self.barrier: TurnBarrier = TurnBarrier(NoOptions(), self.posted.append, self.settling.append)
         self.doing: dict[int, int | None] = {}  # None: in its reset
         self.waiting: dict[int, int] = {}  # for which phase
         self.rounds: dict[int, list[tuple[int, int]]] = {}  # (round, phase)

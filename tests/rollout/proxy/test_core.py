@@ -594,7 +594,7 @@ def test_first_tokens_are_reported_for_first_turns_of_training_sessions() -> Non
 def test_pinned_prompts_wait_for_their_generator_while_another_is_free() -> None:
     """The baseline without prompt replication; a generator's death releases its prompts."""
     for pinned, expected in ((True, {0: 6}), (False, {0: 3, 1: 3})):
-        core = ProxyCore(pin_prompts=pinned)
+        core = ProxyCore(hooks=["pin_prompts"] if pinned else [])
         for index in range(2):
             core.generator_up(0.0, index, 0, 10_000, 4, 1000)
 

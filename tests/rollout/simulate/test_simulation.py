@@ -48,7 +48,7 @@ STORM = replace(
     hop_s=0.01,
     status_s=3.0,
 )
-GUARDED = STORM.with_broker(hedge_quantile=0.95, quarantine_failures=3, quarantine_s=20.0)
+GUARDED = STORM.with_broker(hooks=["hedging", {"quarantine": {"failures": 3, "seconds": 20}}])
 
 
 class Watched(Simulation):
@@ -152,11 +152,10 @@ def test_the_death_of_a_server_takes_its_episodes_with_it_and_nothing_else() -> 
     assert result.step_s > undisturbed.step_s
 
 
-@pytest.mark.parametrize("surplus", ["keep", "cancel"])
-def test_a_finished_task_does_not_lose_its_place_again_and_again(surplus: str) -> None:
+def test_a_finished_task_does_not_lose_its_place_again_and_again() -> None:
     """F4 with R > 0: finished groups are surplus in every step, and every task is trained in the end (P = 1)."""
     scenario = CALM.with_broker(
-        steps=40, groups_per_batch=8, group_size=2, alpha=2.0, redundant_groups=4, hold_patience=1.0, surplus=surplus
+        steps=40, groups_per_batch=8, group_size=2, alpha=2.0, redundant_groups=4, hold_patience=1.0
     )
     simulation = Watched(replace(scenario, work=Work(length=LogNormal(200, 1.2), task_share=0.5)))
     simulation.run()
@@ -183,10 +182,12 @@ def test_turns_on_generators_of_different_versions_never_go_backwards(mtbf_s: fl
 
 def test_servers_that_keep_dying_are_quarantined() -> None:
     """Nothing fails but by the deaths of servers."""
-    scenario = replace(CALM.with_broker(quarantine_failures=2, max_attempts=50), servers=EnvServers(4, 20))
-    assert Simulation(scenario).run().report["quarantines"] == 0
+    scenario = replace(
+        CALM.with_broker(hooks=[{"quarantine": {"failures": 2}}], max_attempts=50), servers=EnvServers(4, 20)
+    )
+    assert Simulation(scenario).run().report["hooks"]["quarantines"] == 0
     dying = replace(scenario, servers=replace(scenario.servers, mtbf_s=6, restart_s=1))
-    assert Simulation(dying).run().report["quarantines"] > 0
+    assert Simulation(dying).run().report["hooks"]["quarantines"] > 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -219,9 +220,8 @@ def test_memory_for_two_whole_responses_lets_many_expected_ones_run() -> None:
     assert Watched(expected).run().step_s < whole_s / 2
 
 
-@pytest.mark.parametrize("surplus", ["keep", "cancel"])
-def test_cancels_reach_the_engines_within_the_round(surplus: str) -> None:
-    storm = replace(STORM.with_broker(surplus=surplus), hop_s=0.0)
+def test_cancels_reach_the_engines_within_the_round() -> None:
+    storm = replace(STORM, hop_s=0.0)
     simulation = Watched(storm)
     simulation.run()
     assert simulation.checks > 10 and simulation.record.cancels > 10
@@ -249,18 +249,18 @@ def test_the_per_turn_barrier_waits_for_the_slowest_at_every_turn() -> None:
     work = Work(length=Constant(10), turns=Constant(4), step_s=Gaussian(10, 10))
     scenario = replace(CALM.with_broker(alpha=0.0), work=work, training=TrainingCost())
     free = Simulation(scenario).run()
-    locked = Simulation(scenario.with_broker(turn_barrier=True)).run()
+    locked = Simulation(scenario.with_broker(hooks=["turn_barrier"])).run()
     assert locked.step_s > free.step_s + 5
 
     even = replace(scenario, work=replace(work, step_s=Constant(10)))
-    assert Simulation(even.with_broker(turn_barrier=True)).run().step_s == pytest.approx(
+    assert Simulation(even.with_broker(hooks=["turn_barrier"])).run().step_s == pytest.approx(
         Simulation(even).run().step_s, rel=0.02
     )
 
 
 @pytest.mark.parametrize("baseline", ["turn_barrier", "batch_barrier", "pin_prompts"])
 def test_baselines_survive_failures(baseline: str) -> None:
-    scenario = STORM.with_broker(alpha=0.0, redundant_groups=0, redundant_episodes=0, **{baseline: True})
+    scenario = STORM.with_broker(alpha=0.0, redundant_groups=0, redundant_episodes=0, hooks=[baseline])
     simulation = Simulation(scenario)
     assert simulation.run().report["freshness_violations"] == 0
     simulation.broker.ledger.check()
@@ -273,7 +273,7 @@ def test_pinned_prompts_keep_the_responses_of_a_prompt_together() -> None:
         generators=Generators(count=4, max_num_seqs=64),
     )
     spread = Simulation(scenario)
-    pinned = Simulation(scenario.with_broker(pin_prompts=True))
+    pinned = Simulation(scenario.with_broker(hooks=["pin_prompts"]))
     spread.run()
     pinned.run()
 

@@ -61,6 +61,7 @@ from rollout.parsers.client import ParserClient, open_reader
 
 if TYPE_CHECKING:
     from envs.gateway.server import Gateway
+    from rl.wire.run import RunFile
 
 End = Trajectory | TicketFailed | TicketCancelled
 RESEND_S = 3.0  # an end not acknowledged within this is sent again
@@ -110,7 +111,7 @@ class EnvServer:
 
         tokenizer = load_tokenizer(run.model_folder, self.config.chat.template_options)
         foreign = getattr(family, "foreign", False)
-        self._gateway = gateway = _gateway(self.config) if foreign else None
+        self._gateway = gateway = _gateway(run) if foreign else None
         needed = foreign or getattr(family, "tools", False)
         reader = open_reader(process, tokenizer, self._malformed, self._fail) if needed else None
         self._parsers = reader.parser if reader and isinstance(reader.parser, ParserClient) else None
@@ -364,10 +365,10 @@ class EnvServer:
         self._samples.close()
 
 
-def _gateway(config: Config) -> Gateway:
+def _gateway(run: RunFile) -> Gateway:
     from envs.gateway.server import Gateway  # aiohttp costs 36 MB, which other environments do without
 
-    return Gateway(config)
+    return Gateway(run.host)
 
 
 def _hooks(config: Config, foreign: bool) -> EpisodeHooks:

@@ -1,22 +1,16 @@
-"""Child processes of the supervisor: start, watch, kill, and leave nothing behind.
-
-Every child is a session leader with its own log file. The supervisor is made a subreaper, so that
-grandchildren whose parent died (an engine's workers) come back to it and are ended as well.
-"""
+"""What the supervisor knows of the processes it had started: their handles, and what their heartbeats said last."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
-from launch.fork_server import Copy, ForkServer
+from launch.launcher.protocol import Handle, Launcher
 from launch.plan import ProcessSpec
 from rl.config.schema import Config
 from rl.wire.messages import Fatal, Heartbeat
@@ -24,6 +18,7 @@ from rl.wire.run import RunFile
 from rl.wire.sockets import identity
 
 _LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
+_KILLED_S = 5.0  # for the kernel to end a killed process
 
 _LIMITED_BY = {
     "generator": "generator",
@@ -41,7 +36,7 @@ class Child:
 
     spec: ProcessSpec
     incarnation: int
-    popen: psutil.Popen | Copy
+    handle: Handle
     log: Path
     started: float
     beat: Heartbeat
@@ -67,29 +62,25 @@ class Child:
 
     def says_more(self, since: float) -> bool:
         """It ended by an exception, whose message is on its way: a socket may be later than the kernel."""
-        return self.popen.poll() == 1 and self.last_words is None and time.monotonic() < since + _LAST_WORDS_S
+        return self.handle.poll() == 1 and self.last_words is None and time.monotonic() < since + _LAST_WORDS_S
 
     def how_it_ended(self) -> tuple[str, str]:
         """In a few words, and in detail: its traceback, or the end of its log."""
         if self.last_words is not None:
             return self.last_words.message, self.last_words.detail
 
-        code = self.popen.poll() or 0
+        code = self.handle.poll() or 0
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return self.why_killed or ended, log_tail(self.log)
 
     def kill(self, why: str = "") -> None:
-        """Kill its whole process group, also where only the leader has ended."""
+        """With all that it has begun, also where only the process itself has ended."""
         self.why_killed = self.why_killed or why
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.handle.kill()
 
 
 class Exits:
-    """Wakes a poll when a process has ended (Linux 5.3), so that nobody has to look many times a second.
-
-    Where the kernel does not allow it, nothing wakes, and whoever looks now and then finds out a little later.
-    """
+    """Wakes a poll when a process has ended, so that nobody has to look many times a second."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -98,9 +89,9 @@ class Exits:
         """Readable once a process has ended, until `clear`."""
         return self._epoll.fileno()
 
-    def watch(self, pid: int) -> None:
-        with contextlib.suppress(OSError):
-            self._epoll.register(os.pidfd_open(pid), select.EPOLLIN)
+    def watch(self, handle: Handle) -> None:
+        if handle.fileno() >= 0:
+            self._epoll.register(os.dup(handle.fileno()), select.EPOLLIN)
 
     def clear(self) -> None:
         for ended, _ in self._epoll.poll(0):
@@ -119,66 +110,33 @@ def most_restarts(config: Config, role: str) -> int:
     return limit
 
 
-def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, forks: ForkServer | None = None) -> Child:
-    """Start one process of the plan. Call from the main thread: the child dies with the calling thread."""
+def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher) -> Child:
+    """Start one process of the plan. Its log stands in the run's folder."""
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
-    log = logs / f"{spec.name}.{incarnation}.log"
-    environment = spec.environment | {"FRESCO_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    environment["TMPDIR"] = str(run.socket_folder)  # what libraries drop there goes with the run
-
-    popen: psutil.Popen | Copy | None = None
-    with log.open("wb") as file, Path(os.devnull).open("rb") as nothing:
-        if forks is not None and spec.imports:
-            files = (nothing, file, file)
-            popen = forks.begin(spec.module, spec.arguments(run, incarnation), files, environment, spec.imports)
-
-        if popen is None:
-            popen = psutil.Popen(
-                spec.command(run, incarnation),
-                stdin=nothing,
-                stdout=file,
-                stderr=file,
-                env=os.environ | environment,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
-            )
-
-    if spec.cores:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            popen.cpu_affinity(list(spec.cores))
+    node = launcher.place(spec.role, spec.index)
+    complete = spec.complete(run, incarnation, node)
+    handle = launcher.start(complete, node)
     silent = Heartbeat(spec.role, spec.index, incarnation, progress=-1, busy=False)
-    return Child(spec, incarnation, popen, log, time.monotonic(), silent)
+    return Child(spec, incarnation, handle, complete.log, time.monotonic(), silent)
+
+
+def wait_all(children: Iterable[Child], timeout_s: float) -> list[Child]:
+    """Those that have not ended within this time."""
+    until = time.monotonic() + timeout_s
+    return [child for child in children if child.handle.wait(max(0.0, until - time.monotonic())) is None]
 
 
 def end_all(children: list[Child], patience_s: float) -> list[str]:
-    """Wait for children that were told to stop, then kill what is left of each one's process group.
+    """Wait for children that were told to stop, then kill what is left of each.
 
     Returns the names of the children that had to be killed.
     """
-    _ended, late = psutil.wait_procs([child.popen for child in children], timeout=patience_s)
+    late = wait_all(children, patience_s)
     for child in children:
         child.kill()
-    psutil.wait_procs(late, timeout=5)
-    return [child.name for child in children if child.popen in late]
-
-
-def descendants() -> set[psutil.Process]:
-    """Every process below this one, adopted grandchildren included."""
-    return set(psutil.Process().children(recursive=True))
-
-
-def end_descendants(spared: set[psutil.Process]) -> None:
-    """Kill every process below this one but `spared` and what is below those."""
-    kept = set(spared)
-    for process in spared:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            kept.update(process.children(recursive=True))
-
-    begun = descendants() - kept
-    for process in begun:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(begun, timeout=2)
+    wait_all(late, _KILLED_S)
+    return [child.name for child in late]
 
 
 def log_tail(path: Path, lines: int = 15) -> str:

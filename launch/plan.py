@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launch.cores import Need, engine_cores, numa_nodes, rank_cores, share_cores
 from launch.gpus import Gpu
+from launch.launcher.protocol import Node, Spec
 from rl.config.schema import Config
 from rl.wire.run import RunFile
 from rollout.generator.engines.environment import VLLM_QUIET, engine_environment, engine_imports
@@ -20,20 +20,33 @@ class ProcessSpec:
     module: str
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
     cores: tuple[int, ...] = ()  # empty: not pinned
-    imports: tuple[str, ...] = ()  # what takes seconds to import; a fork server does it once for all
+    imports: tuple[str, ...] = ()  # what takes seconds to import
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"{self.role}.{self.index}"
 
-    def command(self, run: RunFile, incarnation: int) -> list[str]:
-        """The command line of this process."""
-        return [sys.executable, "-m", self.module, *self.arguments(run, incarnation)]
+    def complete(self, run: RunFile, incarnation: int, node: Node) -> Spec:
+        """What a launcher is told of one incarnation of it."""
+        return Spec(
+            f"{self.name}.{incarnation}",
+            self.module,
+            tuple(self.arguments(run, incarnation, node)),
+            self.environment,
+            run.folder / "logs" / f"{self.name}.{incarnation}.log",
+            self.gpus,
+            self.cores,
+            imports=self.imports,
+        )
 
-    def arguments(self, run: RunFile, incarnation: int) -> list[str]:
+    def arguments(self, run: RunFile, incarnation: int, node: Node) -> list[str]:
         """`rl.wire.run` reads them."""
-        options = {"--run": run.folder, "--index": self.index, "--incarnation": incarnation}
+        control = run.address_of("control")
+        if control is None:
+            raise RuntimeError("processes are started before the supervisor listens")
+        where = {"--run": run.folder, "--control": control, "--host": node.host}
+        options = where | {"--index": self.index, "--incarnation": incarnation}
         return [str(part) for option in options.items() for part in option]
 
 

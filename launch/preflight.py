@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -25,20 +24,21 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.registry import validate_env, validate_options
-from launch.fork_server import ForkServer
 from launch.gpus import Gpu, visible_gpus
+from launch.launcher import LAUNCHERS
+from launch.launcher.local import Begin, begin_process
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
 from rl.config.hooks import make_hooks
-from rl.config.plugins import validated
+from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
 from rl.observe.alarms import check_alarms
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
-from rl.weights.shm_file import check_space, sweep_stale
-from rl.wire.columns import register_configured
-from rl.wire.run import RunFile
+from rl.weights.host import make_room
+from rl.wire.columns import register_configured, shape_by_model
+from rl.wire.run import RunFile, numeric
 from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
 from rollout.broker.rules import Rules
@@ -67,30 +67,30 @@ class Preflight:
     """What a dry run could not check, a line each."""
 
 
-def check(config: Config, *, dry: bool, forks: ForkServer | None = None) -> Preflight:
+def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflight:
     """Everything that does not need the run's processes. Raises ConfigError; a dry run fetches and makes nothing.
 
-    forks: prepares the model, if there is one.
+    begin: how the child begins that prepares the model.
     """
     unchecked: list[str] = []
     check_alarms(config.alarms)
     _check_options(config)
-    _check_ports(config)
+    _check_network(config)
     _check_folders(config, dry)
     _check_plugins(config)
     _check_parser(config, dry, unchecked)
     gpus = visible_gpus()
     device = _check_device(config, gpus, dry, unchecked)
 
-    prepared = _prepare(config, dry, forks, unchecked)
+    prepared = _prepare(config, dry, begin, unchecked)
+    if not dry:
+        shape_by_model(prepared.folder)
     memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
     train_tasks, eval_tasks = _count_tasks(config, dry, unchecked)
 
     if not config.network.curve:
         print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
-    sweep_stale()
-    if config.weights.transport == "shm" and prepared.weight_bytes:
-        check_space(prepared.weight_bytes, config.weights.slots)
+    make_room(config, prepared.weight_bytes)
     plan = make_plan(config, device, gpus)
     return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, unchecked)
 
@@ -100,7 +100,7 @@ def _installed() -> bool:
     return find_spec("torch") is not None
 
 
-def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: list[str]) -> Prepared:
+def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:
     """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
@@ -110,7 +110,7 @@ def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: lis
     resolve_model = not dry or (path != "tiny" and Path(path).exists())
     if not resolve_model:
         unchecked.append(f"model.path={path!r} is not resolved in a dry run")
-    return prepare(config, resolve_model=resolve_model, forks=forks)
+    return prepare(config, resolve_model=resolve_model, begin=begin)
 
 
 def _check_device(config: Config, gpus: list[Gpu], dry: bool, unchecked: list[str]) -> str:
@@ -179,6 +179,7 @@ def _check_plugins(config: Config) -> None:
             lost = f"the broker's log cannot keep its state ({error}); hold no lambdas, locks and open files in it"
             raise ConfigError(f"rollout.{name}={getattr(rules, name)!r}: {lost}") from None
     register_configured(config.algo.columns)
+    load("launcher", config.launcher, LAUNCHERS)
 
 
 def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:
@@ -251,34 +252,18 @@ def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, 
     return train_tasks, eval_tasks
 
 
-def _check_ports(config: Config) -> None:
+def _check_network(config: Config) -> None:
+    """Processes bind ports that are free; the address must be one of this machine."""
     if config.network.transport != "tcp":
         return
-
-    first = config.network.base_port
-    ports = sorted(int(endpoint.rpartition(":")[2]) for endpoint in _draft(config).endpoints().values())
-    count = len(ports)
+    host = config.network.host
     try:
-        socket.getaddrinfo(config.network.host, None)
-    except OSError as error:
-        raise ConfigError(
-            f"network.host={config.network.host!r}: no address of this machine ({error.strerror})"
-        ) from None
-    if ports[-1] > 65535:
-        needed = f"{count} ports are needed and the last would be {ports[-1]}"
-        raise ConfigError(f"network.base_port={first}: {needed}; at most {65536 - count}")
-
-    for port in ports:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.network.host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"network.base_port={first}: port {port} on {config.network.host} cannot be used "
-                    f"({error.strerror}); choose another base_port ({count} ports are needed, best below 32768, where "
-                    "the kernel's ports for outgoing connections begin)"
-                ) from None
+            probe.bind((numeric(host), 0))
+    except OSError as error:
+        raise ConfigError(f"network.host={host!r}: no address of this machine ({error.strerror})") from None
+    if numeric(host) == "0.0.0.0":
+        raise ConfigError(f"network.host={host!r}: nobody can connect to it; name the address that others use")
 
 
 def make_run(checked: Preflight, started: float) -> RunFile:
@@ -391,13 +376,6 @@ def _set_aside(folder: Path, config: Config) -> Config:
     return config
 
 
-def _draft(config: Config) -> RunFile:
-    """A run that is not made, for its endpoints."""
-    folder = (config.runs / config.name).absolute()
-    unknown: dict[str, Any] = {"run_id": "", "device": "", "train_tasks": 0, "eval_tasks": 0, "started_at": 0.0}
-    return RunFile(config=config, folder=folder, socket_folder=folder / "ipc", **unknown)
-
-
 def print_plan(checked: Preflight) -> None:
     """What `--dry-run` shows: processes, devices, pinning, endpoints, and what could not be checked here."""
     console = Console(highlight=False)
@@ -415,10 +393,9 @@ def print_plan(checked: Preflight) -> None:
         if variables := [f"{key}={value}" for key, value in values.items() if key != "CUDA_VISIBLE_DEVICES"]:
             console.print(f"environment of each {role}: {' '.join(variables)}", markup=False, soft_wrap=True)
 
-    sockets = Table("socket", "endpoint", title="endpoints")
-    for name, endpoint in _draft(checked.config).endpoints().items():
-        sockets.add_row(name, endpoint)
-    console.print(sockets)
+    config = checked.config
+    where = "<run>/ipc/<socket>" if config.network.transport == "ipc" else f"a free port of {config.network.host}"
+    console.print(f"each socket is bound at {where}", markup=False, soft_wrap=True)
 
     for need in checked.memory:
         console.print(f"memory ({need.where}): {need}", markup=False, soft_wrap=True)

@@ -1,4 +1,5 @@
-"""What has to be known before processes start and needs torch: the model's folder and size, the loss's options.
+"""What has to be known before processes start and needs torch: the model's folder and size, the options of the
+loss, the channel of the weights.
 
 Runs in a short-lived child (`python -m launch.prepare CONFIG.json`), so that the supervisor never imports
 torch. Prints progress on stderr and one JSON line on stdout: {"folder", "weight_bytes"} or {"error"}.
@@ -9,26 +10,25 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 from pydantic import ValidationError
 
 from envs.registry import demonstrator
-from launch.fork_server import PREPARE, PREPARE_IMPORTS, Copy, ForkServer
+from launch.launcher.local import Begin, Files, begin_process
 from rl.config.algo import AlgoConfig
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
 from rl.store.digests import DIGESTS, damage
+from rl.weights import CHANNELS, channel_of
 from rl.wire.process import die_with_parent
 
+PREPARE_IMPORTS = ("launch.prepare", "launch.warm_start.tiny", "rl.learner.algorithm", "rl.models.policy")
 _TIDY_S = 5.0  # for the child to remove what it has begun to make
 
 
@@ -38,7 +38,7 @@ class Prepared:
     weight_bytes: int  # one copy of the weights in the engine's dtype
 
 
-def prepare(config: Config, *, resolve_model: bool = True, forks: ForkServer | None = None) -> Prepared:
+def prepare(config: Config, *, resolve_model: bool = True, begin: Begin = begin_process) -> Prepared:
     """Resolve the model and validate the algorithm. Raises ConfigError with one line."""
     simulated = config.learner.kind == "simulated" and config.generator.engine == "simulated"
     if simulated and not needs_validation(config):
@@ -48,7 +48,7 @@ def prepare(config: Config, *, resolve_model: bool = True, forks: ForkServer | N
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
         asked.write(config.model_dump_json().encode())
         asked.seek(0)
-        code = _run_child(["1" if resolve_model else "0"], (asked, answered, sys.stderr), forks)
+        code = _run_child(["1" if resolve_model else "0"], (asked, answered, sys.stderr), begin)
         answered.seek(0)
         words = answered.read()
 
@@ -66,28 +66,18 @@ def prepare(config: Config, *, resolve_model: bool = True, forks: ForkServer | N
 
 def needs_validation(config: Config) -> bool:
     """A simulated learner runs no loss, but what a recipe says of one is checked as if it did."""
-    return config.learner.kind == "fsdp" or config.algo != AlgoConfig()
+    ours = config.weights.transport in CHANNELS  # of a user's own the module may import torch
+    return config.learner.kind == "fsdp" or config.algo != AlgoConfig() or not ours
 
 
-def _run_child(arguments: list[str], files: tuple[IO[Any], IO[Any], IO[Any]], forks: ForkServer | None) -> int | None:
-    """Its exit code."""
-    child: subprocess.Popen[bytes] | Copy | None = None
-    if forks is not None:
-        child = forks.begin(PREPARE, arguments, files, imports=PREPARE_IMPORTS)
-    if child is None:
-        stdin, stdout, stderr = files
-        environment = os.environ | {"FRESCO_PARENT_PID": str(os.getpid())}
-        command = [sys.executable, "-m", PREPARE, *arguments]
-        # A session of its own: a terminal's Ctrl-C reaches this process alone, which tells the child once.
-        child = subprocess.Popen(
-            command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
-        )
-
+def _run_child(arguments: list[str], files: Files, begin: Begin) -> int | None:
+    """Its exit code. A terminal's Ctrl-C reaches this process alone, which tells the child once."""
+    child = begin("launch.prepare", arguments, files, imports=PREPARE_IMPORTS)
     try:
         return child.wait()
     except KeyboardInterrupt:
         child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+        with contextlib.suppress(psutil.TimeoutExpired):
             child.wait(_TIDY_S)
         raise
 
@@ -145,6 +135,7 @@ def validate(config: Config) -> None:
     """What can be said of `algo` and `model` before anything is fetched or made. Raises ConfigError."""
     _check_algorithm(config)
     _check_model(config)
+    channel_of(config.weights.transport)
 
 
 def _check_algorithm(config: Config) -> None:

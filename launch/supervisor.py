@@ -1,6 +1,6 @@
 """The supervisor: starts every process of the plan, watches, restarts, tears down, reports.
 
-It is the one fence of a run: a process is dead when the kernel says so here, and only then do its peers
+It is the one fence of a run: a process is dead when its handle says so (`launch/launcher`), and only then do its peers
 hear `PeerDied`. What died is started again in its place, and all others go on. A Python exception is a death as
 well, unless the process had done nothing before, or it is one that would come again (`rl/config/failures.py`): that
 ends the run with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared memory.
@@ -18,12 +18,13 @@ from collections import Counter
 from pathlib import Path
 from pkgutil import resolve_name
 
-import psutil
 import zmq
 
-from launch.children import Child, Exits, descendants, end_all, end_descendants, log_tail, most_restarts, spawn
+from launch.children import Child, Exits, end_all, log_tail, most_restarts, spawn, wait_all
 from launch.dashboard import open_dashboard
-from launch.fork_server import ForkServer
+from launch.launcher.address_book import AddressBook, Told
+from launch.launcher.local import LocalLauncher
+from launch.launcher.protocol import Launcher
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Children, Observed, build_summary, write_summary
@@ -32,7 +33,7 @@ from rl.observe.alarms import Clock, limit, line
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
 from rl.observe.tracking import Tracker
-from rl.weights.shm_file import remove_slots
+from rl.weights.host import clean_up
 from rl.wire.messages import (
     AlarmRaised,
     Done,
@@ -46,7 +47,6 @@ from rl.wire.messages import (
     Spoken,
     Stop,
 )
-from rl.wire.process import adopt_orphans
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
 from rl.wire.sockets import PeerGone, open_socket, send_to
@@ -71,15 +71,14 @@ class RunFailed(RuntimeError):
 
 
 class Supervisor:
-    def __init__(self, run: RunFile, plan: list[ProcessSpec], forks: ForkServer | None = None) -> None:
+    def __init__(self, run: RunFile, plan: list[ProcessSpec], launcher: Launcher | None = None) -> None:
         self._run = run
-        self._forks = forks
         self._config = run.config
         self._plan = plan
-        self._others = descendants()  # of whoever runs this in a process of theirs
+        self._launcher = launcher or LocalLauncher(run)
         self._children: Children = {}
         self._restarts: Counter[str] = Counter()
-        self._deaths: list[PeerDied] = []  # for whoever registers later
+        self._book = AddressBook()
         self._reports: dict[str, bytes] = {}  # closing reports by role
         self._ending = False
         self._save_until: float | None = None  # since the first Ctrl-C
@@ -98,14 +97,13 @@ class Supervisor:
         """Run to the end. Returns the exit code: 0 success, 1 failure, 130 interrupted."""
         error: RunFailed | None = None
         interrupted = False
-        adopt_orphans()
         stops = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
             stops.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._interrupt) for number in stops}
 
         try:
-            # Those that the fork server begins come last: it may still be importing.
+            # Those that take seconds to import come last: a launcher may still have it done for them.
             for spec in sorted(self._plan, key=lambda each: bool(each.imports)):
                 self._spawn(spec, 0)
             self._watch()
@@ -135,7 +133,7 @@ class Supervisor:
             error = error or RunFailed(f"summary.json: {failure}")
 
         self._close_tracker(hurried=bool(error) or interrupted)
-        end_descendants(spared=self._others)
+        self._launcher.close()
         self._display.close(summary, error, interrupted)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -152,10 +150,10 @@ class Supervisor:
     # ------------------------------------------------------------ start and watch
 
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
-        child = spawn(spec, self._run, incarnation, self._forks)
+        child = spawn(spec, self._run, incarnation, self._launcher)
         self._children[spec.role, spec.index] = child
-        self._exits.watch(child.popen.pid)
-        self._trace.add(ProcessStarted(spec.role, spec.index, incarnation, child.popen.pid))
+        self._exits.watch(child.handle)
+        self._trace.add(ProcessStarted(spec.role, spec.index, incarnation))
 
     def _watch(self) -> None:
         while not all(map(self._has_finished, _CLOSING_REPORTS)):
@@ -174,7 +172,7 @@ class Supervisor:
         broker = self._children["broker", 0]
         if self._saver is not broker and broker.registered:
             self._saver = broker
-            self._send(broker, Stop("interrupted", save_first=True))
+            self._send(broker.identity, Stop("interrupted", save_first=True))
             self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
         if self._has_finished("learner") or time.monotonic() > until:
             raise KeyboardInterrupt
@@ -205,7 +203,7 @@ class Supervisor:
             case Register():
                 child.registered = True
                 child.last_beat = time.monotonic()
-                self._tell_of_deaths(child, self._deaths)
+                self._tell(self._book.register(peer, message))
 
             case Metrics():
                 self._record(message)
@@ -269,7 +267,7 @@ class Supervisor:
             if child is not self._children[child.spec.role, child.spec.index]:
                 continue  # replaced meanwhile, with another rank
 
-            if child.popen.poll() is not None:
+            if child.handle.poll() is not None:
                 self._drain()  # what it sent before its death may be the first cause
                 while child.says_more(now):
                     self._drain(_POLL_S)
@@ -299,8 +297,8 @@ class Supervisor:
     def _rank_killed_beside(self, child: Child) -> bool:
         """Whether another rank ended without an exception of its own; the kernel may be about to say so."""
         others = [each for each in self._unit(child) if each is not child and each.last_words is None]
-        psutil.wait_procs([other.popen for other in others], timeout=_SAME_DEATH_S)
-        return any(other.why_killed or other.popen.poll() not in (None, 0, 1) for other in others)
+        wait_all(others, _SAME_DEATH_S)
+        return any(other.why_killed or other.handle.poll() not in (None, 0, 1) for other in others)
 
     def _unit(self, child: Child) -> list[Child]:
         """What is replaced when this process has died."""
@@ -339,21 +337,17 @@ class Supervisor:
         for child in unit:
             child.kill()  # also what is left of its process group
             self._observed.child_died(child)
-        _ended, alive = psutil.wait_procs([child.popen for child in unit], timeout=_FENCE_S)
-        if alive:
-            raise RunFailed(f"{unit[0].name} cannot be replaced: process {alive[0].pid} survives SIGKILL")
+        if alive := wait_all(unit, _FENCE_S):
+            raise RunFailed(f"{unit[0].name} cannot be replaced: {alive[0].name} survives SIGKILL")
 
-        deaths = [PeerDied(child.spec.role, child.spec.index, child.incarnation) for child in unit]
-        self._deaths += deaths
-        for peer in self._children.values():
-            if peer.registered and peer not in unit:
-                self._tell_of_deaths(peer, deaths)
+        deaths = {each.identity: PeerDied(each.spec.role, each.spec.index, each.incarnation) for each in unit}
+        self._tell(self._book.died(deaths))
         for child in unit:
             self._spawn(child.spec, child.incarnation + 1)
 
-    def _tell_of_deaths(self, peer: Child, deaths: list[PeerDied]) -> None:
-        for death in deaths:
-            self._send(peer, death)
+    def _tell(self, messages: Told) -> None:
+        for peer, message in messages:
+            self._send(peer, message)
 
     def _collect_reports(self) -> None:
         """Closing reports of a run that did not get to its end; after the first cause nothing else matters.
@@ -364,9 +358,9 @@ class Supervisor:
         while not self._reports.keys() >= _CLOSING_REPORTS and time.monotonic() < deadline:
             self._drain(_POLL_S)
 
-    def _send(self, child: Child, message: Message) -> None:
+    def _send(self, peer: bytes, message: Message) -> None:
         with contextlib.suppress(PeerGone, zmq.Again):
-            send_to(self._socket, child.identity, message)
+            send_to(self._socket, peer, message)
 
     # ------------------------------------------------------------ end
 
@@ -376,7 +370,7 @@ class Supervisor:
         self._display.ending(reason)
         children = list(self._children.values())
         for child in children:
-            self._send(child, Stop(reason))
+            self._send(child.identity, Stop(reason))
             if not child.registered:  # it cannot hear a Stop yet
                 child.kill()
 
@@ -387,7 +381,7 @@ class Supervisor:
         self._socket.close(linger=0)
         self._exits.close()
 
-        remove_slots(self._run.run_id)
+        clean_up(self._run.run_id)
         shutil.rmtree(self._run.socket_folder, ignore_errors=True)
 
     def _close_tracker(self, *, hurried: bool) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-import socket
 import tempfile
 import time
 import uuid
@@ -26,48 +24,6 @@ MakeRun = Callable[..., RunFile]
 # How long an example takes is the machine's.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-
-
-def _own_ports(count: int = 20) -> tuple[int, socket.socket]:
-    """The first of so many free ports in a row, and what keeps other test processes of this machine off them.
-
-    Each begins its search elsewhere: the kernel keeps the connections of an earlier one for a while.
-    """
-    begin = os.getpid() % 600
-    for block in itertools.chain(range(begin, 600), range(begin)):
-        first = 20_000 + count * block  # below those that the kernel gives to outgoing connections
-        claim = _claim(first)
-        if claim is None:
-            continue
-        if all(map(_is_free, range(first, first + count))):
-            return first, claim
-        claim.close()
-    raise RuntimeError(f"no {count} free ports between 20000 and {20_000 + 600 * count}")
-
-
-def _claim(first: int) -> socket.socket | None:
-    """A name without a file, held until this process ends; None: another one holds it."""
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0fresco-test-ports-{first}")
-    except OSError:
-        claim.close()
-        return None
-    return claim
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            found.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-BASE_PORT, _CLAIM = _own_ports()
-"""Of twenty ports of this test process alone."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +26,10 @@ from experiments.plain_loop import PlainLoop, PlayedEpisode
 from launch.warm_start.sampling import Sampled
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import load_config
-from rl.learner.export import write_shard
-from rl.learner.publish import weight_manifest
+from rl.learner.publish import weight_entries
 from rl.store.batch_files import read_shard_files
-from rl.weights import make_writer
+from rl.weights import make_sender
+from rl.weights.channel import Placement
 from rl.wire.messages import BatchPart, Generate, Version
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines import make_engine
@@ -93,7 +93,7 @@ def run_system(folder: Path, model: Path, *overrides: str) -> tuple[list[BatchPa
 class EngineOfLoop:
     """One engine in this process, driven without broker, proxy or generator process."""
 
-    def __init__(self, run: RunFile, publish: Callable[[memoryview, Any], list[Any]] | None) -> None:
+    def __init__(self, run: RunFile) -> None:
         self.engine: Engine = make_engine(ProcessContext(run, 0, 0))
         self.run = run
         self.stop_ids = [0]
@@ -131,17 +131,16 @@ class EngineOfLoop:
 
 def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[PlayedEpisode], dict[str, float]]]:
     torch.manual_seed(0)
-    engine = EngineOfLoop(run, None)
+    engine = EngineOfLoop(run)
     loop = PlainLoop(run.config, model, engine)
     engine.stop_ids = list(loop.tokenizer.stop_ids)
-    manifest = weight_manifest(loop.policy, run)
-    writer = make_writer(run, 0, manifest)
-    writer.open()
+    sender = make_sender(run, 0, weight_entries(loop.policy, run))
+    sender.open()
 
     def publish(n: int) -> None:
-        view = writer.begin(Version(0, n), 10)
-        rows = ((name.removeprefix("model."), p.detach(), 0) for name, p in loop.policy.named_parameters())
-        writer.commit(write_shard(view, manifest, rows))
+        parameters = loop.policy.named_parameters()
+        sender.offer(n, ((name.removeprefix("model."), p, Placement(tuple(p.shape))) for name, p in parameters))
+        sender.announce(Version(0, n))
         engine.wait(engine.engine.load(Version(0, n), []))
 
     steps = []
@@ -153,7 +152,7 @@ def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[PlayedEpisode],
             steps.append((batch, loop.train(step, batch)))
     finally:
         engine.wait(engine.engine.stop())
-        writer.close()
+        sender.close()
 
     return steps
 

@@ -15,8 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import BASE_PORT
-
 ROOT = Path(__file__).parent.parent
 ENDS = ["trained", "stale", "filtered", "settled", "redundant", "failed"]
 SAMPLE_STATES = ["queued", "running", "waiting", "batched", *ENDS]
@@ -99,7 +97,6 @@ def test_redundancy_and_tcp_with_curve(tmp_path: Path) -> None:
         "rollout.redundant_episodes=1",
         "network.transport=tcp",
         "weights.transport=zmq",
-        f"network.base_port={BASE_PORT}",
     )
 
     summary = finish(start(tmp_path, *overrides), tmp_path)
@@ -232,21 +229,52 @@ def test_bad_configuration_is_one_line_before_anything_starts(tmp_path: Path, ov
     assert not (tmp_path / "simulated").exists()
 
 
-def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        # A connection of an earlier test may linger on this port.
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", BASE_PORT + 1))
-        taken.listen()
-        process = start(tmp_path, "network.transport=tcp", f"network.base_port={BASE_PORT}")
-        output, _ = process.communicate(timeout=240)
-
-    assert process.returncode == 2 and f"port {BASE_PORT + 1} " in output and "choose another base_port" in output
+def test_two_runs_over_tcp_at_one_address_need_no_ports_from_anybody(tmp_path: Path) -> None:
+    """Each process binds what is free, and says where."""
+    tcp = ("network.transport=tcp", "weights.transport=zmq", "steps=5", "eval.tasks=0")
+    runs = [tmp_path / "one", tmp_path / "other"]
+    processes = [start(folder, *tcp, "generator.count=3", "learner.ranks=2") for folder in runs]
+    for process, folder in zip(processes, runs, strict=True):
+        check_books(finish(process, folder), steps=5)
 
 
-def test_ports_beyond_the_last_one_are_one_line_before_anything_starts(tmp_path: Path) -> None:
-    process = start(tmp_path, "network.transport=tcp", "network.base_port=65000", "generator.count=600")
+def test_two_nodes_of_another_launcher(tmp_path: Path) -> None:
+    """Generators and environment servers listen at another address than broker, proxy and learner."""
+    overrides = (
+        "launcher=tests.launch.agent_launcher:AgentLauncher",
+        "network.transport=tcp",
+        "weights.transport=zmq",
+        "learner.ranks=2",
+    )
+    process = start(tmp_path, *overrides)
+    wait_for_step(tmp_path, 2)
+    hosts = {
+        "rollout.broker.process": {"127.0.0.1"},
+        "rollout.proxy.process": {"127.0.0.1"},
+        "rl.learner.simulated": {"127.0.0.1"},
+        "rollout.generator.process": {"127.0.0.2"},
+    }
+    assert {role: _listens_at(pid_of(tmp_path, role)) for role in hosts} == hosts
+    check_books(finish(process, tmp_path), steps=20)
+
+
+def _listens_at(pid: int) -> set[str]:
+    """Addresses of this machine."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("192.0.2.1", "no address of this machine"),
+        ("no.such.host.invalid", "no address"),
+        ("0.0.0.0", "that others use"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_one_line_before_anything_starts(
+    tmp_path: Path, host: str, text: str
+) -> None:
+    process = start(tmp_path, "network.transport=tcp", f"network.host={host}")
     output, _ = process.communicate(timeout=240)
-    assert process.returncode == 2 and "network.base_port=65000" in output and "at most 64924" in output
+    assert process.returncode == 2 and f"network.host='{host}': " in output and text in output

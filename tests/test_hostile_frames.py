@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from rl.weights import wire
+from rl.weights.host import wire
 from rl.wire import messages
 from rl.wire.codec import PROTOCOL
 from rl.wire.messages import Frames, Message, Version, encode
@@ -47,7 +47,7 @@ FORGED: list[Message] = [
     messages.Published(Version(0, HUGE)),
     messages.SaveRequest(Version(-1, -1)),
     messages.EvalRequest(Version(0, 0), HUGE),
-    messages.Register("learner", 0, 0, 1),
+    messages.Register("learner", 0, 0, {"tickets": "tcp://127.0.0.1:1"}, ["steps"]),
     messages.Heartbeat("broker", 0, 0, 1, True),
     messages.Metrics(3, {"train/loss": float("nan")}),
     messages.Fatal("learner", 0, "forged"),
@@ -103,7 +103,7 @@ def attack(run: RunFile, *, keyed: bool) -> None:
     context = zmq.Context()
     network = run.config.network.model_copy(update={"curve": keyed})
     stranger = run.model_copy(update={"config": run.config.model_copy(update={"network": network})})
-    for name, endpoint in run.endpoints().items():
+    for name in run.socket_names():
         kind, _, index = name.partition(".")
         sender = open_socket(
             zmq.PUSH if kind in ONE_WAY else zmq.DEALER,
@@ -118,7 +118,7 @@ def attack(run: RunFile, *, keyed: bool) -> None:
                 sender.send_multipart(frames, zmq.DONTWAIT)  # nobody takes it from one who is refused
 
         with socket.socket(socket.AF_UNIX) as raw:  # not even ZeroMQ: a greeting, then a frame of 2^60 bytes
-            raw.connect(endpoint.removeprefix("ipc://"))
+            raw.connect(run.place_of(name).removeprefix("ipc://"))
             raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53) + b"\x02\x10" + bytes(7))
     context.destroy(linger=1000)
 

@@ -55,11 +55,11 @@ def check_rows(tmp_path: Path) -> None:
     assert sorted({row["step"] for row in rows if "eval/accuracy" in row}) == [0, 6, 12, 18, 24]
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "zmq network.transport=tcp"], ids=["shm", "zmq", "tcp"])
 @pytest.mark.parametrize(("rank", "at"), [(0, 3), (1, 13)])
 def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, transport: str, rank: int, at: int) -> None:
     """Before the first checkpoint, and after one; versions come out as before, so the timeline stays."""
-    process = start(tmp_path, *SETTINGS, f"weights.transport={transport}")
+    process = start(tmp_path, *SETTINGS, *f"weights.transport={transport}".split())
     wait_for_version(process, tmp_path, at)
     others = {role: pid_of(tmp_path, role) for role in OTHERS}
     kill_learner(tmp_path, rank)

@@ -25,8 +25,28 @@ from rl.models.packing import Pack, dummy_pack, make_packs, split_minibatches
 from rl.models.policy import PolicyOutput
 from rl.observe.alarms import RunAlarm
 from rl.store.batch_files import read_shard_files, write_shard_file
-from rl.wire.columns import COLUMNS, Column, register, register_configured
-from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Turn, Version, decode, encode
+from rl.wire.columns import (
+    COLUMNS,
+    Column,
+    context_columns,
+    forward_columns,
+    register,
+    register_configured,
+    shape_by_model,
+    token_columns,
+)
+from rl.wire.messages import (
+    BatchPart,
+    Generate,
+    Generated,
+    SampleRow,
+    Ticket,
+    Trajectory,
+    Turn,
+    Version,
+    decode,
+    encode,
+)
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import make_shards, outcome_of
 from rollout.broker.validation import fault
@@ -267,7 +287,13 @@ def test_a_name_that_is_no_column_is_refused(name: str, message: str) -> None:
         ({"dtype": "float64"}, "float64 is none of int32, int64, float32, uint8"),
         ({"producer": "environment"}, "knows no tokens"),
         ({"producer": "learner", "scope": "turn"}, "an entry per token"),
-        ({"producer": "nobody"}, "unknown producer 'nobody'"),
+        ({"producer": "nobody"}, "unknown producer 'nobody'; one of generator, environment"),
+        ({"scope": "word"}, "unknown scope 'word'; one of token, turn"),
+        ({"covers": "prompts"}, "unknown covers 'prompts'; one of sampled, context"),
+        ({"reads": "critic"}, "unknown reads 'critic'; one of loss, forward"),
+        ({"covers": "context", "scope": "turn"}, "a generator reads; it is made by the generator for each turn"),
+        ({"covers": "context", "producer": "learner"}, "it is made by the learner for each token"),
+        ({"shape": (2, 0)}, "shape holds 0; give sizes, or fields of the model's config"),
     ],
 )
 def test_impossible_declarations_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -280,6 +306,71 @@ def test_a_column_is_declared_again_only_alike() -> None:
     register(Column("teacher_logp", "float32", masked=0.5))
     with pytest.raises(ValueError, match="registered twice"):
         register(Column("teacher_logp", "float32", masked=0.0))
+
+
+def test_the_columns_that_the_forward_reads_are_named() -> None:
+    register(Column("routes", "uint16", covers="context", reads="forward"))
+    register(Column("difficulty", "float32", producer="environment", scope="sample", reads="forward"))
+    register(TEACHER_LOGP)
+    assert [column.name for column in forward_columns()] == ["routes", "difficulty"]
+    assert [column.name for column in context_columns()] == ["routes"]
+
+
+def test_two_bytes_cross_a_socket_and_reach_a_pack() -> None:
+    """The largest values of uint16 are no negative numbers anywhere."""
+    register(Column("routes", "uint16", shape=(2,)))
+    routes = np.array([[0, 65535], [256, 32768]], np.uint16)
+    columns = token_columns([1, 2], [0, 1], policy_version=3) | {"routes": routes}
+    part = BatchPart(
+        step=3,
+        rank=0,
+        timeline=0,
+        rows=[SampleRow(0, 0, 1.0, 2, 1, 3)],
+        members=[0],
+        lengths=[2],
+        turn_starts=[[1]],
+        columns=columns,
+        loss_tokens=1,
+    )
+
+    received = decode([bytes(frame) for frame in encode(part)])
+    assert isinstance(received, BatchPart) and received.columns["routes"].dtype == np.uint16
+    (pack,) = make_packs(received, 8, version=3)
+    assert pack.columns["routes"].tolist() == routes.tolist()
+    assert (pack.columns["routes"] + 1).max() == 65536
+
+
+def model_of(folder: Path, **fields: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_a_shape_comes_from_the_model(tmp_path: Path) -> None:
+    column = Column("routes", "uint8", shape=("num_hidden_layers", "num_experts_per_tok", 2))
+    register(column)
+    with pytest.raises(ValueError, match=r"'routes': its shape .* comes from a model, and none is known here"):
+        column.full(1)
+
+    shape_by_model(model_of(tmp_path, text_config={"num_hidden_layers": 3, "num_experts_per_tok": 4}))
+    assert COLUMNS["routes"].full(5).shape == (5, 3, 4, 2)
+    register(column)  # as every part of a process does that reads `algo.columns`
+    assert COLUMNS["routes"].entry_shape == (3, 4, 2)
+    with pytest.raises(ValueError, match="registered twice"):
+        register(Column("routes", "uint8", shape=(3, 5, 2)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "'routes': shape names 'layers', but the model's config.json has no 'layers' in"),
+        ({"layers": 2.5}, "'routes': shape names 'layers', but the model's config.json has layers=2.5 in"),
+        (None, "'routes' takes its shape .* from the model, and this run has none; declare it in numbers"),
+    ],
+)
+def test_a_shape_that_the_model_does_not_have_is_one_line(tmp_path: Path, fields: Any, message: str) -> None:
+    register(Column("routes", "uint8", shape=("layers",)))
+    with pytest.raises(ConfigError, match=f"algo.columns: column {message}"):
+        shape_by_model(None if fields is None else model_of(tmp_path, **fields))
 
 
 def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from rl.store.batch_files import read_shard_files
 from rollout.broker.tasks import DrawnTask, Oldest
@@ -21,6 +22,9 @@ MODULES = {
     "learner": "rl.learner.simulated",
 }
 SLOW = ("tracking.save_batches=true", "timeouts.heartbeat_s=0.1", "learner.options.step_s=0.1")
+
+IPC: tuple[str, ...] = ()
+TCP = ("network.transport=tcp", "weights.transport=zmq")
 
 
 class RaisesOnce(Oldest):
@@ -53,8 +57,10 @@ def check(summary: dict[str, Any], tmp_path: Path, steps: int, restarts: dict[st
     assert {shard.timeline for shard in shards} == {0}
 
 
-def test_broker_and_proxy_are_replaced_while_the_others_go_on(tmp_path: Path) -> None:
-    process = start(tmp_path, "steps=60", "learner.max_restarts=9", *SLOW)
+@pytest.mark.parametrize("transport", [IPC, TCP], ids=["ipc", "tcp"])
+def test_broker_and_proxy_are_replaced_while_the_others_go_on(tmp_path: Path, transport: tuple[str, ...]) -> None:
+    """Over tcp each successor listens at another port."""
+    process = start(tmp_path, "steps=60", "learner.max_restarts=9", *SLOW, *transport)
     wait_for_step(tmp_path, 5)
     kill(tmp_path, "broker")
     wait_for_step(tmp_path, 15)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl.config.schema import Config
-from rl.wire.columns import ONE_TURN, masked_columns
+from rl.wire.columns import ONE_TURN, masked_columns, masked_context
 from rl.wire.messages import Generate, Generated, Ticket, Trajectory, Version
 from rollout.episodes.environment import ChatMessage, Environment, EnvironmentFamily
 from rollout.episodes.episode import Activity, EpisodeContext, EpisodeFailed, run_episode
@@ -159,6 +159,7 @@ def _answer(request: Generate, ids: list[int], reason: str) -> Generated:
         request_id=request.request_id,
         session=request.session,
         columns=columns | written,
+        context=masked_context(len(request.prompt_ids) - request.known),
         timeline=0,
         finish_reason=reason,
         tokens_generated=len(ids),

@@ -22,7 +22,6 @@ from aiohttp import web
 from envs.gateway import anthropic_messages, openai_chat, openai_responses, rules
 from envs.gateway.openai_chat import Event
 from envs.gateway.rules import Body
-from rl.config.schema import Config
 from rollout.episodes.environment import Endpoint
 from rollout.episodes.forest import RequestRefused
 from rollout.episodes.session import LiveAnswer, ModelAnswer, ModelRequest, Session, SessionClosed
@@ -58,10 +57,10 @@ class _Open:
 
 
 class Gateway:
-    """`open` starts it at its first call; `stop` ends it."""
+    """`open` starts it at its first call; `stop` ends it. `host`: the address at which it listens."""
 
-    def __init__(self, config: Config) -> None:
-        self._host = config.network.host if config.network.transport == "tcp" else "127.0.0.1"
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._open: dict[str, _Open] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()

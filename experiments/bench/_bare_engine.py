@@ -68,7 +68,7 @@ def _engine(run: RunFile) -> Any:
     """As the run's generator has it, but for what only a trainer needs: loads of new weights, priorities, a process."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from rollout.generator.engines.vllm_internals import heed_environment
+    from rollout.generator.engines.cpu.unpacked import heed_environment
     from rollout.generator.engines.vllm_settings import engine_arguments
 
     heed_environment()

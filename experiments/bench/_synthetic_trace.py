@@ -104,7 +104,7 @@ class Life:
         yield SUPERVISOR, trace_events.ProcessDied("generator", 0, 0, "killed by SIGKILL")
         yield SUPERVISOR, trace_events.AlarmShown("process-died", "generator.0 killed by SIGKILL")
         self.generators[0] = Source("generator", 0, 1)
-        yield SUPERVISOR, trace_events.ProcessStarted("generator", 0, 1, 4711)
+        yield SUPERVISOR, trace_events.ProcessStarted("generator", 0, 1)
 
 
 def write_trace(run: Path, events: int, seed: int = 0) -> int:

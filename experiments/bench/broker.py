@@ -225,7 +225,7 @@ def measure_limit(run: RunFile, producer: list[str]) -> dict[str, float]:
     """Trajectories a second, and CPU microseconds of each, of the process that only receives and acknowledges."""
     loop = subprocess.Popen([sys.executable, "-m", "experiments.bench", "broker", "--bare-loop", str(run.folder)])
     try:
-        while not Path(run.endpoint("trajectories").removeprefix("ipc://")).exists():
+        while not Path(run.place_of("trajectories").removeprefix("ipc://")).exists():
             time.sleep(0.1)  # importing
 
         cpu_begin = cpu_s = sum(psutil.Process(loop.pid).cpu_times()[:2])

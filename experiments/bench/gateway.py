@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> None:
 async def _measure(tokenizer: ChatTokenizer, options: Namespace) -> dict[str, dict[str, float]]:
     config = load_config(None, ["generator.max_model_len=8192", f"sampling.max_tokens={options.tokens}"])
     engine = Timer(options.tokens, tokenizer)
-    gateway = Gateway(config)
+    gateway = Gateway()
     paths: dict[str, Play] = {
         "native": partial(_native, config, tokenizer, engine, options.turns),
         "gateway": partial(_gateway, config, tokenizer, engine, gateway, options.turns, False, options.sdk),

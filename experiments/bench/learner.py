@@ -38,6 +38,7 @@ from rl.learner.publish import Publisher
 from rl.learner.run_client import RunClient
 from rl.learner.update import UpdateStats
 from rl.models.packing import Pack
+from rl.weights.channel import bytes_of
 from rl.wire.messages import BatchPart, decode, encode
 from rl.wire.process import Process
 from rl.wire.run import ProcessContext, RunFile
@@ -111,8 +112,8 @@ def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
     """Tokens a second of both sides, and the medians of the rounds' ratios."""
     process = Process("learner", ProcessContext(run, 0, 0))  # not entered: there is no supervisor
     learner = Learner(process)
-    client = RunClient(process, learner.manifest, 0)
-    publisher = Publisher(learner.policy, learner.manifest, client)
+    client = RunClient(process, learner.entries, 0)
+    publisher = Publisher(learner.policy, client)
     versions = itertools.count()
 
     prompt, answer = _TOKENS[kind]
@@ -150,7 +151,7 @@ def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
     }
 
     result["publish_s"] = seconds["publish"]
-    result["publish_bytes"] = learner.manifest.total_bytes
+    result["publish_bytes"] = bytes_of(learner.entries)
     return result | {"device": run.device, "rounds": rounds} | provenance(idle, {"fresco_over_bare": ratio})
 
 

@@ -65,7 +65,7 @@ def engine_logp(folder: Path, dtype: Any, probes: Probes) -> np.ndarray:
     os.environ.update(engine_environment(config, "cpu"))
     from vllm import LLM, SamplingParams
 
-    from rollout.generator.engines.vllm_internals import heed_environment
+    from rollout.generator.engines.cpu.unpacked import heed_environment
 
     heed_environment()
     engine: Any = LLM(

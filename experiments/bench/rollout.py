@@ -33,7 +33,8 @@ import zmq
 
 from experiments.bench._measuring import Timing, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.weights import Manifest, WeightWriter, make_writer
+from rl.weights import make_sender
+from rl.weights.channel import Placement, Sender
 from rl.wire.messages import ClientHello, Generate, Generated, Message, Version, WeightNotice
 from rl.wire.receiving import Malformed, Port
 from rl.wire.run import ProcessContext, RunFile
@@ -230,8 +231,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
         open_socket(zmq.ROUTER, run, "weight_status", bind=True),
     ]
     notices = open_socket(zmq.PUSH, run, "notices", 0)
-    writer = make_writer(run, 0, _manifest(run))
-    writer.open()
+    sender = _sender(run)
 
     children = [
         subprocess.Popen([sys.executable, "-m", module, "--run", str(run.folder)])
@@ -252,7 +252,7 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
 
     try:
         frontend.send(ClientHello(0, 0))
-        _publish(run, writer)
+        _publish(run, sender)
         send(notices, WeightNotice(_VERSION, []))
         first = Generate(0, 0, "train", _VERSION, np.arange(1, 9, dtype=np.int32), 4, 1.0, 1.0, [])
         await asyncio.wait_for(client.generate(first), _START_S)
@@ -271,31 +271,30 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
             child.wait(10)
 
         drain.cancel()
-        writer.close()
+        sender.close()
         frontend.close()
         for each in (*sinks, notices):
             each.close(linger=0)
 
 
-def _manifest(run: RunFile) -> Manifest:
-    from safetensors import safe_open
-
-    assert run.model_folder is not None
-    with safe_open(run.model_folder / "model.safetensors", "pt") as file:
-        names = list(file.keys())
-        shapes = [file.get_slice(name).get_shape() for name in names]
-    return Manifest.layout((name, shape, run.config.generator.dtype) for name, shape in zip(names, shapes, strict=True))
-
-
-def _publish(run: RunFile, writer: WeightWriter) -> None:
+def _weights(run: RunFile) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    from rl.learner.export import write_shard
-
     assert run.model_folder is not None
-    weights = load_file(run.model_folder / "model.safetensors")
-    view = writer.begin(_VERSION, 10.0)
-    writer.commit(write_shard(view, _manifest(run), ((name, tensor, 0) for name, tensor in weights.items())))
+    return load_file(run.model_folder / "model.safetensors")
+
+
+def _sender(run: RunFile) -> Sender:
+    dtype = run.config.generator.dtype
+    sender = make_sender(run, 0, [(name, tuple(tensor.shape), dtype) for name, tensor in _weights(run).items()])
+    sender.open()
+    return sender
+
+
+def _publish(run: RunFile, sender: Sender) -> None:
+    weights = _weights(run)
+    sender.offer(_VERSION.n, ((name, tensor, Placement(tuple(tensor.shape))) for name, tensor in weights.items()))
+    sender.announce(_VERSION)
 
 
 async def _drain(sinks: list[zmq.Socket[bytes]]) -> None:

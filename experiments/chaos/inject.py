@@ -90,7 +90,7 @@ class Injector:
 def _is(process: psutil.Process, module: str) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         command = " ".join(process.cmdline())
-        is_role = f" {module}" in command and "launch.fork_server" not in command  # which names what it imports
+        is_role = f" {module}" in command and "launch.cpu.fork_server" not in command  # which names what it imports
         return is_role and process.status() != psutil.STATUS_STOPPED
     return False
 

@@ -21,10 +21,9 @@ from msgspec.structs import replace
 from experiments.gateway.fuzz import FIRST_VERSION, LIMIT, Records, Report, play
 from experiments.gateway.tokenizers import make_folder, special_tokens, stop_tokens, template_names
 from rl.config.schema import load_config
-from rl.learner.export import write_shard
-from rl.learner.publish import probe_length, probe_prompt, weight_manifest
+from rl.learner.publish import probe_length, probe_prompt, weight_entries, weight_pieces
 from rl.models.policy import Policy, load_policy, local_rows
-from rl.weights import make_writer
+from rl.weights import make_sender
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
 from rl.wire.messages import Abort, Generate, Generated, Grown, TokenSequence, Version
 from rl.wire.run import ProcessContext, RunFile
@@ -184,13 +183,12 @@ class RealRecords(Records):
 
 
 class Weights:
-    """From the learner to the engine, by the real transport; every load is proven as in a run."""
+    """From the learner to the engine, by the real channel; every load is proven as in a run."""
 
     def __init__(self, run: RunFile, learner: Learner, engine: Engine) -> None:
         self._learner = learner
         self._engine = engine
-        self._manifest = weight_manifest(learner.policy, run)
-        self.writer = make_writer(run, 0, self._manifest)
+        self.sender = make_sender(run, 0, weight_entries(learner.policy, run))
         self._proof = LoadProof(TOLERANCE[run.config.generator.dtype], probe=True)
         self._probe = probe_prompt(
             run.model_folder, learner.policy.model.config.vocab_size, probe_length(run.config, 0)
@@ -202,12 +200,12 @@ class Weights:
         async with self._updating:
             version = Version(0, FIRST_VERSION + len(self._learner.kept))
             self._learner.step(version.n)
-            view = self.writer.begin(version, 60)
-            self.writer.commit(write_shard(view, self._manifest, local_rows(self._learner.policy)))
+            self.sender.offer(version.n, weight_pieces(self._learner.policy))
+            receipt = self.sender.receipt(version.n)
+            self.sender.announce(version)
 
-            checksum = self.writer.checksum(version, 60)
             logp = self._learner.logp(self._probe)[1:].double().numpy()
-            self._proof.add(Expected(version, checksum, tuple(self._probe), logp))
+            self._proof.add(Expected(version, receipt, tuple(self._probe), logp))
             if fault := self._proof.fault(await self._engine.load(version, self._probe)):
                 raise RuntimeError(fault)
 
@@ -267,7 +265,7 @@ async def play_real(
     engine = VllmEngine(ProcessContext(run, 0, 0))
     learner = Learner(load_policy(folder / "model"))
     weights = Weights(run, learner, engine)
-    weights.writer.open()
+    weights.sender.open()
 
     try:
         await engine.start()
@@ -291,6 +289,6 @@ async def play_real(
         await asyncio.gather(*(one_after_another() for _ in range(_AT_ONCE)))
     finally:
         await engine.stop()
-        weights.writer.close()
+        weights.sender.close()
 
     return compare(learner, trained), len(learner.kept) - 1

@@ -25,7 +25,8 @@ from typing import Any
 from experiments.pathologies.cases import CASES, CLEAN, RUNS, Case
 from experiments.pathologies.recipes import RECIPES, nearest, trained
 from launch.commands.run import execute
-from launch.fork_server import ForkServer, fork_server
+from launch.cpu.fork_server import begin_as_copies
+from launch.launcher.local import Begin, begin_process
 from launch.plan import ProcessSpec
 from launch.preflight import Preflight, check, make_run
 from launch.provenance import write_provenance
@@ -46,8 +47,8 @@ def play(case: Case, runs: Path) -> dict[str, Any]:
 
     begin = time.time()
     shutil.rmtree(runs / name, ignore_errors=True)
-    with fork_server(config) if case.spoilt is None else nullcontext() as forks:
-        code = _run(case, config, runs, forks, begin)
+    with begin_as_copies(config) if case.spoilt is None else nullcontext(begin_process) as begin_child:
+        code = _run(case, config, runs, begin_child, begin)
 
     run = runs / name
     kept = ("step", "last_step", "count", "detail")
@@ -67,17 +68,17 @@ def play(case: Case, runs: Path) -> dict[str, Any]:
     return result | {"trained": trained(run), "nearest": nearest(run, config)}
 
 
-def _run(case: Case, config: Config, runs: Path, forks: ForkServer | None, begin: float) -> int:
+def _run(case: Case, config: Config, runs: Path, begin_child: Begin, begin: float) -> int:
     """As `fresco run` does it, with what is wrong in its place. Returns the exit code."""
-    checked = check(config, dry=False, forks=forks)
+    checked = check(config, dry=False, begin=begin_child)
     if case.name in RUNS and checked.prepared.folder is not None:  # all of them, or the folder's name would tell
         config = _with_template(config, checked, runs / f"model-{config.name}", case.template)
-        checked = check(config, dry=False, forks=forks)
+        checked = check(config, dry=False, begin=begin_child)
 
     checked = replace(checked, plan=[_spoilt(spec, case) for spec in checked.plan])
     run = make_run(checked, begin)
     write_provenance(run.folder, find_recipe(case.recipe), config)
-    return execute(run, checked, forks)
+    return execute(run, checked, begin_child)
 
 
 def _with_template(config: Config, checked: Preflight, folder: Path, template: str) -> Config:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from envs.registry import load_family, make_family, validate_options
 from launch.commands.run import execute
-from launch.fork_server import fork_server
+from launch.cpu.fork_server import begin_as_copies
 from launch.intervals import wilson
 from launch.preflight import check, make_run
 from launch.recipes import SHIPPED
@@ -71,10 +71,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for temperature in arguments.temperatures:
         section = config.eval.model_copy(update={"temperature": temperature})
         settings = config.model_copy(update={"eval": section})
-        with fork_server(settings) as forks:
-            checked = check(settings, dry=False, forks=forks)
+        with begin_as_copies(settings) as begin:
+            checked = check(settings, dry=False, begin=begin)
             run = make_run(checked, time.time())
-            if code := execute(run, checked, forks):
+            if code := execute(run, checked, begin):
                 return code
 
         episodes = read_episodes(config, run.folder)

@@ -11,7 +11,9 @@ import time
 
 import yaml
 
-from launch.fork_server import ForkServer, fork_server
+from launch.cpu.fork_server import begin_as_copies
+from launch.launcher import make_launcher
+from launch.launcher.local import Begin
 from launch.preflight import Preflight, check, make_run, print_plan
 from launch.provenance import write_provenance
 from launch.supervisor import Supervisor
@@ -30,14 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     changes = " ".join(arguments.overrides)
     print(f"{arguments.recipe}{' with ' if changes else ''}{changes}", flush=True)
-    with fork_server(config) as forks:
-        checked = check(config, dry=False, forks=forks)
+    with begin_as_copies(config) as begin:
+        checked = check(config, dry=False, begin=begin)
         run = make_run(checked, started)
         write_provenance(run.folder, arguments.recipe, config)
         print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
-        return execute(run, checked, forks)
+        return execute(run, checked, begin)
 
 
-def execute(run: RunFile, checked: Preflight, forks: ForkServer | None) -> int:
+def execute(run: RunFile, checked: Preflight, begin: Begin) -> int:
     """Run to the end. Returns the exit code: 0, 1 or 130."""
-    return Supervisor(run, checked.plan, forks).execute()
+    return Supervisor(run, checked.plan, make_launcher(run, begin)).execute()

@@ -69,7 +69,7 @@ class AlgoConfig(Section):
     loss: str = "grpo"
     """A registered loss (`algos/`) or an importable `package.module:Name`."""
     columns: Annotated[list[str], Where("all processes")] = Field(default_factory=list)
-    """Further per-token columns that a loss reads, each the `package.module:NAME` of a `rl.wire.columns.Column`."""
+    """Further columns for the loss or the forward, each the `package.module:NAME` of a `rl.wire.columns.Column`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss (clip ranges, caps), checked by its own dataclass."""
     advantage: str | None = None

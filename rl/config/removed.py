@@ -50,6 +50,7 @@ REMOVED: dict[str, str] = {
     "sampling.top_p": "nothing, training samples from the whole distribution",
     "sampling.top_k": "nothing, training samples from the whole distribution",
     "generator.kv_admission": "nothing, a request reserves its prompt and the mean response",
+    "network.base_port": "nothing, ports are free ones",
     "chat.abort_grace_s": "nothing, it is 5 s",
 }
 """By the old dotted name: what to write instead. A whole section of before may stand for its fields."""

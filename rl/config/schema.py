@@ -161,8 +161,8 @@ class LearnerConfig(Section):
 
 class WeightsConfig(Section):
     where = "learner, generators"
-    transport: Literal["shm", "zmq"] = "shm"
-    """`shm`: shared memory of one node; `zmq`: tcp frames."""
+    transport: str = "shm"
+    """`shm`: shared memory of one node; `zmq`: tcp frames; or your own channel, `module:NAME`."""
     slots: int = Field(3, ge=2)
     """Versions held at once; two suffice, three never make the learner wait for a slow reader."""
     deadline_s: float = Field(30.0, gt=0)
@@ -210,9 +210,7 @@ class NetworkConfig(Section):
     transport: Literal["ipc", "tcp"] = "ipc"
     """`ipc`: Unix sockets in the run's folder, one node; `tcp`: also across nodes."""
     host: Annotated[str, Where("transport=tcp")] = "127.0.0.1"
-    """Address that sockets bind and connect to."""
-    base_port: Annotated[int, Where("transport=tcp")] = Field(21000, ge=1024, le=65000)
-    """First of the consecutive ports; best below 32768, where the kernel's own for outgoing connections begin."""
+    """Address of this machine, at which its sockets are bound and reached, on free ports."""
     curve: bool = True
     """Encrypt and authenticate every socket with a key of the run; without it, whoever reaches one may speak."""
 
@@ -257,6 +255,8 @@ class Config(Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    launcher: str = "local"
+    """What starts the processes: `local`, on this machine, or `package.module:Name` (docs/architecture.md)."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     alarms: AlarmsConfig = Field(default_factory=AlarmsConfig)

@@ -130,12 +130,17 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
     )
 
     loss = algorithm.loss
-    columns = {name: column.shape for name, column in COLUMNS.items() if name not in BUILT_IN}
     reference = bool(algo.kl.coef)
-    unknown = missing_inputs(loss, proximal=algorithm.needs_proximal, reference=reference, columns=columns)
+    unknown = missing_inputs(loss, proximal=algorithm.needs_proximal, reference=reference, columns=_shapes())
     fixes = {
         "logp_proximal": "register it with needs_proximal=True, or set algo.correction.weight",
         "logp_reference": "set algo.kl.coef above 0",
     }
     fix = fixes.get(unknown, "list the column's declaration under algo.columns (rl/wire/columns.py)")
     yield bool(unknown), f"algo.loss={loss.spec.name!r} uses {unknown}, which nothing here computes: {fix}"
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    """Of an entry of each registered column. Where the model is not known yet, one stands for its numbers."""
+    further = [column for name, column in COLUMNS.items() if name not in BUILT_IN]
+    return {each.name: tuple(1 if isinstance(size, str) else size for size in each.shape) for each in further}

@@ -15,6 +15,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,19 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rl.learner import checkpoint
 from rl.learner.exact import ExactCheck
 from rl.learner.guards import StepGuards
-from rl.learner.publish import Publisher, weight_manifest
+from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.store.checkpoint_folder import CheckpointError, Meta
-from rl.wire.process import Process
-from rl.wire.run import context_from_command_line
+from rl.wire.process import Process, WaitExpired
+from rl.wire.run import context_from_command_line, numeric
 
 
 def train(learner: Learner, client: RunClient) -> None:
     """From the first weights to the closing report; returns when the supervisor says stop."""
-    publisher = Publisher(learner.policy, learner.manifest, client)
+    publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
     for shard in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
@@ -92,14 +93,14 @@ class Learner:
             self.config,
             run.model_folder,
             last_step=run.start_step + self.config.steps,
-            mesh=_join_ranks(process),
+            mesh=join_ranks(process),
             device=run.learner_device,
             before_forward=self._advance,
             observe=self.token_log,
         )
 
         self.policy = self.trainer.policy
-        self.manifest = weight_manifest(self.policy, run)
+        self.entries = weight_entries(self.policy, run)
         begin, self.first_step = begin_from(process)
         if begin is not None:
             self._load(begin)
@@ -130,31 +131,64 @@ class Learner:
         checkpoint.export_hf(self.policy, self.run.folder / "model", self.run.model_folder)
 
 
-def _join_ranks(process: Process) -> DeviceMesh | None:
-    """Join the process group of this incarnation of the ranks, through a file in the run's folder.
+def join_ranks(process: Process) -> DeviceMesh | None:
+    """Join the process group of this incarnation of the ranks.
 
     None where there is nothing to shard and nothing to cast: wrapping costs a single rank 4 % of its time.
     A rank may wait as long as another one waits for its batch, and then some: that wait is the one to report.
     """
     run = process.run
     ranks = run.config.learner.ranks
-    if run.device == "cpu":  # ranks share a machine; the host's name may not resolve on it
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if run.device == "cpu" and (interface := _interface(run.host)):  # the machine's name may not resolve on it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = "gloo" if run.learner_device == "cpu" else "cpu:gloo,cuda:nccl"
-    store = dist.FileStore(str(run.folder / f"ranks-{run.run_id}-{process.incarnation}"), ranks)
     timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
+    store = _meeting_place(process)
     dist.init_process_group(backend, store=store, rank=process.index, world_size=ranks, timeout=timeout)
     alone = ranks == 1 and run.config.model.dtype == "float32"
     return None if alone else init_device_mesh(run.learner_device, (ranks,))
 
 
+def _meeting_place(process: Process) -> dist.Store:
+    """On one machine a file that only its owner can open; between machines rank 0 serves it, and says where."""
+    run = process.run
+    ranks = run.config.learner.ranks
+    if ranks == 1:
+        return dist.HashStore()
+    if run.config.network.transport == "ipc":
+        return dist.FileStore(str(run.folder / f"ranks-{run.run_id}-{process.incarnation}"), ranks)
+
+    name = f"ranks.{process.incarnation}"
+    if process.index == 0:
+        served = dist.TCPStore(run.host, 0, ranks, is_master=True, wait_for_workers=False)
+        run.addresses.bound(name, f"{run.host}:{served.port}")
+        return served
+
+    deadline_s = run.config.timeouts.start_s
+    found = run.addresses.wait_for(name, deadline_s)
+    if found is None:
+        raise WaitExpired(f"learner.{process.index} waited {deadline_s:g} s for learner.0 (timeouts.start_s)")
+    host, _, port = found.rpartition(":")
+    return dist.TCPStore(host, int(port), ranks, is_master=False)
+
+
+def _interface(host: str) -> str | None:
+    """The network interface that has this address."""
+    address = numeric(host)
+    if address.startswith("127."):
+        return "lo"
+    found = psutil.net_if_addrs().items()
+    return next((name for name, own in found if any(each.address == address for each in own)), None)
+
+
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         learner = Learner(process)
-        client = RunClient(process, learner.manifest, learner.first_step)
-        with contextlib.suppress(Stopped):  # an orderly end; after a failure the weights stay for the next incarnation
-            train(learner, client)
-        client.close()
+        with contextlib.suppress(Stopped):  # an orderly end, also before the channel is open
+            client = RunClient(process, learner.entries, learner.first_step)
+            with contextlib.suppress(Stopped):  # after a failure the weights stay for the next incarnation
+                train(learner, client)
+            client.close()
 
 
 if __name__ == "__main__":

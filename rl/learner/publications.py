@@ -2,7 +2,8 @@
 
 The next incarnation begins at a checkpoint and trains again what came after it. A version whose bytes come out as they
 were keeps its timeline: the generators have it already and notice nothing. From the first one that comes out
-otherwise on, all versions are new and so is their timeline.
+otherwise on, all versions are new and so is their timeline. Where a channel knows no checksum, every version that is
+trained again counts as another one.
 
 `<run>/versions.jsonl` has a line for every version, written before a generator can have it:
 {"timeline", "n", "checksum"}. Of lines with the same n the last counts, and a new timeline ends what was known from
@@ -21,7 +22,7 @@ from rl.wire.messages import Version
 class _Line(msgspec.Struct, frozen=True):
     timeline: int
     n: int
-    checksum: int
+    checksum: int | None
 
 
 class Publications:
@@ -31,18 +32,17 @@ class Publications:
         self.timeline = timeline
         self.newest = -1
         """The newest version of this timeline; -1 before the first."""
-        self._checksums: dict[int, int] = {}
+        self._checksums: dict[int, int | None] = {}
         self._path = folder / "versions.jsonl"
 
         if self._path.exists():
             for line in self._path.read_bytes().splitlines():
                 self._note(msgspec.json.decode(line, type=_Line))
 
-    def add(self, n: int, checksum: int) -> Version:
-        """Version `n` has these bytes. In a new timeline, if it had others before."""
-        known = self._checksums.get(n)
-        if known != checksum:
-            line = _Line(self.timeline + (known is not None), n, checksum)
+    def add(self, n: int, checksum: int | None) -> Version:
+        """Version `n` has these bytes. In a new timeline, if it had others before, or if nobody can say."""
+        if checksum is None or n not in self._checksums or self._checksums[n] != checksum:
+            line = _Line(self.timeline + (n in self._checksums), n, checksum)
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
             self._note(line)

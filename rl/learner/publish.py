@@ -8,17 +8,16 @@ version is tried with a fixed text, in the words of the model's own tokenizer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
 from rl.config.schema import Config
-from rl.learner.export import write_shard
-from rl.learner.page_lock import PageLock
 from rl.learner.run_client import RunClient
 from rl.models.policy import Policy, export_entries, local_rows
-from rl.weights.layout import Manifest, Segment
+from rl.weights.channel import Entry, Piece, Placement
 from rl.weights.proof import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 from rl.wire.messages import BatchPart
 from rl.wire.run import RunFile
@@ -31,10 +30,16 @@ def total(april: int) -> int:
 """
 
 
-def weight_manifest(policy: Policy, run: RunFile) -> Manifest:
-    """The layout of a slot: all tensors of the model's files, in the engine's dtype."""
+def weight_pieces(policy: Policy) -> Iterator[Piece]:
+    """What this rank holds of all tensors of the model's files."""
+    shapes = dict(export_entries(policy))
+    return ((name, local, Placement(shapes[name], row)) for name, local, row in local_rows(policy))
+
+
+def weight_entries(policy: Policy, run: RunFile) -> list[Entry]:
+    """All tensors of the model's files, in the engine's dtype."""
     dtype = run.config.generator.dtype
-    return Manifest.layout([(name, shape, dtype) for name, shape in export_entries(policy)])
+    return [(name, placement.shape, dtype) for name, _, placement in weight_pieces(policy)]
 
 
 def probe_length(config: Config, announced: int) -> int:
@@ -70,9 +75,8 @@ def probe_logp(policy: Policy, ids: list[int]) -> list[float]:
 class Publisher:
     """Every rank has one; all call `publish` together."""
 
-    def __init__(self, policy: Policy, manifest: Manifest, client: RunClient) -> None:
+    def __init__(self, policy: Policy, client: RunClient) -> None:
         self._policy = policy
-        self._manifest = manifest
         self._client = client
 
         config = client.config
@@ -82,8 +86,6 @@ class Publisher:
         if config.weights.probe:
             vocab_size = policy.model.config.vocab_size
             self._probe_text = probe_prompt(client.run.model_folder, vocab_size, probe_length(config, 0))
-
-        self._page_lock = PageLock(next(policy.parameters()).device)
 
     def publish(self, n: int, batch: BatchPart | None = None) -> None:
         """Offer the present weights as version `n`; all ranks call it together. Raises WaitExpired, WeightsError.
@@ -97,9 +99,4 @@ class Publisher:
 
         ids = self._probe_text[: probe_length(config, self._announced)]
         with self._client.span("publish"):
-            self._announced += self._client.publish(n, self._write, ids, probe_logp(self._policy, ids))
-
-    def _write(self, view: memoryview) -> list[Segment]:
-        if self._client.config.weights.transport == "shm":  # else a slot is mostly empty: a rank holds its own rows
-            self._page_lock.add(view)
-        return write_shard(view, self._manifest, local_rows(self._policy))
+            self._announced += self._client.publish(n, weight_pieces(self._policy), ids, probe_logp(self._policy, ids))

@@ -1,10 +1,10 @@
 """The learner's side of its protocol with broker, generators and supervisor, without torch.
 
-    client = RunClient(process, manifest, first_step)
-    client.publish(first_step, write)              # the initial weights reach the engines this way
+    client = RunClient(process, entries, first_step)
+    client.publish(first_step, pieces)             # the initial weights reach the engines this way
     for shard in client.batches():                 # requested, awaited, checked
         ...train...
-        client.publish(shard.step + 1, write)
+        client.publish(shard.step + 1, pieces)
         client.report(shard, values)
     client.finish()
 
@@ -31,10 +31,9 @@ from rl.learner.broker_line import BrokerLine
 from rl.learner.publications import Publications
 from rl.observe import trace_events
 from rl.store.checkpoint_folder import latest, read_meta, verify
-from rl.weights import make_writer
-from rl.weights.layout import Manifest, Segment
+from rl.weights import make_sender
+from rl.weights.channel import Entry, Piece, WeightsError, bytes_of
 from rl.weights.service import UpdaterService
-from rl.weights.slots import draft_of
 from rl.wire.messages import (
     BatchPart,
     BatchRequest,
@@ -78,7 +77,7 @@ def begin_from(process: Process) -> tuple[Path | None, int]:
 class RunClient:
     """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
 
-    def __init__(self, process: Process, manifest: Manifest, first_step: int) -> None:
+    def __init__(self, process: Process, entries: Sequence[Entry], first_step: int) -> None:
         self.process = process
         self.run = process.run
         self.config = process.config
@@ -88,8 +87,6 @@ class RunClient:
             self.run.start_step + self.config.steps
         )  # one past the last batch, if its time is not over before
         self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
-        self._writer = make_writer(self.run, self.rank, manifest)
-        self._writer.open()
         self._publications = Publications(self.run.folder, self.run.timeline)
 
         self._step = first_step
@@ -99,9 +96,11 @@ class RunClient:
         self._broker: BrokerLine | None = None
         self._broker_since = 0.0
         self._service: UpdaterService | None = None
+        self._sender = make_sender(self.run, self.rank, entries, self._wait_while_listening)
+        self._sender.open()
         if self.rank == 0:
             self._broker = BrokerLine(process)
-            self._service = UpdaterService(self.run, process, manifest.total_bytes)
+            self._service = UpdaterService(self.run, process, bytes_of(entries))
             self._service.start()
             process.closing_report = self._closing_report
 
@@ -179,7 +178,7 @@ class RunClient:
     def publish(
         self,
         n: int,
-        write: Callable[[memoryview], Iterable[Segment]],
+        pieces: Iterable[Piece],
         probe_ids: Sequence[int] = (),
         probe_logp: Sequence[float] = (),
     ) -> bool:
@@ -188,21 +187,23 @@ class RunClient:
         False if the generators have a later one already, from before this learner started; ranks but the first do not
         know, and say True.
 
-        `write` copies this rank's part into the slot and returns the byte ranges written. Rank 0 waits until
-        every rank has committed, and no rank waits for a generator. Raises WaitExpired, WeightsError.
+        `pieces` are this rank's part. Rank 0 waits until every rank has offered its own, and no rank waits for a
+        generator. Raises WaitExpired, WeightsError.
         """
         self.process.busy = False  # every wait from here on has a deadline of its own
-        draft = draft_of(n)
-        self._writer.commit(write(self._wait_while_listening("slot", lambda wait_s: self._writer.begin(draft, wait_s))))
+        self._sender.offer(n, pieces)
         if self._broker is None or self._service is None:
             return True
 
-        checksum = self._wait_while_listening("other ranks' part", lambda wait_s: self._writer.checksum(draft, wait_s))
-        version = self._publications.add(n, checksum)
+        receipt = self._sender.receipt(n)
+        if receipt is None and self.config.learner.kind == "fsdp" and not self.config.weights.probe:
+            transport = f"weights.transport={self.config.weights.transport!r} knows no checksum"
+            raise WeightsError(f"{transport}, so nothing would tell wrong weights: set weights.probe=true")
+        version = self._publications.add(n, receipt)
         announced = n == self._publications.newest  # else a later one is out there already
         if announced:
-            self._writer.name(draft, version)
-            self._service.publish(version, checksum, list(probe_ids), list(probe_logp))
+            self._sender.announce(version)
+            self._service.publish(version, receipt, list(probe_ids), list(probe_logp))
 
         self._broker.tell(Published(version))
         self.process.trace.add(trace_events.Published(version.timeline, version.n))
@@ -210,22 +211,22 @@ class RunClient:
             self._broker.tell(EvalRequest(version, self.config.eval.tasks))
         return announced
 
-    def _wait_while_listening(self, part: str, ask: Callable[[float], T]) -> T:
+    def _wait_while_listening(self, what: str, ask: Callable[[float], T]) -> T:
         """`ask(seconds)`, again and again for `weights.deadline_s`. Raises WaitExpired, Stopped.
 
-        It listens to the supervisor meanwhile: the death of a generator may be what frees a slot, and a rank that
-        was told to stop commits nothing more.
+        It listens to the supervisor meanwhile: the death of a generator may be what ends the wait, and a rank that
+        was told to stop offers nothing more.
         """
         deadline_s = self.config.weights.deadline_s
         deadline = time.monotonic() + deadline_s
-        with self.span(f"wait {part}"):
+        with self.span(f"wait {what}"):
             while True:
                 self.listen()
                 try:
                     return ask(_POLL_MS / 1000)
                 except WaitExpired as error:
                     if time.monotonic() >= deadline:
-                        raise WaitExpired(f"no {part} within weights.deadline_s={deadline_s:g} s: {error}") from None
+                        raise WaitExpired(f"no {what} within weights.deadline_s={deadline_s:g} s: {error}") from None
 
     def _evaluation_due(self, n: int) -> bool:
         every = self.config.eval.every
@@ -253,14 +254,16 @@ class RunClient:
             return b""
         version = Version(self.timeline, n)
         broker = self._broker
-        broker.tell(SaveRequest(version))
+        newest = latest(self.run.folder / "checkpoints")
+        request = SaveRequest(version, newest=read_meta(newest).step if newest else 0)
+        broker.tell(request)
         deadline_s = self.config.timeouts.hang_s + self.config.timeouts.start_s
         what = f"journal of version {n} (timeouts.hang_s and start_s)"
 
         while True:
             journal = self._wait(lambda: broker.socket, Journal, "broker", deadline_s, what)
             if journal.version == version:  # else it was asked for twice
-                broker.answered(SaveRequest(version))
+                broker.answered(request)
                 return journal.state
 
     def report(
@@ -356,7 +359,7 @@ class RunClient:
             if self._broker is not None:
                 self._broker.reopen()
         elif died.role == "generator":
-            self._writer.end_leases(f"generator-{died.index}", died.incarnation)
+            self._sender.receiver_died(f"generator-{died.index}", died.incarnation)
             if self._service is not None:
                 self._service.peer_died(died)
 
@@ -387,10 +390,10 @@ class RunClient:
         return arrived[0]
 
     def close(self) -> None:
-        """Close the sockets, end the weight updater and free the slots."""
+        """Close the sockets, end the weight updater and free what the channel holds."""
         if self._service is not None:
             self._service.stop()
         self._shards.close(linger=500)
         if self._broker is not None:
             self._broker.socket.close(linger=500)
-        self._writer.close()
+        self._sender.close()

@@ -20,7 +20,7 @@ from rl.config.schema import LearnerConfig
 from rl.config.section import NoOptions, Section
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.store.checkpoint_folder import Meta, begin, commit
-from rl.weights.layout import Manifest, Segment
+from rl.weights.channel import Entry, Piece, Placement
 from rl.wire.messages import BatchPart, Version
 from rl.wire.process import Process
 from rl.wire.run import context_from_command_line
@@ -49,9 +49,9 @@ def simulated_options(config: LearnerConfig) -> SimulatedOptions:
     return options
 
 
-def simulated_manifest(size_bytes: int) -> Manifest:
+def simulated_entry(size_bytes: int) -> Entry:
     """One tensor of (size_bytes / 4,) float32."""
-    return Manifest.layout([(NAME, (size_bytes // 4,), "float32")])
+    return NAME, (size_bytes // 4,), "float32"
 
 
 def simulated_weights(version: Version, count: int) -> npt.NDArray[np.float32]:
@@ -65,15 +65,12 @@ def simulated_loss(shard: BatchPart) -> float:
     return float(np.mean([row.reward * row.loss_tokens for row in shard.rows])) / max(1, shard.loss_tokens)
 
 
-def write_rows(view: memoryview, manifest: Manifest, version: Version, rank: int, ranks: int) -> list[Segment]:
-    """Copy this rank's rows of `version` into the slot; returns the byte range written."""
-    (spec,) = manifest.tensors
-    count = spec.shape[0]
-    first = count * rank // ranks
-    end = count * (rank + 1) // ranks
-    slot = np.frombuffer(view, np.float32, count, spec.offset)
-    slot[first:end] = simulated_weights(version, count)[first:end]
-    return [(spec.offset + 4 * first, 4 * (end - first))]
+def simulated_piece(entry: Entry, version: Version, rank: int, ranks: int) -> Piece:
+    """This rank's rows of `version`."""
+    name, shape, _ = entry
+    first = shape[0] * rank // ranks
+    end = shape[0] * (rank + 1) // ranks
+    return name, simulated_weights(version, shape[0])[first:end], Placement(shape, first)
 
 
 def save(process: Process, client: RunClient, step: int) -> None:
@@ -87,7 +84,7 @@ def save(process: Process, client: RunClient, step: int) -> None:
             commit(folder, Meta(step, client.timeline, learner.ranks), journal, learner.keep_checkpoints)
 
 
-def train(process: Process, client: RunClient, manifest: Manifest) -> None:
+def train(process: Process, client: RunClient, entry: Entry) -> None:
     """As `rl.learner.process.train`, with a sleep in the place of training."""
     config = process.config.learner
     step_s = simulated_options(config).step_s
@@ -95,7 +92,7 @@ def train(process: Process, client: RunClient, manifest: Manifest) -> None:
     def publish(n: int) -> None:
         version = Version(process.run.timeline, n)
         with client.span("publish"):
-            client.publish(n, lambda view: write_rows(view, manifest, version, process.index, config.ranks))
+            client.publish(n, [simulated_piece(entry, version, process.index, config.ranks)])
 
     publish(client.first_step)
 
@@ -119,12 +116,13 @@ def train(process: Process, client: RunClient, manifest: Manifest) -> None:
 
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
-        manifest = simulated_manifest(simulated_options(process.config.learner).weight_bytes)
+        entry = simulated_entry(simulated_options(process.config.learner).weight_bytes)
         _, first_step = begin_from(process)
-        client = RunClient(process, manifest, first_step)
-        with contextlib.suppress(Stopped):  # an orderly end
-            train(process, client, manifest)
-        client.close()
+        with contextlib.suppress(Stopped):  # an orderly end, also before the channel is open
+            client = RunClient(process, [entry], first_step)
+            with contextlib.suppress(Stopped):
+                train(process, client, entry)
+            client.close()
 
 
 if __name__ == "__main__":

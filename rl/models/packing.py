@@ -21,6 +21,8 @@ from rl.models.shared_prompts import same_prompts
 from rl.wire.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
 from rl.wire.messages import BatchPart
 
+_WIDER = {np.dtype(np.int32): np.int64, np.dtype(np.uint16): np.int32}
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -243,8 +245,8 @@ def _pack(
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """int32 becomes int64, the dtype of indices in torch, and the mask bool."""
-    wide = {name: array.astype(np.int64) if array.dtype == np.int32 else array for name, array in arrays.items()}
+    """int32 becomes int64, the dtype of indices in torch; uint16 int32, with which torch computes; the mask bool."""
+    wide = {name: array.astype(_WIDER.get(array.dtype, array.dtype), copy=False) for name, array in arrays.items()}
     return {name: torch.from_numpy(array) for name, array in (wide | {"loss_mask": wide["loss_mask"] != 0}).items()}
 
 

@@ -230,7 +230,6 @@ class ProcessStarted(StepEvent, frozen=True, tag=50):
     role: str
     index: int
     incarnation: int
-    pid: int
 
 
 class ProcessDied(StepEvent, frozen=True, tag=51):

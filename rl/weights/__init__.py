@@ -1,32 +1,30 @@
-"""How the learner's weights reach the engines: `transport` has the two ends and their invariants, `updater` when."""
+"""How the learner's weights reach the engines: `channel` is the seam, `updater` says when, `proof` whether."""
 
 from __future__ import annotations
 
-from rl.weights.layout import Manifest, TensorSpec, WeightsCorrupt, WeightsError
-from rl.weights.transport import WeightReader, WeightWriter
+from collections.abc import Iterable
+
+from rl.config.plugins import load
+from rl.config.schema import ConfigError
+from rl.weights.channel import Channel, Entry, Receiver, Sender, Wait
 from rl.wire.run import RunFile
 
-__all__ = ["Manifest", "TensorSpec", "WeightReader", "WeightWriter", "WeightsCorrupt", "WeightsError"]
-__all__ += ["make_reader", "make_writer"]
+CHANNELS = {"shm": "rl.weights.host.shm:SHM", "zmq": "rl.weights.host.frames:FRAMES"}
 
 
-def make_writer(run: RunFile, rank: int, manifest: Manifest) -> WeightWriter:
-    """The writing end of `weights.transport` for one learner rank."""
-    if run.config.weights.transport == "shm":
-        from rl.weights.shm import ShmWriter
-
-        return ShmWriter(run, rank, manifest)
-    from rl.weights.frames import FramesWriter
-
-    return FramesWriter(run, rank, manifest)
+def channel_of(transport: str) -> Channel:
+    """What `weights.transport` names. Raises ConfigError."""
+    channel = load("weights.transport", transport, CHANNELS)
+    if not isinstance(channel, Channel):
+        raise ConfigError(f"weights.transport={transport!r}: it names no rl.weights.channel.Channel(sender, receiver)")
+    return channel
 
 
-def make_reader(run: RunFile, name: str, incarnation: int) -> WeightReader:
-    """The reading end; `name` is unique among readers: `generator-0-1` is tensor-parallel rank 1 of generator 0."""
-    if run.config.weights.transport == "shm":
-        from rl.weights.shm import ShmReader
+def make_sender(run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> Sender:
+    """The end of one rank of the learner; not open."""
+    return channel_of(run.config.weights.transport).sender(run, rank, entries, wait)
 
-        return ShmReader(run, name, incarnation)
-    from rl.weights.frames_reader import FramesReader
 
-    return FramesReader(run, name, incarnation)
+def make_receiver(run: RunFile, name: str, incarnation: int, device: str = "cpu") -> Receiver:
+    """The end of one rank of an engine; `name` is unique among receivers (`Receiver.__init__`)."""
+    return channel_of(run.config.weights.transport).receiver(run, name, incarnation, device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rl.weights.layout import label
+from rl.weights.channel import label
 from rl.wire.messages import Version, WeightStatus
 
 Logprobs = npt.NDArray[np.float64]
@@ -40,7 +40,7 @@ class Expected:
     """What a generator that has loaded a version must report, as the learner says."""
 
     version: Version
-    checksum: int
+    checksum: int | None  # of the bytes; None where no host sees them
     probe_ids: tuple[int, ...]
     probe_logp: Logprobs  # (len(probe_ids) - 1,) float64, log-probabilities of probe_ids[1:]; empty: no probe
 
@@ -69,7 +69,7 @@ class LoadProof:
         who = f"generator {status.generator}, weights {label(status.version)}"
         if status.checksum != expected.checksum:
             return (
-                f"{who}: checksum of the bytes received {status.checksum:016x}, published {expected.checksum:016x}; "
+                f"{who}: checksum of the bytes received {_hex(status.checksum)}, published {_hex(expected.checksum)}; "
                 "the transport damaged them: try the other weights.transport and check the host's memory"
             )
         if not self._probe or not expected.probe_logp.size:
@@ -119,6 +119,10 @@ class LoadProof:
             f"{label(expected.version)} ({_distance(engine, expected):.4g} nats): it answers with old weights; check "
             "that its load covers every tensor"
         )
+
+
+def _hex(checksum: int | None) -> str:
+    return "none" if checksum is None else f"{checksum:016x}"
 
 
 def _distance(logp: Logprobs, expected: Expected) -> float:

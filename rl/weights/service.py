@@ -1,8 +1,8 @@
 """The updater in learner rank 0: a thread that owns the sockets and drives `UpdaterCore`.
 
-    service = UpdaterService(run, process, manifest.total_bytes)
+    service = UpdaterService(run, process, version_bytes)
     service.start()
-    service.publish(version, checksum, probe_ids, probe_logp)   # after every rank has committed
+    service.publish(version, checksum, probe_ids, probe_logp)   # once it is announced
     service.raise_if_failed()                                   # in the main loop, and in its waits
 
 `notices` is one PUSH per generator (a PUSH connected to several hands each message to one of them),
@@ -27,14 +27,14 @@ from collections.abc import Callable
 import zmq
 
 from rl.observe.alarms import line
-from rl.weights.layout import WeightsError
+from rl.weights.channel import WeightsError
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
-from rl.wire.sockets import open_socket, send, sender
+from rl.wire.sockets import follow, open_socket, send, sender
 
 _TICK_S = 0.25
 _STOP_S = 5.0
@@ -72,10 +72,11 @@ class UpdaterService:
     def start(self) -> None:
         """Bind `weight_status` and start the thread."""
         self._status = open_socket(zmq.ROUTER, self._run, "weight_status", bind=True)
+        self._run.addresses.watch(self._wake)
         self._thread.start()
 
-    def publish(self, version: Version, checksum: int, probe_ids: list[int], probe_logp: list[float]) -> None:
-        """Tell the generators of `version`, which all ranks have committed. Returns at once."""
+    def publish(self, version: Version, checksum: int | None, probe_ids: list[int], probe_logp: list[float]) -> None:
+        """Tell the generators of `version`, which they can take. Returns at once."""
         self._post(lambda now: self._core.publish(now, version, checksum, probe_ids, probe_logp))
 
     def peer_died(self, message: PeerDied) -> None:
@@ -98,13 +99,17 @@ class UpdaterService:
 
     def stop(self) -> None:
         """End the thread and close the sockets; idempotent."""
+        self._run.addresses.unwatch(self._wake)
         self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
 
     def _post(self, event: Callable[[float], list[Action]]) -> None:
         self._events.put(event)
+        self._wake()
+
+    def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
 
     def _serve(self) -> None:
@@ -125,6 +130,8 @@ class UpdaterService:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
 
+            for _, notices in self._notices.values():  # a generator may have said only now where it listens
+                follow(notices)
             now = time.monotonic()
             while not self._events.empty():
                 self._act(self._events.get()(now))

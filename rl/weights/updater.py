@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.weights.layout import label
+from rl.weights.channel import label
 from rl.weights.proof import Expected, LoadProof
 from rl.wire.messages import Version, WeightNotice, WeightStatus
 
@@ -95,7 +95,7 @@ class UpdaterCore:
         self._all_have: Version | None = None  # newest version announced as LoadedAll
 
     def publish(
-        self, now: float, version: Version, checksum: int, probe_ids: list[int], probe_logp: list[float]
+        self, now: float, version: Version, checksum: int | None, probe_ids: list[int], probe_logp: list[float]
     ) -> list[Action]:
         """`version`, newer than any before, can be leased. Raises ValueError if it is not newer."""
         if self._newest is not None and version <= self._newest.version:
@@ -105,7 +105,7 @@ class UpdaterCore:
 
         actions: list[Action] = []
         for generator in self._generators.values():
-            # A reader leases the newest slot, which may be complete a moment before it is announced here.
+            # A receiver takes the newest version, which may be announced to it a moment before it is published here.
             if generator.unproven is not None:
                 actions += self._prove(now, generator, generator.unproven)
         return actions + self._advance(now)

@@ -2,9 +2,9 @@
 
 What goes to one peer at one time goes together, as a list: a message for each struct would cost more than its content.
 The header (msgspec, validated on decode, with the protocol version) is followed by one frame with all smaller arrays
-and one frame per large array. Array fields are annotated `np.ndarray`, also within a mapping; in the header they stand
-as `(frame index, offset, dtype, shape)`. Decoded arrays are read-only views of the received frames: copying is the
-receiver's decision.
+and one frame per array that is large, or has large entries. Array fields are annotated `np.ndarray`, also within a
+mapping; in the header they stand as `(frame index, offset, dtype, shape)`. Decoded arrays are read-only views of the
+received frames: copying is the receiver's decision.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from rl.wire.columns import WIRE_DTYPES
 
 PROTOCOL = 3
 _JOINED_BYTES = 1 << 16  # smaller arrays share a frame: a copy of them costs less than a frame each
+_LARGE_ENTRY_BYTES = 64  # of one token, say; the built-in columns of a token have 13 bytes together
+SHARED_FRAMES = 2  # the header and the smaller arrays; what follows are large arrays, one a frame
 _ALIGNMENT = 8
 MAX_FRAME_BYTES = 1 << 30
 """Of one frame. The largest is one column of a rank's shard (256 M tokens of 4 bytes); a chunk of weights has 4 MB."""
@@ -31,6 +33,12 @@ T = TypeVar("T")
 
 class ProtocolError(ValueError):
     """A frame that does not decode: wrong protocol version, type, dtype or size."""
+
+
+def is_large(array: memoryview) -> bool:
+    """Whether an array has a frame of its own: it is long, or each of its entries is."""
+    entry = array.nbytes // len(array) if array.ndim > 1 and array.nbytes else 0
+    return array.nbytes >= _JOINED_BYTES or entry >= _LARGE_ENTRY_BYTES
 
 
 class _Buffers(threading.local):
@@ -53,10 +61,11 @@ def _array_to_header(value: object) -> object:
         raise ProtocolError(f"dtype {value.dtype} is not allowed on the wire")
 
     size = value.nbytes
-    data = np.ascontiguousarray(value).data.cast("B") if size else b""
+    content = np.ascontiguousarray(value).data
+    data = content.cast("B") if size else b""
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(f"an array of {size} bytes is larger than a frame may be ({MAX_FRAME_BYTES} bytes)")
-    if size >= _JOINED_BYTES:
+    if is_large(content):
         _buffers.large.append(data)
         return 1 + len(_buffers.large), 0, dtype, value.shape
 

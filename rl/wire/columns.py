@@ -8,20 +8,23 @@ what the table says and name no column themselves. To add one, declare it in a m
 and name it in the recipe: `algo.columns: [my_columns:TEACHER_LOGP]`. The run file tells every process of the run, which
 puts the column into its table at start; broker and environment servers do so too, hence no torch in that module. Then
 
-* a generator's engine answers it in `Sampled.columns["teacher_logp"]`, one entry per sampled token;
+* a generator's engine answers it in `Sampled.columns["teacher_logp"]`, one entry per sampled token; with
+  `covers="context"` also in `Sampled.context["teacher_logp"]`, one entry per token of the prompt that it is asked for;
 * an environment answers one entry in `Step.columns[name]` with every step;
 * the learner computes one with `pack.with_columns(name=values)` or `rl.learner.update.with_logp`;
 * a loss reads `inputs.columns["teacher_logp"]`, (T, ...): what has one entry per turn, sequence or sample stands there
-  at each of its tokens.
+  at each of its tokens. The model's forward reads `pack.columns["teacher_logp"]` if the column says `reads="forward"`.
 
 A column that is not in the table is refused wherever it turns up, and so is a reply or a step that lacks one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeGuard, TypeVar, get_args
 
 import numpy as np
 
@@ -31,11 +34,14 @@ from rl.config.schema import ConfigError
 T = TypeVar("T")
 Producer = Literal["generator", "environment", "conversation", "learner"]
 Scope = Literal["token", "turn", "sequence", "sample"]
+Covers = Literal["sampled", "context"]
+Reads = Literal["loss", "forward"]
 
 ONE_TURN: dict[Scope, int] = {"turn": 1, "sequence": 1, "sample": 1}
 """Entries that one reply of a generator, or one step of an environment, has of each scope beyond its tokens."""
 
-WIRE_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1")}  # int32, int64, float32, uint8
+WIRE_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1", "<u2")}
+"""int32, int64, float32, uint8 and uint16, by the name that stands in a message."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,10 @@ class Column:
     """One declaration. Raises ValueError for what no trajectory could carry.
 
     producer: a `learner` column is added to packs and never crosses a socket. scope: what has one entry of `shape`.
-    masked: the entry of a token that was not generated (`token_ids` apart: the prompt's ids stand there).
+    masked: the entry of a token that nobody has filled (`token_ids` apart: the prompt's ids stand there).
+    covers: a `sampled` column has entries for generated tokens. A `context` column of the generators has them for
+    prompts and observations as well, each filled by the engine that read the token. reads: what uses it at the learner.
+    shape: of one entry. A name stands for the field of the model's config.json that holds the number.
     """
 
     name: str
@@ -51,14 +60,27 @@ class Column:
     masked: float = 0
     producer: Producer = "generator"
     scope: Scope = "token"
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | str, ...] = ()
+    covers: Covers = "sampled"
+    reads: Reads = "loss"
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"column {self.name!r}: the name must be an identifier")
-        if self.producer not in get_args(Producer) or self.scope not in get_args(Scope):
-            raise ValueError(f"column {self.name!r}: unknown producer {self.producer!r} or scope {self.scope!r}")
+        for field, known in _CHOICES.items():
+            if (value := getattr(self, field)) not in known:
+                raise ValueError(f"column {self.name!r}: unknown {field} {value!r}; one of {', '.join(known)}")
+        for size in self.shape:
+            if not (isinstance(size, str) or _is_size(size)):
+                raise ValueError(
+                    f"column {self.name!r}: shape holds {size!r}; give sizes, or fields of the model's config"
+                )
 
+        if self.covers == "context" and (self.producer, self.scope) != ("generator", "token"):
+            raise ValueError(
+                f"column {self.name!r}: covers='context' is for tokens that a generator reads; "
+                f"it is made by the {self.producer} for each {self.scope}"
+            )
         if self.producer == "environment" and self.scope == "token":
             raise ValueError(
                 f"column {self.name!r}: an environment answers with text and knows no tokens; "
@@ -71,9 +93,40 @@ class Column:
             allowed = ", ".join(str(dtype) for dtype in WIRE_DTYPES.values())
             raise ValueError(f"column {self.name!r}: dtype {self.dtype} is none of {allowed}")
 
+    @property
+    def entry_shape(self) -> tuple[int, ...]:
+        """Of one entry, in numbers. Raises ValueError where the model, which has them, is not known here."""
+        sizes = tuple(size for size in self.shape if not isinstance(size, str))
+        if len(sizes) < len(self.shape):
+            raise ValueError(f"column {self.name!r}: its shape {self.shape} comes from a model, and none is known here")
+        return sizes
+
+    def of_model(self, config: Mapping[str, Any]) -> Column:
+        """With the numbers of this model. Raises ValueError for a field that is missing or holds no size."""
+        sizes: list[int] = []
+        for named in self.shape:
+            size = config.get(named) if isinstance(named, str) else named
+            if not _is_size(size):
+                has = f"has no {named!r}" if named not in config else f"has {named}={size!r}"
+                raise ValueError(f"column {self.name!r}: shape names {named!r}, but the model's config.json {has}")
+            sizes.append(size)
+        return replace(self, shape=tuple(sizes))
+
     def full(self, entries: int) -> np.ndarray:
         """(entries, *shape) of the masked value."""
-        return np.full((entries, *self.shape), self.masked, self.dtype)
+        return np.full((entries, *self.entry_shape), self.masked, self.dtype)
+
+
+_CHOICES = {
+    "producer": get_args(Producer),
+    "scope": get_args(Scope),
+    "covers": get_args(Covers),
+    "reads": get_args(Reads),
+}
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 _WELL_KNOWN = [
@@ -97,8 +150,21 @@ BUILT_IN = frozenset(COLUMNS)
 def register(column: Column) -> None:
     """Add a column to the table; again, if it is declared alike. Raises ValueError if the name means another one."""
     known = COLUMNS.setdefault(column.name, column)
-    if known != column:
+    if _fits(known, column):
+        COLUMNS[column.name] = column
+    elif not _fits(column, known):
         raise ValueError(f"column {column.name!r} is registered twice: as {known} and as {column}")
+
+
+def _fits(column: Column, other: Column) -> bool:
+    """Whether they are declared alike, and the other one's shape has numbers where this one's has names."""
+    return (
+        replace(column, shape=other.shape) == other
+        and all(
+            isinstance(size, str) or size == number for size, number in zip(column.shape, other.shape, strict=False)
+        )
+        and len(column.shape) == len(other.shape)
+    )
 
 
 def register_configured(names: Iterable[str]) -> None:
@@ -111,6 +177,21 @@ def register_configured(names: Iterable[str]) -> None:
             register(column)
         except ValueError as error:
             raise ConfigError(f"algo.columns={name!r}: {error}") from None
+
+
+def shape_by_model(folder: Path | None) -> None:
+    """Give every column of the table whose shape names fields of the model's config its numbers. Raises ConfigError."""
+    for column in [each for each in COLUMNS.values() if any(isinstance(size, str) for size in each.shape)]:
+        if folder is None:
+            raise ConfigError(
+                f"algo.columns: column {column.name!r} takes its shape {column.shape} from the model, and this run has "
+                "none; declare it in numbers, or name a model in model.path"
+            )
+        config = json.loads((folder / "config.json").read_text())
+        try:
+            register(column.of_model(config.get("text_config", config)))
+        except ValueError as error:
+            raise ConfigError(f"algo.columns: {error} in {str(folder)!r}") from None
 
 
 def declared(name: str) -> Column:
@@ -129,17 +210,36 @@ def carried(scopes: Container[Scope] = get_args(Scope), producer: Producer | Non
     ]
 
 
+def forward_columns() -> list[Column]:
+    """Columns that the model's forward reads beside the token ids: a prefix is shared only where they are equal."""
+    return [column for column in COLUMNS.values() if column.reads == "forward"]
+
+
+def context_columns() -> list[Column]:
+    """Columns that have entries for prompts and observations as well."""
+    return [column for column in COLUMNS.values() if column.covers == "context"]
+
+
 def mismatch(columns: Mapping[str, np.ndarray], entries: Mapping[Scope, int], producer: Producer | None = None) -> str:
     """What is wrong with names, dtypes or shapes, in one line, or the empty string.
 
     entries: how many there are of each scope that `columns` should hold, all of them by the table.
     """
-    expected = carried(entries, producer)
-    for column in expected:
+    return _mismatch(columns, {column: entries[column.scope] for column in carried(entries, producer)})
+
+
+def context_mismatch(context: Mapping[str, np.ndarray], entries: int) -> str:
+    """Likewise of context columns for so many tokens that a generator has read."""
+    wrong = _mismatch(context, dict.fromkeys(context_columns(), entries))
+    return wrong and f"of what it has read: {wrong}"
+
+
+def _mismatch(columns: Mapping[str, np.ndarray], expected: Mapping[Column, int]) -> str:
+    for column, entries in expected.items():
         array = columns.get(column.name)
         if array is None:
             return f"column {column.name!r} is missing: it is registered as made by the {column.producer}"
-        shape = (entries[column.scope], *column.shape)
+        shape = (entries, *column.entry_shape)
         if array.shape != shape or array.dtype != column.dtype:
             return f"{column.name} is {array.dtype}{array.shape}, expected {column.dtype}{shape}"
     if len(columns) > len(expected):
@@ -170,6 +270,11 @@ class OptionalAccessor(Accessor[T | None]):
 def masked_columns(entries: Mapping[Scope, int], producer: Producer | None = None) -> dict[str, np.ndarray]:
     """The carried columns of these scopes, by one producer if one is named, with nothing but masked values."""
     return {column.name: column.full(entries[column.scope]) for column in carried(entries, producer)}
+
+
+def masked_context(entries: int) -> dict[str, np.ndarray]:
+    """The context columns with nothing but masked values."""
+    return {column.name: column.full(entries) for column in context_columns()}
 
 
 def token_columns(token_ids: Any, loss_mask: Any, **generated: Any) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from rl.wire.messages_control import Fatal as Fatal
 from rl.wire.messages_control import Heartbeat as Heartbeat
 from rl.wire.messages_control import Metrics as Metrics
 from rl.wire.messages_control import PeerDied as PeerDied
+from rl.wire.messages_control import PeerListens as PeerListens
 from rl.wire.messages_control import Register as Register
 from rl.wire.messages_control import Spoken as Spoken
 from rl.wire.messages_control import Stop as Stop
@@ -145,6 +146,7 @@ class Generate(Struct, frozen=True, tag="generate"):
     stop_token_ids: list[int]
     seed: int | None = None
     priority: int = 0  # lower first; the group's issue number
+    known: int = 0  # tokens at the start of the prompt whose context columns the client has: the answer brings the rest
     stop: list[str] = []  # texts that end it, in an engine that reads text: the last token completes the first one
     stream: bool = False  # its client reads along: `Grown`
 
@@ -156,7 +158,9 @@ class Abort(Struct, frozen=True, tag="abort"):
 class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
     """The one answer to a request. An abort answers with what was generated until then.
 
-    `columns` holds every column that generators make: of L tokens (L, ...), of a wider scope (1, ...).
+    `columns` holds every column that generators make: of L tokens (L, ...), of a wider scope (1, ...). `context` holds
+    the context columns of the prompt's tokens from `Generate.known` on, (P - known, ...). An answer that was cut off
+    may lack it: then these columns say nothing of the L tokens either, and the next request asks again.
     """
 
     request_id: int
@@ -165,6 +169,7 @@ class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
     finish_reason: str  # stop | length | abort | error
     tokens_generated: int  # everything the engine sampled for this request, discarded parts included
     generator: int
+    context: dict[str, np.ndarray] = field(default_factory=dict)
     queued_s: float = 0.0
     generate_s: float = 0.0
     error: str = ""
@@ -286,6 +291,7 @@ class SaveRequest(Struct, frozen=True, tag="save_request"):
     """Ask the broker for its journal at this version, for a checkpoint."""
 
     version: Version
+    newest: int = 0  # step of the checkpoint that there is already: batches before it are not trained again
 
 
 class Journal(Struct, frozen=True, tag="journal"):
@@ -351,7 +357,7 @@ class WeightStatus(Struct, frozen=True, tag="weight_status"):
     generator: int
     incarnation: int
     version: Version
-    checksum: int = 0  # of the bytes received for `version`
+    checksum: int | None = 0  # of the bytes received for `version`; None where no host sees them
     probe_ids: list[int] = []  # that the notice asked for; a newer version may have come with others
     probe_logp: list[float] = []  # log-probabilities of probe_ids[1:] under the loaded weights
     seconds: dict[str, float] = {}  # of the last load's phases: wait, pause, copy, load
@@ -376,7 +382,7 @@ RequestMessage = (
 ParsingMessage = ParserHello | ParseTurn | TurnParsed
 BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart
 WeightMessage = WeightNotice | WeightStatus
-ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | Stop
+ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | PeerListens | Stop
 Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage
 
 

@@ -6,10 +6,22 @@ from msgspec import Struct
 
 
 class Register(Struct, frozen=True, tag="register"):
+    """A process is there; said again whenever it binds a socket, or looks for one, that is not in it yet."""
+
     role: str
     index: int
     incarnation: int
-    pid: int
+    listens: dict[str, str] = {}  # endpoints of its sockets, by name
+    needs: list[str] = []  # sockets of others
+
+
+class PeerListens(Struct, frozen=True, tag="peer_listens"):
+    """Sockets that the receiver looks for, and the process that has bound them."""
+
+    role: str
+    index: int
+    incarnation: int
+    listens: dict[str, str]
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):

@@ -5,9 +5,10 @@
             ...
             process.progress += 1
 
-A thread owns the control socket: it registers, sends heartbeats (with the main loop's progress
-counter) and receives. Messages for the main loop are queued in `process.inbox` and announced on
-`process.wake_fd` (readable while the inbox may hold something), which poll loops and asyncio can watch.
+A thread owns the control socket: it registers, which says where this process listens and whom it looks for, sends
+heartbeats (with the main loop's progress counter) and receives. Messages for the main loop are queued in
+`process.inbox` and announced on `process.wake_fd` (readable while the inbox may hold something), which poll loops and
+asyncio can watch.
 A connection that broke is made again: then this process registers anew and repeats its last words, each of which counts
 once, and the supervisor does the same.
 The process dies with its parent (PR_SET_PDEATHSIG). An exception that leaves the block travels to the
@@ -39,6 +40,7 @@ from rl.config.failures import EndsRun, ends_run
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import Trace
 from rl.observe.trace_events import Pulse
+from rl.wire.cpu import wake_without_pushing
 from rl.wire.messages import (
     AlarmRaised,
     Done,
@@ -47,6 +49,7 @@ from rl.wire.messages import (
     Message,
     Metrics,
     PeerDied,
+    PeerListens,
     ProtocolError,
     Register,
     Stop,
@@ -58,8 +61,6 @@ from rl.wire.sockets import identity, open_socket, send
 _PR_SET_PDEATHSIG = 1
 _PULSE_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
-FORKED_VARIABLE = "FRESCO_FORKED"
-"""Set in processes that began as copies of a fork server: they may fork again, because nothing has run in them."""
 _REPEATED = 256  # last words to the supervisor, of which some may be lost with a connection
 
 M = TypeVar("M")
@@ -76,17 +77,6 @@ def die_with_parent(parent: int | str | None = None) -> None:
 def adopt_orphans() -> None:
     """Become the parent of grandchildren whose own parent dies (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def wake_without_pushing() -> None:
-    """What wakes up waits until whoever has the core has no more to do, or its time is over (Linux, SCHED_BATCH).
-
-    Of this thread, and of the threads and children that it begins later. For processes that share few cores: there the
-    reader of a message else takes the core from the writer of the next ones, an engine runs a step for each request
-    instead of one for all of them, and every process pays for a turn of its loop for each message.
-    """
-    with contextlib.suppress(PermissionError):  # a container may forbid it, and nothing depends on it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class Waits:
@@ -146,6 +136,8 @@ class Process:
         self._told: deque[Message] = deque(maxlen=_REPEATED)
         self._tellings = itertools.count(1)
         self._outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.run.addresses.on_questions(lambda: os.eventfd_write(self._outbox_fd, 1))
+        self._registered: Register  # as the supervisor was told
         self._finished = False
         self._thread = threading.Thread(target=self._serve_control, name="control", daemon=True)
 
@@ -200,11 +192,11 @@ class Process:
         context = zmq.Context()  # its own, so that ending it means that the last words have left
         name = identity(self.role, self.index, self.incarnation)
         socket = open_socket(zmq.DEALER, self.run, "control", identity=name, context=context)
-        register = Register(self.role, self.index, self.incarnation, os.getpid())
-        send(socket, register)
+        self._registered = self._registration()
+        send(socket, self._registered)
 
         def again() -> None:
-            for message in (register, *self._told):
+            for message in (self._registered, *self._told):
                 send(socket, message)
 
         handlers = {socket: self._from_supervisor}
@@ -226,20 +218,33 @@ class Process:
         socket.close(linger=5000)
         context.term()
 
+    def _registration(self) -> Register:
+        listens, needs = self.run.addresses.questions()
+        return Register(self.role, self.index, self.incarnation, listens, needs)
+
     def _speak(self, socket: zmq.SyncSocket) -> None:
+        if (register := self._registration()) != self._registered:
+            self._registered = register
+            send(socket, register)
         for message in _drained(self._outbox):
             self._told.append(message)
             send(socket, message)
 
     def _from_supervisor(self, message: Message, _peer: bytes) -> None:
+        if isinstance(message, PeerListens):
+            self.run.addresses.learn(message)
+            os.eventfd_write(self.wake_fd, 1)
+            return
         if not isinstance(message, PeerDied | Stop):
             raise ProtocolError(f"{type(message).__name__} from the supervisor")
+
         if isinstance(message, Stop):
             self.stopping = self.stopping or not message.save_first
         elif message in self._deaths:  # told again after a connection broke
             return
         else:
             self._deaths.add(message)
+            self.run.addresses.forget(message)
         self.inbox.put(message)
         os.eventfd_write(self.wake_fd, 1)
 

@@ -9,6 +9,7 @@ cost their sender an answer and nobody a process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -73,6 +74,7 @@ class Receiver(Generic[M]):
         again: Mapping[zmq.SyncSocket, Callable[[], None]] | None = None,
         codec: Codec[Any] = codec,
     ) -> None:
+        self._connections = [each for each in handlers if isinstance(each, Connection)]
         self._sources = [(socket, handle, socket.type == zmq.ROUTER) for socket, handle in handlers.items()]
         self._again = {socket: call for socket, call in (again or {}).items() if isinstance(socket, Connection)}
         self._malformed = malformed
@@ -91,6 +93,8 @@ class Receiver(Generic[M]):
 
     def drain(self) -> None:
         """Handle what has arrived. Raises what a handler raises."""
+        for each in self._connections:
+            each.follow()
         for connection, call in self._again.items():
             if connection.made_again():
                 call()
@@ -169,6 +173,9 @@ class Port:
         self._outgoing = Outgoing(socket, failed, self._schedule)
         self._loop.add_reader(self._descriptor, self._drain)
 
+        self._connection = socket if isinstance(socket, Connection) else None
+        if self._connection is not None:
+            self._connection.addresses.watch(self._hear)
         self._again = again
         self._news = socket.news.fileno() if again is not None and isinstance(socket, Connection) else None
         if self._news is not None:
@@ -181,10 +188,22 @@ class Port:
 
     def close(self, *, peer_died: bool = False) -> None:
         """`peer_died`: another socket of this name meets its successor, and this one must not reach it as well."""
+        if self._connection is not None:
+            self._connection.addresses.unwatch(self._hear)
         self._loop.remove_reader(self._descriptor)
         if self._news is not None:
             self._loop.remove_reader(self._news)
         self._outgoing.close(peer_died=peer_died)
+
+    def _hear(self) -> None:
+        """Called by another thread; the loop may have ended meanwhile."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._follow)
+
+    def _follow(self) -> None:
+        if self._connection is not None and not self._connection.closed:
+            self._connection.follow()
+            self._schedule()
 
     def _look(self) -> None:
         if self._again is not None and made_again(self._socket):

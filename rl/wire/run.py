@@ -1,22 +1,25 @@
 """The run file: what every process of a run is told, as one JSON file in the run's folder.
 
 The supervisor resolves the configuration, writes the file and starts each process with
-`--run <folder> --index <i> --incarnation <k>`; endpoints are derived here and nowhere else.
+`--run <folder> --control <endpoint> --host <address> --index <i> --incarnation <k>`. Where a socket is bound, and where
+it is reached, is said here and nowhere else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from rl.config.schema import Config, validate
-from rl.wire.columns import register_configured
+from rl.wire.addresses import Addresses
+from rl.wire.columns import register_configured, shape_by_model
 
-_ENDPOINTS = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
+_SINGLE = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
 
 
 class RunFile(BaseModel):
@@ -38,6 +41,7 @@ class RunFile(BaseModel):
     eval_tasks: int
     started_at: float
     """time.time() of the command."""
+    _addresses: Addresses = PrivateAttr(default_factory=Addresses)
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
@@ -45,6 +49,7 @@ class RunFile(BaseModel):
         tree = json.loads((Path(folder) / "run.json").read_text())
         run = cls.model_validate(tree | {"config": validate(tree["config"])})
         register_configured(run.config.algo.columns)
+        shape_by_model(run.model_folder)
         return run
 
     def save(self) -> None:
@@ -58,37 +63,54 @@ class RunFile(BaseModel):
         """Without a step to train the learner only hands out weights: it leaves the GPUs to the engines."""
         return self.device if self.config.steps else "cpu"
 
-    def endpoint(self, name: str, index: int | None = None) -> str:
-        """ZeroMQ endpoint of a named socket.
+    @property
+    def addresses(self) -> Addresses:
+        """Of the run's sockets, as far as this process knows them. Not part of the file."""
+        return self._addresses
 
-        Single sockets: control (supervisor ROUTER), tickets (broker ROUTER, environment servers),
-        trajectories (broker PULL), usage (broker PULL, from the proxy), steps (broker ROUTER, learner rank 0),
-        frontend (proxy ROUTER, environment servers), backend (proxy ROUTER, generators),
-        weight_status (learner rank 0 ROUTER, generators), parsers (parsers ROUTER, environment servers).
-        One per receiver: batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight frames).
-        """
+    @property
+    def host(self) -> str:
+        """Address of the machine on which this process stands. Sockets over ipc have none."""
         if self.config.network.transport == "ipc":
-            return f"ipc://{self.socket_folder}/{name}" + ("" if index is None else f".{index}")
-        if name in _ENDPOINTS:
-            offset = _ENDPOINTS.index(name)
-        else:
-            ranks = self.config.learner.ranks
-            parsers = 2 * ranks + self.config.generator.count
-            first = {"batches": 0, "blobs": ranks, "notices": 2 * ranks, "parsers": parsers}[name]
-            offset = len(_ENDPOINTS) + first + (index or 0)
-        return f"tcp://{self.config.network.host}:{self.config.network.base_port + offset}"
+            return "127.0.0.1"
+        return self.addresses.host or self.config.network.host
 
-    def endpoints(self) -> dict[str, str]:
-        """All of them, for `--dry-run` and the port check."""
-        found = {name: self.endpoint(name) for name in _ENDPOINTS}
-        for rank in range(self.config.learner.ranks):
-            found[f"batches.{rank}"] = self.endpoint("batches", rank)
-            found[f"blobs.{rank}"] = self.endpoint("blobs", rank)
-        for generator in range(self.config.generator.count):
-            found[f"notices.{generator}"] = self.endpoint("notices", generator)
-        if self.config.chat.vllm_names:
-            found["parsers"] = self.endpoint("parsers")
-        return found
+    def place_of(self, name: str) -> str:
+        """Where the socket of this name is bound: over ipc its own name, over tcp a free port of this node."""
+        if self.config.network.transport == "ipc":
+            return f"ipc://{self.socket_folder}/{name}"
+        return f"tcp://{numeric(self.host)}:*"
+
+    def address_of(self, name: str) -> str | None:
+        """Where the socket of this name is reached; None as long as nobody has said so."""
+        if self.config.network.transport == "ipc":
+            return self.place_of(name)
+        return self.addresses.find(name)
+
+    def socket_names(self) -> list[str]:
+        """Single sockets, and those that each receiver has for itself.
+
+        control (supervisor ROUTER), tickets (broker ROUTER, environment servers), trajectories (broker PULL), usage
+        (broker PULL, from the proxy), steps (broker ROUTER, learner rank 0), frontend (proxy ROUTER, environment
+        servers), backend (proxy ROUTER, generators), weight_status (learner rank 0 ROUTER, generators), parsers
+        (parsers ROUTER, environment servers); batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight
+        frames).
+        """
+        ranks = range(self.config.learner.ranks)
+        names = [*_SINGLE, *(f"batches.{rank}" for rank in ranks), *(f"blobs.{rank}" for rank in ranks)]
+        names += [f"notices.{generator}" for generator in range(self.config.generator.count)]
+        return names + ["parsers"] * bool(self.config.chat.vllm_names)
+
+
+def socket_name(name: str, index: int | None = None) -> str:
+    """Of one of several sockets that are called alike, the `index`-th."""
+    return name if index is None else f"{name}.{index}"
+
+
+def numeric(host: str) -> str:
+    """The address that a name stands for: only that can be bound. Raises OSError."""
+    found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    return str(found[0][4][0])
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,13 @@ def context_from_command_line(argv: list[str] | None = None) -> ProcessContext:
     """Command line of every process that the supervisor starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", required=True, help="folder with run.json")
+    parser.add_argument("--control", default="", help="the supervisor's endpoint; empty: as the run file has it")
+    parser.add_argument("--host", help="where this process binds its sockets")
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
     arguments = parser.parse_args(argv)
-    return ProcessContext(RunFile.load(arguments.run), arguments.index, arguments.incarnation)
+    run = RunFile.load(arguments.run)
+    run.addresses.host = arguments.host
+    if arguments.control:
+        run.addresses.give({"control": arguments.control})
+    return ProcessContext(run, arguments.index, arguments.incarnation)

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import zmq
 
+from rl.wire.addresses import Addresses
 from rl.wire.codec import MAX_FRAME_BYTES
 from rl.wire.messages import Frames, Message, ProtocolError, decode, decode_all, encode, encode_all
-from rl.wire.run import RunFile
+from rl.wire.run import RunFile, socket_name
 
 HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
 # Plain numbers: enums are slow to combine.
@@ -61,11 +62,58 @@ def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
 
 
 class Connection(zmq.Socket[bytes]):
-    """A socket that connects to one endpoint."""
+    """A socket that connects to one other, wherever that is.
+
+    Until somebody knows where, it keeps what is sent. When a successor is bound elsewhere it connects there, which is a
+    connection made again.
+    """
 
     _handshakes = 0  # pyzmq wants the attributes of a socket declared
+    _run: RunFile
+    _name = ""
+    _endpoint: str | None = None
+    _moves = False  # over ipc it is where its name says
+    _changes = -1  # of the addresses, when it looked
+    _held: list[Frames]
+    addresses: Addresses
+    """Whose changes it follows."""
     news: zmq.SyncSocket
     """Readable when `made_again` may have something to say."""
+
+    def reach(self, run: RunFile, name: str) -> None:
+        """From now on, the socket of this name."""
+        self._run = run
+        self._name = name
+        self._held = []
+        self.addresses = run.addresses
+        self._moves = run.config.network.transport == "tcp"
+        self._look()
+
+    def follow(self) -> None:
+        """Look where it is. Called before whatever is sent, and by whoever waits for what it receives."""
+        if self._moves and self._changes != self.addresses.changes:
+            self._look()
+
+    def _look(self) -> None:
+        self._changes = self.addresses.changes
+        endpoint = self._run.address_of(self._name)
+        if endpoint is None or endpoint == self._endpoint:
+            return
+
+        if self._endpoint is not None:
+            self.disconnect(self._endpoint)
+        self._endpoint = endpoint
+        self.connect(endpoint)
+        held, self._held = self._held, []
+        for frames in held:
+            send_frames(self, frames)
+
+    def holds(self, frames: Frames) -> bool:
+        """Whether these are kept, because nobody knows yet where they go."""
+        self.follow()
+        if self._endpoint is None:
+            self._held.append(frames)
+        return self._endpoint is None
 
     def count_handshakes(self) -> None:
         """From now on; before it connects."""
@@ -77,6 +125,7 @@ class Connection(zmq.Socket[bytes]):
 
     def made_again(self) -> bool:
         """Whether the connection broke and was made again since the last call."""
+        self.follow()
         before = self._handshakes
         while self.news.poll(0):
             self.news.recv_multipart()
@@ -100,7 +149,7 @@ def open_socket(
     identity: bytes | None = None,
     context: zmq.SyncContext | None = None,
 ) -> zmq.SyncSocket:
-    """A socket bound or connected to `run.endpoint(name, index)`. ROUTERs are mandatory: unknown peers raise."""
+    """A socket that is bound under a name, or connects to the one that is. To an unknown peer a ROUTER raises."""
     context = context or zmq.Context.instance()
     socket = context.socket(kind) if bind else context.socket(kind, socket_class=Connection)
     socket.linger = 500
@@ -117,12 +166,14 @@ def open_socket(
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     _secure(socket, run, server=bind)
 
-    endpoint = run.endpoint(name, index)
+    name = socket_name(name, index)
     if isinstance(socket, Connection):
         socket.count_handshakes()
-        socket.connect(endpoint)
+        socket.reach(run, name)
     else:
-        socket.bind(endpoint)
+        socket.bind(run.place_of(name))
+        if run.config.network.transport == "tcp":  # over ipc everybody knows where
+            run.addresses.bound(name, socket.getsockopt_string(zmq.LAST_ENDPOINT))
     return socket
 
 
@@ -152,7 +203,7 @@ def made_again(socket: zmq.SyncSocket) -> bool:
 
 def send(socket: zmq.SyncSocket, message: Message) -> None:
     """Send to the one peer. Never blocks: senders count what is under way, so a full queue is an error (zmq.Again)."""
-    _send_frames(socket, encode(message))
+    send_frames(socket, encode(message))
 
 
 def send_all(socket: zmq.SyncSocket, messages: list[Message], peer: bytes = b"") -> None:
@@ -162,7 +213,7 @@ def send_all(socket: zmq.SyncSocket, messages: list[Message], peer: bytes = b"")
         if peer:
             _send_frames_to(socket, peer, encode_all(some))
         else:
-            _send_frames(socket, encode_all(some))
+            send_frames(socket, encode_all(some))
 
 
 def send_to(socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
@@ -172,7 +223,7 @@ def send_to(socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
 
 def _send_frames_to(socket: zmq.SyncSocket, peer: bytes, frames: Frames) -> None:
     try:
-        _send_frames(socket, [peer, *frames])
+        send_frames(socket, [peer, *frames])
     except zmq.ZMQError as error:
         if error.errno == zmq.EHOSTUNREACH:
             raise PeerGone(peer.decode(errors="replace")) from None
@@ -200,7 +251,16 @@ def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:
     return bytes(peer), decode(frames)
 
 
-def _send_frames(socket: zmq.SyncSocket, frames: Frames) -> None:
+def follow(socket: zmq.SyncSocket) -> None:
+    """Of a socket that connects: to where its peer is by now."""
+    if isinstance(socket, Connection):
+        socket.follow()
+
+
+def send_frames(socket: zmq.SyncSocket, frames: Frames) -> None:
+    """What is one message. Never blocks, as `send`."""
+    if isinstance(socket, Connection) and socket.holds(frames):
+        return
     last = len(frames) - 1
     for index, frame in enumerate(frames):
         socket.send(frame, _MORE if index < last else _DONTWAIT, copy=len(frame) < _COPIED_BYTES)

@@ -27,7 +27,7 @@ from rl.config.failures import EndsRun
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_shard_files, read_shard_file, write_shard_file
-from rl.store.checkpoint_folder import latest, read_journal, read_meta
+from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
 from rl.wire.messages import Message, ProtocolError
 from rl.wire.process import Process, WaitExpired
@@ -174,12 +174,10 @@ class Broker:
         _, self._learner_incarnation = sender(peer, "learner", 1)
         self._learner = peer
         match message:
-            case messages.SaveRequest():
-                newest = latest(self.process.run.folder / "checkpoints")
-                if newest is not None:  # its batches are not trained again
-                    step = read_meta(newest).step
-                    self.core.history.forget(before=step)
-                    self._drop_batches(before=step)
+            case messages.SaveRequest(_, newest):
+                if newest:
+                    self.core.history.forget(before=newest)
+                    self._drop_batches(before=newest)
                 self._saves.append(message)
 
             case messages.BatchRequest(step) if step < self.core.groups.e:

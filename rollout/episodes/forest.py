@@ -131,7 +131,7 @@ class Forest:
         self._count(reason, history, tools, ids if parent is None else None)
 
         self._begun += 1
-        growing = GrowingSequence(prompt)
+        growing = GrowingSequence(prompt, parent.growing if parent else None)
         return ForestTurn(self._begun, history, tools, parent, prompt[len(before) :], growing, len(prompt))
 
     def count_tokens(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> int:
@@ -161,8 +161,8 @@ class Forest:
             text = text[: min(text.index(each) for each in stop if each in text)]
             finish_reason = "stop"
 
-        growing = GrowingSequence(turn.context[: turn.prompt_length])
-        growing.append_generated(sampled)
+        growing = GrowingSequence(turn.context[: turn.prompt_length], turn.growing)
+        growing.append_generated(sampled, growing.context_entries(growing.known, len(growing)))
         turn.growing = growing
         turn.sampled = sampled
         turn.finish_reason = finish_reason
@@ -189,12 +189,13 @@ class Forest:
             begun = open_at.pop(turn.parent, None) if turn.parent else None
             if begun is None:
                 before = turn.parent.context if turn.parent else np.zeros(0, np.int32)
-                begun = GrowingSequence(before), len(before)
+                begun = GrowingSequence(before, turn.growing), len(before)
                 found.append(begun)
 
             sequence = begun[0]
             sequence.append_read(turn.read)
-            start, end = sequence.append_generated(turn.sampled)
+            context = turn.growing.context_entries(sequence.known, len(sequence))
+            start, end = sequence.append_generated(turn.sampled, context)
             seconds = turn.generate_s
             sequence.end_turn(Turn(start, end, turn.reward, seconds, 0.0, turn.finish_reason, turn.generator), {})
             open_at[turn] = begun

@@ -13,6 +13,7 @@ from rl.config.schema import Config
 from rl.config.seeds import turn_seed
 from rl.observe.trace import NO_TRACE, Trace
 from rl.observe.trace_events import Answered, Requested
+from rl.wire.columns import context_columns
 from rl.wire.messages import Generate, Generated, Ticket
 from rollout.episodes.sequence import GrowingSequence
 
@@ -105,7 +106,7 @@ class TurnSampler:
             if generated.finish_reason == "error":
                 raise EpisodeFailed(f"generation failed: {generated.error}")
             try:
-                start, end = sequence.append_generated(generated.columns)
+                start, end = sequence.append_generated(generated.columns, generated.context)
             except ValueError as error:
                 raise EpisodeFailed(f"generator {generated.generator} answered {error}") from None
 
@@ -113,13 +114,16 @@ class TurnSampler:
             wanted -= end - start
             if reading:
                 reading.answered(generated.token_ids.tolist())
+
             if generated.finish_reason != "abort":
                 if end == start:
                     raise EpisodeFailed(f"generator {generated.generator} answered without a token")
+                _check_context(sequence, generated)
                 return generated, generated.finish_reason == "length" and wanted > 0
             if ending is not None and ending.done():
                 return generated, False
             if wanted < 1 or len(sequence) >= limit:
+                _check_context(sequence, generated)
                 return replace(generated, finish_reason="length"), wanted > 0
 
     def _request(self, sequence: GrowingSequence, max_tokens: int, stream: bool, stop: Sequence[str]) -> Generate:
@@ -127,12 +131,14 @@ class TurnSampler:
         sampling = self._config.sampling
         seed = turn_seed(ticket.seed, self.requests) if sampling.seeded else None
         self.requests += 1
+
         return Generate(
             request_id=0,
             session=ticket.ticket_id,
             kind=ticket.kind,
             version=ticket.gate(self.newest_version),
             prompt_ids=sequence.context(),
+            known=sequence.known,
             max_tokens=max_tokens,
             temperature=self.temperature,
             top_p=1.0,  # of any other distribution importance ratios would be biased
@@ -156,3 +162,13 @@ class TurnSampler:
         self.tokens_generated += generated.tokens_generated
         self.timeline = generated.timeline
         return generated
+
+
+def _check_context(sequence: GrowingSequence, last: Generated) -> None:
+    """At the end of a turn every token has its context columns. Raises EpisodeFailed."""
+    if sequence.lacks_context:
+        names = ", ".join(column.name for column in context_columns())
+        raise EpisodeFailed(
+            f"generator {last.generator} ended a turn of {len(sequence)} tokens, and the context columns {names} reach "
+            f"to {sequence.known}: an engine brings them in Sampled.context"
+        )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rl.wire.columns import BUILT_IN, Column, carried
 from rl.wire.messages import Generate, Grown
 from rollout.generator.engines.base import Sampled
 
@@ -31,14 +32,30 @@ class Job:
     aborted: bool = False
 
     def grown(self, at_least: int) -> tuple[int, dict[str, np.ndarray]] | None:
-        """The new tokens, if there are as many: the first one's place, and their columns."""
+        """The new tokens, if there are as many: the first one's place, and their columns.
+
+        Context columns stay here, since who goes on with the response reads its tokens. Without its other columns a
+        token is told of only where a client reads along.
+        """
+        sampled = self.sampled
         start = self.delivered
-        new = slice(start, len(self.sampled.token_ids))
+        new = slice(start, len(sampled.token_ids))
         if new.stop - start < at_least:
             return None
+
+        further = [column.name for column in carried(["token"], "generator") if _is_told(column)]
+        told = [name for name in further if len(sampled.columns.get(name, ())) >= new.stop]
+        if len(told) < len(further) and not self.request.stream:
+            return None
+
         self.delivered = new.stop
-        part = Sampled(self.sampled.token_ids[new], self.sampled.logp[new], self.sampled.policy_version[new])
+        columns = {name: sampled.columns[name][new] for name in told}
+        part = Sampled(sampled.token_ids[new], sampled.logp[new], sampled.policy_version[new], columns=columns)
         return start, part.arrays()
+
+
+def _is_told(column: Column) -> bool:
+    return column.covers == "sampled" and column.name not in BUILT_IN
 
 
 class Streams:

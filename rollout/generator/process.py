@@ -239,6 +239,7 @@ class GeneratorServer:
             request_id=request.request_id,
             session=request.session,
             columns=sampled.arrays(),
+            context=sampled.context_arrays(),
             timeline=request.version.timeline,
             finish_reason=sampled.finish_reason,
             tokens_generated=sampled.tokens_generated,

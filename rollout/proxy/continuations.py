@@ -68,11 +68,19 @@ class Continuations:
             if key in parts:
                 parts[new_key] = parts.pop(key)
 
-    def answer(self, key: int, columns: Columns) -> tuple[Columns, int]:
-        """The columns of the whole response, whose end is `columns`, and how many tokens were put before it."""
+    def answer(self, key: int, columns: Columns, context: Columns) -> tuple[Columns, Columns, int]:
+        """Columns and context of the whole response, whose end is given, and how many tokens were put before it.
+
+        Who went on has read those tokens at the end of its prompt: their context columns are its own.
+        """
         self._delivered.pop(key, None)
         kept = self._kept.pop(key, None)
-        return (columns, 0) if kept is None else (_joined(kept, columns), int(kept["token_ids"].size))
+        if kept is None:
+            return columns, context, 0
+        tokens = int(kept["token_ids"].size)
+        read = {name: values[-tokens:] for name, values in context.items()}
+        before = {name: values[:-tokens] for name, values in context.items()}
+        return _joined(kept | read, columns), before, tokens
 
 
 def _joined(before: Columns | None, columns: Columns) -> Columns:

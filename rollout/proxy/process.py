@@ -121,9 +121,10 @@ class Proxy:
     def _add(self, message: messages.Generate, peer: bytes) -> None:
         key = self._core.next_key
         prompt = message.prompt_ids
-        if prompt.ndim != 1 or prompt.dtype != np.int32 or message.max_tokens < 1:
+        if prompt.ndim != 1 or prompt.dtype != np.int32 or message.max_tokens < 1 or message.known > prompt.size:
             raise ProtocolError(
-                f"Generate of {prompt.dtype}{prompt.shape} prompt ids and at most {message.max_tokens} tokens"
+                f"Generate of {prompt.dtype}{prompt.shape} prompt ids, {message.known} of them known, "
+                f"and at most {message.max_tokens} tokens"
             )
 
         # A session that is known has a cached prefix, which says more than the hash of its prompt.
@@ -223,7 +224,7 @@ class Proxy:
 
                 case Forget():
                     del self._requests[action.key]
-                    self._continuations.answer(action.key, {})
+                    self._continuations.answer(action.key, {}, {})
                 case GoOn(key, tokens):
                     self._requests[key] = self._continuations.go_on(self._requests[key], tokens)
                 case Rename(key, new_key):
@@ -249,9 +250,10 @@ class Proxy:
         else:
             message = _empty_answer(reply, request)
 
-        columns, kept = self._continuations.answer(reply.key, message.columns)
+        columns, context, kept = self._continuations.answer(reply.key, message.columns, message.context)
         if kept:
-            message = replace(message, columns=columns, tokens_generated=kept + message.tokens_generated)
+            tokens = kept + message.tokens_generated
+            message = replace(message, columns=columns, context=context, tokens_generated=tokens)
         assert isinstance(reply.client, bytes)
         self._letters[self._frontend, reply.client].append(message)
 

@@ -102,7 +102,7 @@ class Rig:
 @asynccontextmanager
 async def opened(chat: ChatTokenizer, tokens: int = 200) -> AsyncIterator[Rig]:
     rig = Rig(chat, tokens)
-    gateway = Gateway(load_config(None, []))
+    gateway = Gateway()
     try:
         async with gateway.open(5, rig.session) as rig.endpoint:
             yield rig

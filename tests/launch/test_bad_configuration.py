@@ -56,7 +56,7 @@ class Unmade(EpisodeHook):
 def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a child of the preflight checks, in this process: a child for each case would import torch each time."""
 
-    def prepare(config: Config, *, resolve_model: bool, forks: object) -> Prepared:
+    def prepare(config: Config, *, resolve_model: bool, begin: object) -> Prepared:
         if needs_validation(config):
             validate(config)
         return Prepared(None, 0)
@@ -114,6 +114,8 @@ BAD = [
     ("simulated", "env.servers=100000", "lower env.servers"),
     ("simulated", "learner.ranks=100000", "lower learner.ranks"),
     ("simulated", "weights.slots=1000000", "lower weights.slots"),
+    ("simulated", "weights.transport=shn", "did you mean 'shm'?"),
+    ("simulated", "weights.transport=os:path", "names no rl.weights.channel.Channel"),
     ("simulated", "rollout.group_size=1000000000", "rollout.group_size"),
     ("simulated", "rollout.alpha=1e12", "lower rollout.alpha"),
     ("simulated", "model.path=/nonexistent", "model.path='/nonexistent'"),

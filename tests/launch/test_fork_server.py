@@ -15,7 +15,8 @@ from typing import IO
 import psutil
 import pytest
 
-from launch.fork_server import Copy, ForkServer, fork_server
+from launch.cpu.fork_server import Copy, ForkServer, begin_as_copies
+from launch.launcher.local import begin_process
 from launch.plan import make_plan
 from rl.config.schema import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
@@ -136,7 +137,7 @@ def test_a_copy_that_nobody_was_told_of_ends(log: IO[bytes], tmp_path: Path) -> 
 STARTER = f"""
 import sys
 from pathlib import Path
-from launch.fork_server import ForkServer
+from launch.cpu.fork_server import ForkServer
 server = ForkServer([], {{}})
 log = Path(sys.argv[1]).open("wb")
 copy = server.begin("{ROLE}", ["sleep"], (Path("/dev/null").open(), log, log))
@@ -160,7 +161,7 @@ WAITS = """
 import sys
 import threading
 import traceback
-from launch.fork_server import is_alone, living_threads
+from launch.cpu.fork_server import is_alone, living_threads
 for thread in threading.enumerate():
     print(thread, traceback.format_stack(sys._current_frames().get(thread.ident))[-3:])
 print(is_alone(30), living_threads())
@@ -211,7 +212,7 @@ def test_no_copy_is_made_while_there_is_a_second_thread(
 
 def test_nothing_is_shared_where_nothing_takes_long() -> None:
     for overrides in ([], ["device=cuda"]):
-        with fork_server(load_config(EXPERIMENTS / "simulated.yaml", overrides)) as server:
-            assert server is None
-    with fork_server(load_config(EXPERIMENTS / "math_8gpu.yaml", ["device=cuda"])) as server:
-        assert server is None
+        with begin_as_copies(load_config(EXPERIMENTS / "simulated.yaml", overrides)) as begin_child:
+            assert begin_child is begin_process
+    with begin_as_copies(load_config(EXPERIMENTS / "math_8gpu.yaml", ["device=cuda"])) as begin_child:
+        assert begin_child is begin_process

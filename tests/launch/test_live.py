@@ -60,7 +60,7 @@ def test_everything_stands_on_a_small_screen(make_run: MakeRun) -> None:
 def test_a_run_prints_what_was_changed_and_where_the_rest_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def execute(run: RunFile, checked: Preflight, forks: object) -> int:
+    def execute(run: RunFile, checked: Preflight, begin: object) -> int:
         run.socket_folder.rmdir()
         return 0
 

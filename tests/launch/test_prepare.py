@@ -22,7 +22,8 @@ WITHOUT_COPIES = """
 import contextlib, sys
 import launch.commands.run
 from launch.cli import main
-launch.commands.run.fork_server = lambda config: contextlib.nullcontext()
+from launch.launcher.local import begin_process
+launch.commands.run.begin_as_copies = lambda config: contextlib.nullcontext(begin_process)
 sys.exit(main(sys.argv[1:]))
 """
 

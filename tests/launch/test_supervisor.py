@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.launcher.protocol import Node
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
 from rl.wire.messages import Fatal, Message
@@ -27,14 +28,15 @@ QUIET = ("tracking.wandb=disabled", "tracking.live=false", "timeouts.stop_s=2", 
 
 @dataclass(frozen=True)
 class FakeSpec(ProcessSpec):
-    def command(self, run: RunFile, incarnation: int) -> list[str]:
-        options = ["--run", str(run.folder), "--index", str(self.index), "--incarnation", str(incarnation)]
-        return [sys.executable, "-m", "tests.launch.fake_role", self.role, *options]
+    module: str = "tests.launch.fake_role"
+
+    def arguments(self, run: RunFile, incarnation: int, node: Node) -> list[str]:
+        return [self.role, *super().arguments(run, incarnation, node)]
 
 
 def execute(run: RunFile, **behaviours: str) -> tuple[int, dict[str, object]]:
     plan: list[ProcessSpec] = [
-        FakeSpec(role, 0, "", environment={f"FAKE_{role.upper()}": behaviours.get(role, "")})
+        FakeSpec(role, 0, environment={f"FAKE_{role.upper()}": behaviours.get(role, "")})
         for role in ("broker", "proxy", "generator", "env_server", "learner")
     ]
 
@@ -125,7 +127,7 @@ class Late(Supervisor):
 
     def _drain(self, patience_s: float = 0.0) -> None:
         super()._drain(patience_s)
-        ended = any(child.popen.poll() is not None for child in self._children.values())
+        ended = any(child.handle.poll() is not None for child in self._children.values())
         self.waits += ended and patience_s > 0
         while self.held and self.waits >= 2:
             super()._handle(*self.held.pop())
@@ -182,9 +184,9 @@ def test_restarts_are_limited(run: RunFile) -> None:
 def test_a_killed_rank_and_the_exceptions_that_follow_are_one_death(run: RunFile, killed: int) -> None:
     """Whoever is heard of first: all ranks start again, together and once."""
     run.config.learner.max_restarts = 1
-    ranks = [FakeSpec("learner", rank, "", environment={"FAKE_LEARNER": "raise beside"}) for rank in (0, 1)]
-    ranks[killed] = FakeSpec("learner", killed, "", environment={"FAKE_LEARNER": "die in step"})
-    broker = FakeSpec("broker", 0, "", environment={"FAKE_BROKER": "done2"})
+    ranks = [FakeSpec("learner", rank, environment={"FAKE_LEARNER": "raise beside"}) for rank in (0, 1)]
+    ranks[killed] = FakeSpec("learner", killed, environment={"FAKE_LEARNER": "die in step"})
+    broker = FakeSpec("broker", 0, environment={"FAKE_BROKER": "done2"})
     assert Supervisor(run, [broker, *ranks]).execute() == 0
     logs = sorted(path.name for path in (run.folder / "logs").glob("learner.*"))
     assert logs == ["learner.0.0.log", "learner.0.1.log", "learner.1.0.log", "learner.1.1.log"]
@@ -214,7 +216,7 @@ def test_an_engine_that_hangs_while_it_starts_is_replaced_and_one_that_works_is_
     run.config.generator.engine = "simulated"
     run.save()
     others = [
-        FakeSpec(role, 0, "", environment={f"FAKE_{role.upper()}": "done1"}) for role in ("broker", "proxy", "learner")
+        FakeSpec(role, 0, environment={f"FAKE_{role.upper()}": "done1"}) for role in ("broker", "proxy", "learner")
     ]
     begin = time.monotonic()
     assert Supervisor(run, [*others, ProcessSpec("generator", 0, "tests.launch.hanging_engine")]).execute() == 0
@@ -243,7 +245,7 @@ def test_ctrl_c_and_hanging_up_end_everything(run: RunFile, stop: signal.Signals
 SUPERVISE = (
     "import sys; from rl.wire.run import RunFile;"
     "from tests.launch.test_supervisor import FakeSpec; from launch.supervisor import Supervisor;"
-    "sys.exit(Supervisor(RunFile.load(sys.argv[1]), [FakeSpec(r, 0, '') for r in ('broker', 'generator')]).execute())"
+    "sys.exit(Supervisor(RunFile.load(sys.argv[1]), [FakeSpec(r, 0) for r in ('broker', 'generator')]).execute())"
 )
 
 

@@ -21,14 +21,15 @@ from transformers import AutoModelForCausalLM
 from rl.config.schema import Config, load_config
 from rl.learner.batches import check_shard
 from rl.learner.exact import ExactCheck
-from rl.learner.export import tensors
 from rl.learner.guards import StepGuards
 from rl.learner.process import train
+from rl.learner.publish import weight_pieces
 from rl.learner.trainer import Trainer
-from rl.models.policy import export_entries
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import NO_TRACE
-from rl.weights.layout import Manifest, digest
+from rl.weights.channel import Piece
+from rl.weights.host.layout import Manifest, digest
+from rl.weights.host.tensors import tensors, write
 from rl.weights.proof import TOLERANCE
 from rl.weights.updater import Mismatch, UpdaterCore
 from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Version, WeightStatus
@@ -214,8 +215,8 @@ class Lab:
         self.trainer = Trainer(self.config, folder, last_step=first_step + steps)
         self.guards = StepGuards(self.trainer, self.config, self.alarms, first_step=first_step)
         self.exact = ExactCheck(self.trainer.policy, self.config, self.alarms)
-        entries = export_entries(self.trainer.policy)
-        self.manifest = Manifest.layout([(name, shape, "float32") for name, shape in entries])
+        pieces = weight_pieces(self.trainer.policy)
+        self.manifest = Manifest.layout([(name, placement.shape, "float32") for name, _, placement in pieces])
         self.engine = Engine(folder)
         self.environment: Callable[[], Any] = Game
         self.updater = UpdaterCore(
@@ -247,7 +248,6 @@ class Lab:
         """Names of the alarms raised, in order."""
         learner = SimpleNamespace(
             policy=self.trainer.policy,
-            manifest=self.manifest,
             trainer=self.trainer,
             guards=self.guards,
             exact=self.exact,
@@ -278,12 +278,10 @@ class Lab:
             check_shard(shard, step=step, rank=0, timeline=self.core.timeline, staleness_bound=bound)
             yield shard
 
-    def publish(
-        self, n: int, write: Callable[[memoryview], Iterable[Any]], probe_ids: list[int], probe: list[float]
-    ) -> bool:
+    def publish(self, n: int, pieces: Iterable[Piece], probe_ids: list[int], probe: list[float]) -> bool:
         version = self.version(n)
         slot = memoryview(bytearray(self.manifest.total_bytes))
-        list(write(slot))
+        write(slot, self.manifest, pieces)
         self.updater.publish(0.0, version, digest(slot), list(probe_ids), list(probe))
         status = self.engine.load(version, self.manifest, self.arrived(slot), list(probe_ids))
         for action in self.updater.status(0.0, status):
@@ -295,7 +293,7 @@ class Lab:
         return True
 
     def arrived(self, slot: memoryview) -> memoryview:
-        """What the transport brings of a slot."""
+        """What the channel brings of a slot."""
         return slot
 
     def report(self, shard: BatchPart, values: dict[str, float], histograms: dict[str, list[float]]) -> None:

@@ -1,6 +1,6 @@
 // Runs side by side. Runs that differ in nothing but seed and name are seeds of one set.
 const comparison = { x: "seconds", metric: "rollout/reward" };
-const NOT_COMPARED = new Set(["name", "runs", "seed", "resume", "network.base_port"]);
+const NOT_COMPARED = new Set(["name", "runs", "seed", "resume"]);
 const T95 = [12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]; // two-sided 95 % of Student's t, by degrees of freedom
 
 views.compare = (main) => {

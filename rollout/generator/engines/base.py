@@ -33,6 +33,9 @@ class Sampled:
     tokens_generated: int = 0  # also counts tokens that an `abort` update discarded
     columns: dict[str, Any] = field(default_factory=dict)
     """Of further columns that generators make (`rl/wire/columns.py`): a list as long as `token_ids`, or one entry."""
+    context: dict[str, Any] = field(default_factory=dict)
+    """Of each context column an entry for every token of the prompt from `Generate.known` on. At the end, or never for
+    a request that was aborted: whoever goes on with it reads these tokens again."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """`Generated.columns`. Raises ValueError for a column that is not registered."""
@@ -51,6 +54,14 @@ class Sampled:
             column = declared(name)
             arrays[name] = np.array(values if column.scope == "token" else [values], column.dtype)
         return arrays
+
+    def context_arrays(self) -> dict[str, np.ndarray]:
+        """`Generated.context`. Raises ValueError for a column that is not registered."""
+        given = {declared(name): values for name, values in self.context.items()}
+        return {
+            column.name: np.array(values if len(values) else column.full(0), column.dtype)
+            for column, values in given.items()
+        }
 
 
 class Engine(Protocol):

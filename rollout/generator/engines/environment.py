@@ -11,16 +11,7 @@ from pydantic import Field
 
 from rl.config.schema import Config
 from rl.config.section import Section, Where
-
-_VLLM_IMPORTS = (
-    "rollout.generator.engines.vllm",
-    "rollout.generator.engines.vllm_worker",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-)
-
-UNPACKED_VARIABLE = "FRESCO_UNPACKED_WEIGHTS"
-"""Not empty: linear layers on a CPU keep their weights as they are loaded (`vllm_internals.heed_environment`)."""
+from rollout.generator.engines.cpu import environment as on_cpu
 
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -43,7 +34,7 @@ class VllmOptions(Section):
 
 def engine_imports(config: Config, device: str) -> tuple[str, ...]:
     """What a generator process on `device` and its engine take seconds to import."""
-    return _VLLM_IMPORTS if config.generator.engine == "vllm" and device == "cpu" else ()
+    return on_cpu.VLLM_IMPORTS if config.generator.engine == "vllm" and device == "cpu" else ()
 
 
 def engine_environment(config: Config, device: str) -> dict[str, str]:
@@ -52,13 +43,4 @@ def engine_environment(config: Config, device: str) -> dict[str, str]:
         return {}
 
     variables = VLLM_QUIET | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-
-    if device == "cpu":
-        variables |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker shares the engine core's process
-            "OMP_NUM_THREADS": str(config.generator.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin beside other processes
-            "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles for seconds
-        }
-        variables[UNPACKED_VARIABLE] = "1" if config.generator.dtype == "float32" else ""
-    return variables
+    return variables | on_cpu.vllm_variables(config) if device == "cpu" else variables

@@ -20,8 +20,9 @@ import numpy as np
 
 from rl.config.plugins import validated
 from rl.store.recent import Recent
-from rl.weights import WeightReader, make_reader
-from rl.wire.columns import BUILT_IN, COLUMNS, ONE_TURN, masked_columns
+from rl.weights import make_receiver
+from rl.weights.channel import Receiver
+from rl.wire.columns import BUILT_IN, ONE_TURN, carried, masked_context
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, Sampled
@@ -39,6 +40,7 @@ class _Job:
     key: int  # request id
     session: int
     prompt_len: int
+    known: int  # of the prompt
     token_ids: list[int]  # all that will be sampled
     finish_reason: str
     progress: Progress
@@ -48,16 +50,16 @@ class _Job:
 
 
 class SimulatedEngine:
-    def __init__(self, context: ProcessContext, reader: WeightReader | None = None) -> None:
+    def __init__(self, context: ProcessContext, receiver: Receiver | None = None) -> None:
         config = context.run.config
         self._context = context
         self._config = config.generator
         self._deadline_s = config.weights.deadline_s
-        self._reader = reader
-        self._opened = False  # at the first load: engine and learner start side by side
+        self._receiver = receiver
         self._loaded = 0
         self._options = validated(SimulatedOptions, config.generator.options, "generator.options")
         self._timing = Timing(self._options)
+        self._further = [column for column in carried(producer="generator") if column.name not in BUILT_IN]
         self._logp = -math.log(self._options.vocab_size)
         self._model = BatchModel(self._timing, config.generator.max_num_seqs, time.monotonic())
 
@@ -72,9 +74,9 @@ class SimulatedEngine:
         self._loop_task: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
-        if self._reader is None:
+        if self._receiver is None:
             name = f"generator-{self._context.index}-0"
-            self._reader = make_reader(self._context.run, name, self._context.incarnation)
+            self._receiver = make_receiver(self._context.run, name, self._context.incarnation)
         self._loop_task = asyncio.create_task(self._decode_loop(), name="simulated decoding")
         # Every sequence has room for a whole context: KV memory never binds.
         sequences = self._config.max_num_seqs
@@ -88,15 +90,14 @@ class SimulatedEngine:
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
-        if self._reader is not None:
-            self._reader.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     async def generate(self, request: Generate, progress: Progress) -> Sampled:
         token_ids, finish_reason = self._response(request)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        job = _Job(
-            request.request_id, request.session, request.prompt_ids.size, token_ids, finish_reason, progress, done
-        )
+        prompt = request.prompt_ids.size, request.known
+        job = _Job(request.request_id, request.session, *prompt, token_ids, finish_reason, progress, done)
         self._jobs[job.key] = job
 
         if self._parked is not None:
@@ -119,12 +120,11 @@ class SimulatedEngine:
             self._finish(job, "abort")
 
     def loaded(self) -> int:
-        return self._loaded + (self._reader.progress if self._reader else 0)
+        return self._loaded + (self._receiver.progress if self._receiver else 0)
 
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
-        assert self._reader is not None
         begin = time.monotonic()
-        loaded, checksum, leased = await asyncio.to_thread(self._receive, version)
+        loaded, checksum, taken = await asyncio.to_thread(self._receive, version)
         copied = time.monotonic()
 
         on_update = self._config.on_update
@@ -155,29 +155,25 @@ class SimulatedEngine:
             probe_ids=probe_ids,
             probe_logp=[self._logp] * max(0, len(probe_ids) - 1),
             seconds={
-                "wait": leased - begin,
+                "wait": taken - begin,
                 "pause": paused - copied,
-                "copy": copied - leased,
+                "copy": copied - taken,
                 "load": time.monotonic() - paused,
             },
         )
 
     # ------------------------------------------------------------ weights
 
-    def _receive(self, version: Version) -> tuple[Version, int, float]:
-        """Take the newest weights (a thread): version, checksum of the bytes, and when the lease began."""
-        reader = self._reader
-        assert reader is not None
-        if not self._opened:
-            reader.open(self._deadline_s)
-            self._opened = True
+    def _receive(self, version: Version) -> tuple[Version, int | None, float]:
+        """Take the newest weights (a thread) and look at no tensor: version, receipt, and when it was taken."""
+        receiver = self._receiver
+        assert receiver is not None
         while True:
-            loaded, view = reader.lease(version, self._deadline_s)
-            leased = time.monotonic()
-            checksum = reader.checksum()
-            view.release()
-            if reader.release():
-                return loaded, checksum, leased
+            loaded, _ = receiver.take(version, self._deadline_s)
+            taken = time.monotonic()
+            receipt = receiver.receipt()
+            if receiver.release():
+                return loaded, receipt, taken
 
     async def _drain(self) -> None:
         """Until nothing runs, at most `drain_deadline_s`; arrivals wait for the new weights."""
@@ -263,13 +259,15 @@ class SimulatedEngine:
         sampled.logp += [self._logp] * new
         sampled.policy_version += [self._version.n] * new
         sampled.tokens_generated = job.discarded + tokens
+        if self._further:
+            sampled.columns = self._further_columns(tokens)
         if not ended:
             job.progress(sampled)
 
     def _finish(self, job: _Job, reason: str) -> None:
         del self._jobs[job.key]
         job.sampled.finish_reason = reason
-        job.sampled.columns = self._further_columns(len(job.sampled.token_ids))
+        job.sampled.context = masked_context(job.prompt_len - job.known)
         if not job.done.done():
             job.done.set_result(None)
         self._cached.use(job.session, job.prompt_len + len(job.sampled.token_ids))
@@ -278,9 +276,6 @@ class SimulatedEngine:
 
     def _further_columns(self, tokens: int) -> dict[str, Any]:
         """Masked values of whatever else this run's generators are to answer."""
-        made = masked_columns({"token": tokens, **ONE_TURN}, "generator")
-        return {
-            name: values if COLUMNS[name].scope == "token" else values[0]
-            for name, values in made.items()
-            if name not in BUILT_IN
-        }
+        entries = {"token": tokens, **ONE_TURN}
+        made = {column: column.full(entries[column.scope]) for column in self._further}
+        return {column.name: values if column.scope == "token" else values[0] for column, values in made.items()}

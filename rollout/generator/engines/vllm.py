@@ -34,13 +34,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl.store.recent import Recent
 from rl.wire.messages import Generate, Version, WeightStatus
-from rl.wire.run import ProcessContext, RunFile
+from rl.wire.run import ProcessContext, RunFile, socket_name
 from rollout.generator.engines.base import EngineInfo, Sampled
+from rollout.generator.engines.cpu.unpacked import heed_environment
+from rollout.generator.engines.cpu.vllm_thread import OwnThread
 from rollout.generator.engines.vllm_core import Core, Stream
-from rollout.generator.engines.vllm_internals import heed_environment
+from rollout.generator.engines.vllm_internals import text_reader
 from rollout.generator.engines.vllm_process import OwnProcess
 from rollout.generator.engines.vllm_settings import engine_arguments, engine_info, in_own_process, sampling_params
-from rollout.generator.engines.vllm_thread import OwnThread
 
 _PROBE_PRIORITY = -(1 << 31)  # before every request
 _SESSIONS_REMEMBERED = 1 << 16
@@ -141,7 +142,7 @@ class VllmEngine:
         request = running.request
         if request.stop and not self._knows_texts:
             self._knows_texts = True
-            self._core.know_texts(Path(self._core.config.model_config.model) / "tokenizer.json")
+            self._core.know_texts(text_reader(Path(self._core.config.model_config.model) / "tokenizer.json"))
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt(running))
         name = str(request.request_id)
         try:
@@ -243,7 +244,7 @@ class VllmEngine:
         while True:
             await self._core.rpc("weights_fetch", version.timeline, version.n)
             pause_s, longest_s = _FETCH_POLLS_S
-            while not all(parts := await self._core.rpc("weights_fetched")):
+            while not all(parts := await self._core.rpc("weights_fetched", self._ranks())):
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
             if errors := [part["error"] for part in parts if "error" in part]:
@@ -254,6 +255,12 @@ class VllmEngine:
                 return max(parts, key=lambda part: part["wait_s"])
             await self._core.rpc("weights_drop")
             version = max(leased)
+
+    def _ranks(self) -> dict[str, str]:
+        """Where the learner's ranks serve weights, as far as that is known, for workers that have no control socket."""
+        names = (socket_name("blobs", rank) for rank in range(self._config.learner.ranks))
+        found = {name: self._context.run.address_of(name) for name in names}
+        return {name: endpoint for name, endpoint in found.items() if endpoint is not None}
 
     async def _pause(self) -> None:
         """Stop stepping, as `on_update` says."""

@@ -1,7 +1,7 @@
 """vLLM's core as `VllmEngine` uses it: requests, pauses, calls into the workers; two forms behind one protocol.
 
 * `OwnProcess` (`vllm_process.py`): vLLM's AsyncLLM, its core in a child process. On GPUs, and for tensor parallelism.
-* `OwnThread` (`vllm_thread.py`): the core in a thread of the generator. On a CPU, where messages to a child and its
+* `OwnThread` (`cpu/vllm_thread.py`): the core in a thread of the generator. On a CPU, where messages to a child and its
   turns on the cores cost more than a process beside the generator gains.
 
 `generator.options.own_process` chooses.
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from vllm.config import VllmConfig
@@ -65,11 +64,11 @@ class Core(Protocol):
         """Call a method of `LoadsWeights` on every rank."""
         ...
 
-    def know_texts(self, tokenizer: Path) -> None:
+    def know_texts(self, reader: Any) -> None:
         """Requests with `SamplingParams.stop` end at these texts from now on; the core was started without a tokenizer.
 
-        tokenizer: `tokenizer.json` of the model, which is what turns are read with. Others pay nothing: only requests
-        with `detokenize` are given it.
+        reader: `text_reader` of what turns are read with. Others pay nothing: only requests with `detokenize` are given
+        it.
         """
         ...
 

@@ -6,19 +6,20 @@ import asyncio
 import os
 import time
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import TokensInput
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from rollout.generator.engines.owner import OWNER_VARIABLE
+from rollout.generator.engines.cpu.copied import begin_as_copy
+from rollout.generator.engines.owner import OWNER_VARIABLE, die_with_owner
 from rollout.generator.engines.vllm_core import PauseMode
-from rollout.generator.engines.vllm_internals import engine_processes, start_engine, text_reader
+from rollout.generator.engines.vllm_internals import engine_processes
 from rollout.generator.engines.vllm_settings import engine_death
 
 _EXIT_CODE_S = 1.0
@@ -56,7 +57,9 @@ class OwnProcess:
     async def start(self) -> None:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
-            self._llm = start_engine(self._arguments)
+            config = self._arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            begin_as_copy(config.parallel_config.world_size, die_with_owner)
+            self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         finally:
             del os.environ[OWNER_VARIABLE]  # of the engine's processes alone: what this one begins later is none
         self.config = self._llm.vllm_config
@@ -90,8 +93,8 @@ class OwnProcess:
         answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         return answers
 
-    def know_texts(self, tokenizer: Path) -> None:
-        self._llm.output_processor.tokenizer = text_reader(tokenizer)
+    def know_texts(self, reader: Any) -> None:
+        self._llm.output_processor.tokenizer = reader
 
     def shutdown(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()

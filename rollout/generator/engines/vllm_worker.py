@@ -1,17 +1,17 @@
-"""What runs inside vLLM's worker processes: the weight reader of each tensor-parallel rank.
+"""What runs inside vLLM's worker processes: the receiving end of the weights' channel, on each tensor-parallel rank.
 
 `LoadsWeights` is mixed into vLLM's worker class (`worker_extension_cls`); its methods are called through
 `collective_rpc`, once per rank, on the thread that also steps the engine. They carry names and numbers
-only: every rank opens its own reader and takes the bytes from the transport.
+only: every rank makes its own receiver and takes the tensors from the channel.
 
 A load has two parts, so that generation pauses for the second one only:
 
-    weights_fetch   starts a thread that leases the newest version and then checksums it
-    weights_fetched polls that thread for the lease
-    weights_load    copies the leased bytes into the model, while the checksum goes on beside it
-    weights_drop    gives a lease back without loading it
+    weights_fetch   starts a thread that takes the newest version and then asks for its receipt
+    weights_fetched polls that thread for what was taken
+    weights_load    loads the tensors into the model, while the receipt is made beside it
+    weights_drop    gives back what was taken without loading it
 
-A load takes as long as it takes: nothing here ends it but a reader that stands still. How far it has come is written
+A load takes as long as it takes: nothing here ends it but a receiver that stands still. How far it has come is written
 into a file of one number for each rank, because a rank that loads answers no call.
 
 Importing this module sets how linear layers keep their weights, which has to be known before a model is built. In a
@@ -29,13 +29,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl.learner.export import tensors
-from rl.learner.page_lock import PageLock
-from rl.weights import WeightReader, make_reader
+from rl.weights import make_receiver
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
+from rollout.generator.engines.cpu.unpacked import (
+    are_weights_as_loaded,
+    forget_packed_experts,
+    heed_environment,
+    write_into_parameters,
+)
 from rollout.generator.engines.owner import die_with_owner
-from rollout.generator.engines.vllm_internals import are_weights_as_loaded, forget_packed_experts, heed_environment
 
 _REPORT_S = 0.1
 _HEAD = "lm_head.weight"
@@ -50,37 +53,37 @@ class LoadsWeights:
 
     def weights_open(self, run_folder: str, index: int, incarnation: int, untied: bool, progress: str) -> None:
         """Before any other call. `untied`: the engine gave a tied model its own head; `progress`: the file for it."""
+        run = RunFile.load(run_folder)
+        device = str(self.model_runner.device)
+        self._weights_receiver = make_receiver(run, f"generator-{index}-{self.rank}", incarnation, device)
+        self._weights_deadline_s = run.config.weights.deadline_s
         self._weights_untied = untied
         self._weights_progress = np.memmap(progress, np.uint64, "r+")
         self._weights_loaded_bytes = 0
-        self._weights_run = RunFile.load(run_folder)
-        self._weights_reader = self._weights_make_reader(f"generator-{index}-{self.rank}", incarnation)
-        self._weights_page_lock = PageLock(self.model_runner.device)
-        self._weights_opened = False  # the first fetch opens it: engine and learner start side by side
 
     def weights_fetch(self, timeline: int, n: int) -> None:
-        """Begin to lease a version not older than (timeline, n)."""
+        """Begin to take a version not older than (timeline, n)."""
         self._weights_outcome: dict[str, Any] = {}
         self._weights_checked: dict[str, Any] = {}
         self._weights_thread = threading.Thread(
-            target=self._weights_lease, args=(Version(timeline, n),), name="weights", daemon=True
+            target=self._weights_take, args=(Version(timeline, n),), name="weights", daemon=True
         )
         self._weights_thread.start()
 
-    def weights_fetched(self) -> dict[str, Any]:
-        """Empty while the lease is awaited; then its version and the seconds waited, or `error`."""
+    def weights_fetched(self, addresses: dict[str, str]) -> dict[str, Any]:
+        """Empty while it is awaited; then its version and the seconds waited, or `error`."""
+        self._weights_receiver.run.addresses.give(addresses)
         self._weights_report()
         return self._weights_outcome
 
     def weights_load(self) -> dict[str, Any]:
-        """Load the leased version. `intact` is false if its bytes changed meanwhile: fetch again, load again."""
+        """Load what was taken. `intact` is false if it changed meanwhile: fetch again, load again."""
         begin = time.monotonic()
-        pairs = self._weights_pairs()
-        if self._weights_untied:
-            pairs = with_head(pairs)
+        pairs = with_head(self._weights_tensors) if self._weights_untied else self._weights_tensors
         try:
             load_all(self.model_runner, self._weights_counted(pairs))
         finally:
+            del pairs
             checked, intact = self._weights_release()
         return {"intact": intact, "load_s": time.monotonic() - begin, **checked}
 
@@ -88,14 +91,7 @@ class LoadsWeights:
         self._weights_release()
 
     def weights_close(self) -> None:
-        self._weights_page_lock.close()
-        self._weights_reader.close()
-
-    def _weights_make_reader(self, name: str, incarnation: int) -> WeightReader:
-        return make_reader(self._weights_run, name, incarnation)
-
-    def _weights_pairs(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return tensors(self._weights_reader.manifest, self._weights_view)
+        self._weights_receiver.close()
 
     def _weights_counted(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in pairs:
@@ -104,35 +100,30 @@ class LoadsWeights:
             self._weights_report()
 
     def _weights_report(self) -> None:
-        self._weights_progress[self.rank] = self._weights_loaded_bytes + self._weights_reader.progress
+        self._weights_progress[self.rank] = self._weights_loaded_bytes + self._weights_receiver.progress
 
-    def _weights_lease(self, at_least: Version) -> None:
+    def _weights_take(self, at_least: Version) -> None:
         begin = time.monotonic()
-        deadline_s = self._weights_run.config.weights.deadline_s
         try:
-            if not self._weights_opened:
-                self._weights_reader.open(deadline_s)
-                self._weights_opened = True
-            version, self._weights_view = self._weights_reader.lease(at_least, deadline_s)
-            self._weights_page_lock.add(self._weights_view)
+            version, self._weights_tensors = self._weights_receiver.take(at_least, self._weights_deadline_s)
         except Exception as error:  # travels to the engine, which raises it in the generator
             self._weights_outcome = {"error": f"{type(error).__name__}: {error}"}
             return
 
-        leased = time.monotonic()
-        self._weights_outcome = {"timeline": version.timeline, "n": version.n, "wait_s": leased - begin}
+        taken = time.monotonic()
+        self._weights_outcome = {"timeline": version.timeline, "n": version.n, "wait_s": taken - begin}
         try:
-            self._weights_checked = {"checksum": self._weights_reader.checksum(), "copy_s": time.monotonic() - leased}
+            self._weights_checked = {"checksum": self._weights_receiver.receipt(), "copy_s": time.monotonic() - taken}
         except Exception as error:
             self._weights_checked = {"error": f"{type(error).__name__}: {error}"}
 
     def _weights_release(self) -> tuple[dict[str, Any], bool]:
-        """Checksum (or `error`) of the leased bytes, and whether they stayed as they were."""
+        """Receipt (or `error`) of what was taken, and whether it stayed as it was."""
         while self._weights_thread.is_alive():
             self._weights_thread.join(_REPORT_S)
             self._weights_report()
-        del self._weights_view  # no view may outlive the lease
-        return self._weights_checked, self._weights_reader.release()
+        del self._weights_tensors  # none may outlive the release
+        return self._weights_checked, self._weights_receiver.release()
 
 
 def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -145,10 +136,7 @@ def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> No
     model = model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}  # packed names: qkv_proj, gate_up_proj
     if are_weights_as_loaded(model_runner):
-        with torch.no_grad():
-            loaded = model.load_weights(pairs)
-        model_runner.reset_encoder_cache()
-        model_runner.reset_mm_cache()
+        loaded = write_into_parameters(model_runner, pairs)
     else:
         loaded = _reload(model_runner, model, pairs)
     if missing := sorted(expected - loaded):

@@ -42,7 +42,7 @@ from rl.observe.trace_events import (
     TraceEvent,
 )
 from rl.store.samples import Sample
-from rl.weights.shm_file import remove_slots
+from rl.weights.host import clean_up
 from rl.wire.run import RunFile
 from tests.launch.report.runs import bare, copied
 from tests.launch.simulated_run import ROOT
@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_and_is_killed_in_its_middle(tmp_path: Path) -> None:
             supervisor.kill()
             _, alive = psutil.wait_procs(children, timeout=240)
             left = RunFile.load(run)
-            remove_slots(left.run_id)  # the next start would sweep them
+            clean_up(left.run_id)  # the next start would sweep them
             shutil.rmtree(left.socket_folder)
 
     assert not alive, "children end with their supervisor"

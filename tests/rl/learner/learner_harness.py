@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
-from rl.weights.shm_file import remove_slots
+from rl.weights.host import clean_up
 from rl.wire.columns import token_columns
 from rl.wire.messages import (
     BatchPart,
@@ -96,7 +96,7 @@ class Harness:
             child.kill()
             child.wait()
         self.context.destroy(linger=0)
-        remove_slots(self.run.run_id)
+        clean_up(self.run.run_id)
 
     def pump(self, timeout_s: float = 0.1) -> None:
         """Take what has arrived on both sockets."""

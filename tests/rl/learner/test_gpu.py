@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.config.schema import LearnerConfig
-from rl.learner.export import tensors, write_shard
 from rl.learner.optimizer import Optimizer
-from rl.learner.page_lock import PageLock
+from rl.learner.publish import weight_pieces
 from rl.models import packed_attention
 from rl.models.packing import Pack, make_packs
-from rl.models.policy import Policy, export_entries, load_policy, local_rows, shard_policy
-from rl.weights.layout import Manifest
+from rl.models.policy import Policy, load_policy, shard_policy
+from rl.weights.host.layout import Manifest
+from rl.weights.host.page_lock import PageLock
+from rl.weights.host.tensors import tensors, write
 from tests.rl.learner.tiny_policies import make_shards, save_tiny
 
 pytestmark = [
@@ -111,9 +112,8 @@ def test_a_step_moves_every_matrix_and_lowers_the_loss(folder: Path) -> None:
 def test_weights_go_through_a_locked_slot_as_they_are(folder: Path) -> None:
     """A slot as a run has it: a file in shared memory, mapped once for writing and once for reading only."""
     policy = policy_on(folder, "cuda", torch.float32)
-    manifest = Manifest.layout([(name, shape, "bfloat16") for name, shape in export_entries(policy)])
-    device = torch.device("cuda", 0)
-    writer, reader = PageLock(device), PageLock(device)
+    manifest = Manifest.layout([(name, placement.shape, "bfloat16") for name, _, placement in weight_pieces(policy)])
+    writer, reader = PageLock("cuda"), PageLock("cuda:0")
 
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(manifest.total_bytes)
@@ -123,11 +123,11 @@ def test_weights_go_through_a_locked_slot_as_they_are(folder: Path) -> None:
         reader.add(seen)
         assert torch.frombuffer(slot, dtype=torch.uint8).is_pinned()
 
-        write_shard(slot, manifest, local_rows(policy))
-        arrived = {name: tensor.to(device) for name, tensor in tensors(manifest, seen)}
+        write(slot, manifest, weight_pieces(policy))
+        arrived = {name: tensor.to("cuda") for name, tensor in tensors(manifest, seen)}
         reader.close()
         writer.close()
         assert not torch.frombuffer(slot, dtype=torch.uint8).is_pinned()
 
-    for name, rows, _ in local_rows(policy):
-        assert torch.equal(arrived[name], rows.to(torch.bfloat16)), name
+    for name, rows, _ in weight_pieces(policy):
+        assert torch.equal(arrived[name], torch.as_tensor(rows).to(torch.bfloat16)), name

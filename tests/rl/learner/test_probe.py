@@ -20,7 +20,6 @@ from rl.config.schema import load_config
 from rl.learner import publish
 from rl.learner.publish import Publisher, probe_length, probe_prompt
 from rl.models.policy import load_policy
-from rl.weights.layout import Manifest
 from tests.rl.learner.tiny_policies import VOCAB, make_shards, save_tiny
 
 
@@ -64,7 +63,7 @@ class Link:
     def span(self, _name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def publish(self, n: int, _write: object, ids: Sequence[int], logp: Sequence[float]) -> bool:
+    def publish(self, n: int, _pieces: object, ids: Sequence[int], logp: Sequence[float]) -> bool:
         self.said[n] = [*ids], [*logp]
         return n >= self.newest
 
@@ -75,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def publisher(folder: Path, client: Any) -> Publisher:
-    return Publisher(load_policy(folder), Manifest.layout([]), client)
+    return Publisher(load_policy(folder), client)
 
 
 def test_from_the_first_batch_on_it_is_the_runs_own_text(folder: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from rl.learner.simulated import simulated_weights
 from rl.store.checkpoint_folder import latest, read_journal, read_meta
-from rl.weights import WeightReader, make_reader
+from rl.weights import make_receiver
+from rl.weights.channel import Receiver
 from rl.wire.messages import (
     BatchRequest,
     BatchUnderway,
@@ -46,14 +47,13 @@ def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transp
             harness.published(n)
         assert harness.take(EvalRequest).version == Version(0, 3)  # the first and the last version, once each
 
-        reader = make_reader(run, "test", 0)
-        reader.open(60)
-        version, view = reader.lease(Version(0, 3), 5)
-        assert np.array_equal(np.frombuffer(view, np.float32, 1024), simulated_weights(version, 1024))
-        reader.checksum()  # raises if any byte differs from its rank's digest
-        del view
-        assert reader.release()
-        reader.close()
+        receiver = make_receiver(run, "test", 0)
+        version, tensors = receiver.take(Version(0, 3), 60)
+        (weight,) = [tensor.numpy().copy() for _, tensor in tensors]
+        assert np.array_equal(weight, simulated_weights(version, 1024))
+        assert receiver.receipt()  # raises if any byte differs from its rank's digest
+        assert receiver.release()
+        receiver.close()
 
         for child in harness.children:
             assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
@@ -189,19 +189,18 @@ def test_a_learner_that_waits_for_another_rank_s_weights_stops_when_told(make_ru
         assert msgspec.json.decode(done[0].report)["weight_sync"]["count"] == 0  # no generator took any
 
 
-def leased_slot(make_run: MakeRun, *overrides: str) -> tuple[Harness, WeightReader]:
-    """A learner with two slots, one of them leased by a reader that never gives it back."""
+def leased_slot(make_run: MakeRun, *overrides: str) -> tuple[Harness, Receiver]:
+    """A learner with two slots, one of them taken by a receiver that never gives it back."""
     run = make_run(*SIMULATED, "steps=3", "learner.options.step_s=0", "weights.slots=2", *overrides)
     harness = Harness(run, MODULE).start()
     harness.published(0)
-    reader = make_reader(run, "generator-0-0", 0)
-    reader.open(60)
-    reader.lease(Version(0, 0), 60)
-    return harness, reader
+    receiver = make_receiver(run, "generator-0-0", 0)
+    receiver.take(Version(0, 0), 60)
+    return harness, receiver
 
 
 def test_the_death_of_a_generator_frees_what_it_leased(make_run: MakeRun) -> None:
-    harness, _reader = leased_slot(make_run)
+    harness, _receiver = leased_slot(make_run)
     with contextlib.closing(harness):
         harness.train([make_batch(0)])
         harness.published(1)
@@ -215,7 +214,7 @@ def test_the_death_of_a_generator_frees_what_it_leased(make_run: MakeRun) -> Non
 
 
 def test_a_slot_that_does_not_become_free_names_its_holder(make_run: MakeRun) -> None:
-    harness, _reader = leased_slot(make_run, "weights.deadline_s=2")
+    harness, _receiver = leased_slot(make_run, "weights.deadline_s=2")
     with contextlib.closing(harness):
         harness.train([make_batch(0)])
         harness.send_batch(make_batch(1))

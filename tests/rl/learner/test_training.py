@@ -20,10 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl.learner.export import tensors
 from rl.learner.publish import probe_prompt
 from rl.store.checkpoint_folder import read_journal, read_meta
-from rl.weights import make_reader
+from rl.weights import make_receiver
 from rl.wire.messages import BatchPart, BatchRequest, EvalRequest, Metrics, Version
 from rl.wire.run import RunFile
 from tests.conftest import save_run
@@ -151,16 +150,14 @@ def run_learner(run: RunFile, work: list[list[BatchPart]], evaluations: list[int
         harness.published(run.start_step)
         rows = harness.train(work)
         last = run.start_step + len(work)
-        reader = make_reader(run, "test", 0)
-        reader.open(10)
-        version, view = reader.lease(Version(run.timeline, last), 10)
+        receiver = make_receiver(run, "test", 0)
+        version, taken = receiver.take(Version(run.timeline, last), 10)
 
         assert version == Version(run.timeline, last)
-        reader.checksum()
-        wire = {name: tensor.clone() for name, tensor in tensors(reader.manifest, view)}
-        del view
-        assert reader.release()
-        reader.close()
+        assert receiver.receipt()
+        wire = {name: tensor.clone() for name, tensor in taken}
+        assert receiver.release()
+        receiver.close()
         report = msgspec.json.decode(harness.finish().report)
         if evaluations is not None:
             assert [m.version.n for m in harness.inbox if isinstance(m, EvalRequest)] == evaluations

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from rl.weights import WeightsError
+from rl.weights.channel import WeightsError
 from rl.weights.service import UpdaterService
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, Version, WeightNotice, WeightStatus
 from rl.wire.process import Process

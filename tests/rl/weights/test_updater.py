@@ -188,6 +188,22 @@ def test_wrong_checksum() -> None:
         assert part in message
 
 
+@pytest.mark.parametrize(("off", "is_wrong"), [(0.0, False), (0.5, True)])
+def test_where_no_host_sees_the_bytes_the_probe_alone_judges(off: float, is_wrong: bool) -> None:
+    updater = core(1)
+    updater.publish(0.0, Version(0, 0), None, [0, 1], [-1.0])
+    updater.status(0, WeightStatus(0, 0, NOTHING))
+    assert (fault(updater, loaded(0, 0, checksum=None, probe_logp=[-1.0 + off])) is not None) == is_wrong
+
+
+def test_a_generator_that_knows_no_checksum_has_not_received_what_has_one() -> None:
+    updater = core(1)
+    publish(updater, 0)
+    updater.status(0, WeightStatus(0, 0, NOTHING))
+    message = fault(updater, loaded(0, 0, checksum=None))
+    assert message is not None and "received none, published 0000000000000064" in message
+
+
 @pytest.mark.parametrize("off", [0.5, float("nan"), float("inf")])
 def test_wrong_probe(off: float) -> None:
     updater = core(1)

@@ -11,7 +11,7 @@ from rl.wire import sockets
 from rl.wire.messages import BatchRequest, ProtocolError
 from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key, open_socket, receive_from, send, sender
-from tests.conftest import BASE_PORT, MakeRun
+from tests.conftest import MakeRun
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def context() -> Iterator[zmq.SyncContext]:
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 def test_only_the_holder_of_the_run_s_key_is_heard(make_run: MakeRun, context: zmq.SyncContext, transport: str) -> None:
-    run = make_run(f"network.transport={transport}", f"network.base_port={BASE_PORT}")
+    run = make_run(f"network.transport={transport}")
     assert (run.folder / "curve.key").stat().st_mode & 0o777 == 0o600
     steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=context)
 

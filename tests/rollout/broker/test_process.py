@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from rl.observe.trace import read_trace
 from rl.observe.trace_events import Issued
+from rl.wire.columns import COLUMNS, register_configured
 from rl.wire.messages import (
     AckTickets,
     BatchPart,
@@ -47,9 +48,11 @@ from rl.wire.sockets import identity, open_socket, receive, receive_from, send, 
 from rollout.broker.records import State
 from tests.conftest import MakeRun
 from tests.inbox import next_from
+from tests.reading import read_entries
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
 DEADLINE_S = 120.0
+NEVER = 999  # a ticket that the broker has not issued
 
 
 class BrokerProcess:
@@ -65,22 +68,41 @@ class BrokerProcess:
             for rank in range(run.config.learner.ranks)
         ]
         self.begin(0)
+        self.connect()
+        self.servers: dict[int, zmq.Socket[bytes]] = {}
 
+    def connect(self) -> None:
+        run = self.run
         self.learner = open_socket(zmq.DEALER, run, "steps", identity=identity("learner", 0), context=self.context)
         self.proxy = open_socket(zmq.PUSH, run, "usage", context=self.context)
         self.results = open_socket(zmq.PUSH, run, "trajectories", context=self.context)
-        self.servers: dict[int, zmq.Socket[bytes]] = {}
 
     def begin(self, incarnation: int) -> None:
         command = [sys.executable, "-m", "rollout.broker.process", "--run", str(self.run.folder)]
         self.process = subprocess.Popen([*command, "--incarnation", str(incarnation)], stderr=subprocess.PIPE)
         self.await_control(Register)
 
-    def join(self, incarnation: int, capacity: int) -> None:
+    def replace(self, incarnation: int, capacity: int, held: list[Ticket]) -> None:
+        """Kill it. Its peers meet the next incarnation over sockets of their own, and server 0 says what it holds.
+
+        Returns when the broker has answered the hello, by taking back a ticket that never was: it knows the way.
+        """
+        self.process.kill()
+        self.process.communicate()
+        self.begin(incarnation)
+        for socket in (self.learner, self.proxy, self.results, *self.servers.values()):
+            socket.close(linger=0)
+        self.connect()
+        self.join(0, capacity, [ticket.ticket_id for ticket in held] + [NEVER], self.seq[0])
+        while not isinstance(message := self.from_broker(), CancelTickets):
+            pass
+        assert message.ticket_ids == [NEVER]
+
+    def join(self, incarnation: int, capacity: int, held: Sequence[int] = (), seq: int = 0) -> None:
         me = identity("env_server", 0, incarnation)
         self.servers[incarnation] = open_socket(zmq.DEALER, self.run, "tickets", identity=me, context=self.context)
-        send(self.servers[incarnation], ServerHello(0, incarnation, capacity))
-        self.seq[incarnation] = 0
+        send(self.servers[incarnation], ServerHello(0, incarnation, capacity, tickets=list(held)))
+        self.seq[incarnation] = seq
 
     def next_seq(self, incarnation: int = 0) -> int:
         self.seq[incarnation] += 1
@@ -141,9 +163,13 @@ def _next(socket: zmq.Socket[bytes], timeout_s: float = DEADLINE_S) -> Message:
 
 @pytest.fixture
 def broker(make_run: MakeRun, request: pytest.FixtureRequest) -> Iterator[BrokerProcess]:
+    before = dict(COLUMNS)
     broker = BrokerProcess(make_run(*request.param, train_tasks=10))
+    register_configured(broker.run.config.algo.columns)
     yield broker
     broker.close()
+    COLUMNS.clear()
+    COLUMNS.update(before)
 
 
 BASE = ("steps=1", "rollout.alpha=0", "rollout.groups_per_batch=2", "rollout.group_size=2")
@@ -281,6 +307,34 @@ def test_a_batch_that_comes_nearer_may_take_longer_than_its_deadline(broker: Bro
     while not isinstance(shard := _next(broker.shards[0]), BatchPart):
         pass
     assert shard.step == 0
+
+
+@pytest.mark.parametrize("broker", [(*BASE, "algo.columns=[tests.reading:READ]")], indirect=True)
+def test_a_broker_that_is_killed_with_large_columns_trains_the_same_batch(broker: BrokerProcess) -> None:
+    """After each trajectory: its successors have the earlier ones in their first states, and read them there."""
+    send(broker.learner, Published(Version(0, 0)))
+    broker.join(0, 4)
+    tickets = broker.tickets(4)
+    sent = []
+    for number, ticket in enumerate(tickets):
+        trajectory = make_trajectory(ticket, broker.next_seq(), float(number % 2), 200 + number)
+        trajectory = with_sequence(trajectory, read=read_entries(trajectory.sequence.token_ids + np.int32(number)))
+        sent.append(trajectory)
+        send(broker.results, trajectory)
+        assert broker.acks(1) == [ticket.ticket_id]
+
+        broker.replace(number + 1, 4, tickets[number + 1 :])
+        beside = [path.stat().st_size for path in broker.run.folder.glob("broker.columns.*")]
+        assert len(beside) == 1 and beside[0] >= sum(each.sequence.columns["read"].nbytes for each in sent)
+        assert (broker.run.folder / "broker.log").stat().st_size < 40_000, "48 numbers a token are not in it"
+
+    send(broker.learner, BatchRequest(0))
+    while not isinstance(shard := _next(broker.shards[0]), BatchPart):
+        pass
+    assert [row.sample_id for row in shard.rows] == [0, 1, 2, 3]
+    for name in ("token_ids", "loss_mask", "policy_version", "read"):
+        expected = np.concatenate([each.sequence.columns[name] for each in sent])
+        np.testing.assert_array_equal(shard.columns[name], expected)
 
 
 @pytest.mark.parametrize("broker", [(*BASE, "rollout.redundant_episodes=1")], indirect=True)

@@ -8,6 +8,7 @@ import pickle
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,29 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from rl.wire.messages import BatchRequest, Message, PeerDied, Published, ServerHello, TicketFailed, Version, encode
+from rl.wire.columns import COLUMNS, Column
+from rl.wire.messages import (
+    BatchRequest,
+    Message,
+    PeerDied,
+    Published,
+    ServerHello,
+    Ticket,
+    TicketFailed,
+    Trajectory,
+    Version,
+    decode,
+    encode,
+)
 from rollout.broker import BrokerCore, Rules, write_ahead
 from rollout.broker.actions import IssueTicket, RevokeTickets
 from rollout.broker.intake import Intake
 from rollout.broker.write_ahead import LogDamaged, WriteAheadLog
 from tests.rollout.broker.test_properties import configurations
 from tests.rollout.broker.world import World
-from tests.rollout.trajectories import make_trajectory
+from tests.rollout.trajectories import make_trajectory, with_sequence
 
 EVENTS = {
     *("published", "batch_requested", "eval_requested", "server_joined", "server_left", "finished", "failed"),
@@ -130,6 +145,147 @@ def test_damage_is_one_line(tmp_path: Path) -> None:
         (tmp_path / "log").write_bytes(damaged)
         with pytest.raises(LogDamaged, match=r"log is damaged at byte \d+: resume=CHECKPOINT"):
             list(WriteAheadLog(tmp_path / "log").read()[1])
+
+
+@pytest.fixture
+def wide() -> Iterator[Column]:
+    """A column of 384 bytes a token, as the routing of 48 layers with 8 experts each is."""
+    column = Column("wide", "uint8", shape=(48, 8), covers="context")
+    COLUMNS["wide"] = column
+    yield column
+    del COLUMNS["wide"]
+
+
+def trajectory(number: int, tokens: int = 400) -> Trajectory:
+    made = make_trajectory(Ticket(number, number, 0, 0, Version(0, 0)), number, 1.0, tokens)
+    random = np.random.default_rng(number)
+    return with_sequence(made, wide=random.integers(0, 256, (tokens + 2, 48, 8), np.uint8))
+
+
+def received(message: Message) -> Message:
+    """As the broker has it: its arrays are views that cannot be written to."""
+    return decode([bytes(frame) for frame in encode(message)])
+
+
+def beside(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("log.columns.*"))
+
+
+def test_large_columns_lie_beside_the_log(tmp_path: Path, wide: Column) -> None:
+    """Short samples as well as long ones. The log has as many bytes a token as without the column."""
+    with_it = [trajectory(number, tokens) for number, tokens in enumerate((1, 7, 400, 9000))]
+    without = [
+        replace(each, sequences=[replace(each.sequence, columns=_without(each.sequence.columns, "wide"))])
+        for each in with_it
+    ]
+    sizes = []
+    for name, sent in (("with", with_it), ("without", without)):
+        (tmp_path / name).mkdir()
+        log = WriteAheadLog(tmp_path / name / "log")
+        log.begin([received(each) for each in sent])
+        for each in sent:
+            log.append(1.0, received(each))
+        log.flush()
+        state, events = WriteAheadLog(tmp_path / name / "log").read()
+        assert [frames(each) for each in state] == [frames(each) for each in sent]
+        assert [frames(message) for _, message in events] == [frames(each) for each in sent]
+        sizes.append((tmp_path / name / "log").stat().st_size)
+
+    tokens = 2 * sum(len(each.sequence.token_ids) for each in with_it)
+    print(
+        f"{sizes[0] / tokens:.1f} bytes a token in the log with 384 bytes of columns, {sizes[1] / tokens:.1f} without"
+    )
+    assert sizes[0] < 1.02 * sizes[1] + 1000
+    assert (tmp_path / "with" / "log.columns.1").stat().st_size >= 384 * tokens
+
+
+def _without(columns: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {each: values for each, values in columns.items() if each != name}
+
+
+def test_what_is_torn_beside_the_log_is_torn_in_it(tmp_path: Path, wide: Column) -> None:
+    """The last record is dropped if it has not all of its columns; behind it nothing may follow."""
+    path = tmp_path / "log"
+    log = WriteAheadLog(path)
+    log.begin(None)
+    sent = [trajectory(number) for number in range(3)]
+    for each in sent:
+        log.append(1.0, each)
+    log.flush()
+    (large,) = beside(path)
+    whole = large.read_bytes()
+    assert len(list(WriteAheadLog(path).read()[1])) == 3
+
+    for missing in (1, 100_000):
+        large.write_bytes(whole[:-missing])
+        _, events = WriteAheadLog(path).read()
+        assert [frames(message) for _, message in events] == [frames(each) for each in sent[:2]]
+    large.unlink()
+    with pytest.raises(LogDamaged, match=r"log.columns.1 is damaged at byte 0: resume=CHECKPOINT"):
+        list(WriteAheadLog(path).read()[1])
+
+    large.write_bytes(whole)
+    log.append(2.0, None)
+    log.flush()
+    large.write_bytes(whole[:-1])
+    with pytest.raises(LogDamaged, match=r"log.columns.1 is damaged at byte \d+"):
+        list(WriteAheadLog(path).read()[1])
+
+
+def test_damage_beside_the_log_is_one_line(tmp_path: Path, wide: Column) -> None:
+    path = tmp_path / "log"
+    log = WriteAheadLog(path)
+    log.begin([received(trajectory(0))])
+    log.append(1.0, trajectory(1))
+    log.flush()
+    (large,) = beside(path)
+    whole = large.read_bytes()
+    for place in np.random.default_rng(0).integers(0, len(whole), 20):
+        damaged = bytearray(whole)
+        damaged[place] ^= 8
+        large.write_bytes(damaged)
+        with pytest.raises(LogDamaged, match=r"log.columns.1 is damaged at byte \d+: resume=CHECKPOINT"):
+            list(WriteAheadLog(path).read()[1])
+
+
+def test_a_log_that_begins_anew_takes_the_columns_with_it(
+    tmp_path: Path, wide: Column, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    log = WriteAheadLog(path)
+    log.begin(None)
+    assert not log.is_long
+    monkeypatch.setattr(write_ahead, "_LONG_BYTES_BESIDE", 1000)
+    log.begin(None)
+    log.append(1.0, trajectory(0))
+    log.flush()
+    assert log.is_long, "what lies beside it counts"
+
+    state, events = WriteAheadLog(path).read()
+    (event,) = events
+    successor = WriteAheadLog(path)
+    successor.begin([event[1]])
+    assert [file.name for file in beside(path)] == ["log.columns.3"]
+    (kept,), none = WriteAheadLog(path).read()
+    assert state is None and not list(none) and frames(kept) == frames(trajectory(0))
+
+    # A process that died as it began the next one leaves a file that nothing names.
+    (tmp_path / "log.columns.4").write_bytes(b"of nobody")
+    (kept,), _ = WriteAheadLog(path).read()
+    assert frames(kept) == frames(trajectory(0))
+    successor.begin([kept])
+    assert [file.name for file in beside(path)] == ["log.columns.5"]
+    successor.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_plug_in_writes_to_stays_in_the_log(tmp_path: Path) -> None:
+    """Arrays of its own can be written to again when they are read."""
+    log = WriteAheadLog(tmp_path / "log")
+    log.begin(np.zeros(1 << 16))
+    state, _ = WriteAheadLog(tmp_path / "log").read()
+    state += 1
+    assert state.sum() == 1 << 16 and beside(tmp_path / "log")[0].stat().st_size == 0
 
 
 def test_a_server_that_says_hello_again_gets_what_did_not_arrive() -> None:

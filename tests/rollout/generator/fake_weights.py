@@ -1,23 +1,21 @@
-"""A weight reader that needs no learner."""
+"""A receiver of weights that needs no learner."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
-from rl.weights import Manifest
+from rl.weights.channel import Receiver
 from rl.wire.messages import Version
 
 
-class FakeReader:
-    """Version 0 is published from the start; `torn` leases are to be taken again; `fail` breaks the next one."""
-
-    manifest = Manifest((), 8)
-    progress = 0
+class FakeReceiver(Receiver):
+    """Version 0 is published from the start; `torn` versions are to be taken again; `fail` breaks the next one."""
 
     def __init__(self) -> None:
         self.newest = Version(0, 0)
         self.digest = 1000
-        self.torn = self.leases = 0
+        self.torn = self.taken = 0
         self.fail = ""
         self.closed = False
         self._published = threading.Condition()
@@ -28,18 +26,16 @@ class FakeReader:
             self.digest = 1000 + version.n
             self._published.notify_all()
 
-    def open(self, deadline_s: float) -> None: ...
-
-    def lease(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
+    def take(self, at_least: Version, deadline_s: float) -> tuple[Version, list[tuple[str, Any]]]:
         if self.fail:
             raise OSError(self.fail)
         with self._published:
             if not self._published.wait_for(lambda: self.newest >= at_least, deadline_s):
                 raise TimeoutError(f"version {at_least.n} was not published")
-            self.leases += 1
-            return self.newest, memoryview(b"12345678")
+            self.taken += 1
+            return self.newest, []
 
-    def checksum(self) -> int:
+    def receipt(self) -> int:
         return self.digest
 
     def release(self) -> bool:

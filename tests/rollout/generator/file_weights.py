@@ -1,36 +1,40 @@
-"""A weight reader over plain files, mixed into the worker: tests can tear a read, hold a load, leave a tensor out.
+"""A channel of plain files: tests can tear what is read, hold a load, leave a tensor out.
 
-The writer's side is a `weights.<n>.safetensors` in the run folder, renamed into place.
+The sender's side is a `weights.<n>.safetensors` in the run folder, renamed into place.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors.torch import load
 
-from rl.weights import Manifest, WeightReader
+from rl.weights.channel import Channel, Piece, Receiver, Sender
 from rl.wire.messages import Version
-from rollout.generator.engines.vllm_internals import are_weights_as_loaded
+from rollout.generator.engines.cpu.unpacked import are_weights_as_loaded
 from rollout.generator.engines.vllm_worker import LoadsWeights
 
 
-class FileReader:
-    progress = 0
+class FileSender(Sender):
+    """Tests put the files there."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.manifest = Manifest((), 0)  # the files describe themselves
+    def offer(self, n: int, pieces: Iterable[Piece]) -> None:
+        raise NotImplementedError
 
-    def open(self, deadline_s: float) -> None:
-        pass
+    def announce(self, version: Version) -> None:
+        raise NotImplementedError
 
-    def lease(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
+
+class FileReceiver(Receiver):
+    @property
+    def folder(self) -> Path:
+        return self.run.folder
+
+    def take(self, at_least: Version, deadline_s: float) -> tuple[Version, Iterator[tuple[str, torch.Tensor]]]:
         deadline = time.monotonic() + deadline_s
         while True:
             files = {int(path.name.split(".")[1]): path for path in self.folder.glob("weights.*.safetensors")}
@@ -41,9 +45,15 @@ class FileReader:
                 raise TimeoutError(f"no weights {at_least}")
             time.sleep(0.01)
         self.bytes = files[newest].read_bytes()
-        return Version(at_least.timeline, newest), memoryview(self.bytes)
+        return Version(at_least.timeline, newest), self._tensors()
 
-    def checksum(self) -> int:
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Not while there is a file `hold`."""
+        while (self.folder / "hold").exists():
+            time.sleep(0.01)
+        yield from load(self.bytes).items()
+
+    def receipt(self) -> int:
         return zlib.crc32(self.bytes)
 
     def release(self) -> bool:
@@ -58,15 +68,9 @@ class FileReader:
         (self.folder / "closed").touch()
 
 
-class FileWeights(LoadsWeights):
+FILES = Channel(FileSender, FileReceiver)
+
+
+class TellsHowItLoads(LoadsWeights):
     def writes_into_parameters(self) -> bool:
         return are_weights_as_loaded(self.model_runner)
-
-    def _weights_make_reader(self, name: str, incarnation: int) -> WeightReader:
-        return cast(WeightReader, FileReader(self._weights_run.folder))
-
-    def _weights_pairs(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Not while there is a file `hold`."""
-        while (self._weights_run.folder / "hold").exists():
-            time.sleep(0.01)
-        return iter(load(bytes(self._weights_view)).items())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import zmq
 
-from rl.weights import Manifest, make_writer
+from rl.weights import make_sender
+from rl.weights.channel import Entry, Piece, Placement
 from rl.wire.messages import (
     Abort,
     Fatal,
@@ -35,7 +36,7 @@ from tests.conftest import MakeRun
 from tests.inbox import next_from
 
 ME = identity("generator", 0, 2)
-MANIFEST = Manifest.layout([("weight", (64,), "float32")])
+ENTRY: Entry = ("weight", (64,), "float32")
 SETTINGS = (
     "generator.engine=simulated",
     "generator.options.decode_base_s=0.002",
@@ -49,7 +50,7 @@ SETTINGS = (
 class Outside:
     """Supervisor, proxy and learner of one generator, incarnation 2."""
 
-    def __init__(self, run: RunFile, manifest: Manifest = MANIFEST) -> None:
+    def __init__(self, run: RunFile, entries: Sequence[Entry] = (ENTRY,)) -> None:
         self.run = run
         self.context = zmq.Context()
         names = ("control", "backend", "weight_status")
@@ -57,8 +58,8 @@ class Outside:
             open_socket(zmq.ROUTER, run, name, bind=True, context=self.context) for name in names
         )
         self.notices = open_socket(zmq.PUSH, run, "notices", 0, context=self.context)
-        self.writer = make_writer(run, 0, manifest)
-        self.writer.open()
+        self.sender = make_sender(run, 0, entries)
+        self.sender.open()
         command = [sys.executable, "-m", "rollout.generator.process", "--run", str(run.folder), "--incarnation", "2"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
 
@@ -87,12 +88,12 @@ class Outside:
         assert isinstance(message, Heartbeat)
         return message
 
-    def publish(self, n: int) -> int:
+    def publish(self, n: int, pieces: Iterable[Piece] | None = None) -> int | None:
         """The learner's version n; returns its checksum."""
-        view = self.writer.begin(Version(0, n), 5)
-        view[:256] = bytes([n]) * 256
-        self.writer.commit([(0, 256)])
-        return self.writer.checksum(Version(0, n), 5)
+        self.sender.offer(n, pieces or [("weight", np.full(64, n, np.float32), Placement((64,)))])
+        receipt = self.sender.receipt(n)
+        self.sender.announce(Version(0, n))
+        return receipt
 
     def load(self, n: int) -> None:
         checksum = self.publish(n)
@@ -115,7 +116,7 @@ class Outside:
         self.process.wait()
         assert self.process.stderr is not None
         self.process.stderr.close()
-        self.writer.close()
+        self.sender.close()
         self.context.destroy(linger=0)
 
 

@@ -7,19 +7,17 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import cast
 
 import numpy as np
 import pytest
 
-from rl.weights import WeightReader
 from rl.wire.messages import Generate, Version
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
 from rollout.generator.engines.timing import BatchModel, Event, SimulatedOptions, Timing
 from tests.conftest import MakeRun
-from tests.rollout.generator.fake_weights import FakeReader
+from tests.rollout.generator.fake_weights import FakeReceiver
 
 
 def model(seats: int = 4, **config: float) -> BatchModel:
@@ -137,7 +135,7 @@ def request(request_id: int, session: int = 1, max_tokens: int = 1000, seed: int
     return Generate(request_id, session, "train", Version(0, 0), prompt, max_tokens, 1.0, 1.0, [STOP], seed)
 
 
-Scenario = Callable[[SimulatedEngine, FakeReader], Awaitable[None]]
+Scenario = Callable[[SimulatedEngine, FakeReceiver], Awaitable[None]]
 
 
 def play(make_run: MakeRun, scenario: Scenario, *overrides: str) -> None:
@@ -146,8 +144,8 @@ def play(make_run: MakeRun, scenario: Scenario, *overrides: str) -> None:
     run = make_run("generator.engine=simulated", *(f"generator.options.{each}" for each in settings), *overrides)
 
     async def main() -> None:
-        reader = FakeReader()
-        engine = SimulatedEngine(ProcessContext(run, 0, 0), cast(WeightReader, reader))
+        reader = FakeReceiver()
+        engine = SimulatedEngine(ProcessContext(run, 0, 0), reader)
         try:
             info = await engine.start()
             assert (info.max_num_seqs, info.max_model_len) == (64, 2048)
@@ -168,7 +166,7 @@ def ignore(_: Sampled) -> None: ...
 
 
 def test_what_is_sampled_depends_on_the_seed_alone(make_run: MakeRun) -> None:
-    async def scenario(engine: SimulatedEngine, _: FakeReader) -> None:
+    async def scenario(engine: SimulatedEngine, _: FakeReceiver) -> None:
         alone = await engine.generate(request(1), ignore)
         crowd = await asyncio.gather(*(engine.generate(request(i, session=i - 8), ignore) for i in range(2, 30)))
         assert crowd[7].token_ids == alone.token_ids  # session 1 again
@@ -198,7 +196,7 @@ def test_it_takes_the_time_of_its_model_and_few_steps_of_its_own(
         moved.append(now)
         return advance(batch, now)
 
-    async def scenario(engine: SimulatedEngine, _: FakeReader) -> None:
+    async def scenario(engine: SimulatedEngine, _: FakeReceiver) -> None:
         begin = time.monotonic()
         await asyncio.gather(*(engine.generate(request(i, session=i), ignore) for i in range(64)))
         assert time.monotonic() - begin >= 0.599
@@ -209,7 +207,7 @@ def test_it_takes_the_time_of_its_model_and_few_steps_of_its_own(
 
 
 def test_progress_grows_and_an_abort_returns_it(make_run: MakeRun) -> None:
-    async def scenario(engine: SimulatedEngine, _: FakeReader) -> None:
+    async def scenario(engine: SimulatedEngine, _: FakeReceiver) -> None:
         counts: list[int] = []
         task = asyncio.create_task(engine.generate(request(1), lambda sampled: counts.append(len(sampled.token_ids))))
         while not counts or counts[-1] < 20:
@@ -226,7 +224,7 @@ def test_progress_grows_and_an_abort_returns_it(make_run: MakeRun) -> None:
     play(make_run, scenario, *slow)
 
 
-async def update_midway(engine: SimulatedEngine, reader: FakeReader) -> Sampled:
+async def update_midway(engine: SimulatedEngine, reader: FakeReceiver) -> Sampled:
     """One request of 100 tokens or more at 20 ms each; version 1 arrives after about 20 tokens."""
     started = asyncio.Event()
     task = asyncio.create_task(
@@ -241,7 +239,7 @@ async def update_midway(engine: SimulatedEngine, reader: FakeReader) -> Sampled:
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep", "abort", "drain"])
 def test_versions_per_token_over_an_update(make_run: MakeRun, on_update: str) -> None:
-    async def scenario(engine: SimulatedEngine, reader: FakeReader) -> None:
+    async def scenario(engine: SimulatedEngine, reader: FakeReceiver) -> None:
         sampled = await update_midway(engine, reader)
         assert len(sampled.token_ids) == len(sampled.logp) == 100
         versions = sampled.policy_version
@@ -259,7 +257,7 @@ def test_versions_per_token_over_an_update(make_run: MakeRun, on_update: str) ->
 
 
 def test_a_drain_that_takes_too_long_does_not_block_the_roll(make_run: MakeRun) -> None:
-    async def scenario(engine: SimulatedEngine, reader: FakeReader) -> None:
+    async def scenario(engine: SimulatedEngine, reader: FakeReceiver) -> None:
         sampled = await update_midway(engine, reader)
         assert set(sampled.policy_version) == {0, 1}
 
@@ -268,37 +266,38 @@ def test_a_drain_that_takes_too_long_does_not_block_the_roll(make_run: MakeRun) 
 
 
 def test_torn_weights_are_read_again_and_the_newest_are_loaded(make_run: MakeRun) -> None:
-    async def scenario(engine: SimulatedEngine, reader: FakeReader) -> None:
+    async def scenario(engine: SimulatedEngine, reader: FakeReceiver) -> None:
         reader.torn = 2
         reader.publish(Version(0, 4))
-        leases = reader.leases
+        leases = reader.taken
         report = await engine.load(Version(0, 3), [])
-        assert report.version == Version(0, 4) and reader.leases == leases + 3
+        assert report.version == Version(0, 4) and reader.taken == leases + 3
 
     play(make_run, scenario)
 
 
 def test_the_real_reader_s_checksum_is_reported(make_run: MakeRun) -> None:
     """Through shared memory, as the learner publishes it."""
-    from rl.weights import Manifest, make_writer
+    from rl.weights import make_sender
+    from rl.weights.channel import Placement
 
     run = make_run("generator.engine=simulated")
-    writer = make_writer(run, 0, Manifest.layout([("weight", (64,), "float32")]))
+    sender = make_sender(run, 0, [("weight", (64,), "float32")])
 
     async def main() -> None:
         engine = SimulatedEngine(ProcessContext(run, 0, 0))
         try:
             await engine.start()
-            view = writer.begin(Version(0, 0), 5)
-            view[:256] = bytes(range(256))
-            writer.commit([(0, 256)])
+            sender.offer(0, [("weight", np.arange(64, dtype=np.float32), Placement((64,)))])
+            receipt = sender.receipt(0)
+            sender.announce(Version(0, 0))
             report = await engine.load(Version(0, 0), [])
-            assert report.checksum == writer.checksum(Version(0, 0), 5)
+            assert report.checksum == receipt is not None
         finally:
             await engine.stop()
 
-    writer.open()
+    sender.open()
     try:
         asyncio.run(main())
     finally:
-        writer.close()
+        sender.close()

@@ -271,9 +271,9 @@ def test_missing_weights_are_an_error(rig: Rig) -> None:
 def test_vllm_s_internals_are_as_we_use_them(rig: Rig) -> None:
     from vllm.inputs.engine import tokens_input
 
+    from rollout.generator.engines.cpu.vllm_thread import OwnThread
     from rollout.generator.engines.vllm_process import OwnProcess
     from rollout.generator.engines.vllm_settings import sampling_params
-    from rollout.generator.engines.vllm_thread import OwnThread
 
     core = rig.engine._core
     assert isinstance(core, OwnProcess if rig.own_process else OwnThread)
@@ -304,7 +304,7 @@ def test_the_engine_process_dies_with_a_killed_generator(tied_rig: Rig) -> None:
         import asyncio, os
         from rl.wire.run import ProcessContext, RunFile
         from rollout.generator.engines import vllm, vllm_settings
-        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
+        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.TellsHowItLoads"
 
         async def main():
             await vllm.VllmEngine(ProcessContext(RunFile.load({str(rig.folder)!r}), 1, 0)).start()

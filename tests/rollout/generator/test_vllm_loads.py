@@ -12,8 +12,9 @@ from vllm import _custom_ops
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from rl.config.schema import load_config
-from rollout.generator.engines.environment import UNPACKED_VARIABLE, engine_environment
-from rollout.generator.engines.vllm_internals import are_weights_as_loaded
+from rollout.generator.engines.cpu.environment import UNPACKED_VARIABLE
+from rollout.generator.engines.cpu.unpacked import are_weights_as_loaded
+from rollout.generator.engines.environment import engine_environment
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
 
 

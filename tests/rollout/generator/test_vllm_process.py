@@ -21,8 +21,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl.learner.export import write_shard
-from rl.weights import Manifest
+from rl.weights.channel import Placement
 from rl.weights.proof import TOLERANCE, Expected, LoadProof
 from rl.wire.messages import Fatal, Message, Version, WeightNotice, WeightStatus
 from rl.wire.sockets import send
@@ -61,10 +60,9 @@ class Experts:
         settings += ["generator.kv_cache_bytes=8388608", f"weights.deadline_s={DEADLINE_S[dtype]}"]
         self.run = make_run(*settings, model_folder=folder, device=device)
         entries = [(name, tuple(tensor.shape), dtype) for name, tensor in self.model(0).named_parameters()]
-        self.manifest = Manifest.layout(entries)
         os.environ.update(engine_environment(self.run.config, device))
         os.environ["TMPDIR"] = str(self.run.folder)
-        self.outside = Outside(self.run, self.manifest)
+        self.outside = Outside(self.run, entries)
 
     def model(self, n: int) -> Any:
         torch.manual_seed(n)
@@ -79,9 +77,10 @@ class Experts:
     def load(self, n: int) -> tuple[WeightStatus, Expected]:
         """Publish version n; what the engine then reports, and what it should."""
         version = Version(0, n)
-        writer = self.outside.writer
-        rows = ((name, tensor.detach(), 0) for name, tensor in self.model(n).named_parameters())
-        writer.commit(write_shard(writer.begin(version, 5), self.manifest, rows))
+        pieces = (
+            (name, each.detach(), Placement(tuple(each.shape))) for name, each in self.model(n).named_parameters()
+        )
+        receipt = self.outside.publish(n, pieces)
         send(self.outside.notices, WeightNotice(version, PROBE))
 
         def done(message: Message) -> bool:
@@ -90,7 +89,7 @@ class Experts:
         status = self.outside.get(self.outside.status, done, seconds=240)  # the first load waits for the engine's start
         assert isinstance(status, WeightStatus)
         assert not status.error, status.error
-        return status, Expected(version, writer.checksum(version, 5), tuple(PROBE), np.array(self.logp(n)))
+        return status, Expected(version, receipt, tuple(PROBE), np.array(self.logp(n)))
 
     def engine_process(self) -> psutil.Process:
         children = psutil.Process(self.outside.process.pid).children(recursive=True)

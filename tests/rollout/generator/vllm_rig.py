@@ -57,6 +57,7 @@ SETTINGS = [
     f"generator.max_model_len={MAX_MODEL_LEN}",
     f"generator.max_num_seqs={MAX_NUM_SEQS}",
     f"generator.kv_cache_bytes={KV_BYTES}",
+    "weights.transport=tests.rollout.generator.file_weights:FILES",
     "weights.deadline_s=120",
     "generator.options.enforce_eager=false",  # a CPU has no CUDA graphs, whatever it says
 ]
@@ -97,7 +98,7 @@ class Rig:
     def start(self) -> None:
         from rollout.generator.engines import vllm, vllm_settings
 
-        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.FileWeights"
+        vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.TellsHowItLoads"
         self._set_num_threads = torch.set_num_threads
         before = set(psutil.Process().children(recursive=True))
         self.engine = vllm.VllmEngine(ProcessContext(self.run, 0, 0))

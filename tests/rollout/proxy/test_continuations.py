@@ -32,11 +32,11 @@ def test_two_deaths_and_an_answer() -> None:
     assert (third.prompt_ids.size, third.max_tokens, third.version) == (31, 19, Version(2, 6))
 
     continuations.sent(KEY)
-    columns, kept = continuations.answer(KEY, reply_columns([300], -0.8, 7))
+    columns, _, kept = continuations.answer(KEY, reply_columns([300], -0.8, 7), {})
     assert kept == 11 and columns["token_ids"].tolist() == [*range(100, 108), 200, 201, 202, 300]
     assert columns["policy_version"].tolist() == [3] * 4 + [5] * 4 + [6] * 3 + [7]
     assert columns["logp_behavior"].tolist() == pytest.approx([-0.5] * 4 + [-0.6] * 4 + [-0.7] * 3 + [-0.8])
-    assert continuations.answer(KEY, columns)[1] == 0, "it is over"
+    assert continuations.answer(KEY, columns, {})[2] == 0, "it is over"
 
 
 def test_what_began_again_replaces_what_was_delivered() -> None:

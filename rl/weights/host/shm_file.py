@@ -1,7 +1,7 @@
 """Transport `shm`: all slots in one memory-mapped file, `/dev/shm/fresco-<run_id>-weights`, for the whole run.
 
     page 0   owner and supervisor (pid, start time), lock holder, size of the manifest; magic last, once all is valid
-    then     the manifest, the slot table (`rl.weights.slots`) and the slots, each page-aligned
+    then     the manifest, the slot table (`rl.weights.host.slots`) and the slots, each page-aligned
 
 Rank 0 makes the file with all its pages allocated and mapped (writing into fresh pages is ten times slower), and
 unlinks it on close; its next incarnation adopts it. Nobody else unlinks it: the file is opened and mapped directly,
@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from rl.config.schema import ConfigError
-from rl.weights.layout import Manifest
-from rl.weights.slots import SlotTable
-from rl.weights.transport import slot_geometry
+from rl.weights.host.ends import slot_geometry
+from rl.weights.host.layout import Manifest
+from rl.weights.host.slots import SlotTable
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 
@@ -133,7 +133,7 @@ def _no_space(needed: int, available: int, slots: int) -> ConfigError:
 
 
 class SlotsFile:
-    """The file as one process sees it: `rl.weights.transport.Slots`."""
+    """The file as one process sees it: `rl.weights.host.ends.Slots`."""
 
     def __init__(self, descriptor: int, run: RunFile, manifest: Manifest, *, writable: bool) -> None:
         self.manifest = manifest

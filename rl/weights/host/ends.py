@@ -1,37 +1,32 @@
-"""The two ends of a weight transport: a writer on each rank of the learner, a reader on each rank of an engine.
+"""The two ends of a channel through hosts' memory: what `shm` and `zmq` have in common.
 
-What every transport has in common: who claims which slot, who waits for whom, what is published, verified and refused.
-A transport adds where the slots are (`Slots`) and how a reader comes to the bytes. Invariants:
+Who claims which slot, who waits for whom, what is published, verified and refused. A subclass adds where the slots are
+(`Slots`) and how a receiver comes to the bytes. Invariants:
 
-* a reader is handed only versions that all ranks have committed, the newest one at that moment;
+* a receiver is handed only versions that all ranks have committed and rank 0 has named, the newest at that moment;
 * bytes that changed while they were read are never accepted (`release()` is False, or WeightsCorrupt);
-* the writer never waits for a slow reader when there are three slots (`weights.slots`).
-
-A new transport is one file with subclasses of `WeightWriter` and `WeightReader`, and a line in `rl.weights`.
+* the sender never waits for a slow receiver when there are three slots (`weights.slots`).
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from rl.weights.layout import (
-    Manifest,
-    Segment,
-    Segments,
-    WeightsCorrupt,
-    WeightsError,
-    combined_checksum,
-    digest,
-    label,
-)
-from rl.weights.slots import Geometry, SlotTable
+from rl.weights.channel import Entry, Piece, Receiver, Sender, Wait, WeightsCorrupt, WeightsError, label
+from rl.weights.host.layout import Manifest, Segment, Segments, combined_checksum
+from rl.weights.host.page_lock import PageLock
+from rl.weights.host.slots import Geometry, SlotTable, draft_of
+from rl.weights.host.tensors import tensors, write
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _Found = TypeVar("_Found")
 _POLL_S = 0.001
@@ -91,15 +86,15 @@ class Slots(Protocol):
     def close(self) -> None: ...
 
 
-class WeightWriter(ABC):
-    """One per learner rank; not thread-safe. Every rank calls `begin` and `commit` once per version, in order."""
+class HostSender(Sender):
+    """Every rank calls `begin` and `commit` once per version, in order; `offer` is both, with tensors between."""
 
-    def __init__(self, run: RunFile, rank: int, manifest: Manifest) -> None:
-        self._run = run
-        self._rank = rank
-        self._manifest = manifest
-        self._slots: Slots | None = None  # once open
-        self._writing: tuple[int, Version] | None = None  # the slot and its version, from `begin` to `commit`
+    _slots: Slots | None = None  # once open
+    _writing: tuple[int, Version] | None = None  # the slot and its version, from `begin` to `commit`
+
+    def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
+        super().__init__(run, rank, entries, wait)
+        self._manifest = Manifest.layout(self.entries)
 
     @abstractmethod
     def open(self) -> None:
@@ -107,6 +102,19 @@ class WeightWriter(ABC):
 
         Raises WaitExpired if rank 0 does not make them in time, WeightsError if it exports other tensors.
         """
+
+    def offer(self, n: int, pieces: Iterable[Piece]) -> None:
+        draft = draft_of(n)
+        view = self.wait("slot", lambda seconds: self.begin(draft, seconds))
+        self.commit(write(view, self._manifest, pieces))
+
+    def receipt(self, n: int) -> int:
+        draft = draft_of(n)
+        return self.wait("other ranks' part", lambda seconds: self.checksum(draft, seconds))
+
+    def announce(self, version: Version) -> None:
+        with self._opened().lock() as table:
+            table.name(draft_of(version.n), version)
 
     def begin(self, version: Version, deadline_s: float) -> memoryview:
         """Writable view of the whole slot that will hold `version`; this rank writes its own rows only.
@@ -116,32 +124,25 @@ class WeightWriter(ABC):
         slots = self._opened()
         if self._writing is not None:
             begun = label(self._writing[1])
-            raise WeightsError(f"rank {self._rank} begins {label(version)} before it committed {begun}")
+            raise WeightsError(f"rank {self.rank} begins {label(version)} before it committed {begun}")
 
         def waiting() -> str:
-            whom = f"that is for {slots.table.blockers()}" if self._rank == 0 else "chosen by rank 0"
-            return f"learner rank {self._rank} waits for a weight slot for version {label(version)}, {whom}"
+            whom = f"that is for {slots.table.blockers()}" if self.rank == 0 else "chosen by rank 0"
+            return f"learner rank {self.rank} waits for a weight slot for version {label(version)}, {whom}"
 
         slot = wait_for(lambda: self._find_slot(version), deadline_s, waiting)
         self._writing = slot, version
         return slots.view(slot)
 
-    def commit(self, segments: Iterable[Segment]) -> None:
+    def commit(self, segments: list[Segment]) -> None:
         """Publish the byte ranges that this rank wrote. The version is ready when every rank has committed.
 
         Raises WeightsError if ranges overlap, or if all ranks are done and a tensor is not wholly covered.
         """
-        slots = self._opened()
         if self._writing is None:
-            raise WeightsError(f"rank {self._rank} commits a version that it has not begun")
+            raise WeightsError(f"rank {self.rank} commits a version that it has not begun")
 
-        slot, _ = self._writing
-        view = slots.view(slot)
-        complete: list[tuple[int, int, int]] = []
-        for offset, length, *known in segments:
-            complete.append((offset, length, known[0] if known else digest(view[offset : offset + length])))
-
-        self._publish(slot, complete)
+        self._publish(self._writing[0], segments)
         self._writing = None
 
     def checksum(self, version: Version, deadline_s: float) -> int:
@@ -156,22 +157,15 @@ class WeightWriter(ABC):
                 return table.segments_of(version)
 
         def waiting() -> str:
-            return f"learner rank {self._rank} waits for {slots.table.blockers()}, wants version {label(version)}"
+            return f"learner rank {self.rank} waits for {slots.table.blockers()}, wants version {label(version)}"
 
         return combined_checksum(wait_for(ready, deadline_s, waiting))
 
-    def name(self, draft: Version, version: Version) -> None:
-        """Let readers have `draft`, which is ready, as `version`. For rank 0."""
+    def receiver_died(self, name: str, incarnation: int) -> None:
         with self._opened().lock() as table:
-            table.name(draft, version)
-
-    def end_leases(self, reader: str, incarnation: int) -> None:
-        """The reader `reader` (or every reader named `reader-...`) of this or an earlier incarnation is dead."""
-        with self._opened().lock() as table:
-            table.end_leases(reader, incarnation)
+            table.end_leases(name, incarnation)
 
     def close(self) -> None:
-        """Free what `open` made; nothing if it is not open."""
         if self._slots is not None:
             self._slots.close()
         self._slots = None
@@ -180,7 +174,7 @@ class WeightWriter(ABC):
         """The slot to write `version` into, if there is one now: rank 0 chooses."""
         slots = self._opened()
         with slots.lock() as table:
-            found = table.claim(version) if self._rank == 0 else table.writing(version)
+            found = table.claim(version) if self.rank == 0 else table.writing(version)
         if found is None:
             slots.end_dead()
         return found
@@ -188,57 +182,62 @@ class WeightWriter(ABC):
     def _check_layout(self, theirs: Manifest) -> None:
         if theirs != self._manifest:
             raise WeightsError(
-                f"the weight slots of run {self._run.run_id} have another layout ({theirs.total_bytes} bytes a "
+                f"the weight slots of run {self.run.run_id} have another layout ({theirs.total_bytes} bytes a "
                 f"version) than this process ({self._manifest.total_bytes}): all ranks must export the same tensors"
             )
 
-    def _publish(self, slot: int, segments: list[tuple[int, int, int]]) -> None:
+    def _publish(self, slot: int, segments: list[Segment]) -> None:
         with self._opened().lock() as table:
-            table.commit(slot, self._rank, segments)
+            table.commit(slot, self.rank, segments)
 
     def _opened(self) -> Slots:
         if self._slots is None:
-            raise WeightsError(f"the weight writer of rank {self._rank} is not open")
+            raise WeightsError(f"the weight sender of rank {self.rank} is not open")
         return self._slots
 
 
-class WeightReader(ABC):
-    """One per tensor-parallel rank of a generator. Its methods may be called from different threads, one at a time."""
+class HostReceiver(Receiver):
+    """`take` is a lease of a slot, with tensors on its bytes."""
 
-    def __init__(self, run: RunFile, name: str, incarnation: int) -> None:
-        self._run = run
-        self._name = name
-        self._incarnation = incarnation
-        self._manifest: Manifest | None = None
-        self._leased: Version | None = None
-        self.progress = 0
-        """Grows while `lease` and `checksum` advance, by the bytes received or verified. Any thread may read it."""
+    _manifest: Manifest | None = None
+    _leased: Version | None = None
+
+    def __init__(self, run: RunFile, name: str, incarnation: int, device: str = "cpu") -> None:
+        super().__init__(run, name, incarnation, device)
+        self._page_lock = PageLock(device)
 
     @property
     def manifest(self) -> Manifest:
         """Known once opened."""
         if self._manifest is None:
-            raise WeightsError(f"the weight reader {self._name} is not open")
+            raise WeightsError(f"the weight receiver {self.name} is not open")
         return self._manifest
 
     @abstractmethod
     def open(self, deadline_s: float) -> None:
-        """Find the writer. Raises WaitExpired naming what is missing."""
+        """Find the sender. Raises WaitExpired naming what is missing."""
+
+    def take(self, at_least: Version, deadline_s: float) -> tuple[Version, Iterator[tuple[str, Tensor]]]:
+        if self._manifest is None:
+            self.open(deadline_s)
+        version, view = self.lease(at_least, deadline_s)
+        self._page_lock.add(view)
+        return version, tensors(self.manifest, view)
 
     def lease(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
         """The newest complete version, not older than `at_least`, and a read-only view of its bytes.
 
-        The bytes stay as they are until `release()`, unless the writer was told that this reader is dead.
+        The bytes stay as they are until `release()`, unless the sender was told that this receiver is dead.
         Raises WaitExpired, naming who has not committed or does not send, after `deadline_s` without progress. To wait
-        for another reader's lease is progress: that reader's load advances, or it ends.
+        for another receiver's lease is progress: its load advances, or it ends.
         """
         if self._leased is not None:
-            raise WeightsError(f"{self._name} already holds a lease")
+            raise WeightsError(f"{self.name} already holds a lease")
         self._leased, view = self._acquire(at_least, deadline_s)
         return self._leased, view.toreadonly()
 
-    def checksum(self) -> int:
-        """Verify every byte range against its writer's digest; the `combined_checksum` of what was received.
+    def receipt(self) -> int:
+        """Verify every byte range against its sender's digest; the `combined_checksum` of what was received.
 
         0 if the slot was overwritten meanwhile, which `release` then tells. Raises WeightsCorrupt naming the tensor.
         """
@@ -246,17 +245,18 @@ class WeightReader(ABC):
         try:
             return self._verify()
         except WeightsCorrupt as error:
-            raise WeightsCorrupt(f"{self._name}, version {label(leased)}: {error}") from None
+            raise WeightsCorrupt(f"{self.name}, version {label(leased)}: {error}") from None
 
     def release(self) -> bool:
-        """End the lease. False: the bytes changed while it was held; lease again and read again."""
         self._held()
         self._leased = None
         return self._end()
 
-    @abstractmethod
     def close(self) -> None:
         """End the lease, if there is one; nothing if it is not open."""
+        self._page_lock.close()
+        self._close()
+        self._manifest = self._leased = None
 
     @abstractmethod
     def _acquire(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
@@ -264,16 +264,20 @@ class WeightReader(ABC):
 
     @abstractmethod
     def _verify(self) -> int:
-        """See `checksum`."""
+        """See `receipt`."""
 
     @abstractmethod
     def _end(self) -> bool:
         """See `release`."""
 
+    @abstractmethod
+    def _close(self) -> None:
+        """See `close`."""
+
     def _waiting(self, at_least: Version, progress: str) -> str:
-        return f"{self._name} waits for weights {label(at_least)} or newer; {progress}"
+        return f"{self.name} waits for weights {label(at_least)} or newer; {progress}"
 
     def _held(self) -> Version:
         if self._leased is None:
-            raise WeightsError(f"{self._name} holds no lease")
+            raise WeightsError(f"{self.name} holds no lease")
         return self._leased

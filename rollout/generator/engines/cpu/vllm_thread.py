@@ -14,8 +14,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -26,9 +25,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import RequestOutputCollector
-
-from rollout.generator.engines.vllm_core import PauseMode
-from rollout.generator.engines.vllm_internals import text_reader
 
 T = TypeVar("T")
 _set_num_threads = torch.set_num_threads  # vLLM puts a function that does nothing into its place
@@ -117,7 +113,7 @@ class OwnThread:
     def abort(self, request_id: str) -> None:
         self._calls.put(lambda: self._engine.abort_request([request_id], internal=True))
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: Literal["keep", "abort", "wait"], *, clear_cache: bool) -> None:
         if mode == "wait":
             await self._drain(clear_cache)
         elif mode == "abort":
@@ -134,8 +130,8 @@ class OwnThread:
     async def rpc(self, method: str, *arguments: Any) -> list[Any]:
         return await self._call(lambda: cast(list[Any], self._core.collective_rpc(method, args=arguments)))
 
-    def know_texts(self, tokenizer: Path) -> None:
-        self._engine.output_processor.tokenizer = text_reader(tokenizer)
+    def know_texts(self, reader: Any) -> None:
+        self._engine.output_processor.tokenizer = reader
 
     def shutdown(self, timeout_s: float) -> None:
         self._calls.put(None)

@@ -6,11 +6,10 @@ import os
 
 import pytest
 
-from rl.weights import make_reader, make_writer
-from rl.weights.shm_file import process_started
+from rl.weights.host.shm_file import process_started
 from rl.wire.messages import Version
 from tests.conftest import MakeRun
-from tests.rl.weights.test_transport import MANIFEST, publish, read, run_for
+from tests.rl.weights.host.test_ends import publish, read, receiver_of, run_for, sender_of
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,7 @@ def test_the_last_of_all_readers_leases_what_was_written(
     """The others stand in the table of the slots as they really are; this one comes to them as an engine does."""
     count = [f"generator.count={generators}", f"generator.tensor_parallel={tensor_parallel}"]
     run = run_for(make_run, transport, *count)
-    writer = make_writer(run, 0, MANIFEST)
+    writer = sender_of(run)
     writer.open()
     assert writer._slots is not None
     *others, name = [f"generator-{index}-{rank}" for index in range(generators) for rank in range(tensor_parallel)]
@@ -32,7 +31,7 @@ def test_the_last_of_all_readers_leases_what_was_written(
         rows = {table.register(other, 0, pid, process_started(pid) or 0) for other in others}
     assert len(rows) == generators * tensor_parallel - 1
 
-    last = make_reader(run, name, 0)
+    last = receiver_of(run, name)
     last.open(10)
     publish(writer, 0)
     assert read(last, 0) == (0, writer.checksum(Version(0, 0), 1))
@@ -40,9 +39,7 @@ def test_the_last_of_all_readers_leases_what_was_written(
     last.lease(Version(0, 0), 10)
     for n in range(1, 6):
         publish(writer, n)
-    assert last.checksum() and last.release(), (
-        "its lease keeps the writer off its slot, wherever it stands in the table"
-    )
+    assert last.receipt() and last.release(), "its lease keeps the writer off its slot, wherever it stands in the table"
     assert read(last, 5)[0] == 5
     last.close()
     writer.close()

@@ -1,4 +1,4 @@
-"""Both transports, end to end: the same guarantees through the same interface, over processes and threads."""
+"""Both channels through hosts, end to end: the same guarantees through one interface, over processes and threads."""
 
 from __future__ import annotations
 
@@ -10,36 +10,33 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from rl.weights import (
-    Manifest,
-    WeightReader,
-    WeightsCorrupt,
-    WeightsError,
-    WeightWriter,
-    make_reader,
-    make_writer,
-    wire,
-)
-from rl.weights.frames_reader import FramesReader, pieces
-from rl.weights.layout import Segment, digest
-from rl.weights.shm_file import slots_path
+from rl.weights import make_receiver, make_sender
+from rl.weights.channel import Entry, WeightsCorrupt, WeightsError
+from rl.weights.host import wire
+from rl.weights.host.ends import HostReceiver, HostSender
+from rl.weights.host.frames_receiver import FramesReceiver, pieces
+from rl.weights.host.layout import Manifest, Segment, digest
+from rl.weights.host.shm_file import slots_path
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
-from tests.conftest import BASE_PORT, MakeRun
+from tests.conftest import MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
-MANIFEST = Manifest.layout(
-    [("embed", (1000, 100), "bfloat16"), ("norm", (7,), "float32"), ("none", (0, 3), "float32")]
-    + [("scalar", (), "float32")]
-    + [(f"layer.{i}", (33, 65), "bfloat16") for i in range(20)]
-)
-Open = Callable[..., tuple[RunFile, WeightWriter, WeightReader]]
+ENTRIES: list[Entry] = [
+    ("embed", (1000, 100), "bfloat16"),
+    ("norm", (7,), "float32"),
+    ("none", (0, 3), "float32"),
+    ("scalar", (), "float32"),
+    *((f"layer.{i}", (33, 65), "bfloat16") for i in range(20)),
+]
+MANIFEST = Manifest.layout(ENTRIES)
+Open = Callable[..., tuple[RunFile, HostSender, HostReceiver]]
 TRANSPORTS = ["shm", "zmq", "tcp"]
 
 
 def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
-    tcp = ["network.transport=tcp", f"network.base_port={BASE_PORT}"] if transport == "tcp" else []
+    tcp = ["network.transport=tcp"] if transport == "tcp" else []
     return make_run(
         f"weights.transport={'shm' if transport == 'shm' else 'zmq'}", f"learner.ranks={ranks}", *tcp, *overrides
     )
@@ -48,12 +45,12 @@ def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) 
 @pytest.fixture
 def opened(make_run: MakeRun) -> Iterator[Open]:
     """A run with one rank and one reader, both open, closed after the test."""
-    ends: list[WeightWriter | WeightReader] = []
+    ends: list[HostSender | HostReceiver] = []
 
-    def make(transport: str, *overrides: str) -> tuple[RunFile, WeightWriter, WeightReader]:
+    def make(transport: str, *overrides: str) -> tuple[RunFile, HostSender, HostReceiver]:
         run = run_for(make_run, transport, *overrides)
-        writer = make_writer(run, 0, MANIFEST)
-        reader = make_reader(run, "generator-0-0", 0)
+        writer = sender_of(run)
+        reader = receiver_of(run)
         ends.extend([reader, writer])
         writer.open()
         reader.open(10)
@@ -62,6 +59,18 @@ def opened(make_run: MakeRun) -> Iterator[Open]:
     yield make
     for end in ends:
         end.close()
+
+
+def sender_of(run: RunFile, rank: int = 0) -> HostSender:
+    sender = make_sender(run, rank, ENTRIES)
+    assert isinstance(sender, HostSender)
+    return sender
+
+
+def receiver_of(run: RunFile, name: str = "generator-0-0", incarnation: int = 0) -> HostReceiver:
+    receiver = make_receiver(run, name, incarnation)
+    assert isinstance(receiver, HostReceiver)
+    return receiver
 
 
 def content(n: int, manifest: Manifest = MANIFEST) -> np.ndarray:
@@ -79,13 +88,12 @@ def rows_of(rank: int, ranks: int) -> list[tuple[int, int]]:
     return found
 
 
-def publish(writer: WeightWriter, n: int, rank: int = 0, ranks: int = 1) -> None:
+def publish(writer: HostSender, n: int, rank: int = 0, ranks: int = 1) -> None:
     view = np.frombuffer(writer.begin(Version(0, n), 60), np.uint8)
     segments: list[Segment] = []
     for offset, length in rows_of(rank, ranks):
         view[offset : offset + length] = content(n)[offset : offset + length]
-        # Half of the digests come from the writer, half are left to `commit`.
-        segments.append((offset, length, digest(view[offset : offset + length].data)) if n % 2 else (offset, length))
+        segments.append((offset, length, digest(view[offset : offset + length].data)))
     writer.commit(segments)
 
 
@@ -97,10 +105,10 @@ def holds(view: memoryview, n: int) -> bool:
     )
 
 
-def read(reader: WeightReader, at_least: int) -> tuple[int, int]:
+def read(reader: HostReceiver, at_least: int) -> tuple[int, int]:
     """(version, checksum) of what a whole lease gave."""
     version, view = reader.lease(Version(0, at_least), 10)
-    checksum = reader.checksum()
+    checksum = reader.receipt()
     assert holds(view, version.n)
     del view
     assert reader.release()
@@ -140,7 +148,7 @@ def test_the_writer_never_waits_for_a_reader_that_holds_a_lease(opened: Open, tr
     version, view = slow.lease(Version(0, 0), 10)
     for n in range(1, 8):
         publish(writer, n)  # WaitExpired where it waits
-    assert version.n == 0 and holds(view, 0) and slow.checksum()
+    assert version.n == 0 and holds(view, 0) and slow.receipt()
     del view
     assert slow.release()
     assert read(slow, 7)[0] == 7
@@ -153,7 +161,7 @@ def test_waits_have_a_deadline_and_a_name(opened: Open, make_run: MakeRun, trans
     with pytest.raises(WaitExpired, match=r"generator-0-0 waits for .*0\.5 or newer"):
         reader.lease(Version(0, 5), 0.2)
     assert read(reader, 0)[0] == 0  # an expired wait leaves nothing behind
-    lonely = make_reader(run_for(make_run, transport), "generator-9-0", 0)
+    lonely = receiver_of(run_for(make_run, transport), "generator-9-0")
     with pytest.raises(WaitExpired, match="generator-9-0 waits for learner rank 0"):
         lonely.open(0.2)
 
@@ -161,7 +169,7 @@ def test_waits_have_a_deadline_and_a_name(opened: Open, make_run: MakeRun, trans
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_a_rank_that_does_not_commit_is_named(make_run: MakeRun, transport: str) -> None:
     run = run_for(make_run, transport, ranks=2)
-    writers = [make_writer(run, rank, MANIFEST) for rank in range(2)]
+    writers = [sender_of(run, rank) for rank in range(2)]
     for writer in writers:
         writer.open()
     publish(writers[0], 0, 0, 2)
@@ -175,7 +183,7 @@ def test_a_rank_that_does_not_commit_is_named(make_run: MakeRun, transport: str)
 
 def write_as_rank(folder: str, rank: int, ranks: int, versions: int, gate: object, done: object) -> None:
     run = RunFile.load(folder)
-    writer = make_writer(run, rank, MANIFEST)
+    writer = sender_of(run, rank)
     writer.open()
     for n in range(versions):
         time.sleep(0.003 * ((n + rank) % 3))  # ranks arrive at different moments
@@ -195,7 +203,7 @@ def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transpor
     ranks = [SPAWN.Process(target=write_as_rank, args=(str(run.folder), r, 2, 40, gate, done)) for r in range(2)]
     for process in ranks:
         process.start()
-    readers = [make_reader(run, f"generator-{i}-0", 0) for i in range(2)]
+    readers = [receiver_of(run, f"generator-{i}-0") for i in range(2)]
     try:
         seen: list[list[int]] = [[], []]
 
@@ -222,7 +230,7 @@ def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transpor
 
 
 def lease_and_hang(folder: str, leased: object) -> None:
-    reader = make_reader(RunFile.load(folder), "generator-0-0", 0)
+    reader = receiver_of(RunFile.load(folder))
     reader.open(60)
     reader.lease(Version(0, 0), 60)
     leased.set()  # type: ignore[attr-defined]
@@ -231,7 +239,7 @@ def lease_and_hang(folder: str, leased: object) -> None:
 
 def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -> None:
     run = run_for(make_run, "shm", "weights.slots=2")
-    writer = make_writer(run, 0, MANIFEST)
+    writer = sender_of(run)
     writer.open()
     publish(writer, 0)
     leased = SPAWN.Event()
@@ -247,7 +255,7 @@ def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -
     reader.join(60)
     time.sleep(0.2)  # a resource tracker would unlink the file about now
     assert slots_path(run.run_id).exists()
-    again = make_reader(run, "generator-0-0", 1)
+    again = receiver_of(run, incarnation=1)
     again.open(60)
     assert read(again, 2)[0] == 2
     again.close()
@@ -258,10 +266,10 @@ def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -
 
 def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun) -> None:
     run = run_for(make_run, "zmq", "weights.slots=2", "weights.deadline_s=1")
-    writer = make_writer(run, 0, MANIFEST)
+    writer = sender_of(run)
     writer.open()
     publish(writer, 0)
-    reader = make_reader(run, "generator-0-0", 0)
+    reader = receiver_of(run)
     reader.open(60)
     (rank,) = reader._ranks  # type: ignore[attr-defined]
 
@@ -282,22 +290,22 @@ def test_torn_reads_are_noticed(opened: Open, monkeypatch: pytest.MonkeyPatch, t
     publish(writer, 0)
     if transport == "shm":
         _, view = reader.lease(Version(0, 0), 10)
-        writer.end_leases("generator-0", 0)
+        writer.receiver_died("generator-0", 0)
         publish(writer, 1)
         publish(writer, 2)
 
         assert not holds(view, 0)
-        assert reader.checksum() == 0 and not reader.release()
+        assert reader.receipt() == 0 and not reader.release()
         del view
     else:
-        assert isinstance(reader, FramesReader)
+        assert isinstance(reader, FramesReceiver)
         fetch = reader._fetch
         granted = []
 
         def fetch_late(grant: wire.Granted, view: memoryview, until: float) -> None:
             granted.append(grant.version.n)
             if len(granted) == 1:
-                writer.end_leases("generator-0", 0)
+                writer.receiver_died("generator-0", 0)
                 publish(writer, 1)
                 publish(writer, 2)
             fetch(grant, view, until)
@@ -321,7 +329,7 @@ def test_a_corrupted_byte_is_found_and_named(opened: Open, transport: str) -> No
     view[spec.offset + 1234] ^= 0x10
     reader.lease(Version(0, 0), 10)
     with pytest.raises(WeightsCorrupt, match=r"generator-0-0, version 0\.0: tensor 'layer\.7'"):
-        reader.checksum()
+        reader.receipt()
     reader.release()
     publish(writer, 1)
     assert read(reader, 1)[0] == 1
@@ -331,7 +339,7 @@ def test_a_corrupted_byte_is_found_and_named(opened: Open, transport: str) -> No
 def test_unwritten_rows_are_an_error(opened: Open, transport: str) -> None:
     _, writer, _ = opened(transport)
     writer.begin(Version(0, 0), 1)
-    rows = rows_of(0, 1)
+    rows = [(offset, length, 0) for offset, length in rows_of(0, 1)]
     with pytest.raises(WeightsError, match="not wholly written"):
         writer.commit(rows[:3] + rows[4:])
         writer.checksum(Version(0, 0), 1)
@@ -346,11 +354,7 @@ def test_misuse_is_refused(opened: Open, transport: str) -> None:
     with pytest.raises(WeightsError, match="no lease"):
         reader.release()
     with pytest.raises(WeightsError, match="not open"):
-        make_writer(make_run_like(reader), 0, MANIFEST).begin(Version(0, 0), 1)
-
-
-def make_run_like(reader: WeightReader) -> RunFile:
-    return reader._run
+        sender_of(reader.run).begin(Version(0, 0), 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

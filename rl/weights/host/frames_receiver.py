@@ -1,21 +1,21 @@
-"""Transport `zmq`, the reading end: pulls one version from all ranks into private memory (see `rl.weights.frames`)."""
+"""Channel `zmq`, the receiving end: pulls one version from all ranks into private memory (see `frames`)."""
 
 from __future__ import annotations
 
 import mmap
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import zmq
 
-from rl.weights import wire
-from rl.weights.layout import ALIGNMENT, Manifest, Segments, Verifier, combined_checksum, label
-from rl.weights.transport import WeightReader, wait_for
+from rl.weights.channel import label
+from rl.weights.host import wire
+from rl.weights.host.ends import HostReceiver, wait_for
+from rl.weights.host.layout import ALIGNMENT, Manifest, Segments, Verifier, combined_checksum
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
-from rl.wire.run import RunFile
 
 CHUNK_BYTES = 4 << 20
 CREDIT = 4  # chunks asked for and not received, per rank
@@ -77,19 +77,17 @@ def pieces(segments: Segments, manifest: Manifest) -> Iterator[tuple[int, int]]:
             yield at, min(CHUNK_BYTES, end - at)
 
 
-class FramesReader(WeightReader):
+class FramesReceiver(HostReceiver):
     """A leased view is private memory: the ranks' slots are free as soon as all has arrived."""
 
-    def __init__(self, run: RunFile, name: str, incarnation: int) -> None:
-        super().__init__(run, name, incarnation)
-        self._ranks: list[wire.Connection] = []
-        self._streams: list[_Stream] = []  # of the leased version
-        self._segments = np.empty((0, 3), np.uint64)
-        self._memory: mmap.mmap | None = None
+    _ranks: Sequence[wire.Connection] = ()
+    _streams: Sequence[_Stream] = ()  # of the leased version
+    _segments: Segments
+    _memory: mmap.mmap | None = None
 
     def open(self, deadline_s: float) -> None:
-        ranks = range(self._run.config.learner.ranks)
-        self._ranks = [wire.Connection(self._run, rank, self._name, self._incarnation) for rank in ranks]
+        ranks = range(self.run.config.learner.ranks)
+        self._ranks = [wire.Connection(self.run, rank, self.name, self.incarnation) for rank in ranks]
         layout = self._ranks[0].ask(wire.Describe(), wire.Layout, deadline_s)
         assert layout is not None
         self._manifest = layout.manifest
@@ -97,19 +95,18 @@ class FramesReader(WeightReader):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         self._memory = mmap.mmap(-1, max(1, self._manifest.total_bytes), flags=flags)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for connection in self._ranks:
             connection.close()
-        self._ranks = []
-        self._streams = []
-        self._memory = self._manifest = None
+        self._ranks = self._streams = ()
+        self._memory = None
 
     def _acquire(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
         manifest = self.manifest
         assert self._memory is not None
         view = memoryview(self._memory)[: manifest.total_bytes]
         first = self._ranks[0]
-        question = wire.AskLease(self._name, self._incarnation, at_least)
+        question = wire.AskLease(self.name, self.incarnation, at_least)
 
         silence_s = min(_SILENCE_S, deadline_s)
 
@@ -159,7 +156,7 @@ class FramesReader(WeightReader):
             ready = dict(poller.poll(int(1000 * deadline_s)))
             if not ready:
                 ranks = ", ".join(str(stream.connection.rank) for stream in waiting)
-                raise WaitExpired(f"{self._name} waits for learner rank {ranks} to send {label(granted.version)}")
+                raise WaitExpired(f"{self.name} waits for learner rank {ranks} to send {label(granted.version)}")
             for stream in self._streams:
                 if stream.connection.socket in ready:
                     self.progress += stream.receive()

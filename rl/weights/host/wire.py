@@ -1,4 +1,4 @@
-"""Questions to the server of a learner rank and its answers: the wire of transport `zmq` (`rl.weights.frames`).
+"""Questions to the server of a learner rank and its answers: the wire of transport `zmq` (`rl.weights.host.frames`).
 
 Every question carries a number, which its answer repeats: answers to a question that was given up are dropped.
 """
@@ -12,16 +12,16 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from rl.weights.layout import Manifest, WeightsError
+from rl.weights.channel import WeightsError
+from rl.weights.host.layout import Manifest, Segment
 from rl.wire.codec import Codec, ProtocolError
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.receiving import Malformed
 from rl.wire.run import RunFile
-from rl.wire.sockets import open_socket
+from rl.wire.sockets import follow, open_socket, send_frames
 
-WireSegments = list[tuple[int, int, int]]
-"""(offset, length, digest) of each segment."""
+_LOOK_MS = 200
 
 
 class Describe(Struct, frozen=True, tag="describe"):
@@ -45,7 +45,7 @@ class Commit(Struct, frozen=True, tag="commit"):
 
     rank: int
     slot: int
-    segments: WireSegments
+    segments: list[Segment]
 
 
 class Slot(Struct, frozen=True, tag="slot"):
@@ -67,7 +67,7 @@ class Granted(Struct, frozen=True, tag="granted"):
 
     version: Version
     slot: int
-    segments: list[WireSegments]  # of each rank
+    segments: list[list[Segment]]  # of each rank
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):
@@ -139,7 +139,7 @@ class Connection:
         until = time.monotonic() + deadline_s
         self.begin()
         self.post(question)
-        while self.socket.poll(milliseconds_to(until)):
+        while self._answers(until):
             answer = self.receive()
             if isinstance(answer, expected):
                 return answer
@@ -149,13 +149,21 @@ class Connection:
         what = type(question).__name__
         raise WaitExpired(f"{self._name} waits for learner rank {self.rank} to answer {what} ({deadline_s:g} s)")
 
+    def _answers(self, until: float) -> bool:
+        """Whether there is a message before this moment."""
+        while True:
+            follow(self.socket)  # the rank may have said only now where it listens
+            left = milliseconds_to(until)
+            if self.socket.poll(min(left, _LOOK_MS)) or not left:
+                return bool(self.socket.poll(0))
+
     def begin(self) -> None:
         """What was asked until now is given up."""
         self._number += 1
 
     def post(self, question: Question) -> None:
         """Ask without waiting for the answer."""
-        self.socket.send_multipart(codec.encode(Numbered(self._number, question)), zmq.DONTWAIT)
+        send_frames(self.socket, codec.encode(Numbered(self._number, question)))
 
     def receive(self) -> Question | Answer | None:
         """A message, which is there; None if it answers what was given up. Raises WeightsError if it is a refusal."""

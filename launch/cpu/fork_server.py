@@ -1,7 +1,7 @@
 """One process imports what takes seconds, and the processes of a run begin as copies of it.
 
 torch, transformers and vLLM cost five CPU seconds to import, and a run on one machine has four to ten processes that
-need them. The fork server imports them once (`python -m launch.fork_server`), beside everything else that a command
+need them. The fork server imports them once (`python -m launch.cpu.fork_server`), beside everything else that a command
 has to do before it starts a process. A copy takes milliseconds, and its memory is shared until it is written to. What
 dies later begins as a copy as well, so it is back in the time that its own work takes.
 
@@ -33,17 +33,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
 from launch.gpus import visible_gpus
+from launch.launcher.local import Begin, Begun, Files, begin_process
 from launch.plan import make_plan
+from launch.prepare import PREPARE_IMPORTS
 from rl.config.schema import Config
-from rl.wire.process import FORKED_VARIABLE, adopt_orphans, die_with_parent
+from rl.wire.cpu import FORKED_VARIABLE
+from rl.wire.process import adopt_orphans, die_with_parent
 
-PREPARE = "launch.prepare"
-PREPARE_IMPORTS = (PREPARE, "launch.warm_start.tiny", "rl.learner.algorithm", "rl.models.policy")
 _REQUEST_BYTES = 1 << 16
 _KNOWN = b"k"
 _END_S = 5.0
@@ -82,7 +82,7 @@ class ForkServer:
         adopt_orphans()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(deadline_s)
-        command = [sys.executable, "-m", "launch.fork_server", str(theirs.fileno()), *imports]
+        command = [sys.executable, "-m", "launch.cpu.fork_server", str(theirs.fileno()), *imports]
         environment = os.environ | environment | {"FRESCO_PARENT_PID": str(os.getpid()), FORKED_VARIABLE: "1"}
 
         with theirs:
@@ -100,7 +100,7 @@ class ForkServer:
         self,
         module: str,
         arguments: Sequence[str],
-        files: tuple[IO[Any], IO[Any], IO[Any]],
+        files: Files,
         environment: dict[str, str] | None = None,
         imports: Sequence[str] = (),
     ) -> Copy | None:
@@ -134,23 +134,37 @@ class ForkServer:
 
 
 @contextlib.contextmanager
-def fork_server(config: Config) -> Iterator[ForkServer | None]:
-    """What this run's processes import, in a server of its own; None where nothing takes long or there are GPUs."""
+def begin_as_copies(config: Config) -> Iterator[Begin]:
+    """How this run's processes begin: as copies of one that has imported what they need, where that takes long.
+
+    With GPUs, and without anything that takes long, each begins by its command line.
+    """
     on_gpus = config.device == "cuda" or (config.device == "auto" and bool(visible_gpus()))
     plan = [] if on_gpus else make_plan(config, "cpu")
-    imports = list(dict.fromkeys(name for spec in plan for name in spec.imports))
-    if not imports:
-        yield None
+    needed = list(dict.fromkeys(name for spec in plan for name in spec.imports))
+    if not needed:
+        yield begin_process
         return
 
-    environment: dict[str, str] = {}
+    own: dict[str, str] = {}
     for spec in plan:
-        environment |= spec.environment
+        own |= spec.environment
     # Threads are set by each copy for itself; a pool of them may not exist before it is made.
-    environment["OMP_NUM_THREADS"] = "1"
-    server = ForkServer([*PREPARE_IMPORTS, *imports], environment, config.timeouts.hang_s)
+    own["OMP_NUM_THREADS"] = "1"
+    server = ForkServer([*PREPARE_IMPORTS, *needed], own, config.timeouts.hang_s)
+
+    def begin(
+        module: str,
+        arguments: Sequence[str],
+        files: Files,
+        environment: dict[str, str] | None = None,
+        imports: Sequence[str] = (),
+    ) -> Begun:
+        copy = server.begin(module, arguments, files, environment, imports) if imports else None
+        return copy or begin_process(module, arguments, files, environment)
+
     try:
-        yield server
+        yield begin
     finally:
         server.close()
 

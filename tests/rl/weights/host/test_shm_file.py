@@ -16,20 +16,23 @@ import pytest
 import torch
 
 from rl.config.schema import ConfigError
-from rl.learner import export
-from rl.learner.export import tensors, write_shard
-from rl.weights import Manifest, WeightsError, WeightWriter, make_reader, make_writer, shm_file
-from rl.weights.layout import Segment, digest
-from rl.weights.shm import ShmReader
-from rl.weights.shm_file import check_space, remove_slots, slots_path, sweep_stale
-from rl.weights.slots import draft_of
+from rl.weights.channel import Entry, Piece, Placement, WeightsError
+from rl.weights.host import shm_file
+from rl.weights.host import tensors as copying
+from rl.weights.host.layout import Manifest, Segment, digest
+from rl.weights.host.shm import ShmReceiver, ShmSender
+from rl.weights.host.shm_file import check_space, remove_slots, slots_path, sweep_stale
+from rl.weights.host.slots import draft_of
+from rl.weights.host.tensors import tensors
+from rl.weights.host.tensors import write as write_pieces
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 
 SPAWN = multiprocessing.get_context("spawn")
-MANIFEST = Manifest.layout([("a", (300, 77), "bfloat16"), ("b", (5,), "float32"), ("c", (40, 3, 2), "bfloat16")])
+ENTRIES: list[Entry] = [("a", (300, 77), "bfloat16"), ("b", (5,), "float32"), ("c", (40, 3, 2), "bfloat16")]
+MANIFEST = Manifest.layout(ENTRIES)
 
 
 def test_a_small_shared_memory_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +52,7 @@ def test_no_space_at_start_leaves_no_file(make_run: MakeRun, monkeypatch: pytest
     monkeypatch.setattr(os, "posix_fallocate", full)
     run = make_run()
     with pytest.raises(ConfigError, match="enlarge it"):
-        make_writer(run, 0, MANIFEST).open()
+        ShmSender(run, 0, ENTRIES).open()
     assert not slots_path(run.run_id).exists()
 
 
@@ -69,7 +72,7 @@ def hung_owner(target: Callable[..., None], run: RunFile, folder: Path) -> Itera
 
 def make_and_hang(folder: str, shm: str, made: object) -> None:
     shm_file.FOLDER = Path(shm)
-    make_writer(RunFile.load(folder), 0, MANIFEST).open()
+    ShmSender(RunFile.load(folder), 0, ENTRIES).open()
     made.set()  # type: ignore[attr-defined]
     time.sleep(600)
 
@@ -82,7 +85,7 @@ def test_sweep_removes_files_of_dead_runs_only(
     live_run = make_run()
     begun = tmp_path / "fresco-00000000-weights"  # its owner has not written its name yet
     with hung_owner(make_and_hang, dead_run, tmp_path):
-        live = make_writer(live_run, 0, MANIFEST)
+        live = ShmSender(live_run, 0, ENTRIES)
         live.open()
         begun.touch()
         (tmp_path / "something-else").touch()
@@ -104,7 +107,7 @@ def test_slots_of_a_learner_that_comes_back_are_not_swept_but_adopted(
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
     monkeypatch.setenv("FRESCO_PARENT_PID", str(os.getpid()))
     run = make_run()
-    reader = make_reader(run, "generator-0-0", 0)
+    reader = ShmReceiver(run, "generator-0-0", 0)
     with hung_owner(publish_and_hang, run, tmp_path):
         reader.open(60)
 
@@ -112,14 +115,14 @@ def test_slots_of_a_learner_that_comes_back_are_not_swept_but_adopted(
     version, before = reader.lease(Version(0, 1), 5)
     assert version == Version(0, 1)
 
-    writer = make_writer(run, 0, MANIFEST)
+    writer = ShmSender(run, 0, ENTRIES)
     writer.open()
     assert reader.release()
     write(writer, draft_of(2), 3)
-    writer.name(draft_of(2), Version(0, 2))
+    writer.announce(Version(0, 2))
     version, after = reader.lease(Version(0, 2), 5)
     assert version == Version(0, 2) and bytes(after[:4]) == bytes([3] * 4) != bytes(before[:4])
-    assert reader.checksum() == writer.checksum(Version(0, 2), 5)
+    assert reader.receipt() == writer.checksum(Version(0, 2), 5)
 
     del before, after
     reader.release()
@@ -127,16 +130,16 @@ def test_slots_of_a_learner_that_comes_back_are_not_swept_but_adopted(
     writer.close()
 
 
-def write(writer: WeightWriter, version: Version, value: int) -> None:
+def write(writer: ShmSender, version: Version, value: int) -> None:
     view = writer.begin(version, 5)
     view[:] = bytes([value]) * len(view)
-    writer.commit([(spec.offset, spec.nbytes) for spec in MANIFEST.tensors])
+    writer.commit([(at.offset, at.nbytes, digest(view[at.offset :][: at.nbytes])) for at in MANIFEST.tensors])
 
 
 def publish_and_hang(folder: str, shm: str, made: object) -> None:
     """Dies with a version that is published and a draft that is not."""
     shm_file.FOLDER = Path(shm)
-    writer = make_writer(RunFile.load(folder), 0, MANIFEST)
+    writer = ShmSender(RunFile.load(folder), 0, ENTRIES)
     writer.open()
     write(writer, Version(0, 1), 1)
     write(writer, draft_of(2), 2)
@@ -150,28 +153,28 @@ def test_a_reader_does_not_attach_to_what_a_dead_owner_left(
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
     run = make_run()
     with hung_owner(make_and_hang, run, tmp_path):
-        reader = make_reader(run, "generator-0-0", 0)
+        reader = ShmReceiver(run, "generator-0-0", 0)
         reader.open(60)
         reader.close()
 
     with pytest.raises(WaitExpired):
-        make_reader(run, "generator-0-0", 1).open(0.2)
+        ShmReceiver(run, "generator-0-0", 1).open(0.2)
 
 
 def test_ranks_with_different_tensors_are_refused(make_run: MakeRun) -> None:
     run = make_run("learner.ranks=2")
-    first = make_writer(run, 0, MANIFEST)
+    first = ShmSender(run, 0, ENTRIES)
     first.open()
     with pytest.raises(WeightsError, match="another layout"):
-        make_writer(run, 1, Manifest.layout([("a", (1,), "float32")])).open()
+        ShmSender(run, 1, [("a", (1,), "float32")]).open()
     first.close()
 
 
 def test_the_lock_of_a_stopped_process_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm_file, "_LOCK_DEADLINE_S", 0.2)
     run = make_run()
-    writer = make_writer(run, 0, MANIFEST)
-    reader = ShmReader(run, "generator-0-0", 0)
+    writer = ShmSender(run, 0, ENTRIES)
+    reader = ShmReceiver(run, "generator-0-0", 0)
     writer.open()
     reader.open(60)
     assert writer._slots is not None
@@ -188,23 +191,24 @@ def test_the_lock_of_a_stopped_process_is_named(make_run: MakeRun, monkeypatch: 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
     run = make_run(f"learner.ranks={ranks}")
-    writers = [make_writer(run, rank, MANIFEST) for rank in range(ranks)]
+    writers = [ShmSender(run, rank, ENTRIES) for rank in range(ranks)]
     for writer in writers:
         writer.open()
-    reader = ShmReader(run, "generator-0-0", 0)
+    reader = ShmReceiver(run, "generator-0-0", 0)
     reader.open(60)
     masters = {spec.name: torch.randn(spec.shape) for spec in MANIFEST.tensors}
 
     for rank, writer in enumerate(writers):
         view = writer.begin(Version(0, 0), 5)
-        shards = []
+        shards: list[Piece] = []
         for name, master in masters.items():
             size = -(-len(master) // ranks)  # as Shard(0) splits: even, the last ones shorter or empty
-            shards.append((name, master[rank * size : (rank + 1) * size], min(rank * size, len(master))))
-        writer.commit(write_shard(view, MANIFEST, shards))
+            place = Placement(tuple(master.shape), min(rank * size, len(master)))
+            shards.append((name, master[rank * size : (rank + 1) * size], place))
+        writer.commit(write_pieces(view, MANIFEST, shards))
 
     _, view = reader.lease(Version(0, 0), 5)
-    checksum = reader.checksum()
+    checksum = reader.receipt()
     assert checksum == writers[0].checksum(Version(0, 0), 1)
     arrived = dict(tensors(MANIFEST, view))
     assert list(arrived) == ["a", "b", "c"]
@@ -220,7 +224,7 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
 
 
 def test_much_is_hashed_in_a_second_thread_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [(spec.name, torch.randn(spec.shape), 0) for spec in MANIFEST.tensors]
+    rows = [(spec.name, torch.randn(spec.shape), Placement(spec.shape)) for spec in MANIFEST.tensors]
     hashed_by: list[str] = []
 
     def hashing(data: Any) -> int:
@@ -229,21 +233,22 @@ def test_much_is_hashed_in_a_second_thread_with_the_same_result(monkeypatch: pyt
 
     def written() -> tuple[list[Segment], bytes]:
         view = memoryview(bytearray(MANIFEST.total_bytes))
-        return write_shard(view, MANIFEST, rows), bytes(view)
+        return write_pieces(view, MANIFEST, rows), bytes(view)
 
     little = written()
-    monkeypatch.setattr(export, "digest", hashing)
-    monkeypatch.setattr(export, "_THREAD_BYTES", MANIFEST.total_bytes)
+    monkeypatch.setattr(copying, "digest", hashing)
+    monkeypatch.setattr(copying, "_THREAD_BYTES", MANIFEST.total_bytes)
     assert written() == little
     assert len(hashed_by) == len(rows) and threading.current_thread().name not in hashed_by
 
 
-def test_write_shard_names_what_does_not_fit() -> None:
+def test_pieces_that_do_not_fit_are_named() -> None:
+    place = Placement(())
     view = memoryview(bytearray(MANIFEST.total_bytes))
     with pytest.raises(WeightsError, match="'d' is not in the manifest"):
-        write_shard(view, MANIFEST, [("d", torch.zeros(1), 0)])
+        write_pieces(view, MANIFEST, [("d", torch.zeros(1), place)])
     with pytest.raises(WeightsError, match=r"'b'.*rows from 3 on of shape \(3,\) do not fit"):
-        write_shard(view, MANIFEST, [("b", torch.zeros(3), 3)])
+        write_pieces(view, MANIFEST, [("b", torch.zeros(3), place._replace(row=3))])
     with pytest.raises(WeightsError, match="'a'"):
-        write_shard(view, MANIFEST, [("a", torch.zeros(2, 76), 0)])
-    assert write_shard(view, MANIFEST, [("a", torch.zeros(0, 77), 300)]) == []
+        write_pieces(view, MANIFEST, [("a", torch.zeros(2, 76), place)])
+    assert write_pieces(view, MANIFEST, [("a", torch.zeros(0, 77), place._replace(row=300))]) == []

@@ -1,4 +1,4 @@
-"""Transport `zmq`: each rank serves its shard from private memory over `blobs.<rank>`; readers pull.
+"""Channel `zmq`: each rank serves its shard from private memory over `blobs.<rank>`; readers pull.
 
     reader                                      rank 0 (a thread)
     AskLease(reader, incarnation, at_least) ──▶
@@ -10,7 +10,7 @@
     Release                                 ──▶
                                             ◀── Released(intact)
 
-Rank 0 has the slot table, that of shared memory (`rl.weights.slots`); the other ranks ask it where to write
+Rank 0 has the slot table, that of shared memory (`rl.weights.host.slots`); the other ranks ask it where to write
 (`FindSlot`) and tell it what they have written (`Commit`). A leased slot is not overwritten, so frames still in flight
 stay valid. A lease ends by Release, by the reader's next attempt or incarnation, by `end_leases`, or when its reader
 has been silent for `weights.deadline_s` and somebody waits for it. Works over ipc and tcp (with CURVE).
@@ -29,10 +29,12 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from rl.weights import wire
-from rl.weights.layout import Manifest, WeightsError
-from rl.weights.slots import Lease, SlotTable
-from rl.weights.transport import Slots, WeightWriter, slot_geometry
+from rl.weights.channel import Channel, WeightsError
+from rl.weights.host import wire
+from rl.weights.host.ends import HostSender, Slots, slot_geometry
+from rl.weights.host.frames_receiver import FramesReceiver
+from rl.weights.host.layout import Manifest, Segment
+from rl.weights.host.slots import Lease, SlotTable
 from rl.wire.messages import Version
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
@@ -49,7 +51,7 @@ class _Held:
 
 
 class PrivateSlots:
-    """Slots in the memory of one rank, for its main thread and its server: `rl.weights.transport.Slots`."""
+    """Slots in the memory of one rank, for its main thread and its server: `rl.weights.host.ends.Slots`."""
 
     def __init__(self, run: RunFile, manifest: Manifest) -> None:
         geometry = slot_geometry(run, manifest)
@@ -180,21 +182,19 @@ class _Server:
         raise WeightsError(f"a weight server does not answer {type(question).__name__}")
 
 
-class FramesWriter(WeightWriter):
+class FramesSender(HostSender):
     """Each rank serves what it writes; rank 0 decides for all."""
 
-    def __init__(self, run: RunFile, rank: int, manifest: Manifest) -> None:
-        super().__init__(run, rank, manifest)
-        self._server: _Server | None = None
-        self._first: wire.Connection | None = None  # to rank 0, on the other ranks
+    _server: _Server | None = None
+    _first: wire.Connection | None = None  # to rank 0, on the other ranks
 
     def open(self) -> None:
-        slots = PrivateSlots(self._run, self._manifest)
+        slots = PrivateSlots(self.run, self._manifest)
         self._slots = slots
-        self._server = _Server(self._run, self._rank, slots)
-        if self._rank:
-            self._first = wire.Connection(self._run, 0, f"learner-{self._rank}")
-            layout = self._first.ask(wire.Describe(), wire.Layout, self._run.config.timeouts.start_s)
+        self._server = _Server(self.run, self.rank, slots)
+        if self.rank:
+            self._first = wire.Connection(self.run, 0, f"learner-{self.rank}")
+            layout = self._first.ask(wire.Describe(), wire.Layout, self.run.config.timeouts.start_s)
             assert layout is not None
             self._check_layout(layout.manifest)
 
@@ -213,15 +213,18 @@ class FramesWriter(WeightWriter):
         found = self._first.ask(wire.FindSlot(version), wire.Slot, _ANSWER_S)
         return None if found is None else found.slot
 
-    def _publish(self, slot: int, segments: wire.WireSegments) -> None:
+    def _publish(self, slot: int, segments: list[Segment]) -> None:
         if self._first is None:
             super()._publish(slot, segments)
         else:
             self._opened()
-            deadline_s = self._run.config.weights.deadline_s
-            self._first.ask(wire.Commit(self._rank, slot, segments), wire.Slot, deadline_s)
+            deadline_s = self.run.config.weights.deadline_s
+            self._first.ask(wire.Commit(self.rank, slot, segments), wire.Slot, deadline_s)
 
     def _opened(self) -> Slots:
         if self._server is not None and self._server.failed is not None:
             raise WeightsError(self._server.failed)
         return super()._opened()
+
+
+FRAMES = Channel(FramesSender, FramesReceiver)

@@ -12,7 +12,6 @@ import sys
 from typing import Any
 
 import numpy as np
-import torch
 
 _PORTABLE = 1  # for every context of this process
 _READ_ONLY = 8
@@ -21,20 +20,22 @@ _READ_ONLY = 8
 class PageLock:
     """`device`: whose copies are to be fast. On a CPU there is nothing to lock, but with a `runtime` of a test."""
 
-    def __init__(self, device: torch.device, runtime: Any = None) -> None:
+    def __init__(self, device: str, runtime: Any = None) -> None:
         self._device = device
         self._runtime = runtime  # CUDA's, once it is needed: it may not be loaded before
         self._locked: dict[int, bool] = {}  # address -> whether its pages were locked
 
     def add(self, view: memoryview) -> None:
         """Lock the pages of `view`, unless that was tried before. It must stay mapped until `close`."""
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self._device.startswith("cuda")
         if not view.nbytes or not (on_gpu or self._runtime):
             return
 
         address = np.frombuffer(view, np.uint8).ctypes.data
         if address in self._locked:
             return
+
+        import torch  # only here: most processes that have a channel have no GPU
 
         ways = [_PORTABLE | _READ_ONLY, _PORTABLE] if view.readonly else [_PORTABLE]
         with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
@@ -55,6 +56,8 @@ class PageLock:
     def _lock(self, address: int, size_bytes: int, flags: int) -> bool:
         if int(self._runtime.cudaHostRegister(address, size_bytes, flags)) == 0:
             return True
+
+        import torch
 
         # CUDA keeps the error for whoever asks next, and torch asks after each kernel: this one is for nothing else.
         with contextlib.suppress(RuntimeError):

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rl.weights.layout import Manifest, WeightsError
-from rl.weights.slots import Geometry, Lease, SlotTable, check_coverage
+from rl.weights.channel import WeightsError
+from rl.weights.host.layout import Manifest
+from rl.weights.host.slots import Geometry, Lease, SlotTable, check_coverage
 from rl.wire.messages import Version
 
 RANKS = 2

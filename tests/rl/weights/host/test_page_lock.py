@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from rl.learner.page_lock import PageLock
+from rl.weights.host.page_lock import PageLock
 
 PORTABLE, READ_ONLY = 1, 8
 
@@ -41,7 +41,7 @@ def slots() -> list[memoryview]:
 
 def test_each_slot_is_locked_once_and_all_are_freed(slots: list[memoryview]) -> None:
     runtime = Runtime()
-    lock = PageLock(torch.device("cpu"), runtime)
+    lock = PageLock("cpu", runtime)
     for view in (*slots, *slots):
         lock.add(view)
     assert runtime.tried == [(len(slots[0]), PORTABLE)] * 2
@@ -57,13 +57,13 @@ def test_what_is_only_read_is_locked_as_such_where_the_driver_can(
     slots: list[memoryview], refuses: set[int], flags: int
 ) -> None:
     runtime = Runtime(refuses)
-    PageLock(torch.device("cpu"), runtime).add(slots[0].toreadonly())
+    PageLock("cpu", runtime).add(slots[0].toreadonly())
     assert list(runtime.locked.values()) == [flags]
 
 
 def test_where_it_is_refused_the_log_says_so_once(slots: list[memoryview], capfd: pytest.CaptureFixture[str]) -> None:
     runtime = Runtime({PORTABLE, PORTABLE | READ_ONLY})
-    lock = PageLock(torch.device("cpu"), runtime)
+    lock = PageLock("cpu", runtime)
     for view in (*slots, *slots):
         lock.add(view)
     lock.close()
@@ -72,6 +72,6 @@ def test_where_it_is_refused_the_log_says_so_once(slots: list[memoryview], capfd
 
 
 def test_without_a_gpu_nothing_is_locked(slots: list[memoryview]) -> None:
-    lock = PageLock(torch.device("cpu"))
+    lock = PageLock("cpu")
     lock.add(slots[0])
     lock.close()

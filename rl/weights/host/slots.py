@@ -28,7 +28,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rl.weights.layout import Segments, WeightsError, label
+from rl.weights.channel import WeightsError, label
+from rl.weights.host.layout import Segment, Segments
 from rl.wire.messages import Version
 
 _NAME_BYTES = 48
@@ -141,7 +142,7 @@ class SlotTable:
                 return slot
         return None
 
-    def commit(self, slot: int, rank: int, segments: Iterable[tuple[int, int, int]]) -> bool:
+    def commit(self, slot: int, rank: int, segments: Iterable[Segment]) -> bool:
         """Rank `rank` has written its byte ranges; true if that made the slot ready.
 
         Raises WeightsError if the slot is not being written, there are too many ranges, or all ranks are done

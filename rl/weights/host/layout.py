@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -17,25 +17,15 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
-from rl.config.failures import EndsRun
-from rl.wire.messages import Version
+from rl.weights.channel import ITEM_BYTES, Entry, WeightsCorrupt
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
-Segment = tuple[int, int] | tuple[int, int, int]
-"""(offset, length) in bytes of the slot, and the digest of those bytes if the writer has it already."""
+Segment = tuple[int, int, int]
+"""(offset, length) in bytes of the slot, and the digest of those bytes."""
 
 Segments = npt.NDArray[np.uint64]
 """(segments, 3): offset, length and digest of each, by offset."""
-
-
-class WeightsError(EndsRun, RuntimeError):
-    """Weights did not reach an engine as published: one line that says which, and what to do."""
-
-
-class WeightsCorrupt(WeightsError):
-    """Bytes received differ from what the writers published."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -60,8 +50,8 @@ class Manifest(Struct, frozen=True):
     total_bytes: int
 
     @classmethod
-    def layout(cls, entries: Iterable[tuple[str, Sequence[int], str]]) -> Manifest:
-        """Lay out `(name, shape, dtype)` one after another, each aligned.
+    def layout(cls, entries: Iterable[Entry]) -> Manifest:
+        """Lay them out one after another, each aligned.
 
         Raises ValueError for an unknown dtype, and for a name that stands twice.
         """
@@ -97,11 +87,6 @@ class Manifest(Struct, frozen=True):
         """Which tensor holds this byte, for messages."""
         inside = [spec.name for spec in self.tensors if spec.offset <= offset < spec.offset + spec.nbytes]
         return f"tensor {inside[0]!r}" if inside else "padding"
-
-
-def label(version: Version) -> str:
-    """A version in messages: `timeline.n`."""
-    return f"{version.timeline}.{version.n}"
 
 
 def digest(data: bytes | memoryview) -> int:

@@ -1,0 +1,1 @@
+"""What a run has on CPUs only: nothing on GPUs needs to know of it."""

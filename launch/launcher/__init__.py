@@ -1,0 +1,18 @@
+"""How the processes of a run are started, killed and known to be dead: `protocol.py`, and one file for each way."""
+
+from __future__ import annotations
+
+from launch.launcher.local import Begin, LocalLauncher, begin_process
+from launch.launcher.protocol import Launcher
+from rl.config.plugins import make
+from rl.wire.run import RunFile
+
+LAUNCHERS = {"local": LocalLauncher}
+_NEEDS = ("place", "start", "close")
+
+
+def make_launcher(run: RunFile, begin: Begin = begin_process) -> Launcher:
+    """The one that `launcher` names. `begin`: how the processes of `local` begin. Raises ConfigError."""
+    name = run.config.launcher
+    launcher: Launcher = LocalLauncher(run, begin) if name == "local" else make("launcher", name, {}, _NEEDS, run=run)
+    return launcher

@@ -1,0 +1,77 @@
+"""The seam "launcher": who starts the processes of a run, and says when one of them is dead.
+
+The supervisor decides what starts, when and again; a launcher knows how, and where. It is named by `launcher`, as
+`local` or `module:Name`, and made with the run: `Name(run)`.
+
+What a handle says is the fence of the run: its peers send again what a process held only when it is dead for certain.
+That is when `kill` was called and `poll` says that it ended. Then neither it nor what it has begun may act any more.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine, as its launcher knows it."""
+
+    name: str
+    host: str
+    """The address at which its processes listen, and at which those of all nodes reach them."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One process to start: `python -m module arguments`, in a session of its own."""
+
+    name: str
+    """Role, index and incarnation, as in `generator.0.2`."""
+    module: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    """Beside the node's own."""
+    log: Path
+    """For standard output and error."""
+    gpus: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them, where it stands as well."""
+    cores: tuple[int, ...] = ()
+    """Those that it may use; empty: all."""
+    imports: tuple[str, ...] = field(default=(), kw_only=True)
+    """What takes seconds to import. A launcher may have it ready."""
+
+    def command(self) -> list[str]:
+        """As it would be typed."""
+        return [sys.executable, "-m", self.module, *self.arguments]
+
+
+class Handle(Protocol):
+    """A process that was started."""
+
+    def poll(self) -> int | None:
+        """None while it runs; then its exit code, or minus the signal that ended it."""
+
+    def kill(self) -> None:
+        """End it by force, with all that it has begun; also what it left behind. Returns at once."""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """As `poll`, which it asks until the process has ended or the time is over."""
+
+    def fileno(self) -> int:
+        """Readable once the process has ended; -1 where nobody can say: the supervisor looks four times a second."""
+
+
+class Launcher(Protocol):
+    """Called by the supervisor's main thread alone."""
+
+    def place(self, role: str, index: int) -> Node:
+        """Where the next incarnation of this process stands."""
+
+    def start(self, spec: Spec, node: Node) -> Handle:
+        """Returns at once. A process that cannot be started has a handle as well, which says that it ended."""
+
+    def close(self) -> None:
+        """At the end of the run: whatever was begun and still runs is killed."""

@@ -1,0 +1,127 @@
+"""Channel `shm`: sender and receiver on the mapped file of `rl.weights.host.shm_file`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
+from rl.weights.host.ends import HostReceiver, HostSender, wait_for
+from rl.weights.host.layout import Segments, Verifier, combined_checksum
+from rl.weights.host.page_lock import PageLock
+from rl.weights.host.shm_file import SlotsFile, process_started, remove_slots, slots_path
+from rl.weights.host.slots import Lease
+from rl.wire.messages import Version
+from rl.wire.run import RunFile
+
+
+class ShmSender(HostSender):
+    """Rank 0 owns the file, also one that an earlier incarnation has made: receivers keep what they have mapped."""
+
+    def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
+        super().__init__(run, rank, entries, wait)
+        self._page_lock = PageLock(run.learner_device if run.config.learner.kind == "fsdp" else "cpu")
+
+    def open(self) -> None:
+        if self.rank == 0:
+            self._slots = SlotsFile.adopt(self.run, self._manifest) or SlotsFile.create(self.run, self._manifest)
+            return
+
+        found = wait_for(
+            lambda: SlotsFile.attach(self.run, writable=True),
+            self.run.config.timeouts.start_s,
+            lambda: f"learner rank {self.rank} waits for rank 0 to make {slots_path(self.run.run_id)}",
+        )
+        self._slots = found
+        self._check_layout(found.manifest)
+
+    def begin(self, version: Version, deadline_s: float) -> memoryview:
+        view = super().begin(version, deadline_s)
+        self._page_lock.add(view)
+        return view
+
+    def close(self) -> None:
+        self._page_lock.close()
+        if self.rank == 0 and self._slots is not None:
+            remove_slots(self.run.run_id)
+        super().close()
+
+
+class ShmReceiver(HostReceiver):
+    """The leased view is the slot itself: nothing is copied until the engine does."""
+
+    _slots: SlotsFile | None = None
+    _row: int
+    _lease: Lease | None = None
+    _segments: Segments  # of the leased slot, as they were when it was leased
+
+    def open(self, deadline_s: float) -> None:
+        self._slots = wait_for(
+            lambda: SlotsFile.attach(self.run, writable=False),
+            deadline_s,
+            lambda: f"{self.name} waits for learner rank 0 to make its weight slots",
+        )
+        self._manifest = self._slots.manifest
+        pid = os.getpid()
+        with self._slots.lock() as table:
+            self._row = table.register(self.name, self.incarnation, pid, process_started(pid) or 0)
+
+    def _close(self) -> None:
+        if self._slots is not None:
+            with self._slots.lock() as table:
+                table.unregister(self._row, self.incarnation)
+            self._slots.close()
+        self._slots = self._lease = None
+
+    def _acquire(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
+        slots = self._opened()
+
+        def attempt() -> Lease | None:
+            with slots.lock() as table:
+                lease = table.lease(self._row, self.incarnation, at_least)
+                if lease is not None:
+                    self._segments = table.segments(lease.slot)
+                self.progress += len(table.leased())
+            if lease is None:
+                slots.end_dead()
+            return lease
+
+        lease = wait_for(
+            attempt,
+            deadline_s,
+            lambda: self._waiting(at_least, slots.table.progress()),
+            progress=lambda: self.progress,
+        )
+        self._lease = lease
+        return lease.version, slots.view(lease.slot)
+
+    def _verify(self) -> int:
+        slots = self._opened()
+        assert self._lease is not None
+        verifier = Verifier(slots.view(self._lease.slot), self._segments, slots.manifest)
+
+        try:
+            for offset, length, _ in self._segments.tolist():
+                verifier.advance(offset + length)
+                self.progress += length
+            verifier.finish()
+
+        except WeightsCorrupt:
+            with slots.lock() as table:
+                if not table.intact(self._lease):
+                    return 0
+            raise
+        return combined_checksum(self._segments)
+
+    def _end(self) -> bool:
+        assert self._lease is not None
+        with self._opened().lock() as table:
+            return table.release(self._lease)
+
+    def _opened(self) -> SlotsFile:
+        if self._slots is None:
+            raise WeightsError(f"the weight receiver {self.name} is not open")
+        return self._slots
+
+
+SHM = Channel(ShmSender, ShmReceiver)

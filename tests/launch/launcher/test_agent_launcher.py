@@ -1,0 +1,104 @@
+"""A launcher of a third party, which is one file: the supervisor keeps its promises with it as with `local`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from launch.launcher import make_launcher
+from launch.plan import ProcessSpec
+from launch.supervisor import Supervisor
+from rl.config.schema import ConfigError
+from rl.wire.run import RunFile
+from tests.conftest import MakeRun
+from tests.launch.test_supervisor import QUIET, FakeSpec
+
+NAME = "launcher=tests.launch.agent_launcher:AgentLauncher"
+ROLES = ("broker", "proxy", "generator", "env_server", "learner")
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFile:
+    made: RunFile = make_run(*QUIET, NAME, "network.transport=tcp")
+    made = made.model_copy(update={"socket_folder": made.folder / "ipc"})
+    made.socket_folder.mkdir()
+    made.save()
+    return made
+
+
+def execute(run: RunFile, **behaviours: str) -> int:
+    plan: list[ProcessSpec] = [
+        FakeSpec(role, 0, environment={f"FAKE_{role.upper()}": behaviours.get(role, "")}) for role in ROLES
+    ]
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    code = Supervisor(run, plan, make_launcher(run)).execute()
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before, (
+        "processes were left behind"
+    )
+    return code
+
+
+@pytest.mark.parametrize("role", ["proxy", "generator"])
+def test_a_killed_process_is_noticed_told_and_replaced(
+    run: RunFile, role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    behaviours = dict.fromkeys(("broker", "learner"), "done1")
+    assert execute(run, **{role: "die" if role == "generator" else "exit"}, **behaviours) == 0
+    how = "killed by SIGKILL" if role == "generator" else "exit code 3"
+    assert f"{role}.0 {how}; starting it again (1 of 3)" in capsys.readouterr().out
+
+
+def test_a_hung_process_is_killed_and_replaced(run: RunFile) -> None:
+    run.config.timeouts.hang_s = 5
+    assert execute(run, generator="hang", broker="done1", learner="done1") == 0
+
+
+def test_deaf_processes_and_detached_grandchildren_end_with_the_run(run: RunFile) -> None:
+    assert execute(run, broker="done", learner="done", generator="deaf", env_server="children") == 0
+
+
+SUPERVISE = f"""
+import sys
+from launch.launcher import make_launcher
+from launch.supervisor import Supervisor
+from rl.wire.run import RunFile
+from tests.launch.test_supervisor import FakeSpec
+run = RunFile.load(sys.argv[1])
+Supervisor(run, [FakeSpec(role, 0) for role in {ROLES}], make_launcher(run)).execute()
+"""
+
+
+def test_nothing_survives_a_killed_supervisor(run: RunFile) -> None:
+    environment = os.environ | {f"FAKE_{role.upper()}": "tell" for role in ROLES}
+    command = [sys.executable, "-c", SUPERVISE, str(run.folder)]
+    supervisor = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(run.folder.glob("up.*"))) < len(ROLES):
+            assert time.monotonic() < deadline and supervisor.poll() is None, "the processes did not start"
+            time.sleep(0.05)
+        below = psutil.Process(supervisor.pid).children(recursive=True)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+    _gone, alive = psutil.wait_procs(below, timeout=60)
+    assert len(below) >= len(ROLES) + 2 and not alive
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("slurm", "launcher='slurm' is not a registered name"),
+        ("tests.launch.agent_launcher:Nobody", "no 'Nobody' in it"),
+        ("tests.launch.agent_launcher:AgentHandle", "it has no method 'place'"),
+    ],
+)
+def test_a_launcher_that_is_none_is_refused_in_one_line(make_run: MakeRun, name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_launcher(make_run(f"launcher={name}"))

@@ -13,7 +13,7 @@ def check_server(family: EnvironmentFamily, tokenizer: ConversationTokenizer, ev
     """After the family's start. Raises RunAlarm when held-out tasks are trained."""
     share = overlap(family, eval_tasks)
     found = f"{share:.0%} of {eval_tasks} held-out tasks are training tasks"
-    alarms.check("eval-on-train", share > alarms.limits.eval_overlap, found)
+    alarms.check("eval-on-train", share > alarms.limit("eval-on-train", "share"), found)
 
     drift = tokenizer.drift()
     alarms.check("template-drift", bool(drift), drift)

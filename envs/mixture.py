@@ -24,7 +24,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from envs.registry import load_family, made, validated
+from envs.registry import load_family, made
+from rl.config.plugins import validated
 from rl.config.tree import ConfigError
 from rollout.episodes.environment import (
     ChatMessage,
@@ -246,7 +247,7 @@ def alternating(counts: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def _options(name: str, member: MemberOptions) -> Any:
-    return validated(load_family(member.env), member.options, f"env.options.members.{name}.options")
+    return validated(load_family(member.env).Options, member.options, f"env.options.members.{name}.options")
 
 
 def _eval_count(there: int, member: MemberOptions) -> int:

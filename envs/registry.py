@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl.config import plugins
-from rl.config.plugins import load
+from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
 from rollout.episodes.environment import EnvironmentFamily, Needs
 
@@ -62,7 +61,7 @@ def demonstrator(name: str) -> Any:
 def make_family(config: Config) -> EnvironmentFamily:
     """The configured family, its options validated and its tasks loaded; nothing is started. Raises ConfigError."""
     family = load_family(config.env.name)
-    options = validated(family, config.env.options)
+    options = validated(family.Options, config.env.options, "env.options")
     return made(config.env.name, family, options, config.seed)
 
 
@@ -77,7 +76,7 @@ def made(name: str, family: type[EnvironmentFamily], options: Any, seed: int) ->
 def validate_options(config: Config) -> Any:
     """`env.options`, checked by themselves and against `env`; nothing is loaded. Raises ConfigError, one line."""
     family = load_family(config.env.name)
-    options = validated(family, config.env.options)
+    options = validated(family.Options, config.env.options, "env.options")
     if hasattr(family, "needs"):
         _check_needs(family.needs(options), config)
     return options
@@ -130,8 +129,3 @@ def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
     if config.eval.tasks > held_out:
         raise ConfigError(f"eval.tasks={config.eval.tasks}: env {config.env.name!r} has only {held_out} held-out tasks")
     return train, held_out
-
-
-def validated(family: type[EnvironmentFamily], options: dict[str, Any], where: str = "env.options") -> Any:
-    """The options as the family's own model has them; `where` they stand, for messages. Raises ConfigError."""
-    return plugins.validated(family.Options, options, where)

@@ -157,6 +157,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, help="a finished run's folder: distributions are fitted to it")
     parser.add_argument("--gpus", type=int, help="in all (default: those of the recipe)")
     parser.add_argument("--train-s", type=float, help="seconds of one training step with the recipe's ranks")
+    parser.add_argument("--decode-s", metavar="BASE,MORE", help="seconds of a decode step, and of each other sequence")
+    parser.add_argument("--answer", metavar="MEAN,SIGMA", help="tokens of one answer, log-normal")
     parser.add_argument("--env-s", metavar="MEAN,SIGMA", help="seconds of one environment step, Gaussian clipped at 0")
     parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where the plot goes (PNG)")
     parser.set_defaults(call="launch.commands.plan:plan")

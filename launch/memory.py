@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from rl.config.schema import Config, ConfigError
+from rl.learner.simulated import simulated_options
+from rollout.generator.engines import engine_options
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -108,7 +110,7 @@ def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need
         if engine:
             devices = config.generator.count * config.generator.tensor_parallel
             # vLLM sizes its cache by this share, unless it is told the bytes.
-            share = 1.0 if config.generator.kv_cache_bytes else config.generator.gpu_memory_utilization
+            share = 1.0 if config.generator.kv_cache_bytes else engine_options(config.generator).gpu_memory_utilization
             needs.append(Need("engine's GPU", "gpu", devices, engine, "generator.tensor_parallel", share))
 
         if learner:
@@ -121,7 +123,9 @@ def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need
 
     needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
-    weights = model.parameters * _bytes(config.generator.dtype) if model else config.learner.simulated_weight_bytes
+    weights = (
+        model.parameters * _bytes(config.generator.dtype) if model else simulated_options(config.learner).weight_bytes
+    )
     return [*needs, Need("weight slot", "host", config.weights.slots, {"weights": weights}, "weights.slots")]
 
 
@@ -138,7 +142,9 @@ def check_memory(needs: list[Need], host: int, gpu: int | None) -> None:
 
     for need in needs:
         if need.where == "gpu" and gpu is not None and need.each > need.share * gpu:
-            part = f", of which generator.gpu_memory_utilization leaves {need.share:g}" if need.share < 1 else ""
+            part = (
+                f", of which generator.options.gpu_memory_utilization leaves {need.share:g}" if need.share < 1 else ""
+            )
             raise ConfigError(
                 f"{need.field}: {need}, and a GPU has {_text(gpu)}{part}; see {need.field} and model.path"
             )

@@ -31,8 +31,10 @@ from launch.memory import Need, check_context, check_memory, estimate, read_shap
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, prepare
 from rl.config.hooks import make_hooks
-from rl.config.plugins import load
+from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
+from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
+from rl.observe.alarms import check_alarms
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.host import make_room
 from rl.wire.columns import register_configured, shape_by_model
@@ -41,6 +43,7 @@ from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
 from rollout.broker.rules import Rules
 from rollout.broker.tasks import make_priority
+from rollout.generator.engines import engine_options
 from rollout.parsers.names import check_names
 from rollout.proxy.core import ProxyCore
 
@@ -70,6 +73,8 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     begin: how the child begins that prepares the model.
     """
     unchecked: list[str] = []
+    check_alarms(config.alarms)
+    _check_options(config)
     _check_network(config)
     _check_folders(config, dry)
     _check_plugins(config)
@@ -112,9 +117,9 @@ def _check_device(config: Config, gpus: list[Gpu], dry: bool, unchecked: list[st
     """`cpu` or `cuda`; on the latter the plan's GPUs must be there."""
     device = config.device if config.device != "auto" else "cuda" if gpus else "cpu"
     alone = device == "cpu" and config.generator.tensor_parallel == 1
-    if config.generator.own_process is False and not alone:
+    if config.generator.engine == "vllm" and engine_options(config.generator).own_process is False and not alone:
         raise ConfigError(
-            "generator.own_process=false: only for device=cpu with generator.tensor_parallel=1; leave it out"
+            "generator.options.own_process=false: only for device=cpu with generator.tensor_parallel=1; leave it out"
         )
     if device == "cuda" and len(gpus) < gpus_needed(config):
         shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {len(gpus)}"
@@ -140,6 +145,20 @@ def _check_folders(config: Config, dry: bool) -> None:
         raise ConfigError(f"name={config.name!r}: {str(folder)!r} is no folder of a run; choose another name")
     if config.resume is not None and not (config.resume / "meta.json").exists():
         _resume_from(config, read_meta)  # says what is missing; the files themselves are read once, by `make_run`
+
+
+def _check_options(config: Config) -> None:
+    """Those of engine and learner; the environment's are checked with its tasks."""
+    engine = engine_options(config.generator)
+    validated(LEARNER_OPTIONS[config.learner.kind], config.learner.options, "learner.options")
+
+    tokens: int | None = getattr(engine, "max_num_batched_tokens", None)
+    sequences = config.generator.max_num_seqs
+    if tokens is not None and tokens < sequences:
+        raise ConfigError(
+            f"generator.options.max_num_batched_tokens={tokens}: one engine step needs a token for each of "
+            f"generator.max_num_seqs={sequences} sequences"
+        )
 
 
 def _check_plugins(config: Config) -> None:

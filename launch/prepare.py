@@ -23,6 +23,7 @@ from envs.registry import demonstrator
 from launch.launcher.local import Begin, Files, begin_process
 from rl.config.algo import AlgoConfig
 from rl.config.schema import Config, ConfigError, nearest
+from rl.learner.simulated import simulated_options
 from rl.store.digests import DIGESTS, damage
 from rl.weights import CHANNELS, channel_of
 from rl.wire.process import die_with_parent
@@ -41,7 +42,7 @@ def prepare(config: Config, *, resolve_model: bool = True, begin: Begin = begin_
     """Resolve the model and validate the algorithm. Raises ConfigError with one line."""
     simulated = config.learner.kind == "simulated" and config.generator.engine == "simulated"
     if simulated and not needs_validation(config):
-        return Prepared(None, config.learner.simulated_weight_bytes)
+        return Prepared(None, simulated_options(config.learner).weight_bytes)
     resolve_model = resolve_model and not simulated
 
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
@@ -59,7 +60,7 @@ def prepare(config: Config, *, resolve_model: bool = True, begin: Begin = begin_
     if "error" in answer:
         raise ConfigError(answer["error"])
     if simulated:
-        return Prepared(None, config.learner.simulated_weight_bytes)
+        return Prepared(None, simulated_options(config.learner).weight_bytes)
     return Prepared(Path(answer["folder"]) if answer["folder"] else None, answer["weight_bytes"])
 
 

@@ -29,7 +29,7 @@ from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Children, Observed, build_summary, write_summary
 from rl.observe.alarm_file import RaisedAlarm, keep_alarm
-from rl.observe.alarms import Clock, line
+from rl.observe.alarms import Clock, limit, line
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
 from rl.observe.tracking import Tracker
@@ -160,7 +160,7 @@ class Supervisor:
             self._drain(_POLL_S)
             self._check_children()
             jump_s = self._clock.jump_s(time.time(), time.monotonic())
-            if jump_s > self._config.alarms.clock_s:
+            if jump_s > limit(self._config.alarms, "clock", "s"):
                 self._raise_alarm("supervisor", "clock", f"a jump of {jump_s:.0f} s")
 
             self._display.refresh(self._children)
@@ -231,6 +231,9 @@ class Supervisor:
 
     def _raise_alarm(self, who: str, name: str, detail: str) -> None:
         """Shown once, whoever raises it first; counted as often as that process raises it."""
+        if name in self._config.alarms.off:
+            return
+
         step = self._observed.step
         known = self._observed.alarms.get(name)
         if known is not None:

@@ -111,7 +111,7 @@ def test_the_eight_gpu_topology_at_reduced_size(tmp_path: Path, cache: Path) -> 
         "rollout.filter_constant_groups=false",
         "sampling.max_tokens=16",
         "generator.max_model_len=1024",
-        "generator.enforce_eager=true",
+        "generator.options.enforce_eager=true",
         "eval.tasks=8",
     )
 

@@ -173,7 +173,7 @@ def goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_killed_engine_process_is_replaced_and_ctrl_c_ends_its_successor_too(tmp_path: Path) -> None:
     """It is vLLM's own process that an out-of-memory kill hits, where it has one; nothing else restarts."""
-    settings = ["steps=100000", "learner.checkpoint_every=0", "generator.own_process=true"]
+    settings = ["steps=100000", "learner.checkpoint_every=0", "generator.options.own_process=true"]
     with system(tmp_path, *settings) as process:
         wait_for_step(tmp_path, 2, deadline_s=400)
         (engine,) = [each for each in psutil.Process(process.pid).children(recursive=True) if is_engine(each)]

@@ -113,12 +113,12 @@ def test_turns_on_generators_of_different_versions_never_go_backwards(tmp_path: 
         "rollout.group_size=2",
         "generator.count=6",
         "generator.max_num_seqs=2",
-        "generator.simulated.load_s=0.4",
-        "generator.simulated.decode_base_s=0.003",
-        "generator.simulated.length_mean=16",
+        "generator.options.load_s=0.4",
+        "generator.options.decode_base_s=0.003",
+        "generator.options.length_mean=16",
         "env.max_turns=6",
         "env.options.turns=6",
-        "learner.simulated_step_s=0.2",
+        "learner.options.step_s=0.2",
     )
 
     summary = finish(start(tmp_path, *overrides), tmp_path)
@@ -153,7 +153,7 @@ def wait_for_step(tmp_path: Path, step: int, deadline_s: float = 240, name: str 
 
 @pytest.mark.parametrize("role", ["rollout.generator.process", "envs.server"])
 def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, role: str) -> None:
-    process = start(tmp_path, "steps=40", "learner.simulated_step_s=0.1")
+    process = start(tmp_path, "steps=40", "learner.options.step_s=0.1")
     wait_for_step(tmp_path, 5)
     os.kill(pid_of(tmp_path, role), signal.SIGKILL)
     summary = finish(process, tmp_path)

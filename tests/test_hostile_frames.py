@@ -125,7 +125,7 @@ def attack(run: RunFile, *, keyed: bool) -> None:
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_no_frame_ends_a_run(tmp_path: Path, keyed: bool) -> None:
-    process = start(tmp_path, "steps=60", "weights.transport=zmq", "learner.simulated_step_s=0.15")
+    process = start(tmp_path, "steps=60", "weights.transport=zmq", "learner.options.step_s=0.15")
     wait_for_step(tmp_path, 2)
     attack(RunFile.load(tmp_path / "simulated"), keyed=keyed)
     assert process.poll() is None

@@ -135,7 +135,7 @@ def check_generators(events: list[TraceRecord]) -> None:
 def test_kills_cost_no_ticket_its_end(tmp_path: Path) -> None:
     """The broker is among them: its successor tells what the log has and the trace has not, and nothing twice."""
     # One server, so that it has begun once steps are trained; and what the learner waits for is in it, at any time.
-    process = start(tmp_path, "steps=40", "env.servers=1", "generator.simulated.decode_base_s=0.004")
+    process = start(tmp_path, "steps=40", "env.servers=1", "generator.options.decode_base_s=0.004")
     for step, role in ((5, "envs.server"), (12, "rollout.broker.process"), (25, "rollout.generator.process")):
         wait_for_step(tmp_path, step)
         os.kill(pid_of(tmp_path, role), signal.SIGKILL)

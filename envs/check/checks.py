@@ -18,6 +18,7 @@ from envs.check.player import Agent, Player, PlayResult, Said, View
 from envs.check.resources import held
 from envs.check.watch import LoopWatch
 from envs.guards import overlap
+from rl.observe.alarms import limit
 
 FEW = 0.8  # share of different tasks below which a game has few of them, and held-out tasks must repeat
 LUCK = 0.25  # success that an agent may have by chance
@@ -122,8 +123,8 @@ async def tasks_differ(lab: Lab) -> None:
     held_out = seen["eval"]
     alike = sum(each in set(seen["train"]) for each in held_out) / max(1, len(held_out))
     known = max(alike, overlap(lab.player.family, len(held_out)))
-    limit = lab.player.config.alarms.eval_overlap
-    wrong = f"{known:.0%} of {len(held_out)} held-out tasks are among {train} training tasks" if known > limit else ""
+    most = limit(lab.player.config.alarms, "eval-on-train", "share")
+    wrong = f"{known:.0%} of {len(held_out)} held-out tasks are among {train} training tasks" if known > most else ""
     few = distinct < FEW
     said = f"{wrong}; the game has few tasks" if wrong and few else wrong
     lab.page.add("held out", said, f"{known:.0%} of {len(held_out)} held-out tasks were seen in training", note=few)

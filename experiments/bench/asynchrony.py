@@ -70,7 +70,7 @@ def _overrides(options: argparse.Namespace) -> tuple[str, ...]:
         f"env.max_turns={options.turns}",
         f"env.options.mean_s={options.mean_s}",
         f"env.options.sigma_s={options.sigma_s}",
-        f"generator.simulated.length_mean={options.tokens}",
+        f"generator.options.length_mean={options.tokens}",
         "generator.max_model_len=4096",
         "generator.max_num_seqs=256",
         "sampling.max_tokens=100",

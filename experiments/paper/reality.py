@@ -21,11 +21,12 @@ from typing import Any
 
 from envs.synthetic import SyntheticFamily, SyntheticOptions
 from experiments.paper.report import panels, save, save_plot, table
+from rl.config.plugins import validated
 from rl.config.schema import Config, load_config
 from rl.config.seeds import turn_seed
 from rl.wire.messages import Ticket
-from rollout.generator.engines.timing import Timing
-from rollout.simulate.recipe import assumed, scenario_of
+from rollout.generator.engines.timing import SimulatedOptions, Timing
+from rollout.simulate.recipe import Given, assumed, scenario_of
 from rollout.simulate.scenario import Scenario
 from rollout.simulate.server import SimulatedEpisode
 from rollout.simulate.simulation import Simulation
@@ -40,14 +41,14 @@ COMMON = (
     "eval.tasks=0",
     "tracking.live=false",
     "sampling.max_tokens=400",
-    "generator.simulated.decode_base_s=0.01",
-    "generator.simulated.decode_per_seq_s=0.0005",
-    "generator.simulated.length_mean=80",
-    "generator.simulated.length_sigma=0.8",
+    "generator.options.decode_base_s=0.01",
+    "generator.options.decode_per_seq_s=0.0005",
+    "generator.options.length_mean=80",
+    "generator.options.length_sigma=0.8",
     "env.servers=1",
     "env.episodes_per_server=200",
     "learner.ranks=1",
-    "learner.simulated_step_s=0.5",
+    "learner.options.step_s=0.5",
     "rollout.group_size=4",
 )
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -57,8 +58,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "rollout.alpha=2",
         "env.options.turns=1",
         "env.max_turns=1",
-        "generator.simulated.length_sigma=1.2",
-        "learner.simulated_step_s=1.5",
+        "generator.options.length_sigma=1.2",
+        "learner.options.step_s=1.5",
     ),
     "synchronous, 3 turns, env 1 s +- 1 s": (
         "rollout.alpha=0",
@@ -66,7 +67,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "env.max_turns=3",
         "env.options.mean_s=1",
         "env.options.sigma_s=1",
-        "generator.simulated.length_mean=30",
+        "generator.options.length_mean=30",
     ),
     "likewise, per-turn barrier": (
         "rollout.alpha=0",
@@ -74,7 +75,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "env.max_turns=3",
         "env.options.mean_s=1",
         "env.options.sigma_s=1",
-        "generator.simulated.length_mean=30",
+        "generator.options.length_mean=30",
         "rollout.hooks=[turn_barrier]",
     ),
     "alpha 1, 3 turns, redundant": (
@@ -83,7 +84,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "env.max_turns=3",
         "env.options.mean_s=1",
         "env.options.sigma_s=1",
-        "generator.simulated.length_mean=30",
+        "generator.options.length_mean=30",
         "rollout.redundant_groups=1",
         "rollout.redundant_episodes=1",
     ),
@@ -95,7 +96,7 @@ class SameDraws(Simulation):
 
     def __init__(self, scenario: Scenario, config: Config) -> None:
         super().__init__(scenario)
-        self._engine_timing = Timing(config.generator.simulated)
+        self._engine_timing = Timing(validated(SimulatedOptions, config.generator.options, "generator.options"))
         self._turns = config.env.options["turns"]
         options = SyntheticOptions.model_validate(config.env.options)
         self._families = [SyntheticFamily(options, config.seed) for _ in range(config.env.servers)]
@@ -118,7 +119,7 @@ class SameDraws(Simulation):
 
 def predict(config: Config, warm_up: int = WARM_UP) -> float:
     """Mean seconds of the steps after the warm-up."""
-    simulation = SameDraws(scenario_of(config, assumed(config)), config)
+    simulation = SameDraws(scenario_of(config, assumed(config, Given())), config)
     times = simulation.run().step_times[warm_up:]
     return sum(times) / len(times)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from experiments.pathologies.cases import Case
 from rl.config.schema import Config
+from rl.observe.alarms import limit
 
 _QUIET = ("tracking.live=false",)
 _FEW_GAMES = (  # a model that is made in minutes, not in a quarter of an hour; it wins less
@@ -66,16 +67,20 @@ def nearest(run: Path, config: Config) -> dict[str, dict[str, float]]:
     if not rows:  # of a simulated learner
         return {}
 
-    limits = config.alarms
-
     drift = [row["loss/kl_behavior"] / max(1.0, row["loss/token_staleness"]) ** 2 for row in rows]
     found = {
-        "step_kl": (_held(drift, limits.patience), limits.step_kl),
-        "kl": (_held([row["loss/kl_behavior"] for row in rows], limits.patience), limits.kl),
-        "ess": (-_held([-row["loss/ess"] for row in rows], limits.patience), limits.ess),
-        "entropy": (-_held([-row["loss/entropy"] for row in rows], limits.patience), limits.entropy),
+        "step_kl": ("large-steps", "kl", drift, 1),
+        "kl": ("off-policy", "kl", [row["loss/kl_behavior"] for row in rows], 1),
+        "ess": ("off-policy", "ess", [row["loss/ess"] for row in rows], -1),
+        "entropy": ("entropy", "nats", [row["loss/entropy"] for row in rows], -1),
     }
-    return {name: {"worst": worst, "limit": limit} for name, (worst, limit) in found.items()}
+
+    nearest_to: dict[str, dict[str, float]] = {}
+    for title, (alarm, name, values, sign) in found.items():
+        steps = int(limit(config.alarms, alarm, "steps"))
+        worst = sign * _held([sign * value for value in values], steps)
+        nearest_to[title] = {"worst": worst, "limit": limit(config.alarms, alarm, name)}
+    return nearest_to
 
 
 def _held(values: Sequence[float], steps: int) -> float:

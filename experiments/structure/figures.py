@@ -53,6 +53,7 @@ def figures(root: Path) -> Figures:
         "`fmt: skip` in source and tests": sum(map(format_skips, source + tests)),
         "files that name `logp_behavior`": files_that_name("logp_behavior", source),
         "files that name `policy_version`": files_that_name("policy_version", source),
+        "fields of the configuration": configuration_fields(source),
         "defaults of the configuration that stand twice": len(repeated_defaults(source)),
         f"files over {LONGEST_FILE} lines": sum(len(module.lines) > LONGEST_FILE for module in source),
         f"functions over {LONGEST_FUNCTION} lines": sum(
@@ -176,6 +177,19 @@ def repeated_defaults(modules: list[Module]) -> list[str]:
             found += [f"{module.path}: {node.name}.{name} = {value}" for name, value in sorted(set().union(*shared))]
 
     return found
+
+
+def configuration_fields(modules: list[Module]) -> int:
+    """Fields of `Config` and of all sections in it, a section counting as one field of its own."""
+    classes = {node.name: node for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)}
+    sections = {name: node for name, node in classes.items() if is_section(node)}
+
+    def count(section: ast.ClassDef) -> int:
+        fields = [node for node in section.body if isinstance(node, ast.AnnAssign)]
+        named = [re.findall(r"\w+", ast.unparse(field.annotation)) for field in fields]
+        return len(fields) + sum(count(sections[name]) for names in named for name in names if name in sections)
+
+    return count(sections["Config"]) if "Config" in sections else 0
 
 
 def is_section(node: ast.ClassDef) -> bool:

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from rl.config.schema import Config, ConfigError, load_config
 from rollout.simulate.clock import SimulationStopped
-from rollout.simulate.distributions import Gaussian
+from rollout.simulate.distributions import Gaussian, LogNormal
 from rollout.simulate.lower_bound import lower_bound_s
-from rollout.simulate.recipe import Measured, assumed, assumptions, read_run, scenario_of
+from rollout.simulate.recipe import Given, Measured, assumed, assumptions, read_run, scenario_of
 from rollout.simulate.result import SimulationResult
 from rollout.simulate.simulation import Simulation
 
@@ -168,8 +168,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if measured.seconds_per_step:
         _show_fit(config, measured, console)
     else:
-        given = {"train_s": arguments.train_s is not None, "env_s": arguments.env_s is not None}
-        for line in assumptions(config, **given):
+        for line in assumptions(config, _given(arguments)):
             console.print(f"assumed: {line}", soft_wrap=True)
 
     arguments.plot.parent.mkdir(parents=True, exist_ok=True)
@@ -198,15 +197,23 @@ def _inputs(arguments: argparse.Namespace) -> tuple[Config, Measured]:
     if arguments.recipe is None:
         raise ConfigError("fresco plan needs a recipe, or --run with a finished run's folder")
     config = load_config(arguments.recipe, arguments.overrides)
-    assumptions(config, train_s=arguments.train_s is not None, env_s=arguments.env_s is not None)
-    return config, assumed(config, arguments.train_s, _latency(arguments.env_s))
+    given = _given(arguments)
+    assumptions(config, given)
+    return config, assumed(config, given)
 
 
-def _latency(text: str | None) -> Gaussian | None:
+def _given(arguments: argparse.Namespace) -> Given:
+    env_s = _pair("--env-s", arguments.env_s, "MEAN,SIGMA in seconds: for instance --env-s=10,5")
+    decode_s = _pair("--decode-s", arguments.decode_s, "BASE,MORE in seconds: for instance --decode-s=0.02,0.0001")
+    answer = _pair("--answer", arguments.answer, "MEAN,SIGMA in tokens: for instance --answer=800,0.5")
+    return Given(arguments.train_s, env_s and Gaussian(*env_s), decode_s, answer and LogNormal(*answer))
+
+
+def _pair(option: str, text: str | None, wanted: str) -> tuple[float, float] | None:
     if text is None:
         return None
     try:
-        mean, sigma = map(float, text.split(","))
+        first, second = map(float, text.split(","))
     except ValueError:
-        raise ConfigError(f"--env-s={text!r} is not MEAN,SIGMA in seconds: for instance --env-s=10,5") from None
-    return Gaussian(mean, sigma)
+        raise ConfigError(f"{option}={text!r} is not {wanted}") from None
+    return first, second

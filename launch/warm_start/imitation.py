@@ -36,6 +36,7 @@ from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import Demonstration
 from rollout.episodes.tokenizer import ChatTokenizer
 
+_WARMUP_STEPS = 20
 _PARTS = 2  # of a batch on the CPU, a core each
 _SOURCES = (launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__file__, __file__)
 
@@ -145,7 +146,7 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
     options = SupervisedOptions(
         settings.steps,
         settings.lr,
-        settings.warmup_steps,
+        _WARMUP_STEPS,
         width=None if packs else max(256, min(1024, max(map(len, examples)))),
         read_weight=settings.read_weight,
         parts=_PARTS if device == "cpu" else 1,

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rl.config.section import Section
+from rl.config.section import Section, Where
 
 
 class ShapingConfig(Section):
+    where = "learner"
     name: str
     """A registered reward shaping (`algos/rewards.py`) or an importable `package.module:Name`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Its options, validated against its own dataclass."""
+    """Its options, checked by its own dataclass."""
 
 
 class KLConfig(Section):
+    where = "learner"
     coef: float = Field(0.0, ge=0)
     """Weight of the penalty; 0: no reference model at all."""
     place: Literal["loss", "reward"] = "loss"
-    """`loss`: added to each token's loss. `reward`: taken off each token's reward, before advantages."""
+    """`loss`: added to each token's loss; `reward`: taken off each token's reward, before advantages."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See `algos/kl.py`; k1 is the usual one in the reward, k3 in the loss."""
+    """One of `algos/kl.py`; k1 is the usual one in the reward, k3 in the loss."""
     reference: str = "start"
-    """`start`: a frozen copy of the starting weights. Or the folder of another model with the same vocabulary."""
+    """`start`: a frozen copy of the starting weights, or the folder of another model with the same vocabulary."""
 
 
 class CriticConfig(Section):
+    where = "advantage=gae"
     enabled: bool = False
-    """Train a value head on a model of its own (PPO); `advantage: gae` needs it."""
+    """Train a value head on a model of its own (PPO)."""
     path: str = "start"
-    """`start`: the starting weights. Or the folder of another model with the same vocabulary."""
+    """`start`: the starting weights, or the folder of another model with the same vocabulary."""
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate; schedule and everything else of AdamW as in `learner`."""
     warmup_steps: int = Field(0, ge=0)
@@ -43,49 +46,47 @@ class CriticConfig(Section):
     lam: float = Field(1.0, ge=0, le=1)
     """lambda of the returns it regresses to; 1: the rewards that really came (https://arxiv.org/abs/2503.01491)."""
     clip: float | None = Field(None, gt=0)
-    """Values move at most this far from those before the batch, as far as the loss can see; None: no clip."""
+    """How far values may move from those before the batch, as far as the loss can see; null: no clip."""
 
 
 class CorrectionConfig(Section):
+    where = "learner"
     weight: Literal["none", "token", "sequence"] = "none"
-    """Importance weight from the policy that sampled to the learner's at the start of the batch, truncated at `cap`: of
-    each token, or of its whole sequence (`algos/correction.py`). With more than one minibatch,
-    anything but none costs one more forward per batch."""
-    cap: float = Field(2.0, gt=0)
+    """Truncated importance weight from the policy that sampled to the one at the batch's start, of each token or its
+    sequence (`algos/correction.py`)."""
+    cap: Annotated[float, Where("weight=token or sequence")] = Field(2.0, gt=0)
     """Largest weight."""
     mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out tokens (IcePop), or samples by their ratio (MIS) or by its geometric mean, outside [low, high]."""
-    low: float = Field(0.5, ge=0)
+    """Leave out tokens (IcePop), or samples by their ratio (MIS) or its geometric mean, outside [low, high]."""
+    low: Annotated[float, Where("mask")] = Field(0.5, ge=0)
     """Least ratio that is kept."""
-    high: float = Field(2.0, gt=0)
+    high: Annotated[float, Where("mask")] = Field(2.0, gt=0)
     """Largest ratio that is kept."""
 
 
 class AlgoConfig(Section):
+    where = "learner"
     loss: str = "grpo"
     """A registered loss (`algos/`) or an importable `package.module:Name`."""
-    columns: list[str] = Field(default_factory=list)
+    columns: Annotated[list[str], Where("all processes")] = Field(default_factory=list)
     """Further columns for the loss or the forward, each the `package.module:NAME` of a `rl.wire.columns.Column`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the loss (clip ranges, caps), validated against its own dataclass."""
+    """Options of the loss (clip ranges, caps), checked by its own dataclass."""
     advantage: str | None = None
-    """A registered advantage estimator (`algos/advantages.py`) or an importable `package.module:Name`; None: the loss's
-    own (`group` for most, `leave_one_out` for rloo)."""
+    """A registered estimator (`algos/advantages.py`) or an importable `package.module:Name`; null: the loss's own."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the estimator (discount, lam), validated against its own dataclass."""
+    """Options of the estimator (discount, lam), checked by its own dataclass."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """From tokens to the loss of a minibatch: `token` mean over tokens, `sequence` mean over samples of each one's
-    mean, `constant` mean over samples of each one's sum over a constant (see `algos/aggregation.py`); None: the
-    loss's own."""
-    aggregation_constant: int | None = Field(None, ge=1)
-    """The constant; None: the most tokens an episode can generate, sampling.max_tokens * env.max_turns."""
+    """From tokens to a minibatch's loss: mean over tokens, over samples' means, or of samples' sums over a constant;
+    null: the loss's own."""
+    aggregation_constant: Annotated[int | None, Where("aggregation=constant")] = Field(None, ge=1)
+    """The constant; null: the most tokens an episode can generate, sampling.max_tokens * env.max_turns."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     mask_truncated: bool = False
-    """Episodes cut by a limit of length or turns count in their group's statistics, but not in the loss
-    (over-long filtering, https://arxiv.org/abs/2503.14476)."""
+    """Episodes cut by a limit count in their group's statistics, but not in the loss (https://arxiv.org/abs/2503.14476)."""
     shaping: list[ShapingConfig] = Field(default_factory=list)
-    """Reward shaping, in this order (`overlong` is DAPO's soft penalty)."""
+    """Reward shaping, in this order; `overlong` is DAPO's soft penalty."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)

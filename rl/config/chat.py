@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from rl.config.section import Section
+from rl.config.section import Section, Where
 
 _VLLM = "vllm:"
 
@@ -19,21 +19,19 @@ class VllmNames(NamedTuple):
 
 
 class ChatConfig(Section):
+    where = "environments with several turns or tools"
     parser: str = "hermes"
-    """Reads tool calls and reasoning out of a turn: `hermes` (Qwen2.5, Qwen3), `plain` (all of it is content),
-    `vllm:TOOL`, `vllm:TOOL+REASONING` or `vllm:+REASONING` (names of vLLM's parsers, which run in a process of their
-    own), or `package.module:Name` (rollout/episodes/parsing.py). One that does not fit the chat template is refused."""
-    parse_deadline_s: float = Field(20.0, gt=0)
-    """vLLM's parsers: a turn that is not read after so long stays content; a tenth of it is for the parser alone."""
+    """How tool calls and reasoning are read: `hermes`, `plain`, `vllm:TOOL`, `vllm:TOOL+REASONING`, `vllm:+REASONING`,
+    or `package.module:Name` (docs/agents.md)."""
+    parse_deadline_s: Annotated[float, Where("parser=vllm:…")] = Field(20.0, gt=0)
+    """A turn that is not read after so long stays content; a tenth of it is for the parser alone."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as Qwen3's `enable_thinking`."""
-    thinking: Literal["keep", "template"] = "keep"
-    """Reasoning of earlier turns in an agent's history: `keep` it, as sampled, or follow the `template`; where that
-    drops it, the history becomes a new sequence."""
-    stop: list[str] = Field(default_factory=list)
+    thinking: Annotated[Literal["keep", "template"], Where("agents")] = "keep"
+    """Reasoning of earlier turns in an agent's history: as sampled, or as the template has it, which may begin a new
+    sequence."""
+    stop: Annotated[list[str], Where("agents")] = Field(default_factory=list)
     """Texts that end an agent's turn, beside those that it asks for itself."""
-    abort_grace_s: float = Field(5.0, ge=0)
-    """A generation whose client has gone ends after so long, unless the client asks again."""
 
     @property
     def vllm_names(self) -> VllmNames | None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from rl.config.plugins import load, validated
 from rl.config.rollout import NamedHook, split_hook
 from rl.config.schema import ConfigError
-from rl.config.section import Section
+from rl.config.section import NoOptions
 
 Role = Literal["broker", "proxy", "env_server"]
 BUILT_IN = {
@@ -26,10 +26,6 @@ BUILT_IN = {
     "pin_prompts": "rollout.proxy.hooks:PinPrompts",
     "turn_barrier": "rollout.episodes.turn_barrier:TurnBarrier",
 }
-
-
-class NoOptions(Section):
-    """Of a hook that has none."""
 
 
 class Hook:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl.config.section import Section
+from rl.config.section import Section, Where
 
 NamedHook = str | dict[str, dict[str, Any]]
 """`name`, or `{name: {option: value}}`."""
@@ -26,33 +26,32 @@ def split_hook(named: NamedHook) -> tuple[str, dict[str, Any]]:
 
 
 class RolloutConfig(Section):
+    where = "broker"
     groups_per_batch: int = Field(16, ge=1)
     """B: whole groups in one training batch; N = B * group_size samples."""
     group_size: int = Field(8, ge=1)
     """G: episodes of one task that form a group."""
     alpha: float = Field(1.0, ge=0)
-    """Asynchronous ratio: at most floor((1 + alpha) * B) + R groups are open at once; staleness <= ceil(alpha)."""
+    """Asynchronous ratio: at most floor((1 + alpha) * B) + R groups are open at once, so staleness <= ceil(alpha)."""
     max_staleness: int | None = Field(None, ge=0)
-    """S, where it shall be more than ceil(alpha): answers that take longer than ceil(alpha) steps then do not expire,
-    and no more groups are open for it. None: ceil(alpha)."""
+    """S, for answers that take longer than ceil(alpha) steps; no more groups are open for it; null: ceil(alpha)."""
     redundant_groups: int = Field(0, ge=0)
     """R: groups in flight beyond what admission allows."""
     redundant_episodes: int = Field(0, ge=0)
     """g: extra episodes per group; the first group_size to finish win, the rest are cancelled."""
     hold_patience: float = Field(1, ge=0, allow_inf_nan=True)
-    """P: a batch waits for a group that would expire once it has been expired P times (inf: never wait)."""
+    """P: a batch waits for a group that would expire once it has expired P times; .inf: it never waits."""
     hold_deadline_s: float = Field(120.0, gt=0)
     """Longest time a batch is held open for such a group."""
     max_attempts: int = Field(3, ge=1)
-    """Attempts at one sample (worker lost, environment error, deadline) before the group is given up."""
+    """Attempts at one sample before its group is given up; each ends by a lost worker, an error or a deadline."""
     episode_deadline_s: float = Field(600.0, gt=0)
     """An episode running longer than this is cancelled and tried again."""
     filter_constant_groups: bool = False
     """Drop groups whose rewards are all equal (dynamic filtering) and start replacements."""
-    first_episodes: int = Field(0, ge=0)
-    """With filter_constant_groups: so many episodes of a group begin first, the rest only if their rewards differ. A
-    group that is dropped then costs fewer tokens, and one that is trained takes two rounds. 0: all begin at once."""
-    max_filtered_per_step: int = Field(64, ge=0)
+    first_episodes: Annotated[int, Where("filter_constant_groups")] = Field(0, ge=0)
+    """Episodes of a group that begin first, the others only if the rewards of these differ; 0: all begin at once."""
+    max_filtered_per_step: Annotated[int, Where("filter_constant_groups")] = Field(64, ge=0)
     """Constant groups dropped per step; further ones are kept, so that a batch always has B whole groups."""
     priority: str = "oldest"
     """Order of issue and of consumption: `oldest`, `freshest`, or `package.module:Name`
@@ -62,9 +61,8 @@ class RolloutConfig(Section):
     (rollout/broker/tasks.py); its state is saved with checkpoints."""
     curriculum_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the curriculum."""
-    hooks: list[NamedHook] = Field(default_factory=list)
-    """What is done beside the rules, each by its name, with options `{name: {option: value}}`: `batch_barrier`,
-    `hedging`, `quarantine`, `pin_prompts`, `turn_barrier`, or `package.module:Name` (docs/hooks.md)."""
+    hooks: Annotated[list[NamedHook], Where("broker, proxy, environment servers")] = Field(default_factory=list)
+    """What is done beside the rules (docs/hooks.md), each by its name, or with options as `{name: {option: value}}`."""
 
     @property
     def staleness_bound(self) -> int:

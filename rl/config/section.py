@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -11,6 +11,10 @@ LARGEST = 1 << 53
 """Of any number: beyond it JSON and other readers of a run would round it, and a message could not carry it."""
 LONGEST_S = 1e9
 """Thirty years: beyond that the kernel's clocks overflow."""
+
+
+class Where(str):
+    """Where a field matters, if not wherever its section does (docs/configuration.md)."""
 
 
 class Section(BaseModel):
@@ -23,6 +27,8 @@ class Section(BaseModel):
         ser_json_inf_nan="strings",
         allow_inf_nan=False,
     )
+    where: ClassVar[str] = ""
+    """Who reads the section, or when."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -42,6 +48,10 @@ class Section(BaseModel):
         if abs(value) > most:
             raise ValueError(f"lower it: no number here is larger than {most:g}")
         return value
+
+
+class NoOptions(Section):
+    """Of a plug-in that has none."""
 
 
 def refuse_flag(model: type[BaseModel], field: str, value: Any) -> None:

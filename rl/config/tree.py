@@ -18,12 +18,16 @@ OPTIONS_OF = {
     "algo.loss": "algo.options",
     "algo.advantage": "algo.advantage_options",
     "rollout.curriculum": "rollout.curriculum_options",
+    "generator.engine": "generator.options",
+    "learner.kind": "learner.options",
 }
 """By the field that names a plug-in: where its options are. Another plug-in does not inherit them."""
 
 
 def nearest(key: str, valid: list[str]) -> str:
     """The end of an error message: the nearest valid name, or all of them."""
+    if not valid:
+        return "; there are none here"
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid)) or 'none'}"
 

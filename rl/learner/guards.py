@@ -43,7 +43,7 @@ class StepGuards:
 
         self._first_step = first_step
         self._begun = False
-        self._log_ratio = config.alarms.log_ratio or _engine_noise(config)
+        self._log_ratio = alarms.limit("log-ratio", _engine_noise(config))
         self._first_gaps: list[float] = []  # of the first steps that show one
 
         self._parameters = list(trainer.policy.parameters())
@@ -98,18 +98,18 @@ class StepGuards:
 
     def trained(self, metrics: dict[str, float]) -> None:
         """metrics: of the whole batch, from all ranks."""
-        limits = self._alarms.limits
         ess = metrics.get("loss/ess", 1.0)
         kl = metrics.get("loss/kl_behavior", 0.0)
-        far = ess < limits.ess or kl > limits.kl
+        far = ess < self._alarms.limit("off-policy", "ess") or kl > self._alarms.limit("off-policy", "kl")
         self._alarms.check("off-policy", far, f"effective sample size {ess:.3f} of 1, KL {kl:.3g} at step {self._step}")
 
         age = max(1.0, metrics.get("loss/token_staleness", 0.0))
         found = f"KL {kl:.2g} to a policy {age:.1f} versions before, at step {self._step}"
-        self._alarms.check("large-steps", kl > limits.step_kl * age**2, found)
+        self._alarms.check("large-steps", kl > self._alarms.limit("large-steps", "kl") * age**2, found)
 
         entropy = metrics.get("loss/entropy", math.inf)
-        self._alarms.check("entropy", entropy < limits.entropy, f"{entropy:.2g} nats at step {self._step}")
+        low = entropy < self._alarms.limit("entropy", "nats")
+        self._alarms.check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
 
     def _same_for_all_ranks(self, shard: BatchPart) -> None:
         """Ranks see each other's rows only through this number."""
@@ -176,13 +176,14 @@ class StepGuards:
 
     def _surprise(self, sums: dict[str, float], tokens: float) -> None:
         """Sampled tokens have the mean log-probability that the entropy says, unless another policy drew them."""
-        limits = self._alarms.limits
+        share = self._alarms.limit("surprise", "share")
+        errors = self._alarms.limit("surprise", "errors")
         mean = sums["surprise"] / tokens
         entropy = sums["entropy"] / tokens
         # The sample's own variance is too small while the rare tokens that make it have not been drawn.
         variance = max(_TINY, sums["surprise_square"] / tokens - mean**2, sums["surprise_variance"] / tokens)
         error = math.sqrt(variance / tokens)
-        wrong = abs(mean) > max(limits.surprise * entropy, limits.surprise_z * error)
+        wrong = abs(mean) > max(share * entropy, errors * error)
         self._alarms.check(
             "surprise", wrong, f"{mean:+.3f} nats beside an entropy of {entropy:.3f} at step {self._step}"
         )
@@ -194,7 +195,8 @@ class StepGuards:
             return
 
         first = max(self._first_gaps)
-        grown = gap > max(self._alarms.limits.log_ratio_growth * first, _NOTABLE * self._log_ratio)
+        most = self._alarms.limit("log-ratio-grows", "times") * first
+        grown = gap > max(most, _NOTABLE * self._log_ratio)
         self._alarms.check("log-ratio-grows", grown, f"from {first:.2g} to {gap:.2g} nats at step {self._step}")
 
     def _counted_steps(self) -> float:
@@ -245,7 +247,7 @@ def _extremes(values: Tensor, sample: Tensor, count: int) -> tuple[Tensor, Tenso
     return least, largest
 
 
-def _engine_noise(config: Config) -> float:
-    """RMS log-ratio in nats that two implementations may have; measured: 1e-5 in float32, 0.03 in bf16."""
+def _engine_noise(config: Config) -> str:
+    """Which limit two implementations have; measured RMS log-ratio: 1e-5 nats in float32, 0.03 in bf16."""
     exact = config.model.dtype == config.generator.dtype == "float32"
-    return 3e-3 if exact and config.generator.on_update != "keep" else 0.15
+    return "float32_nats" if exact and config.generator.on_update != "keep" else "nats"

@@ -308,10 +308,10 @@ class RunClient:
         if self.config.learner.kind == "fsdp" and self.run.learner_device == "cpu":
             return
 
-        limits = self.config.alarms
-        starved = self._waited_s > max(limits.starved_s, limits.starved * step_s)
+        alarms = self.process.alarms
+        most_s = max(alarms.limit("learner-starved", "s"), alarms.limit("learner-starved", "share") * step_s)
         found = f"{self._waited_s:.1f} of the {step_s:.1f} s of step {step} it waited for its batch"
-        self.process.alarms.check("learner-starved", starved, found)
+        alarms.check("learner-starved", self._waited_s > most_s, found)
 
     def _closing_report(self) -> dict[str, Any]:
         assert self._service is not None

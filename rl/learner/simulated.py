@@ -2,7 +2,7 @@
 
 `python -m rl.learner.simulated --run DIR --index RANK --incarnation K`
 
-For timing and fault tests of everything around the learner. It sleeps `learner.simulated_step_s` per batch;
+For timing and fault tests of everything around the learner. It sleeps `learner.options.step_s` per batch;
 weights are a function of their version, the loss is a function of the batch.
 """
 
@@ -13,7 +13,11 @@ import time
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
+from rl.config.plugins import validated
+from rl.config.schema import LearnerConfig
+from rl.config.section import NoOptions, Section
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.store.checkpoint_folder import Meta, begin, commit
 from rl.weights.channel import Entry, Piece, Placement
@@ -22,6 +26,27 @@ from rl.wire.process import Process
 from rl.wire.run import context_from_command_line
 
 NAME = "simulated.weight"
+
+
+class SimulatedOptions(Section):
+    """`learner.options` of the simulated learner."""
+
+    where = "kind=simulated"
+    step_s: float = Field(0.05, ge=0)
+    """Seconds of one training step."""
+    weight_bytes: int = Field(1 << 20, ge=64)
+    """Size of the weights, really transported."""
+
+
+OPTIONS: dict[str, type[Section]] = {"fsdp": NoOptions, "simulated": SimulatedOptions}
+"""The model of `learner.options` by `learner.kind`."""
+
+
+def simulated_options(config: LearnerConfig) -> SimulatedOptions:
+    """Those of this recipe; of another kind of learner, what they are where nothing is said."""
+    given = config.options if config.kind == "simulated" else {}
+    options: SimulatedOptions = validated(SimulatedOptions, given, "learner.options")
+    return options
 
 
 def simulated_entry(size_bytes: int) -> Entry:
@@ -62,6 +87,7 @@ def save(process: Process, client: RunClient, step: int) -> None:
 def train(process: Process, client: RunClient, entry: Entry) -> None:
     """As `rl.learner.process.train`, with a sleep in the place of training."""
     config = process.config.learner
+    step_s = simulated_options(config).step_s
 
     def publish(n: int) -> None:
         version = Version(process.run.timeline, n)
@@ -73,7 +99,7 @@ def train(process: Process, client: RunClient, entry: Entry) -> None:
     for shard in client.batches():
         begin = time.monotonic()
         with client.span("train"):
-            time.sleep(config.simulated_step_s)
+            time.sleep(step_s)
         trained = time.monotonic()
 
         publish(shard.step + 1)
@@ -90,7 +116,7 @@ def train(process: Process, client: RunClient, entry: Entry) -> None:
 
 def main() -> None:
     with Process("learner", context_from_command_line()) as process:
-        entry = simulated_entry(process.config.learner.simulated_weight_bytes)
+        entry = simulated_entry(simulated_options(process.config.learner).weight_bytes)
         _, first_step = begin_from(process)
         with contextlib.suppress(Stopped):  # an orderly end, also before the channel is open
             client = RunClient(process, [entry], first_step)

@@ -8,13 +8,14 @@ it is reached, is said here and nowhere else.
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
-from rl.config.schema import Config
+from rl.config.schema import Config, validate
 from rl.wire.addresses import Addresses
 from rl.wire.columns import register_configured, shape_by_model
 
@@ -44,7 +45,9 @@ class RunFile(BaseModel):
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
-        run = cls.model_validate_json((Path(folder) / "run.json").read_text())
+        """Raises ConfigError where a version with other fields wrote it."""
+        tree = json.loads((Path(folder) / "run.json").read_text())
+        run = cls.model_validate(tree | {"config": validate(tree["config"])})
         register_configured(run.config.algo.columns)
         shape_by_model(run.model_folder)
         return run

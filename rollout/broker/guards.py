@@ -86,7 +86,7 @@ class BatchGuards:
         self._failures(batch.step, stats.issued.episodes + failed, failed)
 
         stale = batch.metrics.get("staleness/mean", 0.0)
-        limit = self._alarms.limits.staleness
+        limit = self._alarms.limit("old-samples", "versions")
         self._alarms.check("old-samples", stale > limit, f"{stale:.1f} versions on average in step {batch.step}")
         self._task_guards.batch(batch.step, list(groups.values()), stats)
         self._outliers.batch(batch.step, batch.samples)
@@ -98,7 +98,7 @@ class BatchGuards:
     def evaluated(self, report: EvalReport) -> None:
         share = report.failed / report.tasks
         found = f"{share:.0%} of {report.tasks} tasks at version {report.version.n} have no answer"
-        self._alarms.check("eval-incomplete", share > self._alarms.limits.failed, found)
+        self._alarms.check("eval-incomplete", share > self._alarms.limit("eval-incomplete", "share"), found)
 
     def _judge(self, batch: EmitBatch) -> None:
         outcomes = [sample.outcome for sample in batch.samples]
@@ -110,13 +110,13 @@ class BatchGuards:
 
         cut = sum(outcome.payload is not None and outcome.payload.stop_reason != "done" for outcome in outcomes)
         share = cut / len(outcomes)
-        limit = self._alarms.limits.truncated
+        limit = self._alarms.limit("truncated", "share")
         self._alarms.check("truncated", share > limit, f"{share:.0%} of the episodes of step {batch.step}")
 
     def _tasks(self, step: int, tasks: list[int]) -> None:
         """With a seeded order: a task comes again only after the others."""
         again = sum(task in self._trained for task in tasks) / len(tasks)
-        repeated = self._shuffled and again > self._alarms.limits.repeated
+        repeated = self._shuffled and again > self._alarms.limit("data-repeated", "share")
         self._alarms.check(
             "data-repeated", repeated, f"{again:.0%} of the tasks of step {step} were trained just before"
         )
@@ -126,7 +126,7 @@ class BatchGuards:
         """ended: attempts since the start of the run, `failed` of them without a result."""
         attempts = ended - self._ended
         share = (failed - self._failed) / max(1, attempts)
-        limit = self._alarms.limits.failed
+        limit = self._alarms.limit("failing-episodes", "share")
         self._alarms.check("failing-episodes", share > limit, f"{share:.0%} of {attempts} attempts before step {step}")
         self._ended = ended
         self._failed = failed
@@ -219,7 +219,7 @@ class TaskGuards:
             self._types.setdefault(name, _Type()).add(succeeded)
 
     def _check_types(self, step: int) -> None:
-        limit = self._alarms.limits.type_groups
+        limit = self._alarms.limit("task-type-never", "groups")
         some_succeed = any(each.successes for each in self._types.values())
         never = [
             name
@@ -235,8 +235,8 @@ class TaskGuards:
             return
 
         share = fmean(shares)
-        limits = self._alarms.limits
-        self._alarms.check("unreadable", share > limits.unreadable, f"{share:.0%} of the answers of step {step}")
+        unreadable = share > self._alarms.limit("unreadable", "share")
+        self._alarms.check("unreadable", unreadable, f"{share:.0%} of the answers of step {step}")
 
         room = _FIRST_SAMPLES - len(self._first)
         self._first += shares[:room]
@@ -245,15 +245,15 @@ class TaskGuards:
             first = fmean(self._first)
             last = fmean(self._last)
             found = f"{first:.0%} of the first answers, {last:.0%} of those up to step {step}"
-            self._alarms.check("invalid-actions", last - first > limits.invalid_rise, found)
+            risen = last - first > self._alarms.limit("invalid-actions", "rise")
+            self._alarms.check("invalid-actions", risen, found)
 
     def _check_length(self, step: int, samples: list[BatchSample]) -> None:
         played = [sample.outcome.payload for sample in samples if sample.outcome.payload is not None]
         ends = [turn.finish_reason for trajectory in played for turn in trajectory.turns]
         share = ends.count("length") / max(1, len(ends))
-        self._alarms.check(
-            "answers-cut", share > self._alarms.limits.answers_cut, f"{share:.0%} of those of step {step}"
-        )
+        limit = self._alarms.limit("answers-cut", "share")
+        self._alarms.check("answers-cut", share > limit, f"{share:.0%} of those of step {step}")
 
     def _check_cut(self, step: int, stats: Statistics) -> None:
         """Those cut while they ran count with what they had by then: longer ones are certain to be missed."""
@@ -267,7 +267,7 @@ class TaskGuards:
         lengths = (cut.finished.length + cut.tokens) / count, kept.length / kept.episodes
         turns = (cut.finished.turns + cut.turns) / max(1, told), kept.turns / kept.episodes
 
-        longer = self._alarms.limits.cut_longer
+        longer = self._alarms.limit("long-episodes-cut", "times")
         wrong = lengths[0] > longer * lengths[1] or turns[0] > longer * turns[1]
         found = (
             f"{count} cut episodes had {lengths[0]:.0f} tokens and {turns[0]:.1f} turns by then, trained ones "
@@ -317,15 +317,14 @@ class Outliers:
         if len(self._batches) < self._least_batches or not tokens:
             return
 
-        least_s = self._alarms.limits.slower_s
-        self._check("slow-server", "env_server", [each.servers for each in self._batches], "turn", step, least_s)
-        least_s /= median(tokens)
-        self._check("slow-generator", "generator", [each.generators for each in self._batches], "token", step, least_s)
+        self._check("slow-server", "env_server", [each.servers for each in self._batches], "turn", step, 1)
+        size = median(tokens)
+        self._check("slow-generator", "generator", [each.generators for each in self._batches], "token", step, size)
 
     def _check(
-        self, name: str, role: str, batches: list[dict[int, list[float]]], unit: str, step: int, least_s: float
+        self, name: str, role: str, batches: list[dict[int, list[float]]], unit: str, step: int, size: float
     ) -> None:
-        """batches: seconds by process, of each; least_s: that one must take more than the others."""
+        """batches: seconds of a unit by process, of each; size: units of a turn."""
         seconds: dict[int, list[float]] = {}
         for each in batches:
             for index, values in each.items():
@@ -337,7 +336,8 @@ class Outliers:
         slowest = max(fastest, key=lambda index: fastest[index])
         others = median([value for index in fastest if index != slowest for value in seconds[index]])
         own = fastest[slowest]
-        wrong = own > self._alarms.limits.slower * others and own - others > least_s
+        least_s = self._alarms.limit(name, "s") / size
+        wrong = own > self._alarms.limit(name, "times") * others and own - others > least_s
         found = (
             f"three in four turns of {role}.{slowest} took {own:.3g} s or more for a {unit}, half of the others' "
             f"{others:.3g} s at most, in {len(batches)} batches up to step {step}"

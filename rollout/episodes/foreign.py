@@ -23,6 +23,8 @@ from rollout.episodes.parsing import TurnReader
 from rollout.episodes.session import Session
 from rollout.episodes.turns import EpisodeFailed, TurnSampler
 
+_GRACE_S = 5.0  # for a client that has gone to ask again, before its generation ends
+
 OpenEndpoint = Callable[[int, Session], AbstractAsyncContextManager[Endpoint]]
 """(ticket id, session): an address at which the session answers, for as long as the context is open."""
 
@@ -48,7 +50,7 @@ async def play(
     chat = context.config.chat
     limit = context.config.generator.max_model_len
     forest = Forest(context.reader, thinking=chat.thinking, limit=limit, name=f"{ticket.ticket_id}_")
-    session = Session(sampler, forest, grace_s=chat.abort_grace_s, stop=chat.stop)
+    session = Session(sampler, forest, grace_s=_GRACE_S, stop=chat.stop)
     begin = time.monotonic()
 
     try:

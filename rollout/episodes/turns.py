@@ -141,7 +141,7 @@ class TurnSampler:
             known=sequence.known,
             max_tokens=max_tokens,
             temperature=self.temperature,
-            top_p=sampling.top_p,
+            top_p=1.0,  # of any other distribution importance ratios would be biased
             stop_token_ids=self._stop_ids,
             stop=list(stop),
             seed=seed,

@@ -54,7 +54,7 @@ class Proxy:
         self._core = ProxyCore(
             cache_survives_update=run.config.generator.on_update == "keep",
             hooks=run.config.rollout.hooks,
-            kv_admission=run.config.generator.kv_admission,
+            kv_admission="expected",
         )
         self._first_key = self._core.next_key = 1 + process.incarnation * _KEYS
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)

@@ -12,9 +12,12 @@ import numpy as np
 import yaml
 from msgspec import Struct
 
+from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError, validate
+from rl.learner.simulated import simulated_options
 from rl.store.batch_files import read_shard_files
 from rollout.broker import Rules
+from rollout.generator.engines.timing import SimulatedOptions
 from rollout.simulate.distributions import Constant, Distribution, Empirical, Gaussian, LogNormal
 from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work
 
@@ -24,14 +27,13 @@ OBSERVATION_TOKENS = 4
 """Where neither a run nor the recipe says how many."""
 GUESSED_SIGMA = 0.6
 """Of the logarithm of a turn's length."""
-_TIMES_OF_AN_ENGINE = ("decode_base_s", "decode_per_seq_s")
 WITHOUT_BATCHES = (
     f"the spread of lengths (log-normal, sigma {GUESSED_SIGMA}), equal numbers of turns, and tokens of prompts and "
     "observations (tracking.save_batches=true saves them)",
 )
 ALWAYS_GUESSED = (
     "environment latency is Gaussian, with the spread of its batch means, and nothing hangs or fails",
-    "KV memory for every seat's whole context, and generator.simulated's prefill speed",
+    "KV memory for every seat's whole context, and the simulated engine's prefill speed",
 )
 
 
@@ -59,64 +61,91 @@ class Measured(Struct, frozen=True):
     """What the run does not say, and what is taken for it."""
 
 
-def assumptions(config: Config, *, train_s: bool, env_s: bool) -> list[str]:
-    """What is predicted from, where no run was measured: a line each. `train_s` and `env_s`: whether they were given.
+class Given(Struct, frozen=True):
+    """What the command line says of times and lengths; None: nothing."""
 
-    Raises ConfigError where the recipe runs a real engine or learner and does not say how long these take: the settings
-    of the simulated ones say nothing about them.
+    train_s: float | None = None
+    """Of one step with the recipe's ranks."""
+    env_s: Distribution | None = None
+    decode_s: tuple[float, float] | None = None
+    """Of one decode step, and what each further sequence adds."""
+    answer: LogNormal | None = None
+    """Tokens of one turn."""
+
+
+def assumptions(config: Config, given: Given) -> list[str]:
+    """What is predicted from, where no run was measured: a line each.
+
+    Raises ConfigError where the recipe runs a real engine or learner and nobody says how long these take.
     """
-    given = config.generator.simulated.model_fields_set
     missing = []
-    if config.generator.engine != "simulated":
-        missing += [f"generator.simulated.{name}" for name in _TIMES_OF_AN_ENGINE if name not in given]
-    if config.learner.kind != "simulated" and not train_s:
+    if config.generator.engine != "simulated" and given.decode_s is None:
+        missing.append("--decode-s")
+    if config.learner.kind != "simulated" and given.train_s is None:
         missing.append("--train-s")
-    if config.env.name != "synthetic" and not env_s:
+    if config.env.name != "synthetic" and given.env_s is None:
         missing.append("--env-s")
 
     if missing:
         raise ConfigError(
             f"{config.name} was not measured: give --run with the folder of a finished run, or say yourself how long "
-            f"things take: {', '.join(missing)} (an engine's in seconds of a decode step)"
+            f"things take: {', '.join(missing)}"
         )
 
-    simulated = config.generator.simulated
-    lengths = f"answers of {_mean_length(config):g} tokens on average (log-normal, sigma {simulated.length_sigma:g})"
-    source = "generator.simulated.length_mean" if _length_is_given(config) else "half of sampling.max_tokens"
+    length = _answer(config, given)
+    base_s, per_seq_s = _decode_s(config, given)
     return [
-        f"{lengths}: {source}",
-        f"a decode step of {simulated.decode_base_s:g} s and {simulated.decode_per_seq_s:g} s for each other sequence",
+        f"answers of {length.mean:g} tokens on average (log-normal, sigma {length.sigma:g}): {_source(config, given)}",
+        f"a decode step of {base_s:g} s and {per_seq_s:g} s for each other sequence",
         *ALWAYS_GUESSED[1:],
     ]
 
 
-def _length_is_given(config: Config) -> bool:
+def _engine(config: Config) -> SimulatedOptions:
+    """The recipe's simulated engine; for a real one, what a simulated one is where nothing is said."""
+    given = config.generator.options if config.generator.engine == "simulated" else {}
+    options: SimulatedOptions = validated(SimulatedOptions, given, "generator.options")
+    return options
+
+
+def _decode_s(config: Config, given: Given) -> tuple[float, float]:
+    engine = _engine(config)
+    return given.decode_s or (engine.decode_base_s, engine.decode_per_seq_s)
+
+
+def _answer(config: Config, given: Given) -> LogNormal:
+    """Tokens of one turn: as given, or as the recipe's simulated engine has them, else half of what is allowed."""
+    if given.answer is not None:
+        return given.answer
+    engine = _engine(config)
     simulated = config.generator.engine == "simulated"
-    return simulated or "length_mean" in config.generator.simulated.model_fields_set
+    return LogNormal(engine.length_mean if simulated else config.sampling.max_tokens / 2, engine.length_sigma)
 
 
-def _mean_length(config: Config) -> float:
-    """Tokens of one turn: what the recipe says of a simulated engine, else half of what it allows."""
-    return config.generator.simulated.length_mean if _length_is_given(config) else config.sampling.max_tokens / 2
+def _source(config: Config, given: Given) -> str:
+    if given.answer is not None:
+        return "--answer"
+    return "generator.options" if config.generator.engine == "simulated" else "half of sampling.max_tokens"
 
 
-def assumed(config: Config, train_s: float | None = None, env_s: Distribution | None = None) -> Measured:
-    """What the recipe says: `generator.simulated`, `learner.simulated_step_s`, a synthetic environment's options."""
-    simulated = config.generator.simulated
+def assumed(config: Config, given: Given) -> Measured:
+    """What the command line says, else the options of a simulated engine, learner and environment."""
     options = config.env.options
     synthetic = config.env.name == "synthetic"
     latency = Gaussian(options.get("mean_s", 0.0), options.get("sigma_s", 0.0)) if synthetic else Constant(0.0)
+    base_s, per_seq_s = _decode_s(config, given)
+    train_s = given.train_s
 
     return Measured(
-        length=LogNormal(_mean_length(config), simulated.length_sigma),
+        length=_answer(config, given),
         turns=Constant(options.get("turns", 1) if synthetic else config.env.max_turns),
-        step_s=env_s or latency,
-        train_s=config.learner.simulated_step_s if train_s is None else train_s,
+        step_s=given.env_s or latency,
+        train_s=simulated_options(config.learner).step_s if train_s is None else train_s,
         ranks=config.learner.ranks,
         publish_s=0.0,
-        load_s=simulated.load_s,
-        decode_base_s=simulated.decode_base_s,
-        decode_per_seq_s=simulated.decode_per_seq_s,
+        load_s=_engine(config).load_s,
+        decode_base_s=base_s,
+        decode_per_seq_s=per_seq_s,
         tasks=options.get("tasks", 1000),
         seconds_per_step=0.0,
     )
@@ -136,7 +165,7 @@ def scenario_of(config: Config, measured: Measured) -> Scenario:
             max_model_len=generator.max_model_len,
             decode_base_s=measured.decode_base_s,
             decode_per_seq_s=measured.decode_per_seq_s,
-            prefill_tokens_per_s=generator.simulated.prefill_tokens_per_s,
+            prefill_tokens_per_s=_engine(config).prefill_tokens_per_s,
             load_s=measured.load_s,
             on_update="keep" if generator.on_update == "keep" else "recompute",
         ),

@@ -8,10 +8,11 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rl.config.schema import GeneratorConfig, SimulatedEngineConfig
+from rl.config.schema import GeneratorConfig
 from rl.config.seeds import sample_seed
 from rollout.broker import Rules
 from rollout.broker.actions import EmitBatch
+from rollout.generator.engines.timing import SimulatedOptions
 from rollout.simulate.distributions import Constant, Distribution, normal, uniform
 
 _DEFAULTS = GeneratorConfig()
@@ -25,11 +26,11 @@ class Generators(Struct, frozen=True):
     max_model_len: int = 40_960
     kv_tokens: int = 0
     """KV memory; 0: every sequence has room for a whole context, so that KV memory never binds."""
-    kv_admission: Literal["expected", "whole"] = _DEFAULTS.kv_admission
+    kv_admission: Literal["expected", "whole"] = "expected"
     """What a request reserves of it: prompt and mean response, or prompt and the longest one."""
     decode_base_s: float = 0.02
     decode_per_seq_s: float = 0.0
-    prefill_tokens_per_s: float = _DEFAULTS.simulated.prefill_tokens_per_s
+    prefill_tokens_per_s: float = SimulatedOptions().prefill_tokens_per_s
     copy_s: float = 0.0
     """Of a weight update, while decoding goes on."""
     load_s: float = 0.0
@@ -46,9 +47,9 @@ class Generators(Struct, frozen=True):
         """Tokens of context that one generator holds."""
         return self.kv_tokens or self.max_num_seqs * self.max_model_len
 
-    def timing(self) -> SimulatedEngineConfig:
+    def timing(self) -> SimulatedOptions:
         """As the simulated engine reads it."""
-        return SimulatedEngineConfig(
+        return SimulatedOptions(
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_base_s=self.decode_base_s,
             decode_per_seq_s=self.decode_per_seq_s,

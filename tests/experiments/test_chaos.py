@@ -126,7 +126,7 @@ def test_a_connection_is_cut_between_two_that_go_on(only_new_connections: None) 
 def test_a_short_schedule_on_a_live_run(seed: int) -> None:
     # Steps take longer than two looks at the run: each fault comes while there is one left.
     overrides = ["steps=40", "learner.checkpoint_every=2", "timeouts.hang_s=10", f"seed={seed}"]
-    overrides += ["learner.simulated_step_s=0.2", "learner.max_restarts=9"]
+    overrides += ["learner.options.step_s=0.2", "learner.max_restarts=9"]
     schedule = make_schedule(seed, 9, 40, ["kill", "raise", "pause"])
     played = play("experiments/simulated.yaml", overrides, schedule, stuck_s=240)
     assert played.violations == [] and len(played.faults) == 9
@@ -138,7 +138,7 @@ def test_a_worker_below_an_environment_server_dies(tmp_path: Path) -> None:
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"source": str(source), "eval_count": 8, "reward": "tests.envs.dataset_rewards:length"}
 
-    changes = ["steps=30", "learner.simulated_step_s=0.1", "env.name=dataset", f"env.options={json.dumps(options)}"]
+    changes = ["steps=30", "learner.options.step_s=0.1", "env.name=dataset", f"env.options={json.dumps(options)}"]
     schedule = [Fault(step, "child", "grandchild", 0.0) for step in (3, 12)]
     played = play("experiments/simulated.yaml", changes, schedule, stuck_s=40)
     assert played.violations == [] and len(played.faults) == 2
@@ -146,14 +146,14 @@ def test_a_worker_below_an_environment_server_dies(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: mounting a small file system needs root")
 def test_a_full_disk_ends_a_run_with_one_line_and_leaves_nothing() -> None:
-    changes = ["steps=1000", "learner.simulated_step_s=0.1"]  # the disk ends it long before
+    changes = ["steps=1000", "learner.options.step_s=0.1"]  # the disk ends it long before
     played = play("experiments/simulated.yaml", changes, [Fault(3, "disk", "machine", 0.0)], stuck_s=40)
     assert played.violations == [] and played.full_disk and len(played.steps) < 1000
 
 
 def test_what_is_lost_with_connections_is_asked_for_again() -> None:
     """Responses of some length, so that there is always something on its way."""
-    changes = ["steps=30", "learner.simulated_step_s=0.3", "generator.simulated.decode_base_s=0.003", "seed=1"]
+    changes = ["steps=30", "learner.options.step_s=0.3", "generator.options.decode_base_s=0.003", "seed=1"]
     schedule = make_schedule(1, 30, 30, ["cut"])
     played = play("experiments/simulated.yaml", changes, schedule, stuck_s=240)
     assert played.violations == [] and len(played.faults) == 30

@@ -70,7 +70,11 @@ BAD = [
     ("simulated", "rollout.alpha=true", "rollout.alpha=True"),
     ("simulated", "env.options.turns=true", "env.options.turns=True"),
     ("simulated", "rollout.alpha=.inf", "rollout.alpha=inf"),
-    ("math_cpu", "generator.own_process=false generator.tensor_parallel=2", "generator.own_process=false"),
+    (
+        "math_cpu",
+        "generator.options.own_process=false generator.tensor_parallel=2",
+        "generator.options.own_process=false",
+    ),
     ("simulated", "learner.lr=.nan", "learner.lr=nan"),
     ("simulated", "learner.eps=.inf", "learner.eps=inf"),
     ("simulated", "learner.betas=[2,3]", "learner.betas.0=2"),
@@ -117,7 +121,7 @@ BAD = [
     ("simulated", "model.path=/nonexistent", "model.path='/nonexistent'"),
     ("simulated", "model.path=../nonexistent", "model.path='../nonexistent'"),
     ("simulated", "rollout.groups_per_batch=1000000000", "rollout.groups_per_batch"),
-    ("simulated", "learner.simulated_weight_bytes=1000000000000000", "weights.slots"),
+    ("simulated", "learner.options.weight_bytes=1000000000000000", "weights.slots"),
     ("simulated", "steps=1e30", "steps="),
     ("simulated", "seed=-1", "seed=-1"),
     ("simulated", "seed=1e30", "seed="),
@@ -146,8 +150,8 @@ BAD = [
     ("math_cpu", "model.tiny.layers=0", "model.tiny.layers=0"),
     ("math_cpu", "model.path=/nonexistent", "model.path='/nonexistent'"),
     ("simulated", "learner.kind=fsdp model.warm_start.demonstrations=5", "has no demonstrator"),
-    ("math_cpu", "generator.max_num_batched_tokens=1", "generator.max_num_batched_tokens=1"),
-    ("math_cpu", "generator.max_num_batched_tokens=-5", "generator.max_num_batched_tokens=-5"),
+    ("math_cpu", "generator.options.max_num_batched_tokens=1", "generator.options.max_num_batched_tokens=1"),
+    ("math_cpu", "generator.options.max_num_batched_tokens=-5", "generator.options.max_num_batched_tokens=-5"),
     ("math_cpu", "generator.threads=100000", "generator.threads=100000"),
     ("math_cpu", "learner.threads=100000", "learner.threads=100000"),
     ("math_cpu", "learner.ranks=5000", "lower learner.ranks"),
@@ -305,7 +309,7 @@ def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int], tmp_p
 
 
 def test_an_engine_has_no_more_of_its_gpu_than_it_may_take(tmp_path: Path) -> None:
-    overrides = ["generator.gpu_memory_utilization=0.15"]
+    overrides = ["generator.options.gpu_memory_utilization=0.15"]
     config = load_config(EXPERIMENTS / "alfworld_8gpu.yaml", overrides)
     needs = estimate(config, "cuda", shape_of(SEVEN_B, tmp_path))
     with pytest.raises(ConfigError, match=r"engine's GPU.* has 80.0 GiB, of which .*utilization leaves 0.15"):

@@ -60,8 +60,8 @@ SETTINGS = (
     "rollout.alpha=0",
     "learner.lr=5e-3",
     "learner.max_tokens_per_pack=128",
-    "alarms.answers_cut=0.4",  # it ends an answer of 12 ids five times in six
-    "alarms.step_kl=0.2",  # an untrained model of 67 words moves far
+    "alarms.limits.answers-cut.share=0.4",  # it ends an answer of 12 ids five times in six
+    "alarms.limits.large-steps.kl=0.2",  # an untrained model of 67 words moves far
 )
 
 

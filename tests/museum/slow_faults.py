@@ -47,7 +47,7 @@ def steps_too_large(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     """The configuration itself is the fault."""
 
 
-@fault("too-far-ahead", "old-samples", "rollout.alpha=1", "alarms.staleness=0.5", at=1, steps=5)
+@fault("too-far-ahead", "old-samples", "rollout.alpha=1", "alarms.limits.old-samples.versions=0.5", at=1, steps=5)
 def too_far_ahead(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     """The configuration itself is the fault."""
 
@@ -71,7 +71,7 @@ def form_forgotten(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Game, "info", lambda self: {"invalid_share": 0.5 * (lab.step >= 2)})
 
 
-@fault("type-dead", "task-type-never", "alarms.type_groups=2")
+@fault("type-dead", "task-type-never", "alarms.limits.task-type-never.groups=2")
 def type_dead(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     """The judge of one type is dead."""
     judge = Game.judge

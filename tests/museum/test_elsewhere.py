@@ -122,8 +122,8 @@ def test_death(make_run: MakeRun) -> None:
 
 def test_learner_starves(tmp_path: Path) -> None:
     """The environment takes nearly all of every step."""
-    slow = ("rollout.alpha=0", "env.options.mean_s=0.2", "learner.simulated_step_s=0", "steps=6", "eval.tasks=0")
-    summary = finish(start(tmp_path, *slow, "alarms.starved_s=0.1", "alarms.starved=0.5"), tmp_path)
+    slow = ("rollout.alpha=0", "env.options.mean_s=0.2", "learner.options.step_s=0", "steps=6", "eval.tasks=0")
+    summary = finish(start(tmp_path, *slow, "alarms.limits.learner-starved={s: 0.1, share: 0.5}"), tmp_path)
     assert summary["alarms"].keys() == {"learner-starved"}
     (kept,) = read_alarms(tmp_path / "simulated")
     assert kept.step >= 2, "three such steps in a row"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rl.config.plugins import load
+from typing import Any
+
+from rl.config.plugins import load, validated
+from rl.config.schema import GeneratorConfig
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import Engine
 
@@ -10,6 +13,17 @@ ENGINES = {
     "simulated": "rollout.generator.engines.simulated:SimulatedEngine",
     "vllm": "rollout.generator.engines.vllm:VllmEngine",
 }
+
+OPTIONS = {
+    "simulated": "rollout.generator.engines.timing:SimulatedOptions",
+    "vllm": "rollout.generator.engines.environment:VllmOptions",
+}
+"""The model of `generator.options` of each engine; it stands where no library of the engine is imported."""
+
+
+def engine_options(config: GeneratorConfig) -> Any:
+    """`generator.options`, as the engine's own model has them. Raises ConfigError."""
+    return validated(load("generator.engine", config.engine, OPTIONS), config.options, "generator.options")
 
 
 def make_engine(context: ProcessContext) -> Engine:

@@ -1,14 +1,35 @@
-"""Environment variables an engine needs before its libraries are imported.
+"""Options of vLLM, and the environment variables it needs before its libraries are imported.
 
 The supervisor puts them into the environment of each generator process; nothing here imports torch.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from rl.config.schema import Config
+from rl.config.section import Section, Where
 from rollout.generator.engines.cpu import environment as on_cpu
 
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class VllmOptions(Section):
+    """`generator.options` of vLLM."""
+
+    where = "engine=vllm"
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Tokens of one engine step; null: enough for a whole context."""
+    kv_block: int | None = Field(None, ge=16, multiple_of=16)
+    """Tokens of one KV block, the grain of prefix reuse; null: 32 on CPU, vLLM's default on GPUs."""
+    gpu_memory_utilization: Annotated[float, Where("GPUs")] = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory for the engine."""
+    enforce_eager: Annotated[bool, Where("GPUs")] = True
+    """No CUDA graphs."""
+    own_process: bool | None = None
+    """vLLM's core in a process beside the generator's; null: on GPUs, and with tensor_parallel above 1."""
 
 
 def engine_imports(config: Config, device: str) -> tuple[str, ...]:

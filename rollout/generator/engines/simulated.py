@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.config.plugins import validated
 from rl.store.recent import Recent
 from rl.weights import make_receiver
 from rl.weights.channel import Receiver
@@ -25,7 +26,7 @@ from rl.wire.columns import BUILT_IN, ONE_TURN, carried, masked_context
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import EngineInfo, Sampled
-from rollout.generator.engines.timing import BatchModel, Timing
+from rollout.generator.engines.timing import BatchModel, SimulatedOptions, Timing
 
 _TICK_S = 0.005
 _LONGEST_TICK_S = 0.05  # token counts are reported at least this often
@@ -56,9 +57,10 @@ class SimulatedEngine:
         self._deadline_s = config.weights.deadline_s
         self._receiver = receiver
         self._loaded = 0
-        self._timing = Timing(config.generator.simulated)
+        self._options = validated(SimulatedOptions, config.generator.options, "generator.options")
+        self._timing = Timing(self._options)
         self._further = [column for column in carried(producer="generator") if column.name not in BUILT_IN]
-        self._logp = -math.log(config.generator.simulated.vocab_size)
+        self._logp = -math.log(self._options.vocab_size)
         self._model = BatchModel(self._timing, config.generator.max_num_seqs, time.monotonic())
 
         self._jobs: dict[int, _Job] = {}
@@ -131,7 +133,7 @@ class SimulatedEngine:
         self._advance()
 
         paused = time.monotonic()
-        load_s = self._config.simulated.load_s
+        load_s = self._options.load_s
         self._model.stall(load_s, recompute=on_update in ("recompute", "drain"))
         self._version = loaded
         if on_update != "keep":
@@ -211,7 +213,7 @@ class SimulatedEngine:
         stop_ids = tuple(request.stop_token_ids)
         vocabulary = self._vocabularies.get(stop_ids)
         if vocabulary is None:
-            vocabulary = np.setdiff1d(np.arange(1, self._config.simulated.vocab_size), stop_ids)
+            vocabulary = np.setdiff1d(np.arange(1, self._options.vocab_size), stop_ids)
             self._vocabularies[stop_ids] = vocabulary
         ids = np.random.default_rng(seed).choice(vocabulary, min(length, request.max_tokens)).tolist()
         if reason == "stop" and stop_ids:

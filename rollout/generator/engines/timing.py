@@ -21,17 +21,39 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from rl.config.schema import SimulatedEngineConfig
+from pydantic import Field
+
+from rl.config.section import Section
 
 _EPSILON_S = 1e-9  # `advance(next_event())` reaches that event in spite of rounding
 _KV_SLACK = 16  # tokens free for each sequence before another is prefilled, or it would be pre-empted at once
 _SHORTEST_STEP_S = 1e-9  # a step of no time would be an endless number of steps
 
 
-class Timing:
-    """Seconds and lengths of `generator.simulated`."""
+class SimulatedOptions(Section):
+    """`generator.options` of the simulated engine."""
 
-    def __init__(self, config: SimulatedEngineConfig) -> None:
+    where = "engine=simulated"
+    prefill_tokens_per_s: float = Field(1e6, gt=0)
+    """Prompt tokens processed per second."""
+    decode_base_s: float = Field(0.0005, ge=0)
+    """Seconds of one decode step at batch 1."""
+    decode_per_seq_s: float = Field(0.00001, ge=0)
+    """Additional seconds of one decode step per further running sequence."""
+    length_mean: float = Field(24, gt=0)
+    """Mean response length in tokens."""
+    length_sigma: float = Field(0.5, ge=0)
+    """Sigma of the log-normal length distribution; 0: constant length."""
+    load_s: float = Field(0.0, ge=0)
+    """Seconds that a weight load takes."""
+    vocab_size: int = Field(128, ge=2, lt=1 << 31)
+    """Ids are drawn uniformly from 1 up to this number."""
+
+
+class Timing:
+    """Seconds and lengths of a simulated engine."""
+
+    def __init__(self, config: SimulatedOptions) -> None:
         self._config = config
         # The mean of a log-normal is exp(mu + sigma^2 / 2).
         self._mu = math.log(config.length_mean) - config.length_sigma**2 / 2

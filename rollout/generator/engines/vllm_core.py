@@ -4,7 +4,7 @@
 * `OwnThread` (`cpu/vllm_thread.py`): the core in a thread of the generator. On a CPU, where messages to a child and its
   turns on the cores cost more than a process beside the generator gains.
 
-`generator.own_process` chooses.
+`generator.options.own_process` chooses.
 """
 
 from __future__ import annotations

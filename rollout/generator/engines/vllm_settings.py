@@ -12,6 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.wire.messages import Generate
 from rl.wire.run import ProcessContext, RunFile
+from rollout.generator.engines import engine_options
 from rollout.generator.engines.base import EngineInfo
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
@@ -57,6 +58,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     from transformers import AutoConfig
 
     config = context.run.config.generator
+    options = engine_options(config)
     on_cpu = context.run.device == "cpu"
     model = str(context.run.model_folder or context.run.config.model.path)
     tied = bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
@@ -69,16 +71,16 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         hf_overrides={"tie_word_embeddings": False} if tied else {},
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or max(config.max_model_len, _MIN_BATCHED_TOKENS),
+        max_num_batched_tokens=options.max_num_batched_tokens or max(config.max_model_len, _MIN_BATCHED_TOKENS),
         # A seeded request whose prefill is split kills vLLM's CPU engine ("CPU Generator does not use offset").
         enable_chunked_prefill=not on_cpu,
         enable_prefix_caching=True,
         scheduling_policy="priority",
         tensor_parallel_size=config.tensor_parallel,
-        gpu_memory_utilization=config.gpu_memory_utilization,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_bytes,
-        block_size=config.kv_block or (_CPU_BLOCK if on_cpu else None),
-        enforce_eager=config.enforce_eager or on_cpu,
+        block_size=options.kv_block or (_CPU_BLOCK if on_cpu else None),
+        enforce_eager=options.enforce_eager or on_cpu,
         logprobs_mode="processed_logprobs",
         max_logprobs=1,
         seed=(context.run.config.seed * 1009 + context.index) % (1 << 31),
@@ -92,8 +94,9 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
 def in_own_process(run: RunFile) -> bool:
     """Whether vLLM's core has a process beside the generator's, or a thread in it."""
     config = run.config.generator
-    if config.own_process is not None:
-        return config.own_process
+    own_process: bool | None = engine_options(config).own_process
+    if own_process is not None:
+        return own_process
     return run.device != "cpu" or config.tensor_parallel > 1
 
 

@@ -13,7 +13,7 @@ from launch.cli import main
 from launch.commands.plan import best, candidates, figure_of
 from rl.config.schema import Config, load_config
 from rollout.simulate.distributions import Constant, Gaussian
-from rollout.simulate.recipe import assumed, read_run
+from rollout.simulate.recipe import Given, assumed, read_run
 from tests.test_end_to_end_simulated import finish, start
 
 RECIPE = Path("experiments/simulated.yaml")
@@ -36,11 +36,11 @@ env.options.mean_s=0.2
 env.options.turns=2
 env.options.prompt_tokens=30
 env.options.observation_tokens=7
-generator.simulated.length_mean=20
-generator.simulated.length_sigma=0
-generator.simulated.decode_base_s=0.01
-generator.simulated.decode_per_seq_s=0
-learner.simulated_step_s=0.3
+generator.options.length_mean=20
+generator.options.length_sigma=0
+generator.options.decode_base_s=0.01
+generator.options.decode_per_seq_s=0
+learner.options.step_s=0.3
 """
 
 
@@ -50,7 +50,7 @@ def config() -> Config:
 
 
 def test_the_best_line_is_best_and_none_beats_the_bound(config: Config) -> None:
-    found = candidates(config, assumed(config, train_s=0.05), gpus=4, alphas=(0.0, 1.0))
+    found = candidates(config, assumed(config, Given(train_s=0.05)), gpus=4, alphas=(0.0, 1.0))
     assert {(candidate.generators, candidate.ranks) for candidate in found} == {(3, 1), (2, 2), (1, 3)}
     chosen = best(found)
     assert chosen.result.useful_tokens_per_s >= 0.98 * max(candidate.result.useful_tokens_per_s for candidate in found)
@@ -61,12 +61,12 @@ def test_the_best_line_is_best_and_none_beats_the_bound(config: Config) -> None:
 
 def test_no_alpha_is_tried_that_the_recipes_staleness_bound_refuses(config: Config) -> None:
     config.rollout.max_staleness = 1
-    found = candidates(config, assumed(config, train_s=0.05), gpus=2, alphas=(0.5, 1.0, 1.5))
+    found = candidates(config, assumed(config, Given(train_s=0.05)), gpus=2, alphas=(0.5, 1.0, 1.5))
     assert {candidate.alpha for candidate in found} == {0.5, 1.0}
 
 
 def test_the_plot_marks_the_choice_redundancy_and_the_bound(config: Config) -> None:
-    found = candidates(config, assumed(config, train_s=0.05), gpus=3, alphas=(0.0, 1.0))
+    found = candidates(config, assumed(config, Given(train_s=0.05)), gpus=3, alphas=(0.0, 1.0))
     chosen = best(found)
     (axis,) = figure_of(found, chosen).axes
     lines = {str(line.get_label()): line for line in axis.lines}
@@ -151,11 +151,11 @@ def test_a_real_recipe_is_not_planned_by_the_simulated_engines_defaults(
     recipe = ["plan", "math_8gpu", "--gpus", "3", "--plot", str(tmp_path / "plan.png"), "rollout.groups_per_batch=4"]
     assert main(recipe) == 2
     (refused,) = capsys.readouterr().err.splitlines()
-    for asked in ("--run", "--train-s", "--env-s", "generator.simulated.decode_base_s"):
+    for asked in ("--run", "--train-s", "--env-s", "--decode-s"):
         assert asked in refused
 
-    times = ["generator.simulated.decode_base_s=0.02", "generator.simulated.decode_per_seq_s=0.0001"]
-    assert main([*recipe, "--train-s", "20", "--env-s", "0.01,0", *times]) == 0
+    times = ["--train-s", "20", "--env-s", "0.01,0", "--decode-s", "0.02,0.0001"]
+    assert main([*recipe, *times]) == 0
     assert "assumed: answers of 1024 tokens on average" in capsys.readouterr().out
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from rl.config.removed import REMOVED
 from rl.config.schema import Config, ConfigError, load_config
 from rl.config.section import Section
+from rl.wire.run import RunFile
+from tests.conftest import MakeRun
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "experiments").glob("*.yaml"))
@@ -21,7 +27,7 @@ RECIPES = sorted((ROOT / "experiments").glob("*.yaml"))
     [
         ("rollout.alfa=1", ["rollout.alfa", "'alpha'"]),
         ("rollout.alpha=-1", ["rollout.alpha", "-1", "greater than or equal to 0"]),
-        ("sampling.top_p=0.9", ["top_p=0.9", "top_p=1"]),
+        ("sampling.top_p=0.9", ["sampling.top_p was removed", "samples from the whole distribution"]),
         ("learner.minibatches=3", ["learner.minibatches=3", "groups_per_batch=16"]),
         ("sampling.max_tokens=4096", ["max_tokens=4096", "max_model_len=2048"]),
         ("generator.engine=vlm", ["generator.engine", "'vlm'", "'vllm'"]),
@@ -174,3 +180,36 @@ def test_a_default_of_the_configuration_stands_nowhere_else() -> None:
                         if default == configured_default:
                             again.append(f"{file.relative_to(ROOT)}: {owner}.{name} repeats {path}={default!r}")
     assert not again, "\n".join(again)
+
+
+FIELD = re.compile(r"\b[a-z_]+(?:\.[a-z_-]+)+\b")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_field_fails_in_one_line_that_names_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"{name}=1"])
+    assert str(caught.value) == f"{name} was removed: write {REMOVED[name]}"
+
+    known = {path for _, path, _ in configured(Config)}
+    assert name not in known
+    for told in FIELD.findall(REMOVED[name]):
+        assert known & {told, ".".join(told.split(".")[:2])}, f"{told} is no field either"
+
+
+def test_what_an_earlier_version_wrote_is_refused_in_one_line(tmp_path: Path, make_run: MakeRun) -> None:
+    """A run's config.yaml, which `fresco eval` reads, and its run.json, which reports and processes read."""
+    old = {"steps": 5, "alarms": {"patience": 3, "ess": 0.2}, "generator": {"simulated": {"load_s": 0.1}}}
+    told = "generator.simulated was removed: write generator.options, with the same names (2 more fields of an earlier "
+    told += "version are named as well)"
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load_config(tmp_path / "config.yaml")
+
+    file = make_run().folder / "run.json"
+    run = json.loads(file.read_text())
+    run["config"]["alarms"]["patience"] = 3
+    file.write_text(json.dumps(run))
+    with pytest.raises(ConfigError, match=r"^alarms\.patience was removed: write alarms\.limits\.ALARM\.steps$"):
+        RunFile.load(file.parent)

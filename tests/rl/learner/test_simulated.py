@@ -30,13 +30,13 @@ from rollout.broker.assembly import no_batch
 from tests.conftest import MakeRun
 from tests.rl.learner.learner_harness import Harness, make_batch
 
-SIMULATED = ("learner.kind=simulated", "learner.simulated_weight_bytes=4096", "weights.probe=false")
+SIMULATED = ("learner.kind=simulated", "learner.options.weight_bytes=4096", "weights.probe=false")
 MODULE = "rl.learner.simulated"
 
 
 @pytest.mark.parametrize("transport, ranks", [("shm", 1), ("shm", 2), ("zmq", 2)])
 def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transport: str, ranks: int) -> None:
-    settings = ("steps=3", "learner.simulated_step_s=0.01", "eval.tasks=5", f"weights.transport={transport}")
+    settings = ("steps=3", "learner.options.step_s=0.01", "eval.tasks=5", f"weights.transport={transport}")
     run = make_run(*SIMULATED, *settings, f"learner.ranks={ranks}")
     batches = [make_batch(step, ranks=ranks) for step in range(3)]
     with Harness(run, MODULE) as harness:
@@ -74,7 +74,7 @@ def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transp
 
 
 def test_a_broker_that_hangs_is_the_supervisor_s_to_find(make_run: MakeRun) -> None:
-    run = make_run(*SIMULATED, "steps=1", "learner.simulated_step_s=0", "timeouts.hang_s=1", "eval.tasks=0")
+    run = make_run(*SIMULATED, "steps=1", "learner.options.step_s=0", "timeouts.hang_s=1", "eval.tasks=0")
     with Harness(run, MODULE) as harness:
         assert harness.take(BatchRequest).step == 0
         harness.send_batch(make_batch(0))
@@ -84,7 +84,7 @@ def test_a_broker_that_hangs_is_the_supervisor_s_to_find(make_run: MakeRun) -> N
 
 
 def test_the_next_batch_is_requested_while_this_one_trains(make_run: MakeRun) -> None:
-    run = make_run(*SIMULATED, "steps=2", "learner.simulated_step_s=15")
+    run = make_run(*SIMULATED, "steps=2", "learner.options.step_s=15")
     with Harness(run, MODULE) as harness:
         assert harness.take(BatchRequest).step == 0
         harness.send_batch(make_batch(0))
@@ -94,7 +94,7 @@ def test_the_next_batch_is_requested_while_this_one_trains(make_run: MakeRun) ->
 
 
 def test_evaluations_come_at_their_period_and_never_twice(make_run: MakeRun) -> None:
-    run = make_run(*SIMULATED, "steps=4", "learner.simulated_step_s=0", "eval.tasks=1", "eval.every=2")
+    run = make_run(*SIMULATED, "steps=4", "learner.options.step_s=0", "eval.tasks=1", "eval.every=2")
     with Harness(run, MODULE) as harness:
         harness.train([make_batch(step) for step in range(4)])
         harness.finish()
@@ -104,7 +104,7 @@ def test_evaluations_come_at_their_period_and_never_twice(make_run: MakeRun) -> 
 
 def test_a_run_whose_time_is_over_is_evaluated_and_saved_once(make_run: MakeRun) -> None:
     """The batch says so. A learner that is killed after the last one hears it again when it asks for another."""
-    run = make_run(*SIMULATED, "steps=1000", "seconds=60", "learner.simulated_step_s=0", "eval.tasks=3")
+    run = make_run(*SIMULATED, "steps=1000", "seconds=60", "learner.options.step_s=0", "eval.tasks=3")
     (last,) = make_batch(1)
     with Harness(run, MODULE) as harness:
         rows = harness.train([make_batch(0)])
@@ -126,7 +126,7 @@ def test_a_run_whose_time_is_over_is_evaluated_and_saved_once(make_run: MakeRun)
 
 
 def test_a_resumed_run_starts_at_its_step_in_its_timeline(make_run: MakeRun) -> None:
-    run = make_run(*SIMULATED, "steps=2", "learner.simulated_step_s=0", timeline=5, start_step=7)
+    run = make_run(*SIMULATED, "steps=2", "learner.options.step_s=0", timeline=5, start_step=7)
     with Harness(run, MODULE) as harness:
         harness.published(7)
         rows = harness.train([make_batch(step, timeline=5) for step in (7, 8)])
@@ -155,7 +155,7 @@ def test_a_batch_that_does_not_come_names_who_waited_for_what(make_run: MakeRun)
 
 
 def test_a_learner_waits_for_as_long_as_its_batch_comes_nearer(make_run: MakeRun) -> None:
-    run = make_run(*SIMULATED, "steps=1", "learner.simulated_step_s=0", "learner.batch_deadline_s=3")
+    run = make_run(*SIMULATED, "steps=1", "learner.options.step_s=0", "learner.batch_deadline_s=3")
     with Harness(run, MODULE) as harness:
         harness.take(BatchRequest)
         for _ in range(10):
@@ -176,7 +176,7 @@ def test_a_learner_that_waits_for_a_batch_stops_when_told(make_run: MakeRun) -> 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_a_learner_that_waits_for_another_rank_s_weights_stops_when_told(make_run: MakeRun, transport: str) -> None:
     """A rank that was told to stop first commits nothing more; rank 0 must not wait for it."""
-    run = make_run(*SIMULATED, "learner.ranks=2", "learner.simulated_step_s=0", f"weights.transport={transport}")
+    run = make_run(*SIMULATED, "learner.ranks=2", "learner.options.step_s=0", f"weights.transport={transport}")
     with Harness(run, MODULE) as harness:
         harness.published(0)
         assert harness.take(BatchRequest).step == 0
@@ -191,7 +191,7 @@ def test_a_learner_that_waits_for_another_rank_s_weights_stops_when_told(make_ru
 
 def leased_slot(make_run: MakeRun, *overrides: str) -> tuple[Harness, Receiver]:
     """A learner with two slots, one of them taken by a receiver that never gives it back."""
-    run = make_run(*SIMULATED, "steps=3", "learner.simulated_step_s=0", "weights.slots=2", *overrides)
+    run = make_run(*SIMULATED, "steps=3", "learner.options.step_s=0", "weights.slots=2", *overrides)
     harness = Harness(run, MODULE).start()
     harness.published(0)
     receiver = make_receiver(run, "generator-0-0", 0)

@@ -121,7 +121,7 @@ def test_one_receiver_dies_in_an_update_and_one_is_two_versions_behind(make_run:
 
 def test_a_run_whose_learner_and_generator_die_ends_in_a_new_timeline(tmp_path: Path) -> None:
     """No host knows a checksum: what is trained again counts as new, and every generator takes it."""
-    settings = ("steps=12", "learner.ranks=2", "learner.checkpoint_every=4", "learner.simulated_step_s=0.15")
+    settings = ("steps=12", "learner.ranks=2", "learner.checkpoint_every=4", "learner.options.step_s=0.15")
     process = start(tmp_path, GLOO, *settings, "generator.count=2", "weights.deadline_s=120")
     wait_for_version(process, tmp_path, 2)
     os.kill(pid_of(tmp_path, "rollout.generator.process", 1), signal.SIGKILL)

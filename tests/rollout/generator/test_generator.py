@@ -39,9 +39,9 @@ ME = identity("generator", 0, 2)
 ENTRY: Entry = ("weight", (64,), "float32")
 SETTINGS = (
     "generator.engine=simulated",
-    "generator.simulated.decode_base_s=0.002",
-    "generator.simulated.length_mean=100",
-    "generator.simulated.length_sigma=0",
+    "generator.options.decode_base_s=0.002",
+    "generator.options.length_mean=100",
+    "generator.options.length_sigma=0",
     "timeouts.heartbeat_s=0.1",
     "weights.deadline_s=60",
 )
@@ -165,7 +165,7 @@ def test_requests_wait_for_their_version_and_the_process_stops_cleanly(start: Ca
 
 
 def test_versions_are_tagged_per_token_over_an_update(start: Callable[..., Outside]) -> None:
-    outside = start("generator.on_update=keep", "generator.simulated.decode_base_s=0.03")
+    outside = start("generator.on_update=keep", "generator.options.decode_base_s=0.03")
     outside.load(0)
     outside.generate(1, gate=0)
     outside.running(lambda running: running.get(1, 0) > 10)
@@ -175,7 +175,7 @@ def test_versions_are_tagged_per_token_over_an_update(start: Callable[..., Outsi
 
 
 def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(start: Callable[..., Outside]) -> None:
-    outside = start("generator.simulated.length_mean=1000", "generator.simulated.decode_base_s=0.03")
+    outside = start("generator.options.length_mean=1000", "generator.options.decode_base_s=0.03")
     outside.load(0)
     outside.generate(1, gate=1)
     send_to(outside.backend, ME, Abort(1))
@@ -197,7 +197,7 @@ def test_aborts_of_held_and_running_requests_answer_with_what_was_generated(star
 
 
 def test_long_responses_are_delivered_while_they_grow_and_again_when_begun_again(start: Callable[..., Outside]) -> None:
-    slow = ("generator.simulated.length_mean=3000", "generator.simulated.decode_base_s=0.006")
+    slow = ("generator.options.length_mean=3000", "generator.options.decode_base_s=0.006")
     outside = start(*slow, "generator.on_update=abort")
 
     def delivered() -> tuple[int, dict[str, np.ndarray]]:
@@ -219,7 +219,7 @@ def test_long_responses_are_delivered_while_they_grow_and_again_when_begun_again
 
 
 def test_a_client_that_reads_along_is_told_of_every_token_but_the_last_ones(start: Callable[..., Outside]) -> None:
-    outside = start("generator.simulated.length_mean=300", "generator.simulated.decode_base_s=0.01")
+    outside = start("generator.options.length_mean=300", "generator.options.decode_base_s=0.01")
     outside.load(0)
     outside.generate(1, gate=0, stream=True)
     outside.generate(2, gate=0)
@@ -241,7 +241,7 @@ def test_a_client_that_reads_along_is_told_of_every_token_but_the_last_ones(star
 
 
 def test_what_was_told_over_a_connection_that_broke_is_told_again(start: Callable[..., Outside]) -> None:
-    outside = start("generator.simulated.length_mean=3000", "generator.simulated.decode_base_s=0.05")  # it goes on
+    outside = start("generator.options.length_mean=3000", "generator.options.decode_base_s=0.05")  # it goes on
     outside.load(0)
     outside.generate(1, gate=0, max_tokens=2000, stream=True)
 
@@ -277,7 +277,7 @@ def test_a_request_of_a_past_timeline_is_refused(start: Callable[..., Outside]) 
 
 
 def test_only_the_newest_notice_is_loaded_and_a_load_is_no_hang(start: Callable[..., Outside]) -> None:
-    outside = start("generator.simulated.load_s=3")
+    outside = start("generator.options.load_s=3")
     checksums = [outside.publish(n) for n in range(3)]
     for n in range(3):
         send(outside.notices, WeightNotice(Version(0, n), []))
@@ -289,7 +289,7 @@ def test_only_the_newest_notice_is_loaded_and_a_load_is_no_hang(start: Callable[
 
 
 def test_a_load_that_advances_is_not_ended_by_the_clock(start: Callable[..., Outside]) -> None:
-    outside = start("generator.simulated.load_s=5", "weights.deadline_s=1.5")
+    outside = start("generator.options.load_s=5", "weights.deadline_s=1.5")
     outside.load(0)
 
 

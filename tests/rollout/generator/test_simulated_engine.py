@@ -11,19 +11,18 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from rl.config.schema import SimulatedEngineConfig
 from rl.wire.messages import Generate, Version
 from rl.wire.run import ProcessContext
 from rollout.generator.engines.base import Sampled
 from rollout.generator.engines.simulated import SimulatedEngine
-from rollout.generator.engines.timing import BatchModel, Event, Timing
+from rollout.generator.engines.timing import BatchModel, Event, SimulatedOptions, Timing
 from tests.conftest import MakeRun
 from tests.rollout.generator.fake_weights import FakeReceiver
 
 
 def model(seats: int = 4, **config: float) -> BatchModel:
     values = {"prefill_tokens_per_s": 1000.0, "decode_base_s": 0.01, "decode_per_seq_s": 0.002} | config
-    return BatchModel(Timing(SimulatedEngineConfig.model_validate(values)), seats)
+    return BatchModel(Timing(SimulatedOptions.model_validate(values)), seats)
 
 
 def run_out(batch: BatchModel) -> list[Event]:
@@ -119,11 +118,11 @@ def test_steps_of_the_clock_do_not_change_the_events() -> None:
 
 
 def test_response_lengths_have_the_configured_mean() -> None:
-    timing = Timing(SimulatedEngineConfig(length_mean=200, length_sigma=1.0))
+    timing = Timing(SimulatedOptions(length_mean=200, length_sigma=1.0))
     lengths = [timing.response_length(seed) for seed in range(20_000)]
     assert np.mean(lengths) == pytest.approx(200, rel=0.05)
     assert np.median(lengths) == pytest.approx(200 * math.exp(-0.5), rel=0.05)
-    assert Timing(SimulatedEngineConfig(length_mean=24, length_sigma=0)).response_length(1) == 24
+    assert Timing(SimulatedOptions(length_mean=24, length_sigma=0)).response_length(1) == 24
 
 
 # ---------------------------------------------------------------- the engine
@@ -142,7 +141,7 @@ Scenario = Callable[[SimulatedEngine, FakeReceiver], Awaitable[None]]
 def play(make_run: MakeRun, scenario: Scenario, *overrides: str) -> None:
     """A started engine with version 0 loaded."""
     settings = ("decode_base_s=0.001", "decode_per_seq_s=0", "length_sigma=0", "length_mean=60")
-    run = make_run("generator.engine=simulated", *(f"generator.simulated.{each}" for each in settings), *overrides)
+    run = make_run("generator.engine=simulated", *(f"generator.options.{each}" for each in settings), *overrides)
 
     async def main() -> None:
         reader = FakeReceiver()
@@ -204,7 +203,7 @@ def test_it_takes_the_time_of_its_model_and_few_steps_of_its_own(
         assert len(moved) < 64 + 0.6 / 0.005 + 10
 
     monkeypatch.setattr(BatchModel, "advance", counted)
-    play(make_run, scenario, "generator.simulated.length_mean=600")
+    play(make_run, scenario, "generator.options.length_mean=600")
 
 
 def test_progress_grows_and_an_abort_returns_it(make_run: MakeRun) -> None:
@@ -221,7 +220,7 @@ def test_progress_grows_and_an_abort_returns_it(make_run: MakeRun) -> None:
         assert counts == sorted(counts)
         await engine.abort(1)  # late: nothing happens
 
-    slow = ("generator.simulated.decode_base_s=0.02", "generator.simulated.length_mean=600")
+    slow = ("generator.options.decode_base_s=0.02", "generator.options.length_mean=600")
     play(make_run, scenario, *slow)
 
 
@@ -253,8 +252,8 @@ def test_versions_per_token_over_an_update(make_run: MakeRun, on_update: str) ->
         after = await engine.generate(request(2, session=2), ignore)
         assert after.policy_version == [1] * 100
 
-    slow = ("generator.simulated.decode_base_s=0.02", "generator.simulated.length_mean=100")
-    play(make_run, scenario, f"generator.on_update={on_update}", "generator.simulated.load_s=0.02", *slow)
+    slow = ("generator.options.decode_base_s=0.02", "generator.options.length_mean=100")
+    play(make_run, scenario, f"generator.on_update={on_update}", "generator.options.load_s=0.02", *slow)
 
 
 def test_a_drain_that_takes_too_long_does_not_block_the_roll(make_run: MakeRun) -> None:
@@ -262,7 +261,7 @@ def test_a_drain_that_takes_too_long_does_not_block_the_roll(make_run: MakeRun) 
         sampled = await update_midway(engine, reader)
         assert set(sampled.policy_version) == {0, 1}
 
-    slow = ("generator.simulated.decode_base_s=0.02", "generator.simulated.length_mean=200")
+    slow = ("generator.options.decode_base_s=0.02", "generator.options.length_mean=200")
     play(make_run, scenario, "generator.on_update=drain", "generator.drain_deadline_s=0.05", *slow)
 
 

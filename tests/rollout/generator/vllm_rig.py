@@ -59,7 +59,7 @@ SETTINGS = [
     f"generator.kv_cache_bytes={KV_BYTES}",
     "weights.transport=tests.rollout.generator.file_weights:FILES",
     "weights.deadline_s=120",
-    "generator.enforce_eager=false",  # a CPU has no CUDA graphs, whatever it says
+    "generator.options.enforce_eager=false",  # a CPU has no CUDA graphs, whatever it says
 ]
 
 
@@ -70,7 +70,7 @@ class Rig:
         self.tied = tied
         self.own_process = own_process
         self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
-        settings = [*SETTINGS, f"generator.dtype={dtype}", f"generator.own_process={str(own_process).lower()}"]
+        settings = [*SETTINGS, f"generator.dtype={dtype}", f"generator.options.own_process={str(own_process).lower()}"]
         settings.append(f"generator.threads={threads}")
         config = load_config(None, settings)
         os.environ.update(engine_environment(config, device))

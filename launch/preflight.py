@@ -29,7 +29,7 @@ from launch.fork_server import ForkServer
 from launch.gpus import Gpu, visible_gpus
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
-from launch.prepare import Prepared, prepare
+from launch.prepare import Prepared, check_family_of, prepare
 from rl.config.schema import Config, ConfigError
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.shm_file import check_space, sweep_stale
@@ -94,11 +94,14 @@ def _installed() -> bool:
 
 def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: list[str]) -> Prepared:
     """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
+    path = config.model.path
+    told = None if path == "tiny" else Path(path) if Path(path).exists() else _known_to_the_hub(path)
+    if told is not None and (told / "config.json").exists():
+        check_family_of(config, told)
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
         return Prepared(None, 0)
 
-    path = config.model.path
     resolve_model = not dry or (path != "tiny" and Path(path).exists())
     if not resolve_model:
         unchecked.append(f"model.path={path!r} is not resolved in a dry run")

@@ -55,6 +55,8 @@ class ModelConfig(Section):
     """`tiny` (made and warm-started locally), a local folder, or a hub name (`Qwen/Qwen3-8B`)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of the learner's forward and backward; master weights are always float32."""
+    untested: bool = False
+    """Train a model of a family that no test has (`docs/models.md` lists those that one has)."""
     tiny: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the tiny model's recipe (size, warm-start steps); see `launch/warm_start/tiny.py`."""
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)

@@ -53,12 +53,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_family(family: str, folder: Path, *, dropout: float = 0.0, seed: int = 0, dtype: str = "float32") -> Path:
+def save_family(
+    family: str,
+    folder: Path,
+    *,
+    dropout: float = 0.0,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_file: str = "1GB",
+    **changes: Any,
+) -> Path:
     """Initial weights large enough that attention matters: a packing fault moves log-probabilities by tenths.
 
-    dropout: every probability that the family's configuration has.
+    dropout: every probability that the family's configuration has. `changes`: of its shape.
     """
-    told = {name: value for name, value in (BASE | SHAPES[family]).items() if value is not None}
+    told = {name: value for name, value in (BASE | SHAPES[family] | changes).items() if value is not None}
     config: Any = AutoConfig.for_model(family, **told)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
@@ -70,5 +79,5 @@ def save_family(family: str, folder: Path, *, dropout: float = 0.0, seed: int = 
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
                 parameter.data += 0.1 * torch.randn_like(parameter)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_file)
     return folder

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from rl.models.families import FAMILIES, REFUSED
-from rl.models.policy import Policy, load_policy, local_rows
+from rl.models.families import FAMILIES, REFUSED, check_family, check_layers
+from rl.models.policy import Policy, check_trainable, load_policy, local_rows
 from tests.rl.models.tiny_families import SHAPES, VOCABULARY, save_family
 
 LENGTHS = (40, 23, 40, 57)
@@ -74,5 +77,71 @@ def test_an_export_is_read_back(folder: Path, policy: Policy, tmp_path: Path) ->
     assert all(torch.equal(value, rows[name]) for name, value in read.named_parameters())
 
 
-def test_every_family_has_a_shape_here() -> None:
+# ---------------------------------------------------------------- who is on the list, and who is not
+
+
+def test_every_family_has_a_shape_here_and_a_row_in_the_document() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", document.split("## Refused")[0], re.MULTILINE))
+    assert rows.items() >= {name: family.models for name, family in FAMILIES.items()}.items()
+    assert rows.keys() - FAMILIES.keys() == {"model_type"}  # the table's head
     assert SHAPES.keys() == FAMILIES.keys() and not FAMILIES.keys() & REFUSED.keys()
+
+    refused = "".join(re.findall(r"^\| (`\w+`[^|]*) \|", document.split("## Refused")[1], re.MULTILINE))
+    named = re.findall(r"`(\w+)`", refused)
+    assert len(named) > 10 and set(named) - REFUSED.keys() == {"model_type"}
+
+
+def test_every_name_is_one_that_transformers_knows() -> None:
+    assert not (FAMILIES.keys() | REFUSED.keys()) - CONFIG_MAPPING_NAMES.keys()
+
+
+def saved_config(folder: Path, model_type: str, **changes: object) -> Path:
+    AutoConfig.for_model(model_type).save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder
+
+
+@pytest.mark.parametrize("untested", [False, True])
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_with_a_known_fault_is_refused_from_its_configuration(family: str, untested: bool) -> None:
+    with pytest.raises(ValueError, match=f"^{family}: {re.escape(REFUSED[family])}"):
+        check_family({"model_type": family}, untested=untested)
+
+
+def test_a_family_that_no_test_has_is_refused_or_runs_if_that_is_wanted(tmp_path: Path) -> None:
+    folder = saved_config(tmp_path, "helium", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    with pytest.raises(ValueError, match=r"^helium: no test has this family.*llama, qwen2, .*model.untested=true"):
+        check_trainable(folder)
+    check_trainable(folder, untested=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        (
+            "qwen3",
+            {"layer_types": ["conv", "full_attention"]},
+            "layers of the kind conv: .* a state along a pack",
+        ),
+        ("helium", {"layer_types": ["linear_attention"]}, "layers of the kind linear_attention"),
+        ("helium", {"num_local_experts": 8}, "dense models are supported"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(fp8\)"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 changes them"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 changes them"),
+    ],
+)
+def test_what_no_family_may_have(family: str, changes: dict[str, object], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{family}: .*{reason}"):
+        check_trainable(saved_config(tmp_path, family, **changes), untested=True)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "bamba", "falcon_h1", "mamba2"])
+def test_a_recurrence_is_found_among_the_layers_whatever_the_family_is_called(family: str) -> None:
+    kinds = {"layer_types": ["conv", "full_attention"]} if family == "lfm2" else {}
+    config = AutoConfig.for_model(family, num_hidden_layers=2, **kinds)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"^{family}: it has .*Conv1d"):
+        check_layers(model)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 _STATE = "its layers carry a state along a pack, from one sample into the next"
 _NAMES = "transformers keeps its parameters under other names than its checkpoints, so engines could not load an export"
@@ -24,10 +24,10 @@ CONVERTED = (
 
 @dataclass(frozen=True)
 class Family:
-    """`models`: of the hub, for example. `scale`: the setting that changes its logits after the head, and how."""
+    """`models`: of the hub, for example. `divisor`: the setting by which it divides its logits after the head."""
 
     models: str
-    scale: tuple[Literal["times", "over"], str] | None = None
+    divisor: str | None = None
 
 
 FAMILIES = {
@@ -40,10 +40,9 @@ FAMILIES = {
     "smollm3": Family("SmolLM3"),
     "olmo2": Family("OLMo 2"),
     "olmo3": Family("OLMo 3"),
-    "granite": Family("Granite 3, dense", ("over", "logits_scaling")),
+    "granite": Family("Granite 3, dense", "logits_scaling"),
     "glm4": Family("GLM-4-0414"),
     "exaone4": Family("EXAONE 4"),
-    "cohere2": Family("Command R7B, Command A", ("times", "logit_scale")),
     "ministral": Family("Ministral"),
     "starcoder2": Family("StarCoder2"),
     "seed_oss": Family("Seed-OSS"),
@@ -53,6 +52,7 @@ FAMILIES = {
 REFUSED = {
     "gpt2": _LAYERS,
     "bloom": _LAYERS,
+    "cohere2": "the engine's sliding windows reach one token further than those of transformers",
     "gemma2": "final_logit_softcapping bends its logits after the head",
     "gpt_oss": "its attention has sinks, which no attention of the learner knows",
     "gpt_neox": _NAMES,
@@ -118,7 +118,7 @@ def logit_divisor(config: Any) -> float:
     Raises ValueError where its logits are changed in any other way.
     """
     family = FAMILIES.get(config.model_type)
-    how, setting = family.scale if family and family.scale else (None, None)
+    setting = family.divisor if family else None
     changed = [
         f"{each}={value}"
         for each in _LOGIT_CHANGES
@@ -126,10 +126,7 @@ def logit_divisor(config: Any) -> float:
     ]
     if changed:
         raise ValueError(f"{config.model_type}: the logits must be a plain product, and {changed[0]} changes them")
-    if setting is None:
-        return 1.0
-    value = float(getattr(config, setting))
-    return value if how == "over" else 1.0 / value
+    return float(getattr(config, setting)) if setting else 1.0
 
 
 def _known_fault(told: Mapping[str, Any]) -> str | None:

@@ -40,13 +40,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite": {"head_dim": None, "num_attention_heads": 2, "logits_scaling": 8.0, "attention_multiplier": 0.2},
     "glm4": {},
     "exaone4": {**WINDOWS, "sliding_window_pattern": "LG"},
-    "cohere2": {
-        **WINDOWS,
-        "head_dim": None,
-        "num_attention_heads": 2,
-        "logit_scale": 0.25,
-        "tie_word_embeddings": True,
-    },
     "ministral": WINDOWS,
     "starcoder2": {"head_dim": None, "num_attention_heads": 2, "sliding_window": None},
     "seed_oss": {},

@@ -96,12 +96,11 @@ def _prepare(config: Config, dry: bool, forks: ForkServer | None, unchecked: lis
     """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
     path = config.model.path
     told = None if path == "tiny" else Path(path) if Path(path).exists() else _known_to_the_hub(path)
-    if told is not None and (told / "config.json").exists():
+    if told is not None:
         check_family_of(config, told)
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
         return Prepared(None, 0)
-
     resolve_model = not dry or (path != "tiny" and Path(path).exists())
     if not resolve_model:
         unchecked.append(f"model.path={path!r} is not resolved in a dry run")

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -37,7 +37,7 @@ def empty_model(folder: str | Path, attention: str | None = None) -> Any:
     config = AutoConfig.from_pretrained(str(folder))
     _without_dropout(config)
     options = {"attn_implementation": attention} if attention else {}
-    hook = register_module_parameter_registration_hook(_on_meta)
+    hook = register_module_parameter_registration_hook(cast(Any, _on_meta))  # torch's type forbids an answer
     try:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
     finally:
@@ -52,8 +52,10 @@ def empty_model(folder: str | Path, attention: str | None = None) -> Any:
 
 def allocate(module: M, device: str | torch.device) -> M:
     """Memory on `device` for the parameters that are on the meta device; everything else moves there as it is."""
+    whole: Any = module
     with _swapped_in_place():
-        return module._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+        whole._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+    return module
 
 
 @torch.no_grad()

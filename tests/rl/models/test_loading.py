@@ -199,13 +199,13 @@ def test_a_rank_of_four_never_holds_the_whole_model(tmp_path: Path) -> None:
     save_family("qwen3", tmp_path / "small")
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 30_000}
     save_family("qwen3", tmp_path, dtype="bfloat16", max_file="30MB", **large)
-    size = sum(each.numel() for each in whole(tmp_path).parameters()) * 4 / 1024
+    size: float = sum(each.numel() for each in whole(tmp_path).parameters()) * 4 / 1024
 
     def share(how: str) -> float:
         command = [sys.executable, "-c", MEASURE, str(tmp_path), how]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert ended.returncode == 0, ended.stderr
-        return int(ended.stdout.split()[-1]) / size
+        return float(ended.stdout.split()[-1]) / size
 
     assert share("parts") < 0.5  # its own quarter, and the pages of one file
     assert share("whole") > 0.9  # the measure sees a model that is read as a whole

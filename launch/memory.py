@@ -115,8 +115,6 @@ def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need
 
         if learner:
             needs.append(Need("learner's GPU", "gpu", config.learner.ranks, learner, "learner.max_tokens_per_pack"))
-            # Each rank reads the whole model in float32 before it keeps its part.
-            learner_at_rest["model while it loads"] = _MASTER * (model.parameters if model else 0)
     else:
         engine_at_rest |= engine
         learner_at_rest |= learner

@@ -29,7 +29,7 @@ from launch.launcher import LAUNCHERS
 from launch.launcher.local import Begin, begin_process
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
-from launch.prepare import Prepared, prepare
+from launch.prepare import Prepared, check_family_of, prepare
 from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
@@ -102,11 +102,13 @@ def _installed() -> bool:
 
 def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:
     """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
+    path = config.model.path
+    told = None if path == "tiny" else Path(path) if Path(path).exists() else _known_to_the_hub(path)
+    if told is not None:
+        check_family_of(config, told)
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
         return Prepared(None, 0)
-
-    path = config.model.path
     resolve_model = not dry or (path != "tiny" and Path(path).exists())
     if not resolve_model:
         unchecked.append(f"model.path={path!r} is not resolved in a dry run")

@@ -24,6 +24,7 @@ from launch.launcher.local import Begin, Files, begin_process
 from rl.config.algo import AlgoConfig
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
+from rl.models.families import check_family, read_config
 from rl.store.digests import DIGESTS, damage
 from rl.weights import CHANNELS, channel_of
 from rl.wire.process import die_with_parent
@@ -83,20 +84,26 @@ def _run_child(arguments: list[str], files: Files, begin: Begin) -> int | None:
 
 
 def _model_folder(config: Config) -> Path:
-    if not config.model.warm_start.demonstrations:
-        return _base_folder(config)
-    from launch.warm_start.imitation import warm_started
+    """A model that is not ours is judged before anything is made of it."""
+    base = None if config.model.path == "tiny" else _base_folder(config)
+    if base is not None:
+        check_model_is_trainable(config, base)
+        _weight_files(base)
+    _check_other_models(config)
 
-    return warm_started(config, None if config.model.path == "tiny" else _base_folder(config))
+    if config.model.warm_start.demonstrations:
+        from launch.warm_start.imitation import warm_started
+
+        return warm_started(config, base)
+    if base is not None:
+        return base
+    from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+
+    return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
 
 
 def _base_folder(config: Config) -> Path:
     path = config.model.path
-    if path == "tiny":
-        from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
-
-        return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
-
     folder = Path(path)
     if folder.exists():
         if not (folder / "config.json").exists():
@@ -107,13 +114,26 @@ def _base_folder(config: Config) -> Path:
             )
         return folder.resolve()
 
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
+        told = Path(hf_hub_download(path, "config.json"))
+        check_family_of(config, told.parent)  # gigabytes come after it
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+    except ConfigError:
+        raise
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.path={path!r}: neither a folder nor reachable on the hub ({reason})") from None
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    from rl.models.loading import weight_files
+
+    try:
+        return weight_files(folder)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from None
 
 
 def _weight_bytes(folder: Path, dtype: str) -> int:
@@ -121,11 +141,10 @@ def _weight_bytes(folder: Path, dtype: str) -> int:
     from safetensors import safe_open
 
     sizes: dict[str, int] = {}
-    for path in folder.glob("*.safetensors"):
+    files = _weight_files(folder)
+    for path in sorted({*files.values()}):
         with safe_open(path, "numpy") as file:
-            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if not sizes:
-        raise ConfigError(f"model.path: no safetensors file in {str(folder)!r}")
+            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in files if files[name] == path}
 
     sizes.setdefault("lm_head.weight", sizes.get("model.embed_tokens.weight", 0))
     return sum(sizes.values()) * (4 if dtype == "float32" else 2)
@@ -165,16 +184,41 @@ def _check_model(config: Config) -> None:
         demonstrator(config.env.name)
 
 
+def check_family_of(config: Config, folder: Path) -> None:
+    """What `config.json` in `folder` says of `model.path`, without torch. Raises ConfigError."""
+    if config.learner.kind != "fsdp" or not (folder / "config.json").exists():  # that is said elsewhere
+        return
+    try:
+        check_family(read_config(folder), untested=config.model.untested)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path!r} cannot be trained: {error}") from None
+
+
 def check_model_is_trainable(config: Config, folder: Path) -> None:
     """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong."""
-    if config.learner.kind != "fsdp":
-        return
+    if config.learner.kind == "fsdp":
+        _check_trainable(config, folder, f"model.path={config.model.path!r}")
+
+
+def _check_other_models(config: Config) -> None:
+    """The frozen reference and the critic, where they are not the starting weights."""
+    algo = config.algo
+    used = {
+        "algo.kl.reference": algo.kl.reference if algo.kl.coef else "start",
+        "algo.critic.path": algo.critic.path if algo.critic.enabled else "start",
+    }
+    for field, path in used.items():
+        if path != "start" and config.learner.kind == "fsdp":
+            _check_trainable(config, Path(path), f"{field}={path!r}")
+
+
+def _check_trainable(config: Config, folder: Path, field: str) -> None:
     from rl.models.policy import check_trainable
 
     try:
-        check_trainable(folder)
+        check_trainable(folder, untested=config.model.untested)
     except ValueError as error:
-        raise ConfigError(f"model.path={config.model.path!r} cannot be trained: {error}") from None
+        raise ConfigError(f"{field} cannot be trained: {error}") from None
 
 
 def _may_be_on_hub(path: str) -> bool:
@@ -190,7 +234,6 @@ def main() -> None:
         validate(config)
         if sys.argv[1] == "1":
             folder = _model_folder(config)
-            check_model_is_trainable(config, folder)
             answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
 
     except ConfigError as error:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.models.packing import Pack
-from rl.models.policy import PackedModel, load_policy
+from rl.models.policy import PackedModel, Placing, Policy, load_packed
 
 
 class Critic(PackedModel):
@@ -39,9 +40,9 @@ class Critic(PackedModel):
         return torch.zeros(len(token_ids), device=token_ids.device).index_copy(0, targets, values)
 
 
-def load_critic(folder: str | Path, *, attention: str | None = None, device: str = "cpu") -> Critic:
-    """A critic on the model in `folder`, in float32 on the CPU (`shard_policy` moves it). Raises ValueError."""
-    return Critic(load_policy(folder, attention=attention, device=device).model.get_decoder()).train()
+def load_critic(folder: str | Path, *, attention: str | None = None, **placing: Unpack[Placing]) -> Critic:
+    """A critic on the model in `folder`, loaded and placed like a policy. Raises ValueError."""
+    return load_packed(folder, lambda model: Critic(Policy(model).decoder), attention, **placing)
 
 
 @torch.no_grad()

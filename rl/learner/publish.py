@@ -22,6 +22,7 @@ from rl.weights.proof import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 from rl.wire.messages import BatchPart
 from rl.wire.run import RunFile
 
+_NEIGHBOUR_TOKENS = 8
 _PROBE_TEXT = """Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?
 In May she sold 48 / 2 = 24 clips, so altogether 48 + 24 = 72.
 
@@ -64,11 +65,17 @@ def probe_prompt(model: Path | None, vocab_size: int, length: int) -> list[int]:
 
 @torch.no_grad()
 def probe_logp(policy: Policy, ids: list[int]) -> list[float]:
-    """Log-probabilities in nats of ids[1:] at temperature 1: one forward of all ranks; none for no ids."""
+    """Log-probabilities in nats of ids[1:] at temperature 1: one forward of all ranks; none for no ids.
+
+    Another sample stands before them in the pack. An engine computes them alone: a model whose samples leak into the
+    next one of a pack differs from it.
+    """
     if not ids:
         return []
-    token_ids = torch.tensor(ids, device=next(policy.parameters()).device)  # (P,)
-    logp: list[float] = policy(token_ids, torch.arange(len(ids), device=token_ids.device)).logp[1:].tolist()
+    before = probe_prompt(None, policy.model.config.vocab_size, _NEIGHBOUR_TOKENS)
+    places = [*range(len(before)), *range(len(ids))]
+    pack = torch.tensor([[*before, *ids], places], device=next(policy.parameters()).device)  # (2, tokens)
+    logp: list[float] = policy(pack[0], pack[1]).logp[len(before) + 1 :].tolist()
     return logp
 
 

@@ -20,7 +20,7 @@ from rl.learner.critic import Critic, accumulate_critic, load_critic, with_value
 from rl.learner.optimizer import Optimizer
 from rl.learner.update import Observer, UpdateStats, accumulate_gradients, unobserved, with_logp
 from rl.models.packing import make_packs, pad_packs, split_minibatches
-from rl.models.policy import M, PackedModel, Policy, load_policy, shard_policy
+from rl.models.policy import PackedModel, Placing, Policy, load_policy
 from rl.wire.messages import BatchPart
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,28 +46,32 @@ class Trainer:
         """
         self._config = config
         self._folder = folder
-        self._mesh = mesh
-        self._device = device
         self._observe = observe
         self._ranks = 1 if mesh is None else mesh.size()
 
         self.algorithm = make_algorithm(config)
         critic = self.algorithm.critic
-        self.policy = self._sharded(self._load("start"))
+        placing = Placing(
+            compute_dtype=_DTYPES[config.model.dtype],
+            activation_checkpointing=config.learner.activation_checkpointing,
+            mesh=mesh,
+            device=device,
+        )
+        chunk = config.learner.logprob_chunk
+        self.policy = load_policy(folder, logprob_chunk=chunk, **placing)
         still_steps = critic.pretrain_steps if critic else 0
         self.optimizer = Optimizer(self.policy, config.learner, last_step, still_steps)
 
         self.reference: Policy | None = None
         if self.algorithm.reference is not None:
-            frozen = self._load(self.algorithm.reference)
+            frozen = load_policy(self._model_folder(self.algorithm.reference), logprob_chunk=chunk, **placing)
             self._check_vocabulary("algo.kl.reference", frozen)
-            self.reference = self._sharded(frozen.requires_grad_(False))
+            self.reference = frozen.requires_grad_(False)
 
         self.critic: Critic | None = None
         if critic is not None:
-            values = load_critic(self._model_folder(critic.path), device=device)
-            self._check_vocabulary("algo.critic.path", values)
-            self.critic = self._sharded(values)
+            self.critic = load_critic(self._model_folder(critic.path), **placing)
+            self._check_vocabulary("algo.critic.path", self.critic)
             settings = config.learner.model_copy(update={"lr": critic.lr, "warmup_steps": critic.warmup_steps})
             self.critic_optimizer = Optimizer(self.critic, settings, last_step)
 
@@ -138,21 +142,8 @@ class Trainer:
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.policy, self.optimizer.adamw)}
         return models if self.critic is None else models | {"critic": (self.critic, self.critic_optimizer.adamw)}
 
-    def _load(self, path: str) -> Policy:
-        chunk = self._config.learner.logprob_chunk
-        return load_policy(self._model_folder(path), logprob_chunk=chunk, device=self._device)
-
     def _model_folder(self, path: str) -> Path:
         return self._folder if path == "start" else Path(path)
-
-    def _sharded(self, model: M) -> M:
-        return shard_policy(
-            model,
-            compute_dtype=_DTYPES[self._config.model.dtype],
-            activation_checkpointing=self._config.learner.activation_checkpointing,
-            mesh=self._mesh,
-            device=self._device,
-        )
 
     def _check_vocabulary(self, field: str, model: PackedModel) -> None:
         theirs = model.model.config.vocab_size

@@ -10,28 +10,24 @@ Packing holds only if the model gets positions that restart with each sample, no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.config.schema import LearnerConfig
-from rl.models import packed_attention
+from rl.models import families, packed_attention
 from rl.models.head import token_logprobs
+from rl.models.loading import allocate, empty_model, local_part, read_weights
 from rl.models.packed_attention import can_pack, pack_bounds, takes_bounds
 from rl.models.shared_prompts import find_shared
-
-# Settings by which some architectures change the logits after the head: the chunked head would ignore them.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
 
 DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
@@ -89,15 +85,15 @@ class PackedModel(nn.Module):
 
 
 class Policy(PackedModel):
-    """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, no more."""
+    """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, or so scaled."""
 
     def __init__(self, model: nn.Module, *, logprob_chunk: int = DEFAULTS.logprob_chunk) -> None:
         super().__init__(model)
         self.logprob_chunk = logprob_chunk
+        self.logit_divisor = families.logit_divisor(self.model.config)
         head = self.model.get_output_embeddings()
-        changed = [name for name in _LOGIT_CHANGES if getattr(self.model.config, name, None) not in (None, 1, 1.0)]
-        if head is None or getattr(head, "bias", None) is not None or changed:
-            raise ValueError(f"{type(model).__name__}: the logits must be a plain product ({changed or 'bias'})")
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ValueError(f"{type(model).__name__}: the logits must be a plain product, and its head has a bias")
         if not hasattr(self.decoder, "layers"):
             raise ValueError(f"{type(model).__name__}: its decoder has no `layers` that could be sharded one by one")
 
@@ -130,7 +126,7 @@ class Policy(PackedModel):
             hidden,
             self.model.get_output_embeddings().weight,
             token_ids[targets],
-            temperature=temperature,
+            temperature=temperature * self.logit_divisor,
             chunk=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
         )
@@ -139,52 +135,56 @@ class Policy(PackedModel):
         return PolicyOutput(zeros.index_copy(0, targets, logp), zeros.index_copy(0, targets, entropy))
 
 
+class Placing(TypedDict, total=False):
+    """How `shard_policy` places a model."""
+
+    compute_dtype: torch.dtype
+    activation_checkpointing: bool
+    mesh: DeviceMesh | None
+    device: str
+
+
 def load_policy(
     folder: str | Path,
     *,
     logprob_chunk: int = DEFAULTS.logprob_chunk,
     attention: str | None = None,
-    device: str = "cpu",
+    **placing: Unpack[Placing],
 ) -> Policy:
-    """The model in `folder`, in float32 on the CPU (`shard_policy` moves it), ready to train.
+    """The model in `folder`, in float32 and ready to train. Raises ValueError for what it would get wrong."""
+    return load_packed(folder, lambda model: Policy(model, logprob_chunk=logprob_chunk), attention, **placing)
+
+
+def load_packed(
+    folder: str | Path, wrap: Callable[[Any], M], attention: str | None = None, **placing: Unpack[Placing]
+) -> M:
+    """`wrap` of the causal language model in `folder`, placed by `shard_policy`; a rank reads its own rows only.
 
     attention: transformers' name; None is FlashAttention 2 on a GPU that has it, else `packed_attention.py`, or
     `sdpa` for a model with sliding windows.
-    The dtype is given to `from_pretrained`: `.to(dtype)` afterwards would also cast the rotary `inv_freq`.
-    Raises ValueError for architectures whose logits or parameter names this module would get wrong.
     """
-    if attention is None:
-        if device == "cuda" and is_flash_attn_2_available():
-            attention = "flash_attention_2"
-        else:
-            attention = packed_attention.NAME if can_pack(AutoConfig.from_pretrained(str(folder))) else "sdpa"
-
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation=attention)
-    _refuse_converted(model.config)
-
-    modules: Iterator[Any] = model.modules()
-    for module in modules:  # train mode is needed for activation checkpointing, dropout never is
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    return Policy(model, logprob_chunk=logprob_chunk).train()
+    made = wrap(_empty(folder, attention, placing.get("device", "cpu"))).train()
+    shard_policy(made, **placing)
+    read_weights(made.model, folder)
+    return made
 
 
-def check_trainable(folder: str | Path) -> None:
-    """Raises ValueError, as `load_policy` would, without reading any weights."""
+def check_trainable(folder: str | Path, *, untested: bool = False) -> None:
+    """Raises ValueError, as `load_policy` would and for a family that is not tested, without reading any weights."""
+    families.check_family(families.read_config(Path(folder)), untested=untested)
+    model = Policy(_empty(folder, None, "cpu")).model
+    families.check_layers(model)
+
+
+def _empty(folder: str | Path, attention: str | None, device: str) -> Any:
     config = AutoConfig.from_pretrained(str(folder))
-    _refuse_converted(config)
-    with torch.device("meta"):
-        Policy(AutoModelForCausalLM.from_config(config))
-
-
-def _refuse_converted(config: Any) -> None:
     if get_checkpoint_conversion_mapping(config.model_type):
-        raise ValueError(
-            f"{config.model_type}: transformers keeps its parameters under other names and shapes than its "
-            "checkpoints, so engines could not load an export; dense models are supported"
-        )
+        raise ValueError(f"{config.model_type}: {families.CONVERTED}")
+    if attention is None and device == "cuda" and is_flash_attn_2_available():
+        attention = "flash_attention_2"
+    elif attention is None:
+        attention = packed_attention.NAME if can_pack(config) else "sdpa"
+    return empty_model(folder, attention)
 
 
 def shard_policy(
@@ -203,7 +203,7 @@ def shard_policy(
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is None:
         policy.autocast_dtype = None if compute_dtype == torch.float32 else compute_dtype
-        return policy.to(device)
+        return allocate(policy, device)
 
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in policy.decoder.layers:
@@ -211,7 +211,7 @@ def shard_policy(
     # FSDP's default keeps the root's parameters gathered after a forward: a later one without gradients would
     # leave them so through the optimizer's step, and the next forward would see old embeddings.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    return policy
+    return allocate(policy, device)
 
 
 def export_entries(policy: Policy, *, untie: bool = True) -> list[tuple[str, tuple[int, ...]]]:
@@ -228,13 +228,7 @@ def local_rows(policy: Policy, *, untie: bool = True) -> Iterator[tuple[str, Ten
     rows (n, ...) float32 is a view of the master weights; n may be 0.
     """
     for name, parameter in _exported(policy, untie):
-        if not isinstance(parameter, DTensor):
-            yield name, parameter.detach(), 0
-            continue
-        assert parameter.placements == (Shard(0),), f"{name} is placed as {parameter.placements}"
-        per_rank = -(-parameter.shape[0] // parameter.device_mesh.size())
-        first = min(parameter.device_mesh.get_local_rank() * per_rank, parameter.shape[0])
-        yield name, parameter.to_local().detach(), first
+        yield name, *local_part(parameter)
 
 
 def _exported(policy: Policy, untie: bool) -> Iterator[tuple[str, Any]]:

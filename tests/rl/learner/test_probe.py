@@ -94,6 +94,19 @@ def test_from_the_first_batch_on_it_is_the_runs_own_text(folder: Path) -> None:
     assert client.said[2][1] == pytest.approx(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize(("state", "least", "most"), [(0.0, 0.0, 1e-5), (0.1, 0.01, 100.0)])
+def test_a_model_whose_samples_leak_into_the_next_of_a_pack_differs_from_an_engine(
+    folder: Path, state: float, least: float, most: float
+) -> None:
+    """Which computes the probe alone. The state is carried along a pack, as convolutions and recurrences do."""
+    policy = load_policy(folder)
+    policy.decoder.norm.register_forward_hook(lambda _module, _inputs, out: out + state * out.cumsum(1))
+    ids = probe_prompt(None, VOCAB, 16)
+    with torch.no_grad():
+        alone = policy(torch.tensor(ids), torch.arange(len(ids))).logp[1:]
+    assert least <= (torch.tensor(publish.probe_logp(policy, ids)) - alone).abs().max() <= most
+
+
 def test_a_rank_without_a_part_of_the_first_batch_keeps_what_it_has(folder: Path) -> None:
     client = Link()
     rank = publisher(folder, client)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 from algos.registry import Loss, LossFunction, LossSpec, NoOptions, make_loss
 from algos.types import LossInputs, LossResult
@@ -326,9 +326,9 @@ def test_export_is_the_checkpoint(
     assert entries["model.embed_tokens.weight"] == (VOCAB, 64)
 
 
-def test_dropout_is_off(policy: Policy) -> None:
+def test_dropout_is_off(policy: Policy, folder: Path) -> None:
     pack = one_pack()
-    assert policy.training and policy.model.config.attention_dropout == 0.1
+    assert policy.training and AutoConfig.from_pretrained(folder).attention_dropout == 0.1
     first, second = (policy(pack.token_ids, pack.position_ids).logp for _ in range(2))
     assert torch.equal(first, second)
 

@@ -1,0 +1,141 @@
+"""Which models can be trained, by what `config.json` says of them. No torch: a dry run asks before it is installed.
+
+A family is on the list because tests run it (tests/rl/models/test_families.py): samples in packs equal samples one by
+one, dropout is off, an export is the checkpoint again, and the engine's log-probabilities are the learner's. Others are
+refused by name. docs/models.md says how to add one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_STATE = "its layers carry a state along a pack, from one sample into the next"
+_NAMES = "transformers keeps its parameters under other names than its checkpoints, so engines could not load an export"
+_LAYERS = "its decoder has no `layers` that could be sharded one by one"
+CONVERTED = (
+    "transformers keeps its parameters under other names and shapes than its checkpoints, so engines could not load an "
+    "export; dense models are supported"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """`models`: of the hub, for example. `divisor`: the setting by which it divides its logits after the head."""
+
+    models: str
+    divisor: str | None = None
+
+
+FAMILIES = {
+    "llama": Family("Llama 2 and 3, SmolLM2"),
+    "qwen2": Family("Qwen 2 and 2.5"),
+    "qwen3": Family("Qwen 3, dense"),
+    "mistral": Family("Mistral 7B, Mistral Nemo"),
+    "gemma3_text": Family("Gemma 3 1B and 270M"),
+    "phi3": Family("Phi 3 and Phi 4, text"),
+    "smollm3": Family("SmolLM3"),
+    "olmo2": Family("OLMo 2"),
+    "olmo3": Family("OLMo 3"),
+    "granite": Family("Granite 3, dense", "logits_scaling"),
+    "glm4": Family("GLM-4-0414"),
+    "exaone4": Family("EXAONE 4"),
+    "ministral": Family("Ministral"),
+    "starcoder2": Family("StarCoder2"),
+    "seed_oss": Family("Seed-OSS"),
+}
+"""By `model_type`."""
+
+REFUSED = {
+    "gpt2": _LAYERS,
+    "bloom": _LAYERS,
+    "cohere2": "the engine's sliding windows reach one token further than those of transformers",
+    "gemma2": "final_logit_softcapping bends its logits after the head",
+    "gpt_oss": "its attention has sinks, which no attention of the learner knows",
+    "gpt_neox": _NAMES,
+    "opt": _NAMES,
+    "gemma4_text": _NAMES,
+    "lfm2": _STATE,
+    "bamba": _STATE,
+    "falcon_h1": _STATE,
+    "falcon_mamba": _STATE,
+    "granitemoehybrid": _STATE,
+    "jamba": _STATE,
+    "mamba": _STATE,
+    "mamba2": _STATE,
+    "minimax": _STATE,
+    "nemotron_h": _STATE,
+    "qwen3_5_text": _STATE,
+    "qwen3_next": _STATE,
+    "recurrent_gemma": _STATE,
+    "rwkv": _STATE,
+    "zamba2": _STATE,
+}
+"""Families with a known fault, by `model_type`: refused with `model.untested=true` as well."""
+
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What `config.json` says, as it was saved. Raises ValueError where it is no such file."""
+    try:
+        told = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config.json in {str(folder)!r} cannot be read ({error})") from None
+    if not isinstance(told, dict) or "model_type" not in told:
+        raise ValueError(f"config.json in {str(folder)!r} names no model_type")
+    return told
+
+
+def check_family(told: Mapping[str, Any], *, untested: bool = False) -> None:
+    """Raises ValueError with the reason for what cannot be trained; `untested` lets families pass that no test runs."""
+    name = str(told["model_type"])
+    if reason := REFUSED.get(name) or _known_fault(told):
+        raise ValueError(f"{name}: {reason}")
+    if name not in FAMILIES and not untested:
+        raise ValueError(
+            f"{name}: no test has this family, and those that are tested are {', '.join(FAMILIES)}; "
+            "model.untested=true trains it all the same, and docs/models.md says how to add it"
+        )
+
+
+def check_layers(model: Any) -> None:
+    """Raises ValueError for a convolution or a recurrence in a model, whatever its family is called."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    carried = sorted(kind for kind in kinds if kind.startswith("Conv1d") or "Mamba" in kind or "GatedDelta" in kind)
+    if carried:
+        raise ValueError(f"{model.config.model_type}: it has {', '.join(carried)}, so {_STATE}")
+
+
+def logit_divisor(config: Any) -> float:
+    """By what a family divides `hidden @ lm_head.weight.T`: as a temperature does. `config` is the model's own.
+
+    Raises ValueError where its logits are changed in any other way.
+    """
+    family = FAMILIES.get(config.model_type)
+    setting = family.divisor if family else None
+    changed = [
+        f"{each}={value}"
+        for each in _LOGIT_CHANGES
+        if each != setting and (value := getattr(config, each, None)) not in (None, 1, 1.0)
+    ]
+    if changed:
+        raise ValueError(f"{config.model_type}: the logits must be a plain product, and {changed[0]} changes them")
+    return float(getattr(config, setting)) if setting else 1.0
+
+
+def _known_fault(told: Mapping[str, Any]) -> str | None:
+    """What excludes a family that has no name here."""
+    kinds = set(told.get("layer_types") or ()) - _LAYER_KINDS
+    if kinds:
+        return f"layers of the kind {', '.join(sorted(kinds))}: {_STATE}"
+    if any(told.get(count) for count in _EXPERT_COUNTS):
+        return CONVERTED
+    if method := (told.get("quantization_config") or {}).get("quant_method"):
+        return f"its weights are quantized ({method}); take the model in bfloat16 or float32"
+    return None

@@ -1,0 +1,172 @@
+"""Reading a model from its files by parts: every rank allocates its own rows, and reads no others.
+
+A model is built with its parameters on the meta device, which takes no memory, and its buffers on the CPU, where the
+model's own code computes them. It is sharded so; then `allocate` gives the parameters memory, and `read_weights` copies
+into each the rows that this rank holds, cast to float32 on the way. `to_empty`, torch's own way from the meta device,
+would leave every rotary frequency as garbage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM
+
+M = TypeVar("M", bound=nn.Module)
+
+_CHUNK_BYTES = 64 << 20  # of a file's rows at a time, so that a large embedding needs no second place
+
+
+def empty_model(folder: str | Path, attention: str | None = None) -> Any:
+    """The causal language model of `folder` without weights or dropout: parameters on the meta device, in float32.
+
+    attention: transformers' name of an implementation; None is its default.
+    The dtype is given to the constructor: `.to(dtype)` afterwards would also cast the rotary `inv_freq`.
+    """
+    config = AutoConfig.from_pretrained(str(folder))
+    _without_dropout(config)
+    options = {"attn_implementation": attention} if attention else {}
+    hook = register_module_parameter_registration_hook(cast(Any, _on_meta))  # torch's type forbids an answer
+    try:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    finally:
+        hook.remove()
+
+    for module in model.modules():
+        _without_dropout(module)
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    return model
+
+
+def allocate(module: M, device: str | torch.device) -> M:
+    """Memory on `device` for the parameters that are on the meta device; everything else moves there as it is."""
+    whole: Any = module
+    with _swapped_in_place():
+        whole._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+    return module
+
+
+@torch.no_grad()
+def read_weights(model: Any, folder: str | Path) -> None:
+    """Fill the parameters and persistent buffers of `model`, a model of transformers or its decoder, from `folder`.
+
+    Raises ValueError where the files lack a tensor, or have it in another shape.
+    """
+    files = weight_files(Path(folder))
+    wanted: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
+    for names, tensor in _saved_tensors(model):
+        name = _name_in_files(names, model.base_model_prefix, files)
+        if name is None:
+            raise ValueError(f"{str(folder)!r} has no tensor {names[0]!r}, which its {type(model).__name__} needs")
+        wanted[files[name]].append((name, tensor))
+
+    for path, tensors in wanted.items():  # a file's pages count as ours while it is open
+        with safe_open(path, "pt") as opened:
+            for name, tensor in tensors:
+                saved = opened.get_slice(name)
+                if tuple(saved.get_shape()) != tuple(tensor.shape):
+                    shapes = f"{tuple(saved.get_shape())} in {path.name}, the model has {tuple(tensor.shape)}"
+                    raise ValueError(f"{name} in {str(folder)!r} is of shape {shapes}")
+                _copy_rows(saved, *local_part(tensor))
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, int]:
+    """The rows that this rank holds, a view of them, and the number of the first; there may be none."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), 0
+    assert parameter.placements == (Shard(0),), f"placed as {parameter.placements}"
+    per_rank = -(-parameter.shape[0] // parameter.device_mesh.size())
+    first = min(parameter.device_mesh.get_local_rank() * per_rank, parameter.shape[0])
+    return parameter.to_local().detach(), first
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The safetensors file of each tensor of a checkpoint, as transformers chooses them.
+
+    Raises ValueError where there is none: pickled weights run code when they are read, so they are not.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not whole.exists() and index.exists():
+        listed = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        if missing := sorted({path.name for path in listed.values() if not path.exists()}):
+            raise ValueError(f"{str(folder)!r} lacks {', '.join(missing)}, which {index.name} names; fetch it again")
+        return listed
+
+    found: dict[str, Path] = {}
+    for path in [whole] if whole.exists() else sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as opened:
+            found |= dict.fromkeys(opened.keys(), path)
+    if not found:
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        fix = "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder) writes one"
+        raise ValueError(
+            f"no safetensors file in {str(folder)!r}" + (f", and {pickled[0]} is not read; {fix}" if pickled else "")
+        )
+    return found
+
+
+def _on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    """None keeps it: a parameter that two modules share must stay one."""
+    return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+
+def _without_dropout(owner: Any) -> None:
+    """Set each probability of `owner`, a configuration or a module, to zero.
+
+    Families give them names of their own: `attention_dropout`, `resid_pdrop`, `layerdrop`. Checkpointed activations
+    need the mode of training, in which any of them would act.
+    """
+    for name, value in vars(owner).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(owner, name, 0.0)
+
+
+@contextmanager
+def _swapped_in_place() -> Iterator[None]:
+    """A parameter that gets another device stays the same object, so that tied ones stay tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _saved_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """What a checkpoint holds, each tensor once, with all names that it has."""
+    named: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), ([], tensor))[0].append(name)
+    yield from named.values()
+
+
+def _name_in_files(names: list[str], prefix: str, files: dict[str, Path]) -> str | None:
+    """A decoder's names lack the prefix that a whole model's have; either may have been saved."""
+    choices = [each for name in names for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))]
+    return next((choice for choice in choices if choice in files), None)
+
+
+def _copy_rows(saved: Any, rows: Tensor, first: int) -> None:
+    """`saved`: a slice of safetensors; the cast to float32 happens in the copy."""
+    if not rows.numel():
+        return
+    if not rows.dim():
+        rows.copy_(saved[...])
+        return
+
+    step = max(1, _CHUNK_BYTES // (rows[0].numel() * rows.element_size()))
+    for begin in range(0, len(rows), step):
+        part = rows[begin : begin + step]
+        part.copy_(saved[first + begin : first + begin + len(part)])

@@ -1,0 +1,104 @@
+"""A model is judged before anything is fetched, played or made of it, and loading takes no memory of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from transformers import AutoConfig
+
+from launch import preflight, prepare
+from launch.memory import estimate, read_shape
+from launch.warm_start import imitation
+from rl.config.schema import ConfigError, load_config
+from tests.rl.models.tiny_families import save_family
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+LEAKS = "lfm2: its layers carry a state along a pack"
+
+
+@pytest.fixture
+def leaking(tmp_path: Path) -> Path:
+    AutoConfig.for_model("lfm2").save_pretrained(tmp_path / "leaking")
+    return tmp_path / "leaking"
+
+
+def never(*_arguments: object, **_options: object) -> None:
+    raise AssertionError("this was begun for a model that is refused")
+
+
+def test_before_its_demonstrations(leaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imitation, "warm_started", never)
+    overrides = [f"model.path={leaking}", "model.warm_start.demonstrations=10"]
+    with pytest.raises(ConfigError, match=f"^model.path='{leaking}' cannot be trained: {LEAKS}"):
+        prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", overrides))
+
+
+def test_without_torch_and_in_a_dry_run(leaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "prepare", never)
+    monkeypatch.setattr(preflight, "_installed", lambda: False)
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"model.path={leaking}"])
+    for dry in (True, False):
+        with pytest.raises(ConfigError, match=LEAKS):
+            preflight._prepare(config, dry, None, [])
+
+
+def test_of_the_hub_before_its_weights_are_fetched(leaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _name, file: str(leaking / file))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
+    with pytest.raises(ConfigError, match=f"^model.path='someone/leaking' cannot be trained: {LEAKS}"):
+        prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", ["model.path=someone/leaking"]))
+
+
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("algo.kl.reference", ["algo.kl.coef=0.1", "algo.kl.reference={0}"]),
+        ("algo.critic.path", ["algo.critic.enabled=true", "algo.critic.path={0}", "algo.advantage=gae"]),
+    ],
+)
+def test_reference_and_critic_are_judged_as_well(field: str, overrides: list[str], leaking: Path) -> None:
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [each.format(leaking) for each in overrides])
+    with pytest.raises(ConfigError, match=f"^{field}='{leaking}' cannot be trained: {LEAKS}"):
+        prepare._model_folder(config)
+
+
+def test_what_no_test_has_runs_if_that_is_wanted(tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "helium"}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    path = f"model.path={tmp_path}"
+    with pytest.raises(ConfigError, match=r"helium: no test has this family.*model.untested=true"):
+        prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", [path]))
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [path, "model.untested=true"])
+    assert prepare._model_folder(config) == tmp_path
+
+
+def test_pickled_weights_are_refused_before_anything_is_made_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imitation, "warm_started", never)
+    save_family("qwen3", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    overrides = [f"model.path={tmp_path}", "model.warm_start.demonstrations=10"]
+    with pytest.raises(ConfigError, match=r"^model.path: no safetensors file .*pytorch_model.bin is not read"):
+        prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", overrides))
+
+
+def test_a_rank_needs_no_memory_of_its_host_for_the_model_that_it_loads(tmp_path: Path) -> None:
+    """Of 32 billion parameters on four GPUs; each rank read 123 GiB before."""
+    told = {
+        "hidden_size": 5120,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 64,
+        "vocab_size": 151936,
+        "intermediate_size": 25600,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    config = load_config(EXPERIMENTS / "math_8gpu.yaml", ["learner.ranks=4"])
+    (rank,) = [need for need in estimate(config, "cuda", read_shape(tmp_path)) if need.what == "learner rank"]
+    assert rank.count == 4 and rank.each < 1 << 30

@@ -1,0 +1,56 @@
+"""The real engine, loaded with the learner's export, computes what the learner computes, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from rl.learner.publish import probe_logp
+from rl.models.families import FAMILIES
+from rl.models.policy import load_policy, local_rows
+from tests.rl.models.tiny_families import save_family
+from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
+
+VERSIONS = 3
+MOST_USED = ("llama", "qwen2", "gemma3_text")  # qwen3 is what all other tests of the engine run
+
+
+class FamilyRig(Rig):
+    """Policy version n is the random model of seed n of one family; what the learner says of it is in `expected`.
+
+    All of that is made before the engine starts: vLLM runs some families with the classes of transformers, and changes
+    them in its process.
+    """
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.folders = [save_family(family, folder / str(n), seed=n) for n in range(VERSIONS)]
+        policies = [load_policy(each) for each in self.folders]
+        self.expected = [np.array(probe_logp(policy, PROBE)) for policy in policies]
+        super().__init__(tied=False, own_process=False)
+        for n, policy in enumerate(policies):
+            rows = {name: rows.clone() for name, rows, _ in local_rows(policy)}
+            save_file(rows, self.folder / f"written.{n}")
+
+    def model(self, n: int) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.folders[n], dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "family", [each if each in MOST_USED else pytest.param(each, marks=pytest.mark.families) for each in FAMILIES]
+)
+def test_engine_and_learner_agree_over_updates(family: str, tmp_path: Path) -> None:
+    rig = FamilyRig(family, tmp_path)
+    rig.start()
+    try:
+        for n in range(1, VERSIONS):
+            found = np.array(rig.update().probe_logp)
+            assert np.abs(found - rig.expected[n]).max() < TOLERANCE
+            assert np.abs(found - rig.expected[n - 1]).max() > 0.1  # it would notice an update that did nothing
+    finally:
+        rig.stop()

@@ -36,7 +36,7 @@ def play(study: Study, cell: Cell, runs: Path) -> Record:
     """Raises StudyError for a run that does not end well, or is too short for a score."""
     record = _plain(study, cell) if study.loop == "plain" else _system(study, cell, runs)
     record.made_by = study.made_by(cell)
-    record.machine = machine()
+    record.machine, record.date = machine(), time.strftime("%Y-%m-%d")
     return record
 
 

@@ -21,6 +21,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     how: str = ""
     made_by: str = ""
     machine: str = ""
+    date: str = ""
     others: float | None = None
     """The share of the machine that others used meanwhile."""
     cpu_s: float | None = None

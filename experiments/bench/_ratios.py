@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,7 +117,8 @@ def machine() -> str:
 
 def provenance(idle: Idle, ratios: Mapping[str, Ratio] = {}) -> dict[str, Any]:
     """What belongs into every result file."""
-    found: dict[str, Any] = {"machine": machine(), "others_share": round(idle.others, 3)}
+    found: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d")}
+    found["others_share"] = round(idle.others, 3)
     if ratios:
         found["ratios"] = {name: asdict(ratio) for name, ratio in ratios.items()}
     return found

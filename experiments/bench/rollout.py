@@ -106,6 +106,7 @@ def main(argv: list[str]) -> None:
         os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
         with Idle() as idle:
             measured = asyncio.run(_measure(run, options, cores))
+        os.sched_setaffinity(0, cores)  # the result names the machine by what this process may use
         _report(measured, idle, options)
 
 

@@ -43,6 +43,7 @@ def settings(job: Job) -> list[str]:
         "tracking.live": "false",
         **_schedule(job),
     }
+
     return [f"{key}={value}" for key, value in chosen.items()]
 
 

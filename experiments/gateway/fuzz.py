@@ -34,7 +34,7 @@ class RecordingEngine:
     """Answers one session with seeded turns; `records`: by prompt ids, (ids, log-probabilities, versions)."""
 
     def __init__(self, tokenizer: ChatTokenizer, chance: random.Random) -> None:
-        self.records: defaultdict[bytes, list[tuple[bytes, bytes, bytes]]] = defaultdict(list)
+        self.records: defaultdict[bytes, list[tuple[bytes, ...]]] = defaultdict(list)
         self.tokens = 0
         self._tokenizer = tokenizer
         self._chance = chance
@@ -82,8 +82,8 @@ class RecordingEngine:
             generator=0,
         )
 
-        self.tokens += generated.tokens_generated
-        if len(ids):
+        self.tokens += len(ids)
+        if ids:
             told = tuple(columns[name].tobytes() for name in ("token_ids", "logp_behavior", "policy_version"))
             self.records[request.prompt_ids.tobytes()].append(told)
         return generated
@@ -157,7 +157,7 @@ def _span(sequence: TokenSequence, start: int, end: int, engine: RecordingEngine
     return ""
 
 
-def _equal(sequence: TokenSequence, start: int, end: int, part: tuple[bytes, bytes, bytes]) -> int:
+def _equal(sequence: TokenSequence, start: int, end: int, part: tuple[bytes, ...]) -> int:
     """How many tokens of this part stand at `start`, up to `end`; 0 if other ones do."""
     size = 4 * min(len(part[0]) // 4, end - start)  # bytes: all three have four for a token
     columns = sequence.token_ids, sequence.logp_behavior, sequence.policy_version

@@ -11,9 +11,11 @@ from experiments.structure.checkout import Module, folder_graph, import_graph
 from experiments.structure.figures import (
     airless_functions,
     arrows,
+    configuration_fields,
     format_skips,
     long_runs,
     on_a_circle,
+    prose_figures,
     repeated_defaults,
     tuple_assignments,
     upward,
@@ -88,6 +90,31 @@ def test_repeated_defaults_need_two_of_one_section() -> None:
         "Copy.cap = 2.0",
         "Copy.low = 0.5",
     ]
+
+
+def test_fields_of_sections_are_counted_but_not_sections_or_other_classes() -> None:
+    example = """
+        class Config(Section):
+            seed: int = 0
+            algo: AlgoConfig = Field(default_factory=AlgoConfig)
+            steps: int | None = None
+
+            def method(self) -> None: ...
+
+        class Other:
+            name: str
+    """
+    assert configuration_fields(module(example)) == 2
+
+
+def test_the_docs_are_measured_without_their_code(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    page = f"Two words. W{'ord ord' * 30}\n\n| a b c | d |\n|---|---|\n\n```\nx y\n```\n"
+    (tmp_path / "docs" / "a.md").write_text(page)
+    found = prose_figures(tmp_path)
+    assert found["docs: words of the longest table cell"] == 3
+    assert found["docs: words of the mean sentence"] == (2 + 31) / 2
+    assert found["docs: sentences of more than 30 words"] == 1
 
 
 @pytest.fixture

@@ -29,11 +29,10 @@ from rl.wire.run import RunFile
 
 Metrics = Mapping[str, float]
 """A line of `metrics.jsonl` that belongs to a training step."""
-_LOOK_S = 0.2
 
 
 def play(study: Study, cell: Cell, runs: Path) -> Record:
-    """Raises StudyError for a run that does not end well, or is too short for a score."""
+    """Raises StudyError for a run that is too short for a score, SystemExit for one that fails."""
     record = _plain(study, cell) if study.loop == "plain" else _system(study, cell, runs)
     record.made_by = study.made_by(cell)
     record.machine, record.date = machine(), time.strftime("%Y-%m-%d")
@@ -99,10 +98,9 @@ def _watch(command: Sequence[str], folder: Path, seconds: float | None) -> tuple
     environment = free_of_threads() if seconds is not None else os.environ
 
     with watched(command, output, environment) as watch:
-        while watch.running and (seconds is None or watch.elapsed_s < seconds):
-            time.sleep(_LOOK_S)
-        if code := watch.process.poll():
-            raise StudyError(f"{' '.join(command)} ended with {code}:\n{output.read_text(errors='replace')[-4000:]}")
+        watch.until(lambda: not watch.running or watch.elapsed_s >= (seconds or math.inf))
+        if not watch.running:
+            watch.finish()
 
         rows: list[Metrics] = [*read_lines(folder / "metrics.jsonl")]
         within = math.inf if seconds is None else seconds

@@ -104,6 +104,11 @@ class Idle:
             return f"others used {self.others:.0%} of this machine's cores meanwhile"
         return ""
 
+    def told(self, pairs: int) -> str:
+        """Of figures without an aim, what stands beside them."""
+        refusal = self.refusal(pairs)
+        return f"no verdict: {refusal}" if refusal else "the machine was ours"
+
 
 def machine() -> str:
     """This machine, in words: processor, cores that we may use, system."""

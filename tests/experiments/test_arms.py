@@ -485,7 +485,7 @@ def test_tasks_of_a_mixture_are_told_by_kind(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_no_result(tmp_path: Path) -> None:
-    with pytest.raises(StudyError, match="ended with"):
+    with pytest.raises(SystemExit, match="it ended with"):
         play(study_of(set=["env.options.turns=0"]), Cell("1", 0), tmp_path)
 
 

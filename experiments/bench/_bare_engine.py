@@ -1,8 +1,8 @@
 """CPU seconds that bare vLLM needs for the samples of some steps: `python -m experiments.bench._bare_engine WORK`.
 
 vLLM's offline engine in this process, nothing between it and its requests. Same model, dtype, cache and most sequences
-as the run's; each answer has exactly the length that it had, and comes with its log-probabilities, without which
-nothing could be trained on it later. As many requests are in it as the run's engine had at most, always: a new one for
+as the run's. Each answer has exactly the length that it had, and comes with its log-probabilities, without which
+nothing could be trained on it later. As many requests are in it as the run's engine had at most, always. A new one for
 each that ends, and at both ends of the measurement it is as full as in between. Weights and prompts are random, which
 costs the same; the prompts of a group are equal.
 """

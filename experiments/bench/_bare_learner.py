@@ -1,7 +1,7 @@
 """CPU seconds that bare learners need for the samples of some steps: `python -m experiments.bench._bare_learner WORK`.
 
 `stock`: a step's samples sorted by length, at most `rows_at_once` in a batch, padded to its longest, with torch's own
-causal attention; nothing is computed of padding but what a batch cannot leave out, and a batch has the size that costs
+causal attention. Nothing is computed of padding but what a batch cannot leave out. A batch has the size that costs
 least on the first steps. `shared`: the packs that Fresco's learner makes, each prompt once. Tokens and advantages are
 random: what they say costs nothing.
 """

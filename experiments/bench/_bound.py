@@ -5,7 +5,7 @@
 for the samples of the very run, up to its target, with one thread each. `start` is the run's own: seconds until its
 first update began. The first batch is generated in them too, so the bound errs to the run's favour by that batch.
 Each side runs in a process of its own (`_bare_learner.py`, `_bare_engine.py`), both at the same time, as a run's two
-sides do; its CPU seconds are those of all its threads and children, without its start and one warm-up batch.
+sides do. Its CPU seconds are those of all its threads and children, without its start and one warm-up batch.
 
 There are two bare learners, and a bound of each. The stock one sorts a step's samples by length and runs them at most
 `rows_at_once` at a time, as many as cost least, padded to the longest of those. The sharing one has what Fresco's

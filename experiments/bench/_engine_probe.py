@@ -2,7 +2,7 @@
 
 The engine is that of the run's generator. What follows an update is repeated: the engine stands, a few requests wait in
 it with all that they had and a little to sample, and it goes on. Blocks of such rounds with a probe before the requests
-and blocks without take turns; their difference is what the probe costs, from its way into the engine to its answer.
+and blocks without take turns. Their difference is what the probe costs, from its way into the engine to its answer.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -24,6 +24,7 @@ from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key
 
 Work = Callable[[], object]
+Name = TypeVar("Name")
 
 
 class Timing(NamedTuple):
@@ -73,13 +74,20 @@ def alternate(works: Mapping[str, Work], rounds: int, warm_up: int = 0) -> dict[
     """Each work once a round, in turns and every other round backwards, so that all see the same machine."""
     measured: dict[str, list[Timing]] = {name: [] for name in works}
 
-    for number in range(-warm_up, rounds):
-        for name in list(works) if number % 2 == 0 else reversed(list(works)):
-            timing = timed(works[name])
-            if number >= 0:
-                measured[name].append(timing)
+    for number, name in in_turns(works, rounds, warm_up):
+        timing = timed(works[name])
+        if number >= 0:
+            measured[name].append(timing)
 
     return measured
+
+
+def in_turns(names: Iterable[Name], rounds: int, warm_up: int = 0) -> Iterator[tuple[int, Name]]:
+    """(round, name): every name once a round, every other round backwards. Rounds that warm up are below 0."""
+    forwards = list(names)
+    for number in range(-warm_up, rounds):
+        for name in forwards if number % 2 == 0 else reversed(forwards):
+            yield number, name
 
 
 def milliseconds(timings: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
@@ -95,8 +103,13 @@ def milliseconds(timings: Mapping[str, Sequence[Timing]]) -> dict[str, float]:
 def family_cpu_s() -> float:
     """CPU seconds so far, of this process and of all below it that live."""
     me = psutil.Process()
-    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return sum(map(cpu_s_of, (me, *me.children(recursive=True))))
+
+
+def cpu_s_of(process: psutil.Process) -> float:
+    """CPU seconds so far, without those of its children."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def _cpu_s() -> float:

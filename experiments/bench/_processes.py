@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 _EVERY_S = 0.25  # a look takes some milliseconds of a core that the command could use
+_LOOK_S = 0.25
 _NAMES_EVERY_S = 2.0
 _YOUNG_S = 5.0
 _END_S = 60.0
@@ -44,8 +46,9 @@ class _Seen:
 class Watched:
     """The processes of one command; what has ended keeps its last reading."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
         self.process = process
+        self.output = output
         self.origin = time.time()
         self._seen: dict[psutil.Process, _Seen] = {}
         self._command = psutil.Process(process.pid)
@@ -74,6 +77,30 @@ class Watched:
             known.began_s = min(known.began_s, seen.used.began_s)
             known.cpu_s += seen.used.cpu_s
         return found
+
+    def until(self, there: Callable[[], bool], deadline_s: float = math.inf, every_s: float = _LOOK_S) -> None:
+        """Wait for it. Raises SystemExit if the command ends before, or has had so many seconds.
+
+        A look takes a core from what it looks at, so it is seldom where rows carry their own time.
+        """
+        while True:
+            running = self.running
+            if there():
+                return
+            if not running or self.elapsed_s > deadline_s:
+                self.fail("it ended too soon" if not running else f"not there after {deadline_s:g} s")
+            time.sleep(every_s)
+
+    def finish(self) -> None:
+        """Wait for its end. Raises SystemExit if it fails."""
+        while self.running:
+            time.sleep(_LOOK_S)
+        if code := self.process.returncode:
+            self.fail(f"it ended with {code}")
+
+    def fail(self, why: str) -> NoReturn:
+        """Raises SystemExit, with the end of what the command has said."""
+        raise SystemExit(f"{why}:\n{self.output.read_text(errors='replace')[-4000:]}")
 
     def stop(self) -> None:
         """No more readings."""
@@ -143,7 +170,7 @@ def watched(command: Sequence[str], output: Path, environment: Mapping[str, str]
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment or os.environ
         )
 
-    watch = Watched(process)
+    watch = Watched(process, output)
     try:
         yield watch
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +104,11 @@ class Idle:
             return f"others used {self.others:.0%} of this machine's cores meanwhile"
         return ""
 
+    def told(self, pairs: int) -> str:
+        """Of figures without an aim, what stands beside them."""
+        refusal = self.refusal(pairs)
+        return f"no verdict: {refusal}" if refusal else "the machine was ours"
+
 
 def machine() -> str:
     """This machine, in words: processor, cores that we may use, system."""
@@ -116,7 +122,8 @@ def machine() -> str:
 
 def provenance(idle: Idle, ratios: Mapping[str, Ratio] = {}) -> dict[str, Any]:
     """What belongs into every result file."""
-    found: dict[str, Any] = {"machine": machine(), "others_share": round(idle.others, 3)}
+    found: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d")}
+    found["others_share"] = round(idle.others, 3)
     if ratios:
         found["ratios"] = {name: asdict(ratio) for name, ratio in ratios.items()}
     return found

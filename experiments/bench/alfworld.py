@@ -2,11 +2,11 @@
 
 python -m experiments.bench alfworld [--live 1 16 128 512] [--starts 3] [--seconds 1] [--out FILE.json]
 
-Ratios are of CPU seconds (of the server's process and its game worker), so that they hold on a busy machine too; the
-same games and commands, known to both sides before. What else runs on the physical core comes and goes within a second
-and up to doubles the cost of both, so server and bare engine take turns: the ratio is the median over pairs of slices.
-Where processes happen to lie in memory moves it by another 10 %: every size is measured in several fresh pairs of
-processes, of which the median, the lowest and the highest are told. `hop_over_bare` is the least that one environment
+Ratios are of CPU seconds (of the server's process and its game worker), so that they hold on a busy machine too. Both
+sides know the same games and commands before. What else runs on the physical core comes and goes within a second
+and up to doubles the cost of both, so server and bare engine take turns. The ratio is the median over pairs of slices.
+Where processes happen to lie in memory moves it by another 10 %. Every size is measured in several fresh pairs of
+processes. Of these the median, the lowest and the highest are told. `hop_over_bare` is the least that one environment
 can cost: the same worker behind a loop that writes a request, waits for the reply, and does nothing else.
 """
 

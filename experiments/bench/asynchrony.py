@@ -3,8 +3,8 @@
     python -m experiments.bench asynchrony [--mean-s 0.5 --sigma-s 0.5 --turns 10] [--rounds 5] [--out FILE.json]
 
 The complete system of real processes with simulated engines, injected Gaussian latency of every environment step and
-synchronous training (alpha = 0): the same configuration twice, the hook `turn_barrier` apart, in turns, each beside the
-simulator's prediction for the same draws. All environments are one server's, so one barrier holds them all.
+synchronous training (alpha = 0). It is the same configuration twice, the hook `turn_barrier` apart, in turns, each
+beside the simulator's prediction for the same draws. All environments are one server's, so one barrier holds them all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from experiments.bench._measuring import Timing, parser_of, write
+from experiments.bench._measuring import Timing, in_turns, parser_of, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from experiments.paper.reality import COMMON, RECIPE, measure, predict
 from rl.config.schema import load_config
@@ -29,21 +29,19 @@ def main(argv: list[str]) -> None:
     predicted = {name: predict(load_config(RECIPE, [*COMMON, *each]), WARM_UP) for name, each in settings.items()}
     measured: dict[str, list[Timing]] = {name: [] for name in SIDES}
     with Idle() as idle:
-        for number in range(options.rounds):
-            for name in list(SIDES) if number % 2 == 0 else reversed(list(SIDES)):
-                measured[name].append(_step(name, settings[name]))
+        for _, name in in_turns(SIDES, options.rounds):
+            measured[name].append(_step(name, settings[name]))
 
     barrier, free = SIDES
     ratio = ratio_of(measured[barrier], measured[free])
     expected = predicted[barrier] / predicted[free]
-    refusal = idle.refusal(options.rounds)
     print(f"seconds of a step, {barrier} over {free}: {ratio}; predicted {expected:.2f}")
-    print(f"no verdict: {refusal}" if refusal else "the machine was ours")
+    print(idle.told(options.rounds))
 
     parameters = {name: value for name, value in vars(options).items() if name != "out"}
     steps = {"measured": measured, "predicted_s": predicted, "predicted_ratio": expected}
     found = provenance(idle, {"barrier_over_free": ratio})
-    write(options.out, {"parameters": parameters, "steps": steps, "refusal": refusal} | found)
+    write(options.out, {"parameters": parameters, "steps": steps, "refusal": idle.refusal(options.rounds)} | found)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:

@@ -2,8 +2,8 @@
 
     python -m experiments.bench broker [--rounds 5] [--seconds 5] [--tokens 4096] [--out FILE.json]
 
-A producer process plays one environment server over ipc: it answers every ticket at once with a trajectory of
-`--tokens` tokens (13 bytes each: 54 kB at 4096) and its usage, and counts a trajectory when its acknowledgement
+A producer process plays one environment server over ipc. It answers every ticket at once with a trajectory of
+`--tokens` tokens (13 bytes each: 54 kB at 4096) and its usage. It counts a trajectory when its acknowledgement
 arrives. This process plays supervisor and learner: it takes each batch and publishes the next version at once, so
 tickets, ledger, assembly and shards are part of what is measured. The limit is the same producer, with as many
 trajectories open, against a process that only receives and acknowledges; the two take turns. Also printed: the
@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import zmq
 
-from experiments.bench._measuring import Timing, parser_of, temporary_run, write
+from experiments.bench._measuring import Timing, cpu_s_of, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from rl.wire.columns import token_columns
 from rl.wire.messages import (
@@ -187,7 +187,7 @@ def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
         time.sleep(1.0)  # the broker has imported and opened everything
         watched = psutil.Process(broker.pid)
         memory = watched.memory_info().rss / 2**20
-        cpu_begin = sum(watched.cpu_times()[:2])
+        cpu_begin = cpu_s_of(watched)
         send(learner, Published(Version(0, 0)))
         send(learner, BatchRequest(0))
         child = subprocess.Popen(producer, stdout=subprocess.PIPE, text=True)
@@ -202,7 +202,7 @@ def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
             while control.poll(0):
                 receive_from(control)
 
-        cpu_s = sum(watched.cpu_times()[:2]) - cpu_begin
+        cpu_s = cpu_s_of(watched) - cpu_begin
         send_to(control, identity("broker", 0), Stop("done"))
         broker.wait(10)
         assert child.stdout is not None
@@ -228,10 +228,10 @@ def measure_limit(run: RunFile, producer: list[str]) -> dict[str, float]:
         while not Path(run.place_of("trajectories").removeprefix("ipc://")).exists():
             time.sleep(0.1)  # importing
 
-        cpu_begin = cpu_s = sum(psutil.Process(loop.pid).cpu_times()[:2])
+        cpu_begin = cpu_s = cpu_s_of(psutil.Process(loop.pid))
         child = subprocess.Popen([*producer, "--bare"], stdout=subprocess.PIPE, text=True)
         while child.poll() is None and loop.poll() is None:
-            cpu_s = sum(psutil.Process(loop.pid).cpu_times()[:2])
+            cpu_s = cpu_s_of(psutil.Process(loop.pid))
             time.sleep(0.05)
 
         assert child.stdout is not None

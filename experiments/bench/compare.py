@@ -14,10 +14,10 @@ with the same seed, and Fresco is always first. The ratio is then a bound: it is
 each pair is written down when it has been trained, and a later call goes on behind it, with the same settings and code.
 
 Two cores bound what any system can do, so each run of Fresco that reached the target has a bound, measured right after
-it: half the CPU seconds that a bare learner and a bare engine need for the same samples, plus its own start. A run may
-take 1.15 times that. `experiments/bench/_bound.py` says what is measured; there is a harder bound beside it, whose
-learner computes a group's prompt once, as Fresco's does. Where a run is below its bound, the bound is wrong, and that
-is printed.
+it. The bound is half the CPU seconds that a bare learner and a bare engine need for the same samples, plus its own
+start. A run may take 1.15 times that. `experiments/bench/_bound.py` says what is measured; there is a harder bound
+beside it, whose learner computes a group's prompt once, as Fresco's does. Where a run is below its bound, the bound is
+wrong, and that is printed.
 
 The other trainer lives in a virtual environment of its own under Fresco's cache, which the first call makes (about
 1.5 GB). The CPU build of torch comes from where pip finds it; see the README.
@@ -189,7 +189,7 @@ def _train(trainer: Trainer, job: Job, python: str, target: float, limit_s: floa
                 given_up_s = watch.elapsed_s
                 break
             if not running:
-                raise SystemExit(f"it ended after {len(rows)} steps:\n{output.read_text(errors='replace')[-4000:]}")
+                watch.fail(f"it ended after {len(rows)} steps")
             time.sleep(_LOOK_S)
 
     return RunResult(rows, watch.origin, reached, watch.cpu_s, watch.used, given_up_s=given_up_s)

@@ -2,10 +2,10 @@
 
     python -m experiments.bench cores [--task addition | long] [--steps 100] [--rounds 5] [--out FILE.json]
 
-In each round `fresco run` trains the task of `bench compare` for so many steps in turn: pinned to one core, to two and
-to four, as many as there are; and on two with two threads for the learner, for the engine, or for both. The first
-steps, in which the run has not filled up, are left out. Beside the seconds stands which share of its cores the run has
-used, and how many CPU seconds the learner and the generator with its engine need for a step.
+In each round `fresco run` trains the task of `bench compare` for so many steps in turn. It is pinned to one core, to
+two and to four, as many as there are. On two it runs as well with two threads for the learner, for the engine, or for
+both. The first steps, in which the run has not filled up, are left out. Beside the seconds stands which share of its
+cores the run has used, and how many CPU seconds the learner and the generator with its engine need for a step.
 
 An arm with more threads that needs more CPU seconds for the same step pays for the threads; one that is not sooner
 either had no idle core to use.
@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench._measuring import Timing, parser_of, write
+from experiments.bench._measuring import Timing, in_turns, parser_of, write
 from experiments.bench._processes import Watched, free_of_threads, watched
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.compare import fresco
@@ -37,7 +36,6 @@ from experiments.compare.tasks import TASKS, job_of, most_steps
 
 _LEFT_OUT = 10
 _MORE = 4  # steps that the run would make, so that its end is not looked at
-_LOOK_S = 0.25
 _LR = 3e-4
 _BASE = "2 cores"
 _LEARNER = "rl.learner.process"
@@ -86,11 +84,10 @@ def main(argv: list[str]) -> None:
     ensure_start_model(TASKS[options.task])
 
     with Idle() as idle:
-        for number in range(options.rounds):
-            for name in arms if number % 2 == 0 else reversed(arms):
-                spent = _train(arms[name], cores, number, options)
-                found[name].append(spent)
-                print(f"round {number}, {name}: {spent.wall_s:.3f} s a step, {spent.cpu_s:.3f} CPU s", flush=True)
+        for number, name in in_turns(arms, options.rounds):
+            spent = _train(arms[name], cores, number, options)
+            found[name].append(spent)
+            print(f"round {number}, {name}: {spent.wall_s:.3f} s a step, {spent.cpu_s:.3f} CPU s", flush=True)
 
     write(options.out, _report(found, idle, options))
 
@@ -141,12 +138,8 @@ class _Look:
 
 def _look(watch: Watched, job: Job, least: int) -> _Look:
     """At the run, once it has made so many steps."""
-    while len(rows := fresco.rows(job)) < least:
-        if not watch.running:
-            log = job.folder.with_suffix(".log").read_text(errors="replace")
-            raise SystemExit(f"it ended after {len(rows)} steps:\n{log[-4000:]}")
-        time.sleep(_LOOK_S)
-
+    watch.until(lambda: len(fresco.rows(job)) >= least)
+    rows = fresco.rows(job)
     watch.look()
     elapsed_s = watch.elapsed_s
     used = watch.used
@@ -177,5 +170,5 @@ def _report(found: dict[str, list[Spent]], idle: Idle, options: argparse.Namespa
         )
 
     Console(highlight=False, width=140).print(table)
-    print(f"no verdict: {refusal}" if (refusal := idle.refusal(options.rounds)) else "the machine was ours")
+    print(idle.told(options.rounds))
     return {"task": options.task, "steps": options.steps, "medians": medians} | provenance(idle, ratios)

@@ -5,10 +5,10 @@
 Each session plays `--turns` turns. Native: a `Conversation` asks the engine itself. Gateway: a client (of aiohttp, or
 with --sdk that of OpenAI) asks over HTTP, streaming and not, in the same process, so that its own work counts against
 the gateway. The engine is a
-timer: an answer takes `--tokens` times `--token-ms` when alone, and `--busy-token-ms` at more sessions, which is what
-vLLM takes on this kind of machine; streams get a piece as often as a generator tells of one. Sessions begin one after
+timer. An answer takes `--tokens` times `--token-ms` when alone, and `--busy-token-ms` at more sessions, which is what
+vLLM takes on this kind of machine. Streams get a piece as often as a generator tells of one. Sessions begin one after
 the other, so that their answers do not all end in the same moment, which no engine does. Tokens per second are those of
-the sessions' own time; latency added is the median time of a turn less that of the native path; CPU added is that of
+the sessions' own time. Latency added is the median time of a turn less that of the native path. CPU added is that of
 the whole process, its clients included.
 """
 

@@ -2,11 +2,11 @@
 
     python -m experiments.bench guards [--recipe math_cpu] [--steps 60] [--out FILE.json]
 
-First a real run of one engine and one rank, and what a step of it costs all of its processes; then its guards alone, on
-its own batches: the checks of a shard, the learner's guards before, between and after its updates, the broker's, and
-the probe of a weight update in the learner. What a probe costs its engine is measured in a real one, among requests as
-an update meets them. What is looked at once a run (an environment's template and tasks) is left out, and so is the
-validation of messages, which raises no alarm. Target: 1 %.
+First a real run of one engine and one rank, and what a step of it costs all of its processes. Then its guards alone, on
+its own batches. These are the checks of a shard, the learner's guards before, between and after its updates, the
+broker's, and the probe of a weight update in the learner. What a probe costs its engine is measured in a real one,
+among requests as an update meets them. What is looked at once a run (an environment's template and tasks) is left out,
+and so is the validation of messages, which raises no alarm. Target: 1 %.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ _OVERRIDES = (
     "tracking.wandb=disabled",
     "tracking.live=false",
 )
-_LOOK_S = 0.5
 
 
 class Stopwatch:
@@ -138,20 +137,21 @@ def batch_of(shard: BatchPart) -> EmitBatch:
 def run_it(options: argparse.Namespace, folder: Path) -> tuple[Path, Timing]:
     """The run's folder, and seconds of a step: all steps but the first ten. Raises SystemExit if it fails."""
     settings = [f"steps={options.steps}", f"runs={folder}", "name=guarded", *_OVERRIDES]
-    output = folder / "output"
     run = folder / "guarded"
     seen: dict[int, Timing] = {}  # by steps trained, from the first ones on
 
-    with watched([sys.executable, "-m", "launch.cli", "run", options.recipe, *settings], output) as watch:
-        while watch.running:
-            trained = sum("train/loss" in line for line in read_lines(run / "metrics.jsonl"))
-            if trained >= _WARM_STEPS:
-                seen.setdefault(trained, Timing(watch.elapsed_s, watch.cpu_s))
-            time.sleep(_LOOK_S)
+    def look() -> bool:
+        trained = sum("train/loss" in line for line in read_lines(run / "metrics.jsonl"))
+        if trained >= _WARM_STEPS:
+            seen.setdefault(trained, Timing(watch.elapsed_s, watch.cpu_s))
+        return not watch.running
 
-    if watch.process.returncode or len(seen) < 2:
-        told = output.read_text(errors="replace")[-2000:]
-        raise SystemExit(f"the run ended with {watch.process.returncode} after {max(seen, default=0)} steps:\n{told}")
+    with watched([sys.executable, "-m", "launch.cli", "run", options.recipe, *settings], folder / "output") as watch:
+        watch.until(look)
+        watch.finish()
+        if len(seen) < 2:
+            watch.fail(f"the run ended after {max(seen, default=0)} steps")
+
     first, last = min(seen), max(seen)
     wall_s = seen[last].wall_s - seen[first].wall_s
     cpu_s = seen[last].cpu_s - seen[first].cpu_s

@@ -12,7 +12,7 @@ own causal attention. `mixed`: 96 to 192 tokens. A runs the packs of B with its 
 lose by padding is not counted for us. `prompts`: eight answers of 4 to 12 tokens to each prompt of 48. A computes each
 prompt eight times, as stock loops do; the learner computes it once.
 
-Rounds are short and alternate A B, B A, so drift of the machine hits both; the ratio is the median of the rounds' own
+Rounds are short and alternate A B, B A, so drift of the machine hits both. The ratio is the median of the rounds' own
 ratios, in wall time and in CPU time. Target: at most 1.05 in CPU time.
 """
 

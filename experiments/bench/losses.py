@@ -3,10 +3,10 @@
     python -m experiments.bench losses [--rounds 9] [--out FILE.json]
 
 A learner step is what the CPU recipe does with a batch: forward, loss, backward, clip and AdamW over its packs, one
-rank, one thread, its model and lengths. The loss's share is its value and its own derivative on the same packs;
-loss and step alternate, and the median of the rounds' ratios is printed (target: at most 0.05 each). `proximal` is the
+rank, one thread, its model and lengths. The loss's share is its value and its own derivative on the same packs.
+Loss and step alternate, and the median of the rounds' ratios is printed (target: at most 0.05 each). `proximal` is the
 forward that a loss which needs recomputed log-probabilities adds where a batch has more than one minibatch (the recipe
-has one: its step's own log-probabilities are those); `decoupled_ppo` with `proximal: interpolated` does without.
+has one: its step's own log-probabilities are those). `decoupled_ppo` with `proximal: interpolated` does without.
 """
 
 from __future__ import annotations

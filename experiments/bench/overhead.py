@@ -2,9 +2,9 @@
 
     python -m experiments.bench overhead [--seconds 30] [--rate 2000] [--tokens 100] [--out FILE.json]
 
-The complete system of real processes, with a simulated engine that gives `--rate` tokens a second in answers of
-`--tokens`, a simulated learner, and an environment without work of its own. CPU seconds are the kernel's, of each
-process between two moments, after a warm-up; the rate is what the environment's episodes really got meanwhile.
+Measured is the complete system of real processes. A simulated engine gives `--rate` tokens a second in answers of
+`--tokens`. The learner is simulated too, and the environment has no work of its own. CPU seconds are the kernel's, of
+each process between two moments, after a warm-up; the rate is what the environment's episodes really got meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ _AT_ONCE = 32
 _BETWEEN = 0.95  # share of an episode in which it decodes: the next one has to begin
 _PER_STEP = 64
 _START_S = 60.0
-_LOOK_S = 0.1
 _ENOUGH_RATE = 0.9
 
 
@@ -55,11 +53,12 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as name:
         folder = Path(name)
         with watched(_command(options, folder), folder / "output") as watch:
-            _wait(watch, folder, lambda steps: steps >= 2)
+            watch.until(lambda: len(_steps(folder)) >= 1, _START_S)
+            watch.until(lambda: len(_steps(folder)) >= 2)
             first = _read(watch, folder)
-            _wait(watch, folder, lambda _: watch.elapsed_s - first.time_s >= options.seconds)
+            watch.until(lambda: watch.elapsed_s - first.time_s >= options.seconds)
             begun = len(_steps(folder))
-            _wait(watch, folder, lambda steps: steps > begun)  # both readings are of the end of a step
+            watch.until(lambda: len(_steps(folder)) > begun)  # both readings are of the end of a step
             last = _read(watch, folder)
 
     result = _result(first, last, options)
@@ -102,14 +101,6 @@ def _command(options: argparse.Namespace, folder: Path) -> list[str]:
 
     overrides = [*(f"{key}={value}" for key, value in settings.items()), *options.overrides]
     return [sys.executable, "-m", "launch.cli", "run", str(_RECIPE), *overrides]
-
-
-def _wait(watch: Watched, folder: Path, until: Any) -> None:
-    """Raises SystemExit if the run ends before."""
-    while not until(len(_steps(folder))):
-        if not watch.running or (not _steps(folder) and watch.elapsed_s > _START_S):
-            raise SystemExit((folder / "output").read_text(errors="replace"))
-        time.sleep(_LOOK_S)
 
 
 def _steps(folder: Path) -> list[dict[str, Any]]:

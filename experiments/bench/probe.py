@@ -3,8 +3,8 @@
     python -m experiments.bench probe [--dtype bfloat16] [--probes 200] [--out FILE.json]
 
 The engine is real vLLM; the learner is sharded over one rank, as in a run, with float32 masters. The model is that of
-`math_cpu`, and a probe is as long as one of a run: text of the run (prompts, and answers that the model has sampled),
-or ids spread over the vocabulary. Nats: |difference| of single tokens, and its mean over a probe, which
+`math_cpu`, and a probe is as long as one of a run. It is text of the run (prompts, and answers that the model has
+sampled), or ids spread over the vocabulary. Nats: |difference| of single tokens, and its mean over a probe, which
 `weights.probe_tolerance` limits. Beside them: the least of ten probes where one matrix is that of before the warm
 start, on one of the two sides.
 """

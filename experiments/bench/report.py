@@ -3,7 +3,7 @@
     python -m experiments.bench report [--events 1000000] [--tokens 1500000] [--zooms 60] [--out FILE.json]
 
 Trace and conversations are made up. `overview_s` and `timeline_s` begin before the browser reads the file and end when
-the view is drawn; a frame is the time from one animation frame to the next, with a zoom by 1.4 in it. On a machine that
+the view is drawn. A frame is the time from one animation frame to the next, with a zoom by 1.4 in it. On a machine that
 does other things as well, `frame_cpu_ms` says what a frame costs.
 """
 
@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 from playwright.sync_api import Page, sync_playwright
 
-from experiments.bench._measuring import parser_of, report, temporary_run
+from experiments.bench._measuring import family_cpu_s, parser_of, report, temporary_run
 from experiments.bench._synthetic_trace import write_trace
 from launch.report.command import write_report
 from rl.store.samples import FOLDER, LineFile, Sample, SampleTurn
@@ -66,12 +65,6 @@ def write_samples(run: Path, tokens: int) -> None:
     file.close()
 
 
-def browser_cpu_s() -> float:
-    """Of all its processes: what a frame costs, whatever else the machine does."""
-    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return sum(each.user + each.system for each in times)
-
-
 def opened(page: Page, path: Path, zooms: int) -> dict[str, float]:
     begin = time.perf_counter()
     page.goto(path.as_uri())
@@ -89,13 +82,13 @@ def opened(page: Page, path: Path, zooms: int) -> dict[str, float]:
     page.keyboard.press("2")
     page.wait_for_selector("main[data-view=timeline] canvas")
 
-    cpu_s = browser_cpu_s()
+    cpu_s = family_cpu_s()  # what a frame costs, whatever else the machine does
     frames = page.evaluate(_ZOOM, zooms)
     return {
         "overview_s": overview_s,
         "timeline_s": timeline_s,
         "all_views_s": samples_s,
-        "frame_cpu_ms": 1e3 * (browser_cpu_s() - cpu_s) / zooms,
+        "frame_cpu_ms": 1e3 * (family_cpu_s() - cpu_s) / zooms,
         "frame_median_ms": statistics.median(frames),
         "frame_p95_ms": statistics.quantiles(frames, n=20)[-1],
     }

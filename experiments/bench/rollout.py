@@ -4,8 +4,8 @@
 
 A: `AsyncLLM.generate` in this process. B: client -> proxy process -> generator process -> vLLM and back, over
 ipc sockets. Same prompts, concurrency, sampling parameters, model shape and dtype; A and B alternate, so drift of
-the machine hits both. Both have two cores: the engine core of A is pinned to the first and its front end to the last
-one, B's generator, in which vLLM's core is a thread, may use both, and its client and proxy share the last one with
+the machine hits both. Both have two cores. The engine core of A is pinned to the first and its front end to the last
+one. B's generator, in which vLLM's core is a thread, may use both, and its client and proxy share the last one with
 it. Reported: medians over rounds, and the ratio of the
 seconds of a token, by the clock and by the CPU of all processes. Target: at most 1 / 0.9 by the clock.
 Every response runs to `--tokens`, so both sides do the same work whatever the weights are.
@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 import zmq
 
-from experiments.bench._measuring import Timing, parser_of, temporary_run, write
+from experiments.bench._measuring import Timing, cpu_s_of, in_turns, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from rl.weights import make_sender
 from rl.weights.channel import Placement, Sender
@@ -69,7 +69,7 @@ class Side:
 
     def cpu_s(self) -> tuple[float, float]:
         """CPU seconds so far: of the engine's process, of everything else."""
-        return _cpu_s(self.engine), sum(_cpu_s(process) for process in self.others)
+        return cpu_s_of(self.engine), sum(map(cpu_s_of, self.others))
 
 
 @dataclass
@@ -106,6 +106,7 @@ def main(argv: list[str]) -> None:
         os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
         with Idle() as idle:
             measured = asyncio.run(_measure(run, options, cores))
+        os.sched_setaffinity(0, cores)  # the result names the machine by what this process may use
         _report(measured, idle, options)
 
 
@@ -136,21 +137,16 @@ async def _measure(run: RunFile, options: argparse.Namespace, cores: list[int]) 
         path.engine.cpu_affinity([cores[0], cores[-1]])
         measured = {name: Measured() for name in sides}
 
-        for round_number in range(-1, options.rounds):  # the first warms up
-            for name, side in sides.items():
-                rate, engine_us, other_us = await _round(side, round_number, options)
-                if round_number < 0:
-                    continue
+        for round_number, name in in_turns(sides, options.rounds, warm_up=1):
+            rate, engine_us, other_us = await _round(sides[name], round_number, options)
+            if round_number < 0:
+                continue
 
-                measured[name].tokens_per_s.append(rate)
-                measured[name].engine_cpu_us.append(engine_us)
-                measured[name].other_cpu_us.append(other_us)
-
-                print(
-                    f"round {round_number} {name}: {rate:6.0f} tokens/s, CPU per token: engine {engine_us:4.0f} µs, "
-                    f"others {other_us:4.0f} µs",
-                    flush=True,
-                )
+            measured[name].tokens_per_s.append(rate)
+            measured[name].engine_cpu_us.append(engine_us)
+            measured[name].other_cpu_us.append(other_us)
+            told = f"{rate:6.0f} tokens/s, CPU per token: engine {engine_us:4.0f} µs, others {other_us:4.0f} µs"
+            print(f"round {round_number} {name}: {told}", flush=True)
 
     return measured
 
@@ -188,11 +184,6 @@ async def _round(side: Side, round_number: int, options: argparse.Namespace) -> 
     engine_us, other_us = ((after - before) / tokens * 1e6 for after, before in zip(side.cpu_s(), cpu, strict=True))
 
     return tokens / seconds, engine_us, other_us
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def _engine_core(pid: int) -> psutil.Process:

@@ -2,8 +2,8 @@
 
     python -m experiments.bench start [RECIPE] [key=value ...] [--rounds 5] [--out FILE.json]
 
-Each round starts `fresco run RECIPE steps=1` as a user would, with everything installed and the model made before (the
-round that makes it is not measured), and ends when the first update is in `metrics.jsonl`. The processes below
+Each round starts `fresco run RECIPE steps=1` as a user would, with everything installed and the model made before. The
+round that makes it is not measured. A round ends when the first update is in `metrics.jsonl`. The processes below
 the command are read from /proc meanwhile: when each began, and the CPU seconds it has used. Wall
 seconds are those of an idle machine only; CPU seconds hold on a busy one too.
 """
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench._measuring import parser_of, write
-from experiments.bench._processes import Used, watched
+from experiments.bench._processes import Used, Watched, watched
 from experiments.bench._ratios import Idle, machine, provenance
 
 _TARGET_S = 10.0
@@ -95,18 +95,18 @@ def _measure(options: argparse.Namespace, folder: Path) -> Start:
     output = folder / "output"
     begun = Start()
     with watched([sys.executable, "-m", "launch.cli", "run", options.recipe, *settings], output) as watch:
-        while "first update" not in begun.marks:
-            running = watch.running
-            for mark, is_there in _MARKS.items():
-                if mark not in begun.marks and is_there(run):
-                    begun.marks[mark] = watch.elapsed_s
-
-            if not running or watch.elapsed_s > _DEADLINE_S:
-                raise SystemExit(f"no first update:\n{_text(output)}")
-            time.sleep(_LOOK_S)
+        watch.until(lambda: _look(begun, run, watch), _DEADLINE_S, _LOOK_S)
 
     begun.processes = watch.used
     return begun
+
+
+def _look(begun: Start, run: Path, watch: Watched) -> bool:
+    """Note the marks that are there now; whether the last is."""
+    for mark, is_there in _MARKS.items():
+        if mark not in begun.marks and is_there(run):
+            begun.marks[mark] = watch.elapsed_s
+    return "first update" in begun.marks
 
 
 def _result(rounds: list[Start]) -> dict[str, Any]:

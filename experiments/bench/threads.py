@@ -2,12 +2,12 @@
 
     python -m experiments.bench threads [--rounds 5] [--groups 8] [--hidden 128] [--out FILE.json]
 
-One rank with 1, 2 and 4 threads (as many as there are cores), each in a process of its own, pinned to the first cores,
-takes a training step in turn. Then again while a process on the last core computes without a pause, as an engine does:
-with as many threads as cores the learner shares that core with it.
+A rank with 1, 2 and 4 threads (as many as there are cores) takes a training step in turn. Each is a process of its own,
+pinned to the first cores. Then again while a process on the last core computes without a pause, as an engine does: with
+as many threads as cores the learner shares that core with it.
 
 What is to be expected: a small model's step is hundreds of short operations. Each that is split among threads ends when
-the last of them has its part, so a thread whose core is taken holds up the others until the kernel gives it back.
+the last of them has its part. So a thread whose core is taken holds up the others until the kernel gives it back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench._measuring import Timing, parser_of, random_shard, temporary_run, timed, write
+from experiments.bench._measuring import Timing, in_turns, parser_of, random_shard, temporary_run, timed, write
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.bench.learner import run_fields
 from rl.learner.process import Learner
@@ -68,9 +68,8 @@ def main(argv: list[str]) -> None:
 def _report(ratios: dict[str, Ratio], idle: Idle, options: argparse.Namespace) -> None:
     for name, ratio in ratios.items():
         print(f"{name}: {ratio}")
-    refusal = idle.refusal(options.rounds)
-    print(f"no verdict: {refusal}" if refusal else "the machine was ours")
-    write(options.out, {"refusal": refusal} | provenance(idle, ratios))
+    print(idle.told(options.rounds))
+    write(options.out, {"refusal": idle.refusal(options.rounds)} | provenance(idle, ratios))
 
 
 def _in_turns(counts: list[int], cores: list[int], options: argparse.Namespace) -> dict[int, list[Timing]]:
@@ -80,11 +79,10 @@ def _in_turns(counts: list[int], cores: list[int], options: argparse.Namespace) 
 
     with ExitStack() as stack:
         ranks = {count: stack.enter_context(_started(["--rank", str(count), *size], cores[:count])) for count in counts}
-        for number in range(-_WARM_UP, options.rounds):
-            for count in counts if number % 2 else reversed(counts):
-                timing = _step(ranks[count])
-                if number >= 0:
-                    measured[count].append(timing)
+        for number, count in in_turns(counts, options.rounds, _WARM_UP):
+            timing = _step(ranks[count])
+            if number >= 0:
+                measured[count].append(timing)
 
     return measured
 

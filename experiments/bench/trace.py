@@ -3,10 +3,10 @@
     python -m experiments.bench trace [RECIPE] [key=value ...] [--out FILE.json]
 
 A run of the recipe (default: experiments/math_cpu.yaml) with `tracking.trace=full`. Every process says in its pulses
-how many CPU seconds it has spent on writing the trace: each 16th call is measured by the clock of its thread, less what
+how many CPU seconds it has spent on writing the trace. Each 16th call is measured by the clock of its thread, less what
 reading that clock takes. What leads to a call (the event that is made) is measured here, once, and counted for each
 event in the files. The run's CPU seconds are those of all its processes, engines included, from its first trained step
-to its end, so that what is imported and compiled at the start does not make the share small. Target: 1 %.
+to its end. So what is imported and compiled at the start does not make the share small. Target: 1 %.
 
     python -m experiments.bench trace --synthetic FOLDER [--events 1000000]
 
@@ -16,18 +16,17 @@ writes a trace that was never lived, as long as wanted, for whoever must read a 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from experiments.bench._measuring import parser_of, write
+from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, provenance
 from experiments.bench._synthetic_trace import write_trace
+from experiments.compare.job import read_lines
 from launch.recipes import find_recipe
 from rl.observe import trace_events
 from rl.observe.trace import FOLDER, NO_TRACE, Source, TraceRecord, read_trace
@@ -35,7 +34,6 @@ from rl.observe.trace import FOLDER, NO_TRACE, Source, TraceRecord, read_trace
 TARGET = 1.0
 """Per cent."""
 _CALLS = 100_000
-_LOOK_S = 0.2  # between two looks at the processes
 
 
 def main(argv: list[str]) -> None:
@@ -63,30 +61,13 @@ def main(argv: list[str]) -> None:
 def run_traced(recipe: Path, overrides: list[str], run: Path) -> float:
     """CPU seconds of all its processes from the first trained step on."""
     command = [sys.executable, "-m", "launch.cli", "run", str(recipe), f"runs={run.parent}", f"name={run.name}"]
-    process = psutil.Popen([*command, "tracking.trace=full", "tracking.wandb=disabled", *overrides])
-    metrics = run / "metrics.jsonl"
-    first: dict[int, float] | None = None
-    last: dict[int, float] = {}
+    traced = [*command, "tracking.trace=full", "tracking.wandb=disabled", *overrides]
 
-    while process.poll() is None:
-        last |= _cpu_seconds(process)
-        if first is None and metrics.exists() and '"train/loss"' in metrics.read_text():
-            first = dict(last)
-        time.sleep(_LOOK_S)
-    if process.returncode or first is None:
-        raise SystemExit(f"the run ended with {process.returncode}, or before its first step")
-    return sum(seconds - first.get(pid, 0.0) for pid, seconds in last.items())
-
-
-def _cpu_seconds(process: psutil.Popen) -> dict[int, float]:
-    """Of each process below this one."""
-    found: dict[int, float] = {}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = each.cpu_times()
-                found[each.pid] = times.user + times.system
-    return found
+    with watched(traced, run.with_suffix(".log")) as watch:
+        watch.until(lambda: any("train/loss" in row for row in read_lines(run / "metrics.jsonl")))
+        first_s = watch.cpu_s
+        watch.finish()
+        return watch.cpu_s - first_s
 
 
 def cost(events: Iterator[TraceRecord], cpu_s: float) -> dict[str, float]:

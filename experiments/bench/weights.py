@@ -2,7 +2,7 @@
 
     python -m experiments.bench weights [--gigabytes 1] [--tensors 253] [--rounds 7] [--out FILE.json]
 
-A round of a channel casts fp32 to bf16 and publishes it; the receiver takes it and copies it into
+A round of a channel casts fp32 to bf16 and publishes it. The receiver takes it and copies it into
 touched private memory, as an engine does when it loads. Both sides hash every byte, in a second thread beside the
 copy, as learner and engine do. The limit is a cast copy into touched memory followed by a plain copy out of it.
 Sender and receiver take turns in one process, alternating with the limit, so that other load hits both alike.

@@ -4,7 +4,7 @@
     python -m experiments.chaos math_cpu --seed 1 --faults 20 --compare --out result.json eval.tasks=1024
 
 Exits with 1 if anything does not hold; what the run wrote is then kept. `--compare` plays the same run without faults
-first, and prints what each kind of fault cost on each role; `--compare free.json` takes it from there instead, where an
+first, and prints what each kind of fault cost on each role. `--compare free.json` takes it from there instead, where an
 earlier call with `--faults 0 --out free.json` has left it. `disk` mounts a small file system and needs root.
 """
 

@@ -14,7 +14,12 @@ _SHORT = 64
 
 
 def command(job: Job, python: str) -> list[str]:
-    settings = {
+    return [python, "-m", "launch.cli", "run", RECIPE, *settings(job)]
+
+
+def settings(job: Job) -> list[str]:
+    """Overrides of the recipe."""
+    chosen = {
         "name": job.folder.name,
         "runs": job.folder.parent,
         "seed": job.seed,
@@ -39,7 +44,7 @@ def command(job: Job, python: str) -> list[str]:
         **_schedule(job),
     }
 
-    return [python, "-m", "launch.cli", "run", RECIPE, *(f"{key}={value}" for key, value in settings.items())]
+    return [f"{key}={value}" for key, value in chosen.items()]
 
 
 def _schedule(job: Job) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The tasks of the comparison: two-digit addition, plainly and behind a long tail of thinking.
 
 Thinking is counting down from a number that the question names, `#4 12 + 34` to `#3#2#112+34\\boxed{46}`. How long an
-answer is lies in the question, so that no trainer can learn to be brief: with a length of its own choice, a model left
+answer is lies in the question, so that no trainer can learn to be brief. With a length of its own choice, a model left
 the tail within twenty steps.
 
 Demonstrations come from a careless student, right one time in three: it loses or invents a carry, or is one off.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from experiments.gateway.agents import Agent
-from rl.config.schema import Config, load_config
+from rl.config.schema import load_config
 from rl.wire.messages import Generate, Generated, Ticket, TokenSequence, Version
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.forest import Forest, RequestRefused, Thinking
@@ -30,32 +30,12 @@ LIMIT = 4096
 FIRST_VERSION = 3  # of the weights
 
 
-class Records:
-    """What an engine has answered to one session; `records`: by prompt ids, (ids, log-probabilities, versions)."""
-
-    def __init__(self) -> None:
-        self.records: defaultdict[bytes, list[tuple[bytes, bytes, bytes]]] = defaultdict(list)
-        self.tokens = 0
-
-    async def generate(
-        self, request: Generate, ending: asyncio.Future[None] | None = None, read: Read | None = None
-    ) -> Generated:
-        """See `GenerationClient.generate`."""
-        raise NotImplementedError
-
-    def record(self, request: Generate, generated: Generated) -> None:
-        self.tokens += generated.tokens_generated
-        if len(generated.token_ids):
-            names = "token_ids", "logp_behavior", "policy_version"
-            ids, logp, versions = (generated.columns[name].tobytes() for name in names)
-            self.records[request.prompt_ids.tobytes()].append((ids, logp, versions))
-
-
-class RecordingEngine(Records):
-    """Answers requests with seeded turns."""
+class RecordingEngine:
+    """Answers one session with seeded turns; `records`: by prompt ids, (ids, log-probabilities, versions)."""
 
     def __init__(self, tokenizer: ChatTokenizer, chance: random.Random) -> None:
-        super().__init__()
+        self.records: defaultdict[bytes, list[tuple[bytes, ...]]] = defaultdict(list)
+        self.tokens = 0
         self._tokenizer = tokenizer
         self._chance = chance
         self._version = FIRST_VERSION
@@ -102,7 +82,10 @@ class RecordingEngine(Records):
             generator=0,
         )
 
-        self.record(request, generated)
+        self.tokens += len(ids)
+        if ids:
+            told = tuple(columns[name].tobytes() for name in ("token_ids", "logp_behavior", "policy_version"))
+            self.records[request.prompt_ids.tobytes()].append(told)
         return generated
 
     def _turn(self) -> list[int]:
@@ -142,12 +125,8 @@ class Report:
     drift: Counter[str] = field(default_factory=Counter)
     deeds: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Report) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
-
-def check(sequences: list[TokenSequence], engine: Records) -> str:
+def check(sequences: list[TokenSequence], engine: RecordingEngine) -> str:
     """What is wrong with the sequences of a trajectory, or the empty string."""
     trained: Counter[tuple[bytes, bytes]] = Counter()
     for sequence in sequences:
@@ -167,7 +146,7 @@ def check(sequences: list[TokenSequence], engine: Records) -> str:
     return ""
 
 
-def _span(sequence: TokenSequence, start: int, end: int, engine: Records) -> str:
+def _span(sequence: TokenSequence, start: int, end: int, engine: RecordingEngine) -> str:
     """A turn may be sampled in several parts, each of which went on from the one before, and be cut by a stop text."""
     while start < end:
         parts = engine.records.get(sequence.token_ids[:start].tobytes(), [])
@@ -178,7 +157,7 @@ def _span(sequence: TokenSequence, start: int, end: int, engine: Records) -> str
     return ""
 
 
-def _equal(sequence: TokenSequence, start: int, end: int, part: tuple[bytes, bytes, bytes]) -> int:
+def _equal(sequence: TokenSequence, start: int, end: int, part: tuple[bytes, ...]) -> int:
     """How many tokens of this part stand at `start`, up to `end`; 0 if other ones do."""
     size = 4 * min(len(part[0]) // 4, end - start)  # bytes: all three have four for a token
     columns = sequence.token_ids, sequence.logp_behavior, sequence.policy_version
@@ -205,16 +184,11 @@ async def play(
     seed: int,
     report: Report,
     thinking: Thinking = "keep",
-    config: Config | None = None,
-    engine: Records | None = None,
 ) -> list[TokenSequence]:
-    """One session of a fuzzed agent, counted and checked in the report; what of it would be trained.
-
-    engine: of this session alone; a `RecordingEngine` where there is none.
-    """
+    """One session of a fuzzed agent, counted and checked in the report; what of it would be trained."""
     chance = random.Random(seed)
-    config = config or load_config(None, [f"generator.max_model_len={LIMIT}", "sampling.max_tokens=200"])
-    engine = engine or RecordingEngine(tokenizer, chance)
+    config = load_config(None, [f"generator.max_model_len={LIMIT}", "sampling.max_tokens=200"])
+    engine = RecordingEngine(tokenizer, chance)
     ticket = Ticket(seed + 1, 0, 0, 0, Version(0, FIRST_VERSION), seed=seed)
     sampler = TurnSampler(ticket, config, tokenizer.stop_ids, engine.generate)
     forest = Forest(TurnReader(tokenizer, HermesParser()), thinking=thinking, limit=LIMIT)

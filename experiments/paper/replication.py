@@ -4,8 +4,8 @@
 
 64 prompts x 16 responses and 16 x 64. The number of GPUs is not published: with more GPUs than prompts some have
 nothing to do without replication. Nor are the spread of lengths, how alike the responses of a prompt are, and what a
-further sequence costs a decode step (0: a step takes as long for 64 sequences as for one, and nothing is gained by
-spreading them): the sweep shows the range. Synchronous; no training time, so the step is generation.
+further sequence costs a decode step. The sweep shows the range (at 0 a step takes as long for 64 sequences as for one,
+and nothing is gained by spreading them). Synchronous; no training time, so the step is generation.
 """
 
 from __future__ import annotations

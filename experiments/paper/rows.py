@@ -1,11 +1,11 @@
 """What the rows of the paper's table share: an 8B model on data-centre GPUs, and how two schedules are compared.
 
-None of these costs is published. They follow from the model and the hardware: 8.2e9 parameters in bf16 read once a
-decode step at about 60 % of 3.35 TB/s (8 ms, 16 ms with launch overheads and sampling); 147 kB of KV cache per token
-of context (36 layers, 8 heads of 128, keys and values), 52 GB of it on a GPU of 80 GB, which limits what runs at once;
-training at 2.5e14 FLOP/s a GPU, 10 FLOP per parameter and token (forward, backward, two more forwards for
-log-probabilities), with which rollout takes about 70 % of a synchronous step, as the paper says. Rows sweep what moves
-their result.
+None of these costs is published. They follow from the model and the hardware. 8.2e9 parameters in bf16 are read once a
+decode step at about 60 % of 3.35 TB/s (8 ms, 16 ms with launch overheads and sampling). A token of context has 147 kB
+of KV cache (36 layers, 8 heads of 128, keys and values). A GPU of 80 GB has 52 GB of it, which limits what runs at
+once. Training is at 2.5e14 FLOP/s a GPU, 10 FLOP per parameter and token (forward, backward, two more forwards for
+log-probabilities). So rollout takes about 70 % of a synchronous step, as the paper says. Rows sweep what moves their
+result.
 """
 
 from __future__ import annotations

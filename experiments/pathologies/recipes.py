@@ -1,7 +1,7 @@
 """The recipes as they are, with the alarms' own limits: nothing is wrong, so nothing may be raised.
 
-`steps` are reduced where a whole run takes longer than a few minutes, and stay enough for every window to fill: of
-128 samples for the form of answers, 16 groups for a type of tasks, three steps in a row for what is patient.
+`steps` are reduced where a whole run takes longer than a few minutes. They still fill every window.
+The form of answers needs 128 samples, a type of tasks 16 groups, and what is patient three steps in a row.
 """
 
 from __future__ import annotations

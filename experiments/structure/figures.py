@@ -10,6 +10,7 @@ from pathlib import Path
 
 import networkx
 
+from experiments.structure import prose
 from experiments.structure.checkout import FLOORS, Function, Graph, Module, folder_graph, modules_of
 
 LONG_FUNCTION = 20
@@ -43,6 +44,7 @@ def figures(root: Path) -> Figures:
         "the same code: logical lines": sum(module.statements for module in compared(root)),
         "source: lines": lines,
         "source: code lines": sum(module.code_lines for module in source),
+        "source: modules": len(source),
         "tests: code lines": sum(module.code_lines for module in tests),
         f"functions longer than {LONG_FUNCTION} lines": long_functions,
         "… without any blank line between steps": airless,
@@ -63,6 +65,24 @@ def figures(root: Path) -> Figures:
         "… that point up": len(upward(top)),
         "arrows between all folders": arrows(nested),
         "… that lie on a circle": on_a_circle(nested),
+    } | prose_figures(root)
+
+
+def prose_figures(root: Path) -> Figures:
+    """How much there is to read in the docs, and how heavy it is."""
+    pages = [path.read_text() for path in sorted((root / "docs").glob("*.md"))]
+    texts = [prose.read(page) for page in pages]
+    cells = [prose.words(cell) for text in texts for cell in text.cells]
+    paragraphs = [paragraph for text in texts for paragraph in text.paragraphs]
+    lengths = [prose.words(each) for paragraph in paragraphs for each in prose.sentences(paragraph)]
+
+    return {
+        "docs: words": sum(len(page.split()) for page in pages),
+        "docs: words of the longest table cell": max(cells, default=0),
+        "docs: words of the mean sentence": sum(lengths) / max(1, len(lengths)),
+        f"docs: sentences of more than {prose.LONGEST_SENTENCE} words": sum(
+            length > prose.LONGEST_SENTENCE for length in lengths
+        ),
     }
 
 

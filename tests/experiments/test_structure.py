@@ -14,6 +14,7 @@ from experiments.structure.figures import (
     format_skips,
     long_runs,
     on_a_circle,
+    prose_figures,
     repeated_defaults,
     tuple_assignments,
     upward,
@@ -88,6 +89,16 @@ def test_repeated_defaults_need_two_of_one_section() -> None:
         "Copy.cap = 2.0",
         "Copy.low = 0.5",
     ]
+
+
+def test_the_docs_are_measured_without_their_code(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    page = f"Two words. W{'ord ord' * 30}\n\n| a b c | d |\n|---|---|\n\n```\nx y\n```\n"
+    (tmp_path / "docs" / "a.md").write_text(page)
+    found = prose_figures(tmp_path)
+    assert found["docs: words of the longest table cell"] == 3
+    assert found["docs: words of the mean sentence"] == (2 + 31) / 2
+    assert found["docs: sentences of more than 30 words"] == 1
 
 
 @pytest.fixture

@@ -1,0 +1,181 @@
+"""How a page of figures is written from the files of this folder.
+
+A figure is a format string over the content of the file. A ratio is told as its median with its spread, and a list as
+its values. A study of `experiments.arms` has `sooner`, `gained`, `goal` and `facts` by the name of its arm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from experiments.arms.measures import COLUMNS, gained, sooner
+from experiments.arms.records import Record, read
+from experiments.arms.study import Study, load
+
+RESULTS = Path(__file__).parent
+ROOT = RESULTS.parents[1]
+PAGE = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- measured: python -m experiments.results -->\n", "<!-- /measured -->"
+
+
+class Row(msgspec.Struct, forbid_unknown_fields=True):
+    """One figure."""
+
+    what: str
+    figure: str
+    command: str
+    file: str = ""
+    """Below `experiments/results/`; `STUDY/runs.jsonl` is a study's. Empty: a test asserts the figure."""
+    pick: dict[str, dict[str, Any]] = {}
+    """Of a list in the file, the entry with these values is the content."""
+    readme: str = ""
+    """What the row is called in the README; empty where it is not there."""
+
+
+class Section(msgspec.Struct, forbid_unknown_fields=True):
+    title: str
+    rows: list[Row]
+    about: str = ""
+
+
+class Measured(msgspec.Struct, forbid_unknown_fields=True):
+    about: str
+    sections: list[Section]
+
+
+class Spread(dict[str, Any]):
+    """A median between low and high."""
+
+    def __format__(self, spec: str) -> str:
+        median, low, high = (format(self[name], spec or ".2f") for name in ("median", "low", "high"))
+        return f"{median} ({low} to {high})"
+
+
+class Values(list[Any]):
+    """`{…:count}` is how many there are, any other format is that of each; `{…[name]}` are the entries of that name."""
+
+    def __getitem__(self, name: Any) -> Any:
+        return Values([each[name] for each in self]) if isinstance(name, str) else super().__getitem__(name)
+
+    def __format__(self, spec: str) -> str:
+        if spec == "count":
+            return str(len(self))
+        return ", ".join(format(value, spec) for value in self)
+
+
+def wrapped(value: Any) -> Any:
+    """The same with spreads and lists that know how they are written."""
+    if isinstance(value, dict):
+        inner = {name: wrapped(each) for name, each in value.items()}
+        return Spread(inner) if {"median", "low", "high"} <= inner.keys() else inner
+    return Values(map(wrapped, value)) if isinstance(value, list) else value
+
+
+@cache
+def content(file: str) -> Mapping[str, Any]:
+    """What a file of the results says."""
+    path = RESULTS / file
+    if path.suffix == ".jsonl":
+        study = load(ROOT / "experiments" / "studies" / f"{path.parent.name}.yaml")
+        return of_study(study, read(path))
+    return wrapped(json.loads(path.read_text()))  # type: ignore[no-any-return]
+
+
+def of_study(study: Study, records: list[Record]) -> Mapping[str, Any]:
+    """By arm what a table of the study says, and gains in points by seed."""
+    trained = [record for record in records if not record.how]
+    by_arm = {arm: [record for record in trained if record.arm == arm] for arm in study.every_arm}
+    gains = {
+        arm: {how: [_points(records, seed, arm, how) for seed in study.seeds] for how in study.evaluate}
+        for arm in study.every_arm
+    }
+    facts = {
+        arm: {name: [record.facts.get(name) for record in these] for name in (these[0].facts if these else {})}
+        for arm, these in by_arm.items()
+    }
+
+    found: dict[str, Any] = {"gained": gains, "facts": facts}
+    found |= {"machine": sorted({r.machine for r in records}), "date": max(r.date for r in records)}
+    ahead = {arm: sooner(trained, arm, study) for arm in by_arm if study.goal and arm != study.baseline}
+    goals = {arm: COLUMNS["seconds to goal"](study, these, trained) for arm, these in by_arm.items() if study.goal}
+    return wrapped(found | {"goal": goals, "sooner": ahead})  # type: ignore[no-any-return]
+
+
+def _points(records: list[Record], seed: int, arm: str, how: str) -> dict[str, float]:
+    """In points, as a spread."""
+    gain = gained(records, seed, arm, how)
+    if gain is None:
+        raise KeyError(f"seed {seed} of {arm}, {how}")
+    return dict(zip(("median", "low", "high"), (100 * value for value in gain), strict=True))
+
+
+def told(row: Row) -> tuple[str, str]:
+    """The figure, and on which machine and when it was measured.
+
+    Raises ValueError that names the row where its file does not say so.
+    """
+    if not row.file:
+        return row.figure, "any"
+    try:
+        found = content(row.file)
+        for name, wanted in row.pick.items():
+            (entry,) = [each for each in found[name] if wanted.items() <= each.items()]
+            found = {**found, **entry}
+
+        return row.figure.format_map(found), f"{_machine(found['machine'])}, {found['date']}"
+    except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
+        raise ValueError(f"measured.yaml, {row.what!r}: {error!r}; mend its figure or its file") from error
+
+
+def _machine(said: Any) -> str:
+    """In a few words; a study's runs may have been on several."""
+    if isinstance(said, dict):
+        return f"{said['cores']} cores"
+    if isinstance(said, list):
+        return " or ".join(dict.fromkeys(map(_machine, said)))
+    short = re.sub(r", Linux.*|, x86_64|\(R\)| Processor|AMD ", "", str(said))
+    return short.replace("cores of ", "× ")
+
+
+def page(measured: Measured) -> str:
+    """docs/results.md."""
+    parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
+    for section in measured.sections:
+        lines = ["| what | measured | machine, date | how |", "|---|---|---|---|"]
+        for row in section.rows:
+            file = f"[file](../experiments/results/{_shown(row.file)}): " if row.file else ""
+            lines.append(f"| {row.what} | {' | '.join(told(row))} | {file}`{row.command}` |")
+        parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(file: str) -> str:
+    """A reader of a study looks at its table."""
+    return file.replace("runs.jsonl", "README.md")
+
+
+def readme(measured: Measured, text: str) -> str:
+    """The README with its table made anew. Raises ValueError where its marks are missing."""
+    lines = ["| what | measured | machine, date |", "|---|---|---|"]
+    for row in (row for section in measured.sections for row in section.rows if row.readme):
+        lines.append(f"| {row.readme} | {' | '.join(told(row))} |")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN.strip()} and {END} around its table: put them back")
+    return before + BEGIN + "\n".join(lines) + "\n" + end + after
+
+
+def pages() -> dict[Path, str]:
+    """What the files should be."""
+    measured = msgspec.convert(yaml.safe_load((RESULTS / "measured.yaml").read_text()), Measured)
+    return {PAGE: page(measured), README: readme(measured, README.read_text())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,7 @@ def _tapered(inputs: LossInputs, options: TOPROptions, positive: float, negative
     log_ratio = inputs.log_ratio(inputs.logp_current, inputs.logp_behavior).detach()  # (T,)
     if options.ratio == "sequence":
         log_ratio = inputs.sample_sum(log_ratio)[inputs.sample]
-    tapered = log_ratio.clamp(max=0.0 if options.cap == 1 else torch.tensor(options.cap).log().item()).exp()
+    tapered = log_ratio.clamp(max=0.0 if options.cap == 1 else math.log(options.cap)).exp()
     bad = inputs.advantages < 0  # (T,)
     weight = torch.where(bad, negative * tapered, positive)
     loss = -weight * inputs.advantages * inputs.masked(inputs.logp_current)

@@ -20,7 +20,8 @@ import torch
 from rl.config.schema import load_config
 from rl.learner import checkpoint
 from rl.learner.optimizer import Optimizer
-from rl.models.policy import Policy, load_policy
+from rl.models.packing import sequence_pack
+from rl.models.policy import Policy
 from rl.store.batch_files import read_shard_files
 from rl.wire.messages import BatchPart
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
@@ -90,10 +91,10 @@ def steps_done(folder: Path) -> int:
 def behaviour_and_learner(shards: list[BatchPart], folder: Path, model: Path) -> tuple[float, int]:
     """Largest |difference| between behaviour logprobs and those of the version each token names; spanning samples."""
     config = load_config(None, ["learner.lr=3e-3"])
-    policies: dict[int, Policy] = {0: load_policy(model)}
+    policies: dict[int, Policy] = {0: Policy.load(model)}
     for n in range(1, STEPS + 1):
-        policies[n] = load_policy(model)
-        adamw = Optimizer(policies[n], config.learner, STEPS).adamw
+        policies[n] = Policy.load(model)
+        adamw = Optimizer(policies[n].trainable(), config.learner, STEPS).adamw
         checkpoint.load(folder / "checkpoints" / f"step-{n}", {"policy": (policies[n], adamw)})
 
     worst = 0.0
@@ -101,14 +102,14 @@ def behaviour_and_learner(shards: list[BatchPart], folder: Path, model: Path) ->
     for shard in shards:
         starts = np.cumsum([0, *shard.lengths])
         for begin, end in itertools.pairwise(starts):
-            ids = torch.from_numpy(shard.token_ids[begin:end].copy()).long()
+            pack = sequence_pack(shard.token_ids[begin:end].tolist())
             versions = shard.policy_version[begin:end]
             used = sorted(set(versions[versions >= 0].tolist()))
             spanning += len(used) > 1
 
             for version in used:
                 with torch.no_grad():
-                    output = policies[version](ids, torch.arange(len(ids)), temperature=TEMPERATURE)
+                    output = policies[version](pack, temperature=TEMPERATURE)
                 here = versions == version
                 gap = np.abs(output.logp.numpy()[here] - shard.logp_behavior[begin:end][here])
                 worst = max(worst, float(gap.max()))
@@ -142,7 +143,7 @@ def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     exported = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    last = load_policy(folder / "model").model.state_dict()
+    last = Policy.load(folder / "model").model.state_dict()
 
     assert all(torch.equal(tensor, last[name]) for name, tensor in exported.state_dict().items())
 

@@ -41,7 +41,7 @@ def measure(work: Work, form: Form) -> float:
 
     if form != "stock":
         budget = run.config.learner.max_tokens_per_pack
-        return _cpu_s(loop, shards, lambda shard: make_packs(shard, budget, shard.step, share=True))
+        return _cpu_s(loop, shards, lambda shard: make_packs(shard, budget, shard.step))
 
     def padded_by(rows: int) -> Callable[[BatchPart], list[Pack]]:
         return lambda shard: padded(shard, rows)
@@ -57,7 +57,8 @@ def batch_sizes(most: int) -> list[int]:
 
 def _cpu_s(loop: BareLoop, shards: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
     """Of one step on each shard, without one on the first, which warms up."""
-    batches = [([_with_advantages(pack) for pack in packed(shard)], shard.loss_tokens) for shard in shards]
+    made = ((shard, [_with_advantages(pack) for pack in packed(shard)]) for shard in shards)
+    batches = [(loop.prepared(packs), shard.loss_tokens) for shard, packs in made]
 
     loop.step(*batches[0])
     begin = time.process_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl.models.packed_attention import NAME, pack_bounds
+from rl.models.layout import Layout, lay_out
+from rl.models.packed_attention import NAME
 from rl.models.packing import Pack
-from rl.models.shared_prompts import find_shared
 from rl.wire.run import RunFile
 
 Form = Literal["stock", "packed", "shared"]
@@ -31,15 +32,27 @@ class BareLoop:
         self.model.train()
         self._adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
 
+    def prepared(self, packs: Sequence[Pack]) -> list[Pack]:
+        """The packs as `step` wants them: on the model's device, with the layout of this form."""
+        if self._form == "packed":  # as if no two sequences began alike
+            columns = [[each.numpy() for each in (pack.token_ids, pack.sample)] for pack in packs]
+            layouts = [
+                lay_out(read, pack.position_ids.numpy(), pack.mask.numpy())
+                for read, pack in zip(columns, packs, strict=True)
+            ]
+            packs = [replace(pack, layout=layout) for pack, layout in zip(packs, layouts, strict=True)]
+        return [pack.to(self._device) for pack in packs]
+
     def step(self, packs: Sequence[Pack], tokens: int) -> None:
         """Forward, clipped loss, backward, clip and fused AdamW; the head runs on generated positions only.
 
-        packs: on the model's device. tokens: all that were generated in them, which the loss is divided by.
+        packs: of `prepared`. tokens: all that were generated in them, which the loss is divided by.
         """
         for pack in packs:
-            wanted = pack.mask.nonzero()[:, 0]  # (S,) generated tokens; the logits before each predict it
+            assert pack.layout is not None
+            wanted = pack.layout.targets  # (S,) generated tokens; the logits before each predict it
             with torch.autocast(self._device, self._dtype, enabled=self._dtype != torch.float32):
-                logits = self.model.lm_head(self._contexts(pack, wanted))  # (S, vocab)
+                logits = self.model.lm_head(self._contexts(pack, pack.layout))  # (S, vocab)
             logp = -F.cross_entropy(logits.float(), pack.token_ids[wanted], reduction="none")
 
             ratio = (logp - pack.logp_behavior[wanted]).exp()
@@ -51,22 +64,18 @@ class BareLoop:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
-    def _contexts(self, pack: Pack, wanted: Tensor) -> Tensor:
+    def _contexts(self, pack: Pack, layout: Layout) -> Tensor:
         """(S, H): the state before each generated token."""
         ids, positions = pack.token_ids, pack.position_ids
-        places = wanted - 1
-        rows = len(pack.rewards) if self._form == "stock" else 1
-        bounds: dict[str, Any] = {}
-
-        shared = find_shared(ids, positions, wanted) if self._form == "shared" else None
-        if shared is not None:
-            ids, positions, places = ids[shared.tokens], positions[shared.tokens], shared.rows[places]
-            bounds = {"shared": shared}
-        elif self._form != "stock":
-            bounds = pack_bounds(positions)
+        places, rows = layout.targets - 1, len(pack.rewards)
+        segments: dict[str, Any] = {}
+        if self._form != "stock":
+            ids, positions = ids[layout.tokens], positions[layout.tokens]
+            places, rows = layout.rows, 1
+            segments = {"segments": layout.segments}
 
         ids, positions = ids.view(rows, -1), positions.view(rows, -1)
-        output = self.model.model(ids, position_ids=positions, use_cache=False, **bounds)
+        output = self.model.model(ids, position_ids=positions, use_cache=False, **segments)
         hidden: Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden[places]
 

@@ -81,7 +81,7 @@ def run_fields(folder: Path, arguments: argparse.Namespace) -> tuple[list[str], 
 def bare_step(run: RunFile, packs: list[Pack], tokens: int, *, equal: bool) -> Work:
     """One step of the bare loop over these packs."""
     loop = BareLoop(run, "stock" if equal else "packed")
-    packs = [pack.to(run.device) for pack in packs]
+    packs = loop.prepared(packs)
     return lambda: loop.step(packs, tokens)
 
 
@@ -140,7 +140,7 @@ def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
     sizes = {
         "batch_tokens": tokens,
         "packs": len(packs),
-        "parameters": sum(parameter.numel() for parameter in learner.policy.parameters()),
+        "parameters": sum(parameter.numel() for _, parameter in learner.policy.trainable()),
     }
 
     result = sizes | {

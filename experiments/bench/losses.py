@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
 
     config = load_config(_RECIPE, [])
     trainer = Trainer(config, ensure_tiny_model(TinyRecipe(sft_steps=0)), last_step=10_000)
-    vocabulary = trainer.policy.model.config.vocab_size
+    vocabulary = trainer.policy.vocab_size
     shard = random_shard(config.rollout.groups_per_batch, config.rollout.group_size, 24, (8, 24), vocabulary)
     with Idle() as idle:
         shares = shares_of_step(trainer, shard, config.sampling.temperature, arguments.rounds)
@@ -68,10 +68,7 @@ def shares_of_step(trainer: Trainer, shard: BatchPart, temperature: float, round
     def proximal() -> list[Pack]:
         return with_logp(trainer.policy, minibatch.packs, "logp_proximal", temperature=temperature)
 
-    packs = [
-        loss_inputs(pack, trainer.policy(pack.token_ids, pack.position_ids, select=pack.mask), needs_proximal=True)
-        for pack in proximal()
-    ]
+    packs = [loss_inputs(pack, trainer.policy(pack), needs_proximal=True) for pack in proximal()]
     for inputs in packs:
         inputs.logp_current = inputs.logp_current.detach().requires_grad_()
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from envs.math import arithmetic
 from experiments.bench._measuring import parser_of, write
@@ -28,7 +27,9 @@ from launch.warm_start.sampling import sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
 from rl.config.schema import load_config
 from rl.learner.publish import probe_logp
-from rl.models.policy import Policy, load_policy, shard_policy
+from rl.models.policy import Policy
+from rl.models.protocol import ModelOptions
+from rl.models.stock import load_stock
 from rl.weights.proof import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.generator.engines.environment import engine_environment
@@ -46,7 +47,7 @@ def texts(folder: Path, count: int, length: int) -> Probes:
     samples = 1 + count * length // _SHORTEST
     problems = [arithmetic.problem("train", index, 0) for index in range(samples)]
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
-    model = load_policy(folder).model
+    model = load_stock(folder, packed=False)
     answers = sample(model, prompts, seeds=range(len(prompts)), stop_ids=tokenizer.stop_ids, max_tokens=24)
 
     ids = [token for prompt, answer in zip(prompts, answers, strict=True) for token in (*prompt, *answer.token_ids)]
@@ -115,11 +116,10 @@ def with_old_matrices(
 ) -> dict[str, float]:
     """Name of a matrix -> the least mean of a probe, where it is that of `before`."""
     found = {}
-    for name, parameter in policy.model.named_parameters():
-        if parameter.ndim < 2:
+    for name, local, placement in policy.export(untie=False):
+        if len(placement.shape) < 2:
             continue
 
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         kept = local.clone()
         local.copy_(before[name])
         found[name] = float(np.abs(engine - learner_logp(policy, probes)).mean(1).min())
@@ -135,8 +135,8 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
 
     folder = ensure_tiny_model(TinyRecipe())
-    untrained = load_policy(ensure_tiny_model(TinyRecipe(sft_steps=0))).model
-    before = dict(untrained.named_parameters())
+    untrained = Policy.load(ensure_tiny_model(TinyRecipe(sft_steps=0)))
+    before = {name: tensor for name, tensor, _ in untrained.export()}
     length = EXACT_PROBE_TOKENS if options.dtype == "float32" else PROBE_TOKENS
     own = texts(folder, options.probes, length)
     kinds = {"text of the run": own, "ids of no text": spread(len(before["lm_head.weight"]), options.probes, length)}
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
     engine = {kind: engine_logp(folder, options.dtype, probes) for kind, probes in kinds.items()}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-    policy = shard_policy(load_policy(folder), compute_dtype=dtype, mesh=init_device_mesh("cpu", (1,)))
+    policy = Policy.load(folder, init_device_mesh("cpu", (1,)), options=ModelOptions(dtype))
 
     result: dict[str, Any] = {
         "dtype": options.dtype,

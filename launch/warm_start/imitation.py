@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,10 +115,9 @@ def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> 
 
 
 def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], None]) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from rl.models import packed_attention
+    from rl.models.stock import load_stock
 
     disable_progress_bar()
     started = time.monotonic()
@@ -137,10 +135,8 @@ def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], 
         raise ConfigError(f"generator.max_model_len={longest}: no demonstration is that short")
 
     device = "cuda" if base is not None and torch.cuda.is_available() else "cpu"
-    packs = device == "cpu" and packed_attention.can_pack(AutoConfig.from_pretrained(folder))
-    attention = {"attn_implementation": packed_attention.NAME} if packs else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention)
-    model.to(device)
+    packs = device == "cpu"
+    model = load_stock(folder, packed=packs).to(device)
 
     settings = config.model.warm_start
     options = SupervisedOptions(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,8 @@ def sample(
 
     Temperature 0 is greedy (its log-probabilities are at temperature 1).
     """
+    from rl.models.stock import padded_attention  # with transformers, which takes seconds to import
+
     device = next(model.parameters()).device
     token_ids, attention = (tensor.to(device) for tensor in _pad_left(prompts, max_tokens))
     positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -45,7 +46,7 @@ def sample(
     cache = None
     cached = 0  # columns in the cache
 
-    with _padded_attention(model):
+    with padded_attention(model):
         for step in range(max_tokens):
             column = cached + token_ids.shape[1]
             output = model(
@@ -84,14 +85,3 @@ def _pad_left(prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[Tensor
 def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
     """(prompts, 1) ids by inverting the cumulative distribution, which float rounding may leave just below 1."""
     return torch.searchsorted(logp.exp().cumsum(-1), uniform).clamp(max=logp.shape[-1] - 1)
-
-
-@contextlib.contextmanager
-def _padded_attention(model: Any) -> Iterator[None]:
-    """A learner's model may attend in packs only (`packed_attention.py`); here rows are padded and cached."""
-    own = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)

@@ -105,17 +105,15 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Seq
     Logits are computed for those tokens only. The means are over the tokens of `batch` (default: `rows` alone): the
     losses of a batch's parts add up to the batch's.
     """
-    from rl.models import packed_attention  # with transformers, which takes seconds to import
+    from rl.models import stock  # with transformers, which takes seconds to import
 
-    bounds = packed_attention.pack_bounds(rows.position_ids[0]) if packed_attention.takes_bounds(model) else {}
-    inputs = {"input_ids": rows.token_ids, "position_ids": rows.position_ids, "use_cache": False}
-    hidden = model.base_model(**inputs, **bounds).last_hidden_state  # (rows, width, hidden)
+    hidden = stock.states(model, rows.token_ids, rows.position_ids)  # (rows, width, hidden)
 
     def mean(kind: str) -> Tensor:
         targets = getattr(rows, kind)
         counted = targets != IGNORED
         count = sum(int((getattr(part, kind) != IGNORED).sum()) for part in batch or [rows])
-        logits = model.get_output_embeddings()(hidden[counted])  # (targets, vocabulary)
+        logits = stock.logits(model, hidden[counted])  # (targets, vocabulary)
         return F.cross_entropy(logits.float(), targets[counted], reduction="sum") / max(1, count)
 
     loss: Tensor = mean("targets")

@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.tensor import DTensor
 
 from rl.learner.checkpoint_reader import IndexReader, PlainValuesPlanner
-from rl.models.policy import Policy, export_entries
+from rl.models.protocol import PolicyModel
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
 
@@ -75,7 +74,7 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
     return meta
 
 
-def export_hf(policy: Policy, folder: Path, source: Path) -> None:
+def export_hf(policy: PolicyModel, folder: Path, source: Path) -> None:
     """The policy as a model folder that transformers and vLLM load; all ranks call it together.
 
     Weights in the dtype of the source model's files, everything else (configuration, tokenizer, chat template)
@@ -97,21 +96,20 @@ def export_hf(policy: Policy, folder: Path, source: Path) -> None:
     dist.barrier()
 
 
-def _write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
+def _write_weights(policy: PolicyModel, folder: Path, dtype: torch.dtype) -> None:
     """safetensors files of at most 4 GiB (or one tensor), and their index; one file is gathered at a time."""
-    parameters = dict(policy.model.named_parameters())
-    entries = export_entries(policy, untie=False)
     layout = split_torch_state_dict_into_shards(
-        {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in entries},
+        {
+            name: torch.empty(placement.shape, dtype=dtype, device="meta")
+            for name, _, placement in policy.export(untie=False)
+        },
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=_MODEL_FILE_BYTES,
     )
 
     for file, names in layout.filename_to_tensors.items():
         tensors = {}
-        for name in names:
-            parameter = parameters[name].detach()
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # a collective
+        for name, whole in policy.gather(names):
             if dist.get_rank() == 0:
                 tensors[name] = whole.to("cpu", dtype).contiguous()
         if dist.get_rank() == 0:

@@ -33,19 +33,26 @@ class Diagnostics:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def update(self, inputs: LossInputs, result: LossResult) -> None:
-        """Add one pack."""
-        mask = inputs.mask
-        log_ratio = _log_ratio(inputs, inputs.logp_behavior)
+    def update(self, inputs: LossInputs, result: LossResult, generated: Tensor) -> None:
+        """Add one pack; generated (L,) int64: the places where its mask is set."""
+
+        def at_tokens(values: Tensor) -> Tensor:
+            return values.index_select(0, generated)
+
+        def log_ratio_to(logp: Tensor) -> Tensor:
+            """(generated tokens,) float64 of the current policy against that of `logp`."""
+            return at_tokens(inputs.logp_current - logp).double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+        log_ratio = log_ratio_to(inputs.logp_behavior)
         ratio = log_ratio.exp()
-        staleness = inputs.staleness[mask].double()
-        advantages = inputs.advantages[mask]
-        own = {name: values[mask].double() for name, values in result.metrics.items()}
-        entropy = inputs.entropy[mask].double()
+        staleness = at_tokens(inputs.staleness).double()
+        advantages = at_tokens(inputs.advantages)
+        own = {name: at_tokens(values).double() for name, values in result.metrics.items()}
+        entropy = at_tokens(inputs.entropy).double()
 
         tokens = {
             "tokens": torch.ones_like(ratio),
-            "objective": result.per_token[mask].double(),
+            "objective": at_tokens(result.per_token).double(),
             "ratio_mean": ratio,
             "ratio_square": ratio**2,
             "kl_behavior": ratio - 1 - log_ratio,  # k3: each term >= 0 (http://joschu.net/blog/kl-approx.html)
@@ -54,15 +61,15 @@ class Diagnostics:
             "advantage_abs": advantages.double().abs(),
             "token_staleness": staleness,
         }
-        tokens |= surprise(inputs.logp_current[mask].double(), entropy) | own
+        tokens |= surprise(at_tokens(inputs.logp_current).double(), entropy) | own
 
         if inputs.logp_proximal is not None:
-            step = _log_ratio(inputs, inputs.logp_proximal)
+            step = log_ratio_to(inputs.logp_proximal)
             tokens |= {"kl_proximal": step.expm1() - step, "kl_proximal_k1": -step}
         tokens |= _by_sign(advantages, {name: values for name, values in own.items() if name.endswith("_fraction")})
 
-        firsts = staleness.new_tensor([low for low, _ in STALENESS_BUCKETS[1:]])
-        bucket = torch.bucketize(staleness, firsts, right=True)
+        # No table of bounds and no bincount: both would make the host wait for the device.
+        bucket = torch.stack([staleness >= low for low, _ in STALENESS_BUCKETS[1:]]).sum(0)
         zeros = staleness.new_zeros(len(STALENESS_BUCKETS))
         sums = {name: zeros.index_add(0, bucket, values) for name, values in tokens.items()}
         sums["histogram"] = _histogram(log_ratio, bucket)
@@ -112,11 +119,6 @@ class Diagnostics:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         for name, value in maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
-
-
-def _log_ratio(inputs: LossInputs, logp: Tensor) -> Tensor:
-    """(generated tokens,) float64 of the current policy against that of `logp`."""
-    return (inputs.logp_current - logp)[inputs.mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def surprise(logp: Tensor, entropy: Tensor) -> dict[str, Tensor]:
@@ -183,8 +185,8 @@ _WHOLE_ONLY = ("objective", "kl_behavior_k1", "kl_proximal_k1", "advantage_abs",
 def _histogram(log_ratio: Tensor, bucket: Tensor) -> Tensor:
     """(buckets, bins) counts."""
     place = ((torch.asinh(log_ratio / _FINEST) / _SPREAD + 1) * ((_BINS - 1) / 2)).round().long()
-    counts = torch.bincount(bucket * _BINS + place, minlength=len(STALENESS_BUCKETS) * _BINS)
-    return counts.double().view(-1, _BINS)
+    counts = log_ratio.new_zeros(len(STALENESS_BUCKETS) * _BINS)
+    return counts.index_add(0, bucket * _BINS + place, torch.ones_like(log_ratio)).view(-1, _BINS)
 
 
 def _maximum(values: Tensor) -> Tensor:

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce
-from rl.models.policy import Policy, local_rows
+from rl.models.packing import Pack
+from rl.models.protocol import PolicyModel
 from rl.observe.alarms import Alarms
 
 
 class ExactCheck:
     """Of one rank; all ranks call `batch` together."""
 
-    def __init__(self, policy: Policy, config: Config, alarms: Alarms) -> None:
+    def __init__(self, policy: PolicyModel, config: Config, alarms: Alarms) -> None:
         self._policy = policy
         self._alarms = alarms
         self._limit = config.alarms.exact
@@ -68,25 +69,25 @@ class ExactCheck:
 
         Every pack runs, also one without such tokens: under FSDP the ranks' forwards belong together.
         """
-        gap, count = 0.0, 0
-        device = next(self._policy.parameters()).device
-        for pack in (pack.to(device) for minibatch in minibatches for pack in minibatch.packs):
-            mask = pack.mask & (pack.staleness == age)
-            ids, positions = pack.token_ids, pack.position_ids
-            logp = self._policy(ids, positions, temperature=self._temperature, select=mask).logp
-            if found := int(mask.sum()):
-                count += found
-                largest = float((logp - pack.logp_behavior)[mask].abs().max())
-                gap = math.inf if math.isnan(largest) else max(gap, largest)
-        return gap, count
+        gaps = [torch.zeros(1)]
+        for pack in (_of_age(pack, age) for minibatch in minibatches for pack in minibatch.packs):
+            logp = self._policy(pack.to(self._policy.device), temperature=self._temperature).logp
+            gaps.append((logp.to(pack.token_ids.device) - pack.logp_behavior)[pack.mask].abs())
+        found = torch.cat(gaps)
+        return float(found.nan_to_num(math.inf, math.inf).max()), len(found) - 1
 
     def _tokens(self, age: int, minibatches: list[Minibatch]) -> int:
         packs = (pack for minibatch in minibatches for pack in minibatch.packs)
-        return sum(int((pack.mask & (pack.staleness == age)).sum()) for pack in packs)
+        return sum(_of_age(pack, age).loss_tokens for pack in packs)
 
     def _rows(self) -> list[Tensor]:
-        return [rows for _, rows, _ in local_rows(self._policy, untie=False)]
+        return [tensor for _, tensor, _ in self._policy.export(untie=False)]
 
     def _put(self, kept: list[Tensor]) -> None:
         for rows, values in zip(self._rows(), kept, strict=True):
             rows.copy_(values)
+
+
+def _of_age(pack: Pack, age: int) -> Pack:
+    """Of whose tokens only those count that are `age` versions old."""
+    return pack.with_columns(loss_mask=pack.mask & (pack.staleness == age))

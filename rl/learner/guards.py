@@ -10,18 +10,19 @@ Nothing here runs the model: log-probabilities, entropies and gradients are thos
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import accumulate
 from zlib import crc32
 
 import msgspec
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce, kept_rows
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.models.protocol import local
 from rl.observe.alarms import Alarms
 from rl.wire.messages import BatchPart
 
@@ -46,11 +47,12 @@ class StepGuards:
         self._log_ratio = alarms.limit("log-ratio", _engine_noise(config))
         self._first_gaps: list[float] = []  # of the first steps that show one
 
-        self._parameters = list(trainer.policy.parameters())
-        self._matrices = _Matrices(trainer.policy)
+        named = dict(trainer.policy.trainable())
+        self._parameters = list(named.values())
+        self._matrices = _Matrices(named)
         self._reference = None
         if trainer.reference is not None:
-            self._reference = _Matrices(trainer.reference)
+            self._reference = _Matrices({name: tensor for name, tensor, _ in trainer.reference.export(untie=False)})
             self._reference_entries = self._reference.entries()
 
     def batch(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
@@ -200,9 +202,10 @@ class StepGuards:
         self._alarms.check("log-ratio-grows", grown, f"from {first:.2g} to {gap:.2g} nats at step {self._step}")
 
     def _counted_steps(self) -> float:
-        """AdamW's own count; 0 before its first step."""
+        """AdamW's own count; 0 before its first step. It stands beside each tensor, on a GPU: they are read as one."""
         states = self._trainer.optimizer.adamw.state.values()
-        return max((float(state["step"]) for state in states if "step" in state), default=0.0)
+        counts = [state["step"] for state in states if "step" in state]
+        return float(torch.stack(counts).max()) if counts else 0.0
 
     def _stands_by_schedule(self) -> bool:
         """The critic learns alone, or the learning rate has come down to nothing."""
@@ -216,28 +219,24 @@ class StepGuards:
 class _Matrices:
     """A few entries of every matrix of this rank; embeddings are left out, whose rows move only when they are read."""
 
-    def __init__(self, model: nn.Module) -> None:
-        found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim > 1 and "embed" not in name}
-        self._tensors = {name: tensor for name, tensor in found.items() if _local(tensor).numel()}
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        found = {name: tensor for name, tensor in named.items() if tensor.ndim > 1 and "embed" not in name}
+        self._tensors = {name: tensor for name, tensor in found.items() if local(tensor).numel()}
         self._places = {
-            name: torch.linspace(0, _local(tensor).numel() - 1, _ENTRIES, device=tensor.device).long()
+            name: torch.linspace(0, local(tensor).numel() - 1, _ENTRIES, device=tensor.device).long()
             for name, tensor in self._tensors.items()
         }
         self.names = list(self._tensors)
 
     def entries(self) -> Tensor:
         """(matrices, 32)"""
-        taken = [_local(tensor).reshape(-1)[self._places[name]] for name, tensor in self._tensors.items()]
+        taken = [local(tensor).reshape(-1)[self._places[name]] for name, tensor in self._tensors.items()]
         return torch.stack(taken) if taken else torch.zeros(0, _ENTRIES)
 
     def still(self, before: Tensor) -> list[str]:
         """Names of the matrices that are as they were."""
         moved = (self.entries() != before).any(1).tolist()
         return [name for name, each in zip(self.names, moved, strict=True) if not each]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _extremes(values: Tensor, sample: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,14 @@ checkpoint needs no state for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rl.config.schema import LearnerConfig
+from rl.models.protocol import whole
 
 
 def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float = 0.0) -> float:
@@ -36,13 +37,22 @@ def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float 
 class Optimizer:
     """`step` clips, sets the learning rate and updates; gradients are cleared afterwards."""
 
-    def __init__(self, policy: nn.Module, config: LearnerConfig, last_step: int, still_steps: int = 0) -> None:
-        """still_steps: batches during which nothing moves yet, though AdamW's moments already follow the gradient."""
+    def __init__(
+        self,
+        trainable: Iterable[tuple[str, nn.Parameter]],
+        config: LearnerConfig,
+        last_step: int,
+        still_steps: int = 0,
+    ) -> None:
+        """trainable: parameters by name.
+
+        still_steps: batches during which nothing moves yet, though AdamW's moments already follow the gradient.
+        """
         self._config = config
         self._last_step = last_step
         self._still_steps = still_steps
 
-        self._parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for _, parameter in trainable]
         matrices = [parameter for parameter in self._parameters if parameter.ndim >= 2]
         vectors = [parameter for parameter in self._parameters if parameter.ndim < 2]  # norms and biases: no decay
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.weight_decay}]
@@ -56,7 +66,7 @@ class Optimizer:
         Raises FloatingPointError, with the parameters untouched, when the norm is not finite.
         """
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = float(whole(norm))
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm of step {batch_step} is {grad_norm}")
 

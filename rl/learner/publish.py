@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 
 from rl.config.schema import Config
 from rl.learner.run_client import RunClient
-from rl.models.policy import Policy, export_entries, local_rows
-from rl.weights.channel import Entry, Piece, Placement
+from rl.models.packing import sequence_pack
+from rl.models.protocol import PolicyModel
+from rl.weights.channel import Entry
 from rl.weights.proof import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 from rl.wire.messages import BatchPart
 from rl.wire.run import RunFile
@@ -31,16 +32,10 @@ def total(april: int) -> int:
 """
 
 
-def weight_pieces(policy: Policy) -> Iterator[Piece]:
-    """What this rank holds of all tensors of the model's files."""
-    shapes = dict(export_entries(policy))
-    return ((name, local, Placement(shapes[name], row)) for name, local, row in local_rows(policy))
-
-
-def weight_entries(policy: Policy, run: RunFile) -> list[Entry]:
+def weight_entries(policy: PolicyModel, run: RunFile) -> list[Entry]:
     """All tensors of the model's files, in the engine's dtype."""
     dtype = run.config.generator.dtype
-    return [(name, placement.shape, dtype) for name, _, placement in weight_pieces(policy)]
+    return [(name, placement.shape, dtype) for name, _, placement in policy.export()]
 
 
 def probe_length(config: Config, announced: int) -> int:
@@ -64,7 +59,7 @@ def probe_prompt(model: Path | None, vocab_size: int, length: int) -> list[int]:
 
 
 @torch.no_grad()
-def probe_logp(policy: Policy, ids: list[int]) -> list[float]:
+def probe_logp(policy: PolicyModel, ids: list[int]) -> list[float]:
     """Log-probabilities in nats of ids[1:] at temperature 1: one forward of all ranks; none for no ids.
 
     Another sample stands before them in the pack. An engine computes them alone: a model whose samples leak into the
@@ -72,17 +67,17 @@ def probe_logp(policy: Policy, ids: list[int]) -> list[float]:
     """
     if not ids:
         return []
-    before = probe_prompt(None, policy.model.config.vocab_size, _NEIGHBOUR_TOKENS)
-    places = [*range(len(before)), *range(len(ids))]
-    pack = torch.tensor([[*before, *ids], places], device=next(policy.parameters()).device)  # (2, tokens)
-    logp: list[float] = policy(pack[0], pack[1]).logp[len(before) + 1 :].tolist()
+    # Backwards, because it would be the beginning of a probe of such ids; it is short, so a forward has it first.
+    before = probe_prompt(None, policy.vocab_size, _NEIGHBOUR_TOKENS)[::-1]
+    pack = sequence_pack(before, ids).to(policy.device)
+    logp: list[float] = policy(pack).logp[len(before) + 1 :].tolist()
     return logp
 
 
 class Publisher:
     """Every rank has one; all call `publish` together."""
 
-    def __init__(self, policy: Policy, client: RunClient) -> None:
+    def __init__(self, policy: PolicyModel, client: RunClient) -> None:
         self._policy = policy
         self._client = client
 
@@ -91,7 +86,7 @@ class Publisher:
         self._probe_text: list[int] = []
         self._text_is_of_run = False
         if config.weights.probe:
-            vocab_size = policy.model.config.vocab_size
+            vocab_size = policy.vocab_size
             self._probe_text = probe_prompt(client.run.model_folder, vocab_size, probe_length(config, 0))
 
     def publish(self, n: int, batch: BatchPart | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,13 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.config.schema import Config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
-from rl.learner.critic import Critic, accumulate_critic, load_critic, with_values
+from rl.learner.critic import accumulate_critic, with_values
 from rl.learner.optimizer import Optimizer
 from rl.learner.update import Observer, UpdateStats, accumulate_gradients, unobserved, with_logp
+from rl.models.critic import Critic
 from rl.models.packing import make_packs, pad_packs, split_minibatches
-from rl.models.policy import PackedModel, Placing, Policy, load_policy
+from rl.models.policy import Policy
+from rl.models.protocol import Model, ModelOptions
 from rl.wire.messages import BatchPart
 
+M = TypeVar("M", bound=Model)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -46,34 +50,28 @@ class Trainer:
         """
         self._config = config
         self._folder = folder
+        self._mesh = mesh
+        self._device = device
         self._observe = observe
         self._ranks = 1 if mesh is None else mesh.size()
 
         self.algorithm = make_algorithm(config)
         critic = self.algorithm.critic
-        placing = Placing(
-            compute_dtype=_DTYPES[config.model.dtype],
-            activation_checkpointing=config.learner.activation_checkpointing,
-            mesh=mesh,
-            device=device,
-        )
-        chunk = config.learner.logprob_chunk
-        self.policy = load_policy(folder, logprob_chunk=chunk, **placing)
+        self.policy = self._load(Policy, "start")
         still_steps = critic.pretrain_steps if critic else 0
-        self.optimizer = Optimizer(self.policy, config.learner, last_step, still_steps)
+        self.optimizer = Optimizer(self.policy.trainable(), config.learner, last_step, still_steps)
 
         self.reference: Policy | None = None
         if self.algorithm.reference is not None:
-            frozen = load_policy(self._model_folder(self.algorithm.reference), logprob_chunk=chunk, **placing)
-            self._check_vocabulary("algo.kl.reference", frozen)
-            self.reference = frozen.requires_grad_(False)
+            self.reference = self._load(Policy, self.algorithm.reference).requires_grad_(False)
+            self._check_vocabulary("algo.kl.reference", self.reference)
 
         self.critic: Critic | None = None
         if critic is not None:
-            self.critic = load_critic(self._model_folder(critic.path), **placing)
+            self.critic = self._load(Critic, critic.path)
             self._check_vocabulary("algo.critic.path", self.critic)
             settings = config.learner.model_copy(update={"lr": critic.lr, "warmup_steps": critic.warmup_steps})
-            self.critic_optimizer = Optimizer(self.critic, settings, last_step)
+            self.critic_optimizer = Optimizer(self.critic.trainable(), settings, last_step)
 
         for model in (self.policy, self.reference, self.critic):
             if model is not None and before_forward is not None:
@@ -86,13 +84,15 @@ class Trainer:
         """
         settings = self._config.learner
         kept = kept_rows(shard, self.algorithm)
-        share = self.policy.shares_prompts
         packed = [
-            mask_rows(make_packs(part, settings.max_tokens_per_pack, shard.step, share=share), kept)
+            mask_rows(make_packs(part, settings.max_tokens_per_pack, shard.step), kept)
             for part in split_minibatches(shard, settings.minibatches)
         ]
         counts = all_reduce(torch.tensor([max(1, len(packs)) for packs in packed]), "max")  # (minibatches,)
-        parts = [pad_packs(packs, int(count)) for packs, count in zip(packed, counts, strict=True)]
+        parts = [
+            [pack.laid_out() for pack in pad_packs(packs, int(count))]
+            for packs, count in zip(packed, counts, strict=True)
+        ]
 
         temperature = self._config.sampling.temperature
         if self.algorithm.needs_proximal and len(parts) > 1:
@@ -142,11 +142,18 @@ class Trainer:
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.policy, self.optimizer.adamw)}
         return models if self.critic is None else models | {"critic": (self.critic, self.critic_optimizer.adamw)}
 
-    def _model_folder(self, path: str) -> Path:
-        return self._folder if path == "start" else Path(path)
+    def _load(self, kind: type[M], path: str) -> M:
+        folder = self._folder if path == "start" else Path(path)
+        settings = self._config.learner
+        options = ModelOptions(
+            dtype=_DTYPES[self._config.model.dtype],
+            activation_checkpointing=settings.activation_checkpointing,
+            logprob_chunk=settings.logprob_chunk,
+        )
+        return kind.load(folder, self._mesh, self._device, options)
 
-    def _check_vocabulary(self, field: str, model: PackedModel) -> None:
-        theirs = model.model.config.vocab_size
-        ours = self.policy.model.config.vocab_size
+    def _check_vocabulary(self, field: str, model: Model) -> None:
+        theirs = model.vocab_size
+        ours = self.policy.vocab_size
         if theirs != ours:
             raise ValueError(f"{field}: a vocabulary of {theirs} entries, the policy has {ours}")

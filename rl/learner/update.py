@@ -17,7 +17,7 @@ from rl.learner.algorithm import Algorithm
 from rl.learner.critic import CriticStats
 from rl.learner.diagnostics import Diagnostics
 from rl.models.packing import Pack
-from rl.models.policy import Policy, PolicyOutput
+from rl.models.protocol import PolicyModel, PolicyOutput
 from rl.wire.columns import BUILT_IN
 
 Observer = Callable[[Pack, LossInputs, LossResult], None]
@@ -50,11 +50,11 @@ class UpdateStats:
 
 
 def unobserved(pack: Pack, inputs: LossInputs, result: LossResult) -> None:
-    """Nobody asked."""
+    """The observer of an update that nobody watches."""
 
 
 def accumulate_gradients(
-    policy: Policy,
+    policy: PolicyModel,
     packs: Iterable[Pack],
     algorithm: Algorithm,
     *,
@@ -72,41 +72,33 @@ def accumulate_gradients(
     (`pad_packs`).
     observe: called with each pack, without its gradient.
     """
-    device = next(policy.parameters()).device
     stats = UpdateStats()
     for pack in packs:
-        pack = pack.to(device)
-        output = policy(
-            pack.token_ids,
-            pack.position_ids,
-            temperature=temperature,
-            select=pack.mask,
-            entropy_gradient=algorithm.entropy_gradient,
-        )
+        pack = pack.to(policy.device)
+        assert pack.layout is not None
+        output = policy(pack, temperature=temperature, entropy_gradient=algorithm.entropy_gradient)
 
         inputs = loss_inputs(pack, output, needs_proximal=algorithm.needs_proximal, first_step=first_step)
         result = algorithm.regularisation(inputs, algorithm.correction(inputs, algorithm.loss))
         total = (inputs.masked(result.per_token) * pack.token_weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
-        stats.diagnostics.update(inputs, result)
+        stats.diagnostics.update(inputs, result, pack.layout.generated)
         with torch.no_grad():
             observe(pack, inputs, result)
     return stats
 
 
 @torch.no_grad()
-def with_logp(policy: Policy, packs: Iterable[Pack], column: str, *, temperature: float) -> list[Pack]:
+def with_logp(policy: PolicyModel, packs: Iterable[Pack], column: str, *, temperature: float) -> list[Pack]:
     """The packs with the log-probabilities of their tokens under the policy's present weights.
 
     column: `logp_proximal` (the trust region's anchor: before the first step), `logp_reference`, or a registered
     column of the learner (`rl.wire.columns`).
     Not under inference_mode: parameters gathered there could not be trained afterwards.
     """
-    device = next(policy.parameters()).device
     done = []
     for pack in packs:
-        moved = pack.to(device)
-        logp = policy(moved.token_ids, moved.position_ids, temperature=temperature, select=moved.mask).logp
+        logp = policy(pack.to(policy.device), temperature=temperature).logp
         done.append(pack.with_columns(**{column: logp.to(pack.token_ids.device)}))
     return done
 

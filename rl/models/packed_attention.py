@@ -1,108 +1,175 @@
-"""Attention over a pack, sample by sample, for machines without FlashAttention.
+"""Attention over a pack: one gather of keys and values, and segments of their own lengths (`rl.models.layout`).
 
-transformers' `sdpa` gives a pack one mask of (T, T): its cost grows with the square of the pack. Here each run of
-samples of equal length is a causal call of its own, so a pack costs what its samples cost. `make_packs` puts equal
-lengths side by side. Where samples share prompts (`shared_prompts`), each prompt is computed once, and its keys and
-values are given to all of its answers.
+On a GPU all segments are one call: `varlen` of torch, or FlashAttention's where it is asked for. Elsewhere segments of
+equal shape are one call, so a pack costs what its samples cost; transformers' own `sdpa` gives a pack one mask of
+(T, T), whose cost grows with the square.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import Any
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.utils.import_utils import is_flash_attn_2_available
 
-from rl.models.shared_prompts import SharedPrompts
+from rl.models.layout import Run, Segments
 
-NAME = "packed_sdpa"
+NAME = "packed"
+Kernel = Literal["auto", "varlen", "flash", "sdpa"]
+_HALF = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256  # of both kernels for GPUs
+_KINDS = {"full_attention", "sliding_attention"}
 
 
-def packed_sdpa(
+def packed_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    shared: SharedPrompts | None = None,
-    **_unused: Any,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    segments: Segments | None = None,
+    kernel: Kernel = "auto",
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, T, d), key and value (1, kv heads, T, d); `cu_seq_lens_q` (samples + 1,): where samples begin.
+    """query (1, heads, C, d), key and value (1, kv heads, C, d) of the C tokens of `segments`; (1, C, heads, d).
 
-    shared: instead of the bounds, where the T tokens are those of a pack with each prompt once.
-    Returns (1, T, heads, d). Raises ValueError without either: samples would see each other.
+    sliding_window: tokens that each one sees, itself among them; None: all before it. Raises ValueError without
+    segments, because samples would see each other, and for what this attention does not compute.
     """
-    if (cu_seq_lens_q is None) == (shared is None) or attention_mask is not None:
-        raise ValueError(f"{NAME} needs the bounds of the samples (cu_seq_lens_q) or their prompts, and takes no mask")
+    if segments is None or attention_mask is not None:
+        raise ValueError(f"{NAME!r} attention needs the segments of a pack, and takes no mask")
+    changed = [name for name in ("softcap", "s_aux") if others.get(name) is not None]
+    changed += ["dropout"] if dropout else []
+    changed += [] if getattr(module, "is_causal", True) else ["is_causal=False"]
+    if changed:
+        raise ValueError(f"{type(module).__name__}: {NAME!r} attention knows no {', '.join(changed)}")
 
-    if shared is not None:
-        whole, answers = shared.whole, shared.answers
-    else:
-        assert cu_seq_lens_q is not None
-        lengths = cu_seq_lens_q.diff().tolist()
-        whole, answers = [(length, len(list(equal))) for length, equal in groupby(lengths)], []
+    # Under autocast a norm of queries and keys answers in float32, which kernels for half precision refuse.
+    q, k, v = (each.transpose(1, 2)[0].to(value.dtype) for each in (query, key, value))  # (C, heads, d)
+    chosen = _kernel(kernel, v)
+    if segments.keys is not None:
+        k, v = k.index_select(0, segments.keys), v.index_select(0, segments.keys)
+    found = _KERNELS[chosen](q, k, v, segments, scaling, sliding_window)  # (C, heads, d)
+    return found[None], None
 
-    # One split of each tensor: a slice for each sample would let its backward write a tensor of the whole pack.
-    sizes = [length * count for length, count in whole] + [each.length * each.count for each in answers]
-    states = [each.transpose(1, 2)[0] for each in (query, key, value)]  # (tokens, heads, d)
-    runs = list(zip(*(each.split(sizes) for each in states), strict=True))
-    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+
+def _kernel(asked: Kernel, value: Tensor) -> Kernel:
+    """Raises ValueError for a kernel that was asked for by name and refuses these tensors."""
+    refused = _refused(value)
+    if asked == "auto":
+        if not refused:
+            return "varlen" if has_varlen() else "flash" if is_flash_attn_2_available() else "sdpa"
+        return "sdpa"
+    if asked not in get_args(Kernel):
+        raise ValueError(f"attention={asked!r} is none of {', '.join(get_args(Kernel))}")
+    if asked != "sdpa" and refused:
+        raise ValueError(f"attention={asked!r} refuses {refused}: leave it at 'auto', or use 'sdpa'")
+    return asked
+
+
+def _refused(value: Tensor) -> str:
+    """What the kernels for GPUs refuse, or the empty string; value (C, heads, d)."""
+    if not value.is_cuda:
+        return f"the device {value.device.type!r}"
+    if value.dtype not in _HALF:
+        return f"the dtype {str(value.dtype).removeprefix('torch.')}"
+    head = value.shape[-1]
+    return f"heads of {head}" if head > _LARGEST_HEAD or head % 8 else ""
+
+
+@cache
+def has_varlen() -> bool:
+    """Whether this torch has the kernel."""
+    try:
+        import torch.nn.attention.varlen as _  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scaling, "window_size": _before(window)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
+    found: Tensor = varlen_attn(q, k, v, *bounds, **options)
+    return found
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
+    found: Tensor = flash_attn_varlen_func(
+        q, k, v, *bounds, softmax_scale=scaling, causal=True, window_size=_before(window)
+    )
+    return found
+
+
+def _before(window: int | None) -> tuple[int, int]:
+    """Keys that a query sees before and after its own; both kernels let the last query see the last key."""
+    return (-1 if window is None else window - 1, 0)
+
+
+def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
+    """A call for each run of segments; one split of each tensor, because a slice's backward writes all of it."""
+    queries = [run.length * run.count for run in segments.runs]
+    seen = [(run.context + run.length) * run.count for run in segments.runs]
 
     parts = []
-    for (length, count), run in zip(whole, runs, strict=False):
-        q, k, v = (tokens.unflatten(0, (count, length)).transpose(1, 2) for tokens in run)
-        found = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    for run, *parts_of_run in zip(segments.runs, q.split(queries), k.split(seen), v.split(seen), strict=True):
+        states = [each.unflatten(0, (run.count, -1)).transpose(1, 2) for each in parts_of_run]  # (count, heads, _, d)
+        found = _of_run(run, *states, segments, scaling, window)
         parts.append(found.transpose(1, 2).flatten(0, 1))
-
-    if shared is not None:
-        parts += _answered(shared, states, runs[len(whole) :], options)
-    return torch.cat(parts)[None], None
+    return torch.cat(parts)
 
 
-def _answered(
-    shared: SharedPrompts, states: list[Tensor], runs: list[tuple[Tensor, ...]], options: dict[str, Any]
-) -> list[Tensor]:
-    """Attention of each run of answers to its prompts and to itself; (tokens, heads, d) each."""
-    sizes = [each.prompt * each.count for each in shared.answers]
-    keys, values = (each.index_select(0, shared.prompts).split(sizes) for each in states[1:])
+def _of_run(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    """(count, heads, length, d). A run is causal or masked, whichever computes fewer products of queries and keys."""
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+    if window is not None and window < run.context + run.length:
+        return scaled_dot_product_attention(q, k, v, attn_mask=_mask(run, q, segments, window), **options)
 
-    parts = []
-    for answers, (q, *own), *prompts in zip(shared.answers, runs, keys, values, strict=True):
-        both = [
-            torch.cat([before.unflatten(0, (answers.count, -1)), after.unflatten(0, (answers.count, -1))], 1)
-            for before, after in zip(prompts, own, strict=True)
-        ]
-
-        q, k, v = (each.transpose(1, 2) for each in (q.unflatten(0, (answers.count, -1)), *both))
-        found = scaled_dot_product_attention(q, k, v, attn_mask=answers.mask, **options)
-        parts.append(found.transpose(1, 2).flatten(0, 1))
-    return parts
+    if run.length <= run.context:
+        return scaled_dot_product_attention(q, k, v, attn_mask=_mask(run, q, segments, None), **options)
+    if run.context:
+        q = pad(q, (0, 0, run.context, 0))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, **options)[:, :, run.context :]
 
 
-def pack_bounds(position_ids: Tensor) -> dict[str, Any]:
-    """A pack's samples as FlashAttention and `packed_sdpa` want them, once per forward; position_ids (T,) int64."""
-    starts = (position_ids == 0).nonzero()[:, 0].int()
-    bounds = torch.cat((starts, starts.new_tensor([len(position_ids)])))  # (samples + 1,)
-    longest = int(bounds.diff().max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+def _mask(run: Run, q: Tensor, segments: Segments, window: int | None) -> Tensor:
+    """(length, context + length) to be added to the scores; the same in all layers."""
+    where = (run.context, run.length, window)
+    if where not in segments.masks:
+        shape = (run.length, run.context + run.length)
+        seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril(run.context)
+        if window is not None:
+            seen = seen.triu(run.context - window + 1)
+        segments.masks[where] = torch.zeros(shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
+    return segments.masks[where]
 
 
-def takes_bounds(model: Any) -> bool:
-    """Whether the model's attention needs `pack_bounds`."""
-    return any(name in str(model.config._attn_implementation) for name in ("flash", NAME))
+_KERNELS: dict[str, Callable[..., Tensor]] = {"varlen": _varlen, "flash": _flash, "sdpa": _by_shape}
 
 
-def can_pack(config: Any) -> bool:
-    """Whether every layer attends to all that came before: no sliding window."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return set(kinds) == {"full_attention"}
-    return getattr(config, "sliding_window", None) is None
+def check_layers(config: Any) -> None:
+    """Raises ValueError for a model with layers that attend otherwise than to all before, or to a window of them."""
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
+    if strange:
+        raise ValueError(f"{config.model_type}: layers of the kind {', '.join(strange)} cannot read packs")
 
 
-AttentionInterface.register(NAME, packed_sdpa)
+AttentionInterface.register(NAME, packed_attention)

@@ -6,9 +6,10 @@ the whole batch, so how samples are spread over packs, ranks and minibatches cha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import methodcaller
 from typing import get_args
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models.shared_prompts import same_prompts
+from rl.models.layout import Entries, Layout, in_order, joined, lay_out, saved
 from rl.wire.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
 from rl.wire.messages import BatchPart
 
@@ -39,6 +40,7 @@ class Pack:
     turn: Tensor  # (T,) int64, turn within the sample; a prompt or observation belongs to the turn before it, if any
     rewards: Tensor  # (n,) float32
     members: tuple[int, ...]  # row of each sample in shard.rows; empty for a dummy
+    layout: Layout | None = None  # of a forward; `laid_out` makes it
 
     token_ids = Accessor[Tensor]()  # (T,) int64
     loss_mask = Accessor[Tensor]()  # (T,) bool, true on generated tokens
@@ -68,12 +70,26 @@ class Pack:
         """With these columns (T, ...) added or replaced. Raises ValueError for one that is not in the table."""
         for name in columns:
             declared(name)
-        return replace(self, columns=self.columns | columns)
+        kept = self.layout if columns.keys().isdisjoint((*_read(), "loss_mask")) else None
+        return replace(self, columns=self.columns | columns, layout=kept)
+
+    def laid_out(self) -> Pack:
+        """With its layout. Raises ValueError where the pack has left the host without one."""
+        if self.layout is not None:
+            return self
+        if self.token_ids.device.type != "cpu":
+            raise ValueError("a pack is laid out on the host: call `Pack.to` on the pack that `make_packs` made")
+        read = [self.columns[name].numpy() for name in _read() if name in self.columns]
+        return replace(self, layout=lay_out(read, self.position_ids.numpy(), self.mask.numpy()))
 
     def to(self, device: torch.device | str) -> Pack:
+        """On the device, with its layout."""
+        laid_out = self.laid_out()
+        assert laid_out.layout is not None
         place = methodcaller("to", device, non_blocking=True)
         return replace(
             self,
+            layout=laid_out.layout.to(device),
             columns={name: place(column) for name, column in self.columns.items()},
             position_ids=place(self.position_ids),
             sample=place(self.sample),
@@ -82,29 +98,51 @@ class Pack:
         )
 
 
-def make_packs(shard: BatchPart, max_tokens: int, version: int, *, share: bool = False) -> list[Pack]:
+def _read() -> tuple[str, ...]:
+    """The columns that a forward reads: where they differ, no state can be shared."""
+    return ("token_ids",)
+
+
+def make_packs(shard: BatchPart, max_tokens: int, version: int) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
     `version` is the version being trained. Deterministic. Advantages are 0 and token weights 1 until `credit.assign`.
-    share: samples with the same prompt stay together, and their prompt counts once, because it is computed once.
+    Samples with the same prompt stay together, and what they share counts once, because it is computed once.
     """
     columns = _spread(shard)
     ends = np.cumsum(shard.lengths, dtype=np.int64)
     spans = [slice(end - length, end) for length, end in zip(shard.lengths, ends, strict=True)]
-
     samples = [list(own) for _, own in groupby(range(len(shard.members)), shard.members.__getitem__)]
-    lengths = [sum(shard.lengths[i] for i in own) for own in samples]
-    prompts = [columns["token_ids"][spans[own[0]]][: _prompt(shard, own[0])] for own in samples]
 
-    parts = [(lengths[k], [k]) for k in range(len(samples))]
-    if share:
-        families = same_prompts(prompts)
-        parts = [part for own in families for part in _cut(own, lengths, len(prompts[own[0]]), max_tokens)]
+    entries = joined([columns[name] for name in _read() if name in columns])
+    sequences = [[entries[spans[i]] for i in own] for own in samples]
+    families: dict[bytes, list[int]] = defaultdict(list)
+    for k, own in enumerate(samples):
+        families[sequences[k][0][: _prompt(shard, own[0])].tobytes()].append(k)
 
+    parts = [part for family in families.values() for part in _cut(family, sequences, max_tokens)]
     packs = [
         [k for part in chosen for k in parts[part][1]] for chosen in assign([size for size, _ in parts], max_tokens)
     ]
     return [_pack(shard, columns, spans, [samples[k] for k in chosen], version) for chosen in packs]
+
+
+def sequence_pack(*sequences: Sequence[int]) -> Pack:
+    """Texts side by side, all of whose tokens count as generated: for their log-probabilities. None may be empty."""
+    dummy = dummy_pack()
+    lengths = torch.tensor([len(ids) for ids in sequences])
+    tokens = int(lengths.sum())
+    columns = {name: values.expand(tokens, *values.shape[1:]) for name, values in dummy.columns.items()}
+    columns["token_ids"] = torch.cat([torch.tensor(ids, dtype=torch.int64) for ids in sequences])
+    columns["loss_mask"] = torch.ones(tokens, dtype=torch.bool)
+    return Pack(
+        columns,
+        position_ids=torch.cat([torch.arange(len(ids)) for ids in sequences]),
+        sample=torch.arange(len(sequences)).repeat_interleave(lengths),
+        turn=torch.zeros(tokens, dtype=torch.int64),
+        rewards=torch.zeros(len(sequences)),
+        members=(),
+    )
 
 
 def _prompt(shard: BatchPart, sequence: int) -> int:
@@ -113,16 +151,22 @@ def _prompt(shard: BatchPart, sequence: int) -> int:
     return starts[0] if starts else shard.lengths[sequence]
 
 
-def _cut(samples: list[int], lengths: Sequence[int], prompt: int, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """Samples with the same prompt as parts of at most `max_tokens`, longest first: (tokens, samples) of each."""
+def _cut(family: list[int], sequences: Sequence[Sequence[Entries]], max_tokens: int) -> list[tuple[int, list[int]]]:
+    """Samples with the same prompt as parts of at most `max_tokens`: (tokens computed, samples) of each.
+
+    sequences: of every sample. Those that begin alike stand side by side.
+    """
     parts: list[tuple[int, list[int]]] = []
-    for k in sorted(samples, key=lambda k: -lengths[k]):
-        answer = lengths[k] - prompt
-        if parts and parts[-1][0] + answer <= max_tokens:
-            size, own = parts[-1]
-            parts[-1] = (size + answer, [*own, k])
+    before = sequences[family[0]][0][:0]
+    for k in (family[place] for place in in_order([sequences[k][0] for k in family])):
+        own = sequences[k]
+        more = sum(len(each) - saved(last, each) for last, each in pairwise([before, *own]))
+        if parts and parts[-1][0] + more <= max_tokens:
+            parts[-1] = (parts[-1][0] + more, [*parts[-1][1], k])
         else:
-            parts.append((lengths[k], [k]))
+            alone = sum(len(each) - saved(last, each) for last, each in pairwise([before[:0], *own]))
+            parts.append((alone, [k]))
+        before = own[-1]
     return parts
 
 

@@ -3,16 +3,16 @@
 Model and head are one `nn.Module` because FSDP gathers parameters when a module is *called*: the head reads
 `lm_head.weight` directly, so it must run inside the root's forward.
 
-Packing holds only if the model gets positions that restart with each sample, no attention mask and
-`use_cache=False`; anything else lets samples attend to each other without an error (tests/rl/learner/test_policy.py).
+Packing holds only if the model gets positions that restart with each sequence, no attention mask and
+`use_cache=False`; anything else lets samples attend to each other without an error (tests/rl/models/test_policy.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,75 +20,91 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.config.schema import LearnerConfig
-from rl.models import families, packed_attention
+from rl.models import families
 from rl.models.head import token_logprobs
+from rl.models.layout import Layout
 from rl.models.loading import allocate, empty_model, local_part, read_weights
-from rl.models.packed_attention import can_pack, pack_bounds, takes_bounds
-from rl.models.shared_prompts import find_shared
+from rl.models.packed_attention import NAME, Kernel, check_layers
+from rl.models.packing import Pack
+from rl.models.protocol import Exported, ModelOptions, Placement, PolicyModel, PolicyOutput, whole
 
 DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
 
 
-class PolicyOutput(NamedTuple):
-    """A tuple, because FSDP finds the tensors whose backward it must prepare for in tuples, not in dataclasses."""
-
-    logp: Tensor  # (T,) float32
-    entropy: Tensor  # (T,) float32
-
-
 class PackedModel(nn.Module):
-    """A model of transformers that reads packs; `rl.learner.critic.Critic` is the other one."""
+    """A model of transformers that reads packs, with what policy and critic have in common."""
 
     model: Any  # a decoder, or a causal language model around one
+    families: Iterable[str] = families.FAMILIES
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, attention: Kernel = "auto") -> None:
         super().__init__()
         self.model = model
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
-        self._takes_bounds = takes_bounds(model)
-        self.shares_prompts = self.model.config._attn_implementation == packed_attention.NAME
+        self._kernel = attention
+        check_layers(self.model.config)
 
     @property
     def decoder(self) -> Any:
         """The layers without a head."""
         return self.model.get_decoder()
 
-    def contexts(self, token_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Tensor:
-        """(S, H): the state before each target, of several samples one after another, each blind to the others.
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
-        token_ids, position_ids (T,) int64; targets (S,) int64: ascending places with a position above 0. A prompt that
-        several samples share is computed once, where the attention can.
-        """
-        rows = targets - 1
-        bounds: dict[str, Any] = {}
-        shared = find_shared(token_ids, position_ids, targets) if self.shares_prompts else None
-        if shared is not None:
-            token_ids, position_ids = token_ids[shared.tokens], position_ids[shared.tokens]
-            rows = shared.rows[rows]
-            bounds = {"shared": shared}
-        elif self._takes_bounds:
-            bounds = pack_bounds(position_ids)
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.model.config.vocab_size
+        return size
 
-        output = self.decoder(token_ids[None], position_ids=position_ids[None], use_cache=False, **bounds)
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, each) for name, each in self.named_parameters() if each.requires_grad)
+
+    def export(self, *, untie: bool = True) -> Iterator[Exported]:
+        for name, parameter in self._exported(untie):
+            tensor, first = local_part(parameter)
+            yield Exported(name, tensor, Placement(tuple(parameter.shape), first))
+
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self._exported(untie=True))
+        return ((name, whole(parameters[name].detach())) for name in names)
+
+    def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by the names of the model's own files."""
+        return iter(self.model.named_parameters())
+
+    def contexts(self, pack: Pack, layout: Layout) -> Tensor:
+        """(S, H): the state before each target, of sequences that are blind to each other."""
+        token_ids = pack.token_ids.index_select(0, layout.tokens)
+        position_ids = pack.position_ids.index_select(0, layout.tokens)
+        output = self.decoder(
+            token_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            segments=layout.segments,
+            kernel=self._kernel,
+        )
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden[rows]
+        return hidden.index_select(0, layout.rows)
 
-    def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """In which forwards run."""
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The dtype that forwards compute in."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(device_type, dtype=self.autocast_dtype)
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
 
 class Policy(PackedModel):
     """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, or so scaled."""
 
-    def __init__(self, model: nn.Module, *, logprob_chunk: int = DEFAULTS.logprob_chunk) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: nn.Module, *, logprob_chunk: int = DEFAULTS.logprob_chunk, attention: Kernel = "auto"
+    ) -> None:
+        super().__init__(model, attention)
         self.logprob_chunk = logprob_chunk
         self.logit_divisor = families.logit_divisor(self.model.config)
         head = self.model.get_output_embeddings()
@@ -97,115 +113,91 @@ class Policy(PackedModel):
         if not hasattr(self.decoder, "layers"):
             raise ValueError(f"{type(model).__name__}: its decoder has no `layers` that could be sharded one by one")
 
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        mesh: DeviceMesh | None = None,
+        device: str = "cpu",
+        options: ModelOptions = ModelOptions(),
+    ) -> Policy:
+        """See `rl.models.protocol`."""
+        chunk, attention = options.logprob_chunk, options.attention
+        return load_packed(
+            folder, lambda model: Policy(model, logprob_chunk=chunk, attention=attention), mesh, device, options
+        )
+
     @property
     def tied(self) -> bool:
         """Whether the head is the embedding."""
         return self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        *,
-        temperature: float = 1.0,
-        select: Tensor | None = None,
-        entropy_gradient: bool = False,
-    ) -> PolicyOutput:
-        """Log pi(token t | tokens of the same sample before t) and the entropy of that distribution, each (T,).
+    def forward(self, pack: Pack, *, temperature: float = 1.0, entropy_gradient: bool = False) -> PolicyOutput:
+        """See `rl.models.protocol`. The head, the largest matrix of a small model, runs on targets only."""
+        layout = pack.laid_out().layout
+        assert layout is not None
+        with self.autocast():
+            hidden = self.contexts(pack, layout)  # (S, H)
 
-        token_ids (T,) int64 of several samples one after another; position_ids (T,) int64 restart at 0 with each.
-        Both results are 0 at a sample's first token and wherever `select` (T,) bool is false: the head, the
-        largest matrix of a small model, runs on selected positions only.
-        """
-        wanted = position_ids > 0 if select is None else select & (position_ids > 0)
-        targets = wanted.nonzero()[:, 0]  # (S,)
-        with self.autocast(token_ids.device.type):
-            hidden = self.contexts(token_ids, position_ids, targets)  # (S, H)
-
-        logp, entropy = token_logprobs(
+        found = token_logprobs(
             hidden,
             self.model.get_output_embeddings().weight,
-            token_ids[targets],
+            pack.token_ids.index_select(0, layout.targets),
             temperature=temperature * self.logit_divisor,
             chunk=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
         )
+        return PolicyOutput(*(at_targets(values, pack, layout) for values in found))
 
-        zeros = torch.zeros(len(token_ids), dtype=logp.dtype, device=logp.device)
-        return PolicyOutput(zeros.index_copy(0, targets, logp), zeros.index_copy(0, targets, entropy))
-
-
-class Placing(TypedDict, total=False):
-    """How `shard_policy` places a model."""
-
-    compute_dtype: torch.dtype
-    activation_checkpointing: bool
-    mesh: DeviceMesh | None
-    device: str
+    def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
+        yield from super()._exported(untie)
+        if untie and self.tied:
+            yield "lm_head.weight", self.model.get_output_embeddings().weight
 
 
-def load_policy(
-    folder: str | Path,
-    *,
-    logprob_chunk: int = DEFAULTS.logprob_chunk,
-    attention: str | None = None,
-    **placing: Unpack[Placing],
-) -> Policy:
-    """The model in `folder`, in float32 and ready to train. Raises ValueError for what it would get wrong."""
-    return load_packed(folder, lambda model: Policy(model, logprob_chunk=logprob_chunk), attention, **placing)
+def at_targets(values: Tensor, pack: Pack, layout: Layout) -> Tensor:
+    """(T,) with these values (S,) at the pack's targets and 0 elsewhere."""
+    return values.new_zeros(pack.tokens).index_copy(0, layout.targets, values)
 
 
 def load_packed(
-    folder: str | Path, wrap: Callable[[Any], M], attention: str | None = None, **placing: Unpack[Placing]
+    folder: str | Path, wrap: Callable[[Any], M], mesh: DeviceMesh | None, device: str, options: ModelOptions
 ) -> M:
-    """`wrap` of the causal language model in `folder`, placed by `shard_policy`; a rank reads its own rows only.
-
-    attention: transformers' name; None is FlashAttention 2 on a GPU that has it, else `packed_attention.py`, or
-    `sdpa` for a model with sliding windows.
-    """
-    made = wrap(_empty(folder, attention, placing.get("device", "cpu"))).train()
-    shard_policy(made, **placing)
+    """`wrap` of the causal language model in `folder`, placed by `shard_policy`; a rank reads its own rows only."""
+    made = wrap(_empty(folder)).train()
+    shard_policy(made, options, mesh=mesh, device=device)
     read_weights(made.model, folder)
     return made
 
 
 def check_trainable(folder: str | Path, *, untested: bool = False) -> None:
-    """Raises ValueError, as `load_policy` would and for a family that is not tested, without reading any weights."""
+    """Raises ValueError, as `load` would and for a family that is not tested, without reading any weights."""
     families.check_family(families.read_config(Path(folder)), untested=untested)
-    model = Policy(_empty(folder, None, "cpu")).model
+    model = Policy(_empty(folder)).model
     families.check_layers(model)
 
 
-def _empty(folder: str | Path, attention: str | None, device: str) -> Any:
+def _empty(folder: str | Path) -> Any:
     config = AutoConfig.from_pretrained(str(folder))
     if get_checkpoint_conversion_mapping(config.model_type):
         raise ValueError(f"{config.model_type}: {families.CONVERTED}")
-    if attention is None and device == "cuda" and is_flash_attn_2_available():
-        attention = "flash_attention_2"
-    elif attention is None:
-        attention = packed_attention.NAME if can_pack(config) else "sdpa"
-    return empty_model(folder, attention)
+    return empty_model(folder, NAME)
 
 
 def shard_policy(
-    policy: M,
-    *,
-    compute_dtype: torch.dtype = torch.float32,
-    activation_checkpointing: bool = False,
-    mesh: DeviceMesh | None = None,
-    device: str = "cpu",
+    policy: M, options: ModelOptions = ModelOptions(), *, mesh: DeviceMesh | None = None, device: str = "cpu"
 ) -> M:
     """Shard a policy or a critic in place over a one-dimensional mesh; without one only move it to the device.
 
-    Master weights, gradients and their reduction stay float32; forward and backward run in `compute_dtype`.
+    Master weights, gradients and their reduction stay float32; forward and backward run in `options.dtype`.
     """
-    if activation_checkpointing:
+    if options.activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is None:
-        policy.autocast_dtype = None if compute_dtype == torch.float32 else compute_dtype
+        policy.autocast_dtype = None if options.dtype == torch.float32 else options.dtype
         return allocate(policy, device)
 
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
     for layer in policy.decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     # FSDP's default keeps the root's parameters gathered after a forward: a later one without gradients would
@@ -214,25 +206,11 @@ def shard_policy(
     return allocate(policy, device)
 
 
-def export_entries(policy: Policy, *, untie: bool = True) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, full shape) of every tensor of a checkpoint, in the names of the model's own files.
-
-    untie: with tied embeddings `lm_head.weight` is exported too, as a copy, for engines that load them apart.
-    """
-    return [(name, tuple(parameter.shape)) for name, parameter in _exported(policy, untie)]
+def export_entries(policy: PolicyModel, *, untie: bool = True) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, full shape) of every tensor that the policy exports."""
+    return [(name, placement.shape) for name, _, placement in policy.export(untie=untie)]
 
 
-def local_rows(policy: Policy, *, untie: bool = True) -> Iterator[tuple[str, Tensor, int]]:
-    """(name, rows, first row) of what this rank holds of each tensor of `export_entries`, without communication.
-
-    rows (n, ...) float32 is a view of the master weights; n may be 0.
-    """
-    for name, parameter in _exported(policy, untie):
-        yield name, *local_part(parameter)
-
-
-def _exported(policy: Policy, untie: bool) -> Iterator[tuple[str, Any]]:
-    parameters: Iterator[tuple[str, Any]] = policy.model.named_parameters()
-    yield from parameters
-    if untie and policy.tied:
-        yield "lm_head.weight", policy.model.get_output_embeddings().weight
+def local_rows(policy: PolicyModel, *, untie: bool = True) -> Iterator[tuple[str, Tensor, int]]:
+    """(name, rows, first row) of what this rank holds of each tensor of `export_entries`."""
+    return ((name, tensor, placement.first) for name, tensor, placement in policy.export(untie=untie))

@@ -161,7 +161,8 @@ def gradients(run: RunFile, form: Form, packs: list[Pack], tokens: int) -> dict[
     found: dict[str, Tensor] = {}
     for name, parameter in loop.model.named_parameters():
         parameter.register_post_accumulate_grad_hook(partial(keep, found, name))
-    loop.step([pack.with_columns(advantages=0.1 + 0.1 * pack.logp_behavior) for pack in packs], tokens)
+    packs = [pack.with_columns(advantages=0.1 + 0.1 * pack.logp_behavior) for pack in packs]
+    loop.step(loop.prepared(packs), tokens)
     return found
 
 
@@ -173,7 +174,7 @@ def keep(found: dict[str, Tensor], name: str, parameter: Tensor) -> None:
 def test_padding_and_sharing_change_no_gradient(run: RunFile) -> None:
     shard = random_shard(4, 4, 9, (2, 12), 64, shared=True)
     forms: dict[Form, list[Pack]] = {"stock": _bare_learner.padded(shard, 6), "packed": make_packs(shard, 64, 0)}
-    forms["shared"] = make_packs(shard, 64, 0, share=True)
+    forms["shared"] = forms["packed"]
     assert [len(pack.rewards) for pack in forms["stock"]] == [6, 6, 4]
 
     stock, *others = (gradients(run, form, packs, shard.loss_tokens) for form, packs in forms.items())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rl.learner.credit import Minibatch
+from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
 from rollout.episodes.environment import ChatMessage
@@ -221,11 +222,10 @@ def dropout_on(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("cross-attention", "log-ratio")
 def cross_attention(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    def one_sample(position_ids: Tensor) -> dict[str, Any]:
-        return {"cu_seq_lens_q": torch.tensor([0, len(position_ids)])}
+    def one_sample(read: list[np.ndarray], positions: np.ndarray, mask: np.ndarray) -> Layout:
+        return lay_out(read, np.arange(len(positions)), mask)
 
-    patch.setattr("rl.models.policy.pack_bounds", one_sample)
-    patch.setattr("rl.models.policy.find_shared", lambda *_: None)
+    patch.setattr("rl.models.packing.lay_out", one_sample)
 
 
 def packed(lab: Lab, change: Callable[[Pack], Pack]) -> None:
@@ -239,7 +239,7 @@ def packed(lab: Lab, change: Callable[[Pack], Pack]) -> None:
 
 @fault("position-ids", "log-ratio")
 def position_ids(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    packed(lab, lambda pack: replace(pack, position_ids=torch.arange(pack.tokens)))
+    packed(lab, lambda pack: replace(pack, position_ids=torch.arange(pack.tokens), layout=None))
 
 
 def assembled(lab: Lab, change: Callable[[BatchPart], dict[str, Any]]) -> None:
@@ -278,6 +278,7 @@ def padding_trained(lab: Lab, patch: pytest.MonkeyPatch) -> None:
             columns=columns,
             position_ids=torch.cat([pack.position_ids, more]),
             sample=torch.cat([pack.sample, pack.sample[-1:].expand(16)]),
+            layout=None,
         )
 
     packed(lab, padded)

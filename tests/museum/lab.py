@@ -215,8 +215,8 @@ class Lab:
         self.trainer = Trainer(self.config, folder, last_step=first_step + steps)
         self.guards = StepGuards(self.trainer, self.config, self.alarms, first_step=first_step)
         self.exact = ExactCheck(self.trainer.policy, self.config, self.alarms)
-        pieces = weight_pieces(self.trainer.policy)
-        self.manifest = Manifest.layout([(name, placement.shape, "float32") for name, _, placement in pieces])
+        exported = self.trainer.policy.export()
+        self.manifest = Manifest.layout([(name, placement.shape, "float32") for name, _, placement in exported])
         self.engine = Engine(folder)
         self.environment: Callable[[], Any] = Game
         self.updater = UpdaterCore(

@@ -24,7 +24,7 @@ from launch.warm_start.sft import (
     train_supervised,
 )
 from rl.config.schema import Config, ConfigError, load_config
-from rl.models import packed_attention
+from rl.models.stock import load_stock
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, DemonstratedTurn, Demonstration
 from rollout.episodes.tokenizer import ChatTokenizer
@@ -122,7 +122,7 @@ def test_what_is_read_counts_by_its_weight(folder: Path) -> None:
 def test_one_row_attended_in_packs_costs_the_same_loss(folder: Path) -> None:
     examples = [Example([5, 6], [7, 8, 9, 10]), Example([7], [8, 5], [READ, IMITATED]), Example([9, 9, 6], [5])]
     padded = AutoModelForCausalLM.from_pretrained(folder)
-    packed = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=packed_attention.NAME)
+    packed = load_stock(folder, packed=True)
     losses = [supervised_loss(model, pack_rows(examples, width), 0.5) for model, width in ((padded, 8), (packed, None))]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
 
@@ -133,7 +133,7 @@ def test_parts_of_a_batch_add_up_to_the_same_training(folder: Path) -> None:
     assert [len(part) for part in split_examples(batch[:1], 2)] == [1]
 
     def trained(parts: int) -> tuple[list[float], torch.Tensor]:
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=packed_attention.NAME)
+        model = load_stock(folder, packed=True)
         losses: list[float] = []
         options = SupervisedOptions(6, lr=1e-3, warmup_steps=1, width=None, read_weight=0.5, parts=parts)
         train_supervised(model, lambda step: batch, options, lambda step, loss: losses.append(loss))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rl.learner import checkpoint
-from rl.models.policy import load_policy
+from rl.models.policy import Policy
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, latest, read_journal, read_meta
 from tests.rl.learner.tiny_policies import save_tiny
 
@@ -129,11 +129,11 @@ def test_an_export_loads_elsewhere_in_one_file_or_many(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int, files: int
 ) -> None:
     monkeypatch.setattr(checkpoint, "_MODEL_FILE_BYTES", file_bytes)
-    policy = load_policy(save_tiny(tmp_path / "source"))
+    policy = Policy.load(save_tiny(tmp_path / "source"))
     checkpoint.export_hf(policy, tmp_path / "model", tmp_path / "source")
 
     found = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
     assert len(found) >= files and (tmp_path / "model" / "model.safetensors.index.json").exists() == (files > 1)
-    exported = load_policy(tmp_path / "model")
+    exported = Policy.load(tmp_path / "model")
     for mine, theirs in zip(policy.parameters(), exported.parameters(), strict=True):
         assert torch.equal(mine, theirs)

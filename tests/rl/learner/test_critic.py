@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl.config.schema import Config, load_config
-from rl.learner.critic import Critic, CriticStats, accumulate_critic, load_critic, with_values
+from rl.learner.critic import CriticStats, accumulate_critic, with_values
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.models.critic import Critic
 from rl.models.packing import Pack, dummy_pack, make_packs
 from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def critic(folder: Path) -> Critic:
     """With a head that is not zero."""
-    made = load_critic(folder)
+    made = Critic.load(folder)
     torch.manual_seed(1)
     torch.nn.init.normal_(made.head.weight, std=0.3)
     torch.nn.init.constant_(made.head.bias, 0.2)
@@ -99,7 +100,7 @@ def with_returns(packs: list[Pack]) -> list[Pack]:
 
 def test_a_new_critic_values_everything_at_zero(folder: Path) -> None:
     (pack, *_) = make_packs(two_turn_shard(0), 48, 0)
-    (valued,) = with_values(load_critic(folder), [pack])
+    (valued,) = with_values(Critic.load(folder), [pack])
     assert valued.values is not None and not valued.values.any()
 
 

@@ -18,7 +18,7 @@ def diagnostics(*packs: LossInputs) -> Diagnostics:
     loss = make_loss("ppo", {})
     total = Diagnostics()
     for pack in packs:
-        total.update(pack, loss(pack))
+        total.update(pack, loss(pack), pack.mask.nonzero()[:, 0])
     return total
 
 
@@ -32,7 +32,8 @@ def test_values() -> None:
         inputs, mask=mask, staleness=torch.tensor([0, 1, 2, 0]), entropy=torch.tensor([1.0, 2.0, 3.0, 9.0])
     )
     total = Diagnostics()
-    total.update(inputs, LossResult(torch.tensor([3.0, 4.0, 5.0, 9.0]), {"weight": torch.tensor([1.0, 0.0, 0.0, 9.0])}))
+    result = LossResult(torch.tensor([3.0, 4.0, 5.0, 9.0]), {"weight": torch.tensor([1.0, 0.0, 0.0, 9.0])})
+    total.update(inputs, result, torch.tensor([0, 1, 2]))
     metrics = {name: value for name, value in total.metrics().items() if "ratio_p" not in name and "stale_" not in name}
 
     assert metrics == pytest.approx(

@@ -40,7 +40,7 @@ def test_rare_tokens_are_missed_by_few_draws_but_not_by_many(branches: int, olde
     staleness = (torch.arange(len(logp)) >= 10 * branches).long()
     inputs = replace(inputs, entropy=entropy, staleness=staleness)
     stats = UpdateStats()
-    stats.diagnostics.update(inputs, make_loss("ppo", {})(inputs))
+    stats.diagnostics.update(inputs, make_loss("ppo", {})(inputs), torch.arange(len(logp)))
 
     heard: list[str] = []
     alarms = Alarms(load_config(None, []).alarms, lambda name, _: heard.append(name))

@@ -53,7 +53,7 @@ def test_a_run_that_ends_by_time_decays_with_its_time() -> None:
 def test_gradient_is_clipped_by_its_global_norm() -> None:
     """The norm is reported before clipping; AdamW without momentum then moves by lr * sign(g) whatever the scale."""
     model = torch.nn.Linear(2, 1)
-    optimizer = Optimizer(model, config(max_grad_norm=1.0, betas=(0.0, 0.0), eps=1.0), 10)
+    optimizer = Optimizer(model.named_parameters(), config(max_grad_norm=1.0, betas=(0.0, 0.0), eps=1.0), 10)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.weight.grad = torch.tensor([[3.0, 0.0]])
     model.bias.grad = torch.tensor([4.0])
@@ -68,7 +68,7 @@ def test_gradient_is_clipped_by_its_global_norm() -> None:
 
 def test_weight_decay_spares_norms_and_biases() -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = Optimizer(model, config(weight_decay=0.5), 10)
+    optimizer = Optimizer(model.named_parameters(), config(weight_decay=0.5), 10)
     weight = model.weight.detach().clone()
     bias = model.bias.detach().clone()
     for parameter in model.parameters():
@@ -80,7 +80,7 @@ def test_weight_decay_spares_norms_and_biases() -> None:
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_moves_nothing() -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = Optimizer(model, config(max_grad_norm=1.0), 10)
+    optimizer = Optimizer(model.named_parameters(), config(max_grad_norm=1.0), 10)
     before = model.weight.detach().clone()
     model.weight.grad = torch.tensor([[math.nan, 0.0]])
     with pytest.raises(FloatingPointError, match="step 7"):

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from rl.config.schema import load_config
 from rl.learner import publish
 from rl.learner.publish import Publisher, probe_length, probe_prompt
-from rl.models.policy import load_policy
+from rl.models.packing import sequence_pack
+from rl.models.policy import Policy
 from tests.rl.learner.tiny_policies import VOCAB, make_shards, save_tiny
 
 
@@ -74,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def publisher(folder: Path, client: Any) -> Publisher:
-    return Publisher(load_policy(folder), client)
+    return Publisher(Policy.load(folder), client)
 
 
 def test_from_the_first_batch_on_it_is_the_runs_own_text(folder: Path) -> None:
@@ -99,11 +100,11 @@ def test_a_model_whose_samples_leak_into_the_next_of_a_pack_differs_from_an_engi
     folder: Path, state: float, least: float, most: float
 ) -> None:
     """Which computes the probe alone. The state is carried along a pack, as convolutions and recurrences do."""
-    policy = load_policy(folder)
+    policy = Policy.load(folder)
     policy.decoder.norm.register_forward_hook(lambda _module, _inputs, out: out + state * out.cumsum(1))
     ids = probe_prompt(None, VOCAB, 16)
     with torch.no_grad():
-        alone = policy(torch.tensor(ids), torch.arange(len(ids))).logp[1:]
+        alone = policy(sequence_pack(ids)).logp[1:]
     assert least <= (torch.tensor(publish.probe_logp(policy, ids)) - alone).abs().max() <= most
 
 

@@ -12,7 +12,8 @@ import torch
 from algos.registry import make_loss
 from rl.learner.token_log import TokenLog
 from rl.learner.update import accumulate_gradients
-from rl.models.policy import load_policy
+from rl.models.packing import sequence_pack
+from rl.models.policy import Policy
 from rl.store.samples import is_kept, read_trained
 from tests.rl.learner.tiny_policies import algorithm_of, make_shards, packs_of, save_tiny
 
@@ -21,7 +22,7 @@ RATE = 0.5
 
 @pytest.mark.parametrize("max_tokens", [16, 256])
 def test_what_is_kept_is_of_the_right_sample_and_token(tmp_path: Path, max_tokens: int) -> None:
-    policy = load_policy(save_tiny(tmp_path / "model"))
+    policy = Policy.load(save_tiny(tmp_path / "model"))
     (shard,) = make_shards(1, groups=8)
     rows = [msgspec.structs.replace(row, ticket_id=100 + row.sample_id) for row in shard.rows]
     shard = msgspec.structs.replace(shard, rows=rows)
@@ -45,9 +46,9 @@ def test_what_is_kept_is_of_the_right_sample_and_token(tmp_path: Path, max_token
             continue
         part = slice(end - row.tokens, end)
         mask = shard.loss_mask[part].astype(bool)
-        ids = torch.tensor(shard.token_ids[part], dtype=torch.int64)
+        pack = sequence_pack(shard.token_ids[part].tolist()).with_columns(loss_mask=torch.tensor(mask))
         with torch.no_grad():
-            alone = policy(ids, torch.arange(len(ids)), temperature=0.7, select=torch.tensor(mask))
+            alone = policy(pack, temperature=0.7)
 
         found = trained[row.ticket_id]
         ratio = alone.logp.numpy()[mask] - shard.logp_behavior[part][mask]

@@ -90,10 +90,44 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
     return shards
 
 
+def group_shard(groups: list[tuple[int, list[int]]], seed: int = 0) -> BatchPart:
+    """Groups as (tokens of the prompt, tokens of its answers), of random ids; their samples in a mixed order."""
+    random = np.random.default_rng(seed)
+    samples = []
+    rows: list[SampleRow] = []
+    starts = []
+    for group, (prompt, answers) in enumerate(groups):
+        asked = random.integers(0, VOCAB, prompt)
+        for answer in answers:
+            ids = np.concatenate([asked, random.integers(0, VOCAB, answer)])
+            mask = np.repeat(np.array([0, 1], np.uint8), [prompt, answer])
+            samples.append(token_columns(ids, mask, logp_behavior=-1.0, policy_version=3))
+            rows.append(SampleRow(len(rows), group, float(random.normal()), len(ids), answer, 3))
+            starts.append([prompt])
+
+    members = random.permutation(len(rows)).tolist()
+    return BatchPart(
+        step=5,
+        rank=0,
+        timeline=0,
+        rows=rows,
+        members=members,
+        lengths=[rows[i].tokens for i in members],
+        turn_starts=[starts[i] for i in members],
+        columns={name: np.concatenate([samples[i][name] for i in members]) for name in samples[0]},
+        loss_tokens=sum(row.loss_tokens for row in rows),
+    )
+
+
 def packs_of(shard: BatchPart, max_tokens: int = 64) -> list[Pack]:
     """With group advantages; of one minibatch, or of the part that `shard` is."""
     packs = make_packs(shard, max_tokens, version=5) or [dummy_pack()]
     return assign(shard, [packs], make_algorithm(load_config(None)))[0].packs
+
+
+def everywhere(pack: Pack) -> Pack:
+    """All of its tokens count as generated."""
+    return pack.with_columns(loss_mask=torch.ones_like(pack.mask))
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:

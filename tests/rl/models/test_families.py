@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rl.models.families import FAMILIES, REFUSED, check_family, check_layers
+from rl.models.packing import sequence_pack
 from rl.models.policy import Policy, check_trainable, load_policy, local_rows
 from tests.rl.models.tiny_families import SHAPES, VOCABULARY, save_family
 
@@ -28,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def policy(folder: Path) -> Policy:
     torch.set_num_threads(1)
-    return load_policy(folder)
+    return Policy.load(folder)
 
 
 def samples() -> list[torch.Tensor]:
@@ -40,8 +41,8 @@ def samples() -> list[torch.Tensor]:
 
 
 def packed_logp(policy: Policy, ids: list[torch.Tensor]) -> list[torch.Tensor]:
-    positions = torch.cat([torch.arange(len(each)) for each in ids])
-    return list(policy(torch.cat(ids), positions).logp.split([len(each) for each in ids]))
+    pack = sequence_pack(*(each.tolist() for each in ids))
+    return list(policy(pack).logp.split([len(each) for each in ids]))
 
 
 def test_a_pack_equals_its_samples_one_by_one(folder: Path, policy: Policy) -> None:
@@ -67,7 +68,7 @@ def test_two_forwards_in_training_are_equal(folder: Path, policy: Policy) -> Non
 
 def test_an_export_is_read_back(folder: Path, policy: Policy, tmp_path: Path) -> None:
     saved = load_file(folder / "model.safetensors")
-    rows = {name: rows.clone() for name, rows, _ in local_rows(policy, untie=False)}
+    rows = {name: rows.clone() for name, rows, _ in policy.export(untie=False)}
     assert rows.keys() == saved.keys() and all(torch.equal(rows[name], saved[name]) for name in saved)
 
     rows = {name: value + 1 for name, value in rows.items()}

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from rl.learner.critic import load_critic
+from rl.models.critic import Critic
 from rl.models.families import FAMILIES
 from rl.models.loading import local_part
-from rl.models.policy import load_policy
+from rl.models.packing import sequence_pack
+from rl.models.policy import Policy
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.models.tiny_families import save_family
 
@@ -70,7 +71,7 @@ def test_one_rank_has_what_transformers_reads(
     folders: dict[str, Path], mesh: DeviceMesh, files: str, sharded: bool
 ) -> None:
     judge = whole(folders[files])
-    policy = load_policy(folders[files], mesh=mesh if sharded else None)
+    policy = Policy.load(folders[files], mesh=mesh if sharded else None)
     found = dict(policy.model.named_parameters())
     assert found.keys() == dict(judge.named_parameters()).keys() and policy.tied == (files == "tied")
     for name, parameter in judge.named_parameters():
@@ -84,13 +85,13 @@ def rank_main(rank: int, folder: str) -> None:
     results: dict[str, Any] = {}
     with process_group(folder, rank, RANKS) as mesh:
         for name, path in json.loads(Path(folder, "folders.json").read_text()).items():
-            policy, critic = load_policy(path, mesh=mesh), load_critic(path, mesh=mesh)
+            policy, critic = Policy.load(path, mesh=mesh), Critic.load(path, mesh=mesh)
             parts = {key: local_part(value) for key, value in policy.model.named_parameters()}
             decoder = {key: local_part(value) for key, value in critic.model.named_parameters()}
-            ids = torch.arange(3, 40)
+            pack = sequence_pack(range(3, 40))
             with torch.no_grad():
-                logp = policy(ids, torch.arange(len(ids))).logp
-                values = critic(ids, torch.arange(len(ids)), select=torch.ones(len(ids), dtype=torch.bool))
+                logp = policy(pack).logp
+                values = critic(pack)
             buffers = {key: value.clone() for key, value in policy.model.named_buffers()}
             results[name] = {"parts": parts, "decoder": decoder, "buffers": buffers, "logp": logp, "values": values}
         torch.save(results, f"{folder}/rank{rank}.pt")
@@ -121,10 +122,10 @@ def test_two_ranks_have_its_rows_between_them(
     for name, parameter in decoder.items():
         assert torch.equal(joined([each["decoder"] for each in found], name), parameter)
 
-    alone = load_policy(folders[files])
-    ids = torch.arange(3, 40)
+    alone = Policy.load(folders[files])
+    pack = sequence_pack(range(3, 40))
     with torch.no_grad():
-        expected = alone(ids, torch.arange(len(ids))).logp
+        expected = alone(pack).logp
     for each in found:
         assert all(torch.equal(each["buffers"][name], buffer) for name, buffer in judge.named_buffers())
         torch.testing.assert_close(each["logp"], expected, rtol=0, atol=1e-6)
@@ -138,14 +139,14 @@ def test_two_ranks_have_its_rows_between_them(
 def test_every_buffer_is_as_built_on_a_cpu(family: str, mesh: DeviceMesh, tmp_path: Path) -> None:
     save_family(family, tmp_path)
     judge = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
-    for policy in (load_policy(tmp_path), load_policy(tmp_path, mesh=mesh)):
+    for policy in (Policy.load(tmp_path), Policy.load(tmp_path, mesh=mesh)):
         assert not faulty_buffers(policy.model, judge)
         assert not [name for name, each in policy.named_parameters() if each.is_meta]
 
 
 def test_the_comparison_sees_what_to_empty_leaves(folders: dict[str, Path]) -> None:
     """Garbage may by chance be the right bytes; here it is written."""
-    policy = load_policy(folders["untied"])
+    policy = Policy.load(folders["untied"])
     policy.model._apply(lambda each: torch.full_like(each, torch.nan))
     names = dict(policy.model.named_buffers()).keys()
     assert names and faulty_buffers(policy.model, whole(folders["untied"])) == list(names)
@@ -163,7 +164,7 @@ def test_scaled_rotary_frequencies_are_kept(tmp_path: Path) -> None:
         "original_max_position_embeddings": 128,
     }
     (tmp_path / "config.json").write_text(json.dumps(told))
-    assert not faulty_buffers(load_policy(tmp_path).model, whole(tmp_path))
+    assert not faulty_buffers(Policy.load(tmp_path).model, whole(tmp_path))
 
 
 # ---------------------------------------------------------------- memory
@@ -174,7 +175,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
-from rl.models.policy import load_policy, shard_policy
+from rl.models.policy import Policy, shard_policy
 
 def kib(field):
     return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1])
@@ -183,11 +184,11 @@ folder, how = sys.argv[1:]
 torch.set_num_threads(1)
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)  # loading asks the other ranks for nothing
 mesh = init_device_mesh("cpu", (4,))
-load_policy(folder + "/small", mesh=mesh)  # what is imported and kept at a first load
+Policy.load(folder + "/small", mesh=mesh)  # what is imported and kept at a first load
 Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins again
 before = kib("VmRSS")
 if how == "parts":
-    kept = load_policy(folder, mesh=mesh)
+    kept = Policy.load(folder, mesh=mesh)
 else:
     kept = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 print(kib("VmHWM") - before)
@@ -219,7 +220,7 @@ def test_a_decoder_that_was_saved_without_its_head_is_read(tmp_path: Path) -> No
     decoder = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.float32)
     decoder.save_pretrained(tmp_path / "decoder")
     (tmp_path / "decoder" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
-    found, expected = (dict(load_policy(tmp_path / each).named_parameters()) for each in ("decoder", "model"))
+    found, expected = (dict(Policy.load(tmp_path / each).named_parameters()) for each in ("decoder", "model"))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
@@ -230,19 +231,19 @@ def test_what_files_lack_is_named(tmp_path: Path) -> None:
     lacking = {name: value for name, value in saved.items() if name != "model.layers.1.mlp.up_proj.weight"}
     save_file(lacking, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"has no tensor 'model.layers.1.mlp.up_proj.weight'"):
-        load_policy(tmp_path)
+        Policy.load(tmp_path)
 
     saved["lm_head.weight"] = saved["lm_head.weight"][:-1].clone()
     save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"lm_head.weight in .* shape \(255, 64\) in model.safetensors.*\(256, 64\)"):
-        load_policy(tmp_path)
+        Policy.load(tmp_path)
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     save_family("qwen3", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no safetensors file .*, and pytorch_model.bin is not read; "):
-        load_policy(tmp_path)
+        Policy.load(tmp_path)
 
 
 def test_a_file_that_the_index_names_and_that_is_not_there(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_a_file_that_the_index_names_and_that_is_not_there(folders: dict[str, Pa
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ValueError, match=f"lacks {gone.name}, which model.safetensors.index.json names"):
-        load_policy(tmp_path)
+        Policy.load(tmp_path)
 
 
 def test_files_beside_those_that_the_index_names_are_left_alone(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -261,5 +262,5 @@ def test_files_beside_those_that_the_index_names_are_left_alone(folders: dict[st
     for path in source.iterdir():
         (tmp_path / path.name).symlink_to(path)
     save_file({"model.embed_tokens.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    found = dict(load_policy(tmp_path).model.named_parameters())
+    found = dict(Policy.load(tmp_path).model.named_parameters())
     assert all(torch.equal(found[name], value) for name, value in whole(source).named_parameters())

@@ -17,13 +17,15 @@ from transformers import AutoConfig, Qwen3Config
 from algos.registry import Loss, LossFunction, LossSpec, NoOptions, make_loss
 from algos.types import LossInputs, LossResult
 from rl.learner.update import accumulate_gradients, with_logp
-from rl.models.packed_attention import can_pack
+from rl.models.packed_attention import check_layers
 from rl.models.packing import Pack, dummy_pack, pad_packs
-from rl.models.policy import Policy, export_entries, load_policy, local_rows, shard_policy
+from rl.models.policy import Policy
+from rl.models.protocol import ModelOptions, Placement
 from tests.rl.learner.tiny_policies import (
     VOCAB,
     algorithm_of,
     backward,
+    everywhere,
     gradients,
     largest_difference,
     make_shards,
@@ -59,7 +61,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def policy(folder: Path) -> Policy:
-    return load_policy(folder, logprob_chunk=16)
+    return Policy.load(folder, options=ModelOptions(logprob_chunk=16))
 
 
 def one_pack() -> Pack:
@@ -89,7 +91,7 @@ def plain_logp(policy: Policy, token_ids: Tensor) -> Tensor:
 
 def test_a_pack_equals_its_samples_one_by_one(policy: Policy) -> None:
     pack = one_pack()
-    output = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE)
+    output = policy(everywhere(pack), temperature=TEMPERATURE)
     (output.logp * pack.advantages).sum().backward()
     packed = {name: parameter.grad.clone() for name, parameter in policy.model.named_parameters()}
     policy.zero_grad()
@@ -114,7 +116,7 @@ def test_trap_cache_or_mask_let_samples_see_each_other(policy: Policy, wrong: di
     if "attention_mask" in wrong:
         arguments["attention_mask"] = torch.ones(1, pack.tokens, dtype=torch.int64)
     with torch.no_grad():
-        right = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE).logp
+        right = policy(everywhere(pack), temperature=TEMPERATURE).logp
         logits = stock_logits(policy, pack.token_ids, position_ids=pack.position_ids[None], **arguments)
         shifted = (logits / TEMPERATURE).log_softmax(-1)[:-1].gather(-1, pack.token_ids[1:, None])[:, 0]
     inside = pack.position_ids[1:] > 0
@@ -124,23 +126,25 @@ def test_trap_cache_or_mask_let_samples_see_each_other(policy: Policy, wrong: di
 
 def test_packed_attention_refuses_what_it_would_get_wrong(policy: Policy) -> None:
     pack = one_pack()
-    with pytest.raises(ValueError, match="bounds of the samples"):
+    with pytest.raises(ValueError, match="segments of a pack"):
         policy.model(pack.token_ids[None], position_ids=pack.position_ids[None], use_cache=False)
-    assert can_pack(policy.model.config)
-    assert not can_pack(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2))
+    check_layers(Qwen3Config(layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2))
+    policy.model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ValueError, match="qwen3: layers of the kind chunked_attention"):
+        Policy(policy.model)
 
 
 def test_selected_positions_are_the_same_numbers(policy: Policy) -> None:
     pack = one_pack()
     with torch.no_grad():
-        everywhere = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE)
-        selected = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE, select=pack.mask)
-    for whole, part in zip(everywhere, selected, strict=True):
+        all_of_them = policy(everywhere(pack), temperature=TEMPERATURE)
+        selected = policy(pack, temperature=TEMPERATURE)
+    for whole, part in zip(all_of_them, selected, strict=True):
         torch.testing.assert_close(part[pack.mask], whole[pack.mask], rtol=0, atol=1e-5)
         assert not part[~pack.mask].any()
     logits = stock_logits(policy, pack.token_ids[pack.sample == 0], use_cache=False)[:-1] / TEMPERATURE
     expected = torch.distributions.Categorical(logits=logits).entropy()
-    torch.testing.assert_close(everywhere.entropy[pack.sample == 0][1:], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(all_of_them.entropy[pack.sample == 0][1:], expected, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- gradients
@@ -197,7 +201,7 @@ def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: flo
 def test_activation_checkpointing_changes_no_gradient(policy: Policy, folder: Path) -> None:
     (shard,) = make_shards(1)
     plain, _ = backward(policy, packs_of(shard), shard.loss_tokens)
-    recomputing = shard_policy(load_policy(folder), activation_checkpointing=True)
+    recomputing = Policy.load(folder, options=ModelOptions(activation_checkpointing=True))
     assert largest_difference(plain, backward(recomputing, packs_of(shard), shard.loss_tokens)[0]) < 1e-6
 
 
@@ -205,7 +209,7 @@ def test_proximal_is_the_policy_before_the_step(policy: Policy) -> None:
     packs = packs_of(make_shards(1)[0])
     anchored = with_logp(policy, packs, "logp_proximal", temperature=TEMPERATURE)
     for pack in anchored:
-        output = policy(pack.token_ids, pack.position_ids, temperature=TEMPERATURE, select=pack.mask)
+        output = policy(pack, temperature=TEMPERATURE)
         assert pack.logp_proximal is not None and not pack.logp_proximal.requires_grad
         assert torch.equal(pack.logp_proximal, output.logp.detach())
 
@@ -252,7 +256,7 @@ def test_sharded_equals_plain(policy: Policy, folder: Path, mesh: DeviceMesh) ->
     (shard,) = make_shards(1)
     plain, stats = backward(policy, packs_of(shard), shard.loss_tokens)
     for checkpointing in (False, True):
-        sharded = shard_policy(load_policy(folder), mesh=mesh, activation_checkpointing=checkpointing)
+        sharded = Policy.load(folder, mesh, options=ModelOptions(activation_checkpointing=checkpointing))
         found, found_stats = backward(sharded, packs_of(shard), shard.loss_tokens)
         assert largest_difference(plain, found) < 1e-6
         assert found_stats.metrics() == pytest.approx(stats.metrics(), rel=1e-5)
@@ -264,19 +268,19 @@ def step_between_forwards(policy: Policy) -> Tensor:
     loss = make_loss("reinforce", {})
     accumulate_gradients(policy, [pack], algorithm_of(loss), temperature=TEMPERATURE, global_tokens=pack.loss_tokens)
     with torch.no_grad():
-        policy(pack.token_ids, pack.position_ids)
+        policy(everywhere(pack))
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
         optimizer.step()
-        logp: Tensor = policy(pack.token_ids, pack.position_ids).logp
+        logp: Tensor = policy(everywhere(pack)).logp
         return logp
 
 
 def test_trap_a_step_after_a_forward_reaches_the_embeddings(policy: Policy, folder: Path, mesh: DeviceMesh) -> None:
     expected = step_between_forwards(policy)
-    sharded = shard_policy(load_policy(folder), mesh=mesh)
+    sharded = Policy.load(folder, mesh)
     torch.testing.assert_close(step_between_forwards(sharded), expected, rtol=0, atol=1e-4)
     # The same with FSDP's default for the root: the test above would notice.
-    trapped = shard_policy(load_policy(folder), mesh=mesh)
+    trapped = Policy.load(folder, mesh)
     assert isinstance(trapped, FSDPModule)
     trapped.set_reshard_after_forward(False, recurse=False)
     assert (step_between_forwards(trapped) - expected).abs().max() > 0.01
@@ -285,9 +289,9 @@ def test_trap_a_step_after_a_forward_reaches_the_embeddings(policy: Policy, fold
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bfloat16_computes_on_float32_masters(folder: Path, mesh: DeviceMesh, sharded: bool) -> None:
     (shard,) = make_shards(1)
-    policy = shard_policy(load_policy(folder), compute_dtype=torch.bfloat16, mesh=mesh if sharded else None)
+    policy = Policy.load(folder, mesh if sharded else None, options=ModelOptions(torch.bfloat16))
     grads, stats = backward(policy, packs_of(shard), shard.loss_tokens)
-    exact, exact_stats = backward(load_policy(folder), packs_of(shard), shard.loss_tokens)
+    exact, exact_stats = backward(Policy.load(folder), packs_of(shard), shard.loss_tokens)
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
     assert all(grad.dtype == torch.float32 for grad in grads.values())
     for name, grad in grads.items():
@@ -297,7 +301,7 @@ def test_bfloat16_computes_on_float32_masters(folder: Path, mesh: DeviceMesh, sh
     assert largest_difference(grads, exact) > 0
     inv_freq = policy.model.model.rotary_emb.inv_freq
     assert inv_freq.dtype == torch.float32
-    assert torch.equal(inv_freq, load_policy(folder).model.model.rotary_emb.inv_freq)
+    assert torch.equal(inv_freq, Policy.load(folder).model.model.rotary_emb.inv_freq)
 
 
 # ---------------------------------------------------------------- loading and export
@@ -309,27 +313,29 @@ def test_export_is_the_checkpoint(
     folder: Path, untied_folder: Path, mesh: DeviceMesh, tied: bool, sharded: bool
 ) -> None:
     source = folder if tied else untied_folder
-    policy = shard_policy(load_policy(source), mesh=mesh if sharded else None)
+    policy = Policy.load(source, mesh if sharded else None)
     assert policy.tied == tied
     saved = load_file(source / "model.safetensors")
     assert ("lm_head.weight" in saved) != tied
     if tied:
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
-    entries = dict(export_entries(policy))
+    exported = {name: (tensor, placement) for name, tensor, placement in policy.export()}
 
-    assert entries == {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    for name, rows, first in local_rows(policy):
-        assert first == 0 and rows.dtype == torch.float32 and not rows.requires_grad
-        assert torch.equal(rows, saved[name])
-    assert ("lm_head.weight" in dict(export_entries(policy, untie=False))) != tied
-    assert [name for name, _ in export_entries(policy)] == [name for name, _, _ in local_rows(policy)]
-    assert entries["model.embed_tokens.weight"] == (VOCAB, 64)
+    assert exported.keys() == saved.keys()
+    for name, (tensor, placement) in exported.items():
+        assert placement == Placement(tuple(saved[name].shape), 0)
+        assert tensor.dtype == torch.float32 and not tensor.requires_grad
+        assert torch.equal(tensor, saved[name])
+    assert ("lm_head.weight" in [name for name, _, _ in policy.export(untie=False)]) != tied
+    assert exported["model.embed_tokens.weight"][1].shape == (VOCAB, 64)
+    for name, whole in policy.gather(saved):
+        assert torch.equal(whole, saved[name])
 
 
 def test_dropout_is_off(policy: Policy, folder: Path) -> None:
     pack = one_pack()
     assert policy.training and AutoConfig.from_pretrained(folder).attention_dropout == 0.1
-    first, second = (policy(pack.token_ids, pack.position_ids).logp for _ in range(2))
+    first, second = (policy(everywhere(pack)).logp for _ in range(2))
     assert torch.equal(first, second)
 
 

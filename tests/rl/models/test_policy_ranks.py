@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl.models.packing import pad_packs
-from rl.models.policy import load_policy, local_rows, shard_policy
+from rl.models.policy import Policy
+from rl.models.protocol import ModelOptions
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.tiny_policies import backward, largest_difference, make_shards, packs_of, save_tiny
 
@@ -30,7 +31,7 @@ def rank_main(rank: int, folder: str) -> None:
     results: dict[str, Any] = {}
     with process_group(folder, rank, RANKS) as mesh:
         for name, (bounds, checkpointing) in VARIANTS.items():
-            policy = shard_policy(load_policy(folder), mesh=mesh, activation_checkpointing=checkpointing)
+            policy = Policy.load(folder, mesh, options=ModelOptions(activation_checkpointing=checkpointing))
             packs = packs_of(shard, bounds[rank])
             counts = torch.tensor([len(packs)])
             dist.all_reduce(counts, dist.ReduceOp.MAX)
@@ -39,7 +40,7 @@ def rank_main(rank: int, folder: str) -> None:
             stats.all_reduce()
             results[name] = {"packs": len(packs), "grads": grads, "metrics": stats.metrics()}
 
-        results["rows"] = [(name, rows.clone(), first) for name, rows, first in local_rows(policy)]
+        results["rows"] = [(name, rows.clone(), placement.first) for name, rows, placement in policy.export()]
         torch.save(results, f"{folder}/rank{rank}.pt")
 
 
@@ -56,7 +57,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant: str) -> None:
     (whole,) = make_shards(1)
-    expected, stats = backward(load_policy(folder), packs_of(whole), whole.loss_tokens)
+    expected, stats = backward(Policy.load(folder), packs_of(whole), whole.loss_tokens)
     found = [rank[variant] for rank in ranks]
     if variant != "even":
         assert found[0]["packs"] != found[1]["packs"]
@@ -66,7 +67,7 @@ def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant:
     assert found[0]["metrics"] == found[1]["metrics"]
 
 
-def test_local_rows_of_all_ranks_are_the_checkpoint(folder: Path, ranks: list[dict[str, Any]]) -> None:
+def test_exports_of_all_ranks_are_the_checkpoint(folder: Path, ranks: list[dict[str, Any]]) -> None:
     saved = load_file(folder / "model.safetensors")
     saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     pieces: dict[str, list[Tensor]] = {}

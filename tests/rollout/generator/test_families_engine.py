@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.learner.publish import probe_logp
 from rl.models.families import FAMILIES
-from rl.models.policy import load_policy, local_rows
+from rl.models.policy import Policy
 from tests.rl.models.tiny_families import save_family
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
 
@@ -30,11 +30,11 @@ class FamilyRig(Rig):
 
     def __init__(self, family: str, folder: Path) -> None:
         self.folders = [save_family(family, folder / str(n), seed=n) for n in range(VERSIONS)]
-        policies = [load_policy(each) for each in self.folders]
+        policies = [Policy.load(each) for each in self.folders]
         self.expected = [np.array(probe_logp(policy, PROBE)) for policy in policies]
         super().__init__(tied=False, own_process=False)
         for n, policy in enumerate(policies):
-            rows = {name: rows.clone() for name, rows, _ in local_rows(policy)}
+            rows = {name: rows.clone() for name, rows, _ in policy.export()}
             save_file(rows, self.folder / f"written.{n}")
 
     def model(self, n: int) -> Any:

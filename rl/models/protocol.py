@@ -1,0 +1,125 @@
+"""The seam "model": all that trainer, checks, publication and benches know of a model.
+
+    policy = Policy.load(folder, mesh, device)
+    logp, entropy = policy(pack, temperature=0.7)
+    for name, tensor, placement in policy.export(): ...
+
+A forward takes the whole pack. What a family reads beside token ids (routed experts, images, an adapter's number) are
+columns of it, and no caller gets a new argument. Everything about architectures stands below this file: attention,
+head, sharding, names of tensors, refusals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rl.config.schema import LearnerConfig
+from rl.models.packed_attention import Kernel
+from rl.models.packing import Pack
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model computes; the same weights give the same numbers with any of them, up to rounding."""
+
+    dtype: torch.dtype = torch.float32  # of forward and backward; weights and gradients are float32
+    activation_checkpointing: bool = False
+    logprob_chunk: int = LearnerConfig().logprob_chunk
+    attention: Kernel = "auto"
+
+
+class PolicyOutput(NamedTuple):
+    """A tuple, because FSDP finds the tensors whose backward it must prepare for in tuples, not in dataclasses."""
+
+    logp: Tensor  # (T,) float32
+    entropy: Tensor  # (T,) float32
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank's rows stand in the whole tensor."""
+
+    shape: tuple[int, ...]  # of the whole
+    first: int  # row of the whole
+
+
+class Exported(NamedTuple):
+    """What this rank holds of one tensor of a checkpoint, by the name that the model's own files give it."""
+
+    name: str
+    tensor: Tensor  # (n, ...) float32, a view of the master weights; n may be 0
+    placement: Placement
+
+
+class Model(Protocol):
+    """A model with its weights, of one rank. All ranks call the same methods in the same order."""
+
+    families: Iterable[str]
+    """Kinds of models (`model_type` in their `config.json`) that `load` accepts."""
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        mesh: DeviceMesh | None = None,
+        device: str = "cpu",
+        options: ModelOptions = ModelOptions(),
+    ) -> Self:
+        """The model in `folder`, sharded over the mesh, on the device. Raises ValueError for one that is refused."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are, and a pack must be."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of its vocabulary."""
+
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What an optimizer moves, by name; with tied embeddings once."""
+
+    def export(self, *, untie: bool = True) -> Iterator[Exported]:
+        """Every tensor of a checkpoint in a fixed order, without communication.
+
+        untie: with tied embeddings the head is exported too, as a copy, for engines that load them apart.
+        """
+
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the export, one at a time: all ranks go through it together."""
+
+
+class PolicyModel(Model, Protocol):
+    """What is trained and published, or a frozen reference."""
+
+    def __call__(self, pack: Pack, *, temperature: float = 1.0, entropy_gradient: bool = False) -> PolicyOutput:
+        """Log pi(token | tokens of its sequence before it) and the entropy of that distribution, in nats.
+
+        Both are 0 where `pack.mask` is not set and at the first token of a sequence. The entropy has a gradient only
+        where it is asked for.
+        """
+
+
+class CriticModel(Model, Protocol):
+    """What estimates returns."""
+
+    def __call__(self, pack: Pack) -> Tensor:
+        """(T,) float32 values of the contexts before generated tokens, 0 elsewhere."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded, without a gradient."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded: all ranks call it together."""
+    full: Any = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full

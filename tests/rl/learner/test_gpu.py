@@ -7,36 +7,48 @@ from __future__ import annotations
 
 import mmap
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from rl.config.schema import LearnerConfig
+from rl.config.schema import LearnerConfig, load_config
+from rl.learner.algorithm import make_algorithm
+from rl.learner.critic import accumulate_critic
 from rl.learner.optimizer import Optimizer
-from rl.learner.publish import weight_pieces
-from rl.models import packed_attention
-from rl.models.packing import Pack, make_packs
-from rl.models.policy import Policy, load_policy, shard_policy
+from rl.learner.update import accumulate_gradients
+from rl.models.critic import Critic
+from rl.models.packed_attention import Kernel, has_varlen
+from rl.models.packing import Pack, make_packs, sequence_pack
+from rl.models.policy import Policy
+from rl.models.protocol import ModelOptions
 from rl.weights.host.layout import Manifest
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.tensors import tensors, write
-from tests.rl.learner.tiny_policies import make_shards, save_tiny
+from tests.rl.learner.tiny_policies import everywhere, group_shard, save_tiny
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: this machine shows no CUDA device"),
 ]
 
-ATTENTIONS = [
-    packed_attention.NAME,
+ATTENTIONS: list[Any] = [
+    "auto",
+    "sdpa",
+    pytest.param("varlen", marks=pytest.mark.skipif(not has_varlen(), reason="not run: this torch has no varlen_attn")),
     pytest.param(
-        "flash_attention_2",
+        "flash",
         marks=pytest.mark.skipif(not is_flash_attn_2_available(), reason="not run: flash-attn is not installed"),
     ),
 ]
+GROUPS = [(40, [9, 30, 5, 70]), (40, [12, 12]), (17, [90, 8, 8, 8])]
+"""Tokens of prompts and their answers, which are shorter and longer than the prompts."""
 
 
 @pytest.fixture(scope="module")
@@ -45,61 +57,112 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_pack() -> Pack:
-    (shard,) = make_shards(1)
-    (pack,) = make_packs(shard, 10_000, shard.step)
+    (pack,) = make_packs(group_shard(GROUPS), 10_000, 5)
     return pack
 
 
-def policy_on(folder: Path, device: str, dtype: torch.dtype, attention: str = packed_attention.NAME) -> Policy:
-    policy = load_policy(folder, attention=attention, device=device)
-    return shard_policy(policy, compute_dtype=dtype, device=device)
+def policy_on(folder: Path, device: str, dtype: torch.dtype, attention: Kernel = "auto") -> Policy:
+    return Policy.load(folder, None, device, ModelOptions(dtype, attention=attention))
 
 
-def logp_of(policy: Policy, device: str) -> Tensor:
+def logp_of(policy: Policy) -> Tensor:
     """(T,) float32, on the CPU."""
-    pack = one_pack().to(device)
-    logp: Tensor = policy(pack.token_ids, pack.position_ids, select=pack.mask).logp
-    return logp.float().cpu()
+    return policy(one_pack().to(policy.device)).logp.float().cpu()
+
+
+def gradient_of(policy: Policy) -> Tensor:
+    """(parameters,) float32, on the CPU, of a weighted sum of log-probabilities."""
+    pack = one_pack().to(policy.device)
+    (policy(pack).logp * torch.cos(pack.token_ids)).sum().backward()
+    return torch.cat(
+        [parameter.grad.flatten() for _, parameter in policy.trainable() if parameter.grad is not None]
+    ).cpu()
 
 
 def test_log_probabilities_in_float32_are_those_of_the_cpu(folder: Path) -> None:
     with torch.no_grad():
-        reference = logp_of(policy_on(folder, "cpu", torch.float32), "cpu")
-        found = logp_of(policy_on(folder, "cuda", torch.float32), "cuda")
+        reference = logp_of(policy_on(folder, "cpu", torch.float32))
+        found = logp_of(policy_on(folder, "cuda", torch.float32))
     assert torch.allclose(found, reference, atol=2e-3)  # TF32 may be on
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_log_probabilities_in_bfloat16_stay_within_the_probes_tolerance(folder: Path, attention: str) -> None:
+def test_log_probabilities_in_bfloat16_stay_within_the_probes_tolerance(folder: Path, attention: Kernel) -> None:
     with torch.no_grad():
-        reference = logp_of(policy_on(folder, "cpu", torch.float32), "cpu")
-        found = logp_of(policy_on(folder, "cuda", torch.bfloat16, attention), "cuda")
+        reference = logp_of(policy_on(folder, "cpu", torch.float32))
+        found = logp_of(policy_on(folder, "cuda", torch.bfloat16, attention))
     mask = one_pack().mask
     assert (found - reference)[mask].abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_gradients_in_bfloat16_point_where_those_of_the_cpu_do(folder: Path, attention: Kernel) -> None:
+    reference = gradient_of(policy_on(folder, "cpu", torch.float32))
+    found = gradient_of(policy_on(folder, "cuda", torch.bfloat16, attention))
+    assert torch.nn.functional.cosine_similarity(found, reference, dim=0) > 0.98
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_window_in_a_tree_is_that_of_the_cpu(tmp_path: Path, attention: Kernel) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(save_tiny(tmp_path / "plain"))
+    model.config.update({"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2})
+    model.save_pretrained(tmp_path / "window")
+    with torch.no_grad():
+        reference = logp_of(policy_on(tmp_path / "window", "cpu", torch.float32))
+        found = logp_of(policy_on(tmp_path / "window", "cuda", torch.bfloat16, attention))
+    assert (found - reference)[one_pack().mask].abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("attention", ["varlen", "flash"])
+def test_what_a_kernel_refuses_is_named(folder: Path, attention: Kernel) -> None:
+    with pytest.raises(ValueError, match=f"attention='{attention}' refuses the dtype float32"):
+        logp_of(policy_on(folder, "cuda", torch.float32, attention))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.05)])
 def test_samples_of_a_pack_do_not_see_each_other(folder: Path, dtype: torch.dtype, tolerance: float) -> None:
     policy = policy_on(folder, "cuda", dtype)
-    pack = one_pack().to("cuda")
+    pack = everywhere(one_pack())
     with torch.no_grad():
-        together = policy(pack.token_ids, pack.position_ids).logp
+        together = policy(pack.to("cuda")).logp
         alone = [
-            policy(pack.token_ids[chosen], pack.position_ids[chosen]).logp
-            for chosen in (pack.sample == number for number in range(len(pack.rewards)))
+            policy(sequence_pack(pack.token_ids[pack.sample == number].tolist()).to("cuda")).logp
+            for number in range(len(pack.rewards))
         ]
     assert torch.allclose(together, torch.cat(alone), atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_host_does_not_wait_within_a_pack(folder: Path, dtype: torch.dtype) -> None:
+    """Forward, loss, backward and statistics of the policy; forward and backward of a critic."""
+    policy, critic = policy_on(folder, "cuda", dtype), Critic.load(folder, None, "cuda", ModelOptions(dtype))
+    pack = one_pack().to("cuda")
+    algorithm = make_algorithm(load_config(None, ["algo.loss=ppo", "algo.kl={coef: 0.1}", "algo.entropy_coef=0.01"]))
+    pack = pack.with_columns(logp_reference=pack.logp_behavior, values=pack.logp_behavior, returns=pack.logp_behavior)
+    for again in (False, True):  # the first pass makes what is kept: handles of libraries, plans
+        with reads_refused(again):
+            accumulate_gradients(policy, [pack], algorithm, temperature=0.7, global_tokens=pack.tokens, first_step=True)
+            accumulate_critic(critic, [pack], global_tokens=pack.tokens)
+
+
+@contextmanager
+def reads_refused(refused: bool) -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error" if refused else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_step_moves_every_matrix_and_lowers_the_loss(folder: Path) -> None:
     policy = policy_on(folder, "cuda", torch.bfloat16)
-    optimizer = Optimizer(policy, LearnerConfig(lr=1e-3), last_step=10)
+    optimizer = Optimizer(policy.trainable(), LearnerConfig(lr=1e-3), last_step=10)
     pack = one_pack().to("cuda")
     before = {name: value.detach().clone() for name, value in policy.named_parameters()}
 
     losses = []
     for step in range(4):
-        loss = -policy(pack.token_ids, pack.position_ids, select=pack.mask).logp[pack.mask].mean()
+        loss = -policy(pack).logp[pack.mask].mean()
         loss.backward()
         optimizer.step(step)
         losses.append(loss.item())
@@ -112,7 +175,8 @@ def test_a_step_moves_every_matrix_and_lowers_the_loss(folder: Path) -> None:
 def test_weights_go_through_a_locked_slot_as_they_are(folder: Path) -> None:
     """A slot as a run has it: a file in shared memory, mapped once for writing and once for reading only."""
     policy = policy_on(folder, "cuda", torch.float32)
-    manifest = Manifest.layout([(name, placement.shape, "bfloat16") for name, _, placement in weight_pieces(policy)])
+    manifest = Manifest.layout([(name, placement.shape, "bfloat16") for name, _, placement in policy.export()])
+    device = torch.device("cuda", 0)
     writer, reader = PageLock("cuda"), PageLock("cuda:0")
 
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
@@ -123,11 +187,11 @@ def test_weights_go_through_a_locked_slot_as_they_are(folder: Path) -> None:
         reader.add(seen)
         assert torch.frombuffer(slot, dtype=torch.uint8).is_pinned()
 
-        write(slot, manifest, weight_pieces(policy))
-        arrived = {name: tensor.to("cuda") for name, tensor in tensors(manifest, seen)}
+        write(slot, manifest, policy.export())
+        arrived = {name: tensor.to(device) for name, tensor in tensors(manifest, seen)}
         reader.close()
         writer.close()
         assert not torch.frombuffer(slot, dtype=torch.uint8).is_pinned()
 
-    for name, rows, _ in weight_pieces(policy):
-        assert torch.equal(arrived[name], torch.as_tensor(rows).to(torch.bfloat16)), name
+    for name, rows, _ in policy.export():
+        assert torch.equal(arrived[name], rows.to(torch.bfloat16)), name

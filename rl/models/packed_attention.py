@@ -103,8 +103,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
-    found: Tensor = varlen_attn(q, k, v, *bounds, **options)
-    return found
+    call: Callable[..., Tensor] = varlen_attn
+    return call(q, k, v, *bounds, **options)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
@@ -128,9 +128,9 @@ def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: floa
     seen = [(run.context + run.length) * run.count for run in segments.runs]
 
     parts = []
-    for run, *parts_of_run in zip(segments.runs, q.split(queries), k.split(seen), v.split(seen), strict=True):
-        states = [each.unflatten(0, (run.count, -1)).transpose(1, 2) for each in parts_of_run]  # (count, heads, _, d)
-        found = _of_run(run, *states, segments, scaling, window)
+    for run, *own in zip(segments.runs, q.split(queries), k.split(seen), v.split(seen), strict=True):
+        of_run = [each.unflatten(0, (run.count, -1)).transpose(1, 2) for each in own]  # (count, heads, _, d)
+        found = _of_run(run, of_run[0], of_run[1], of_run[2], segments, scaling, window)
         parts.append(found.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 

@@ -213,4 +213,4 @@ def export_entries(policy: PolicyModel, *, untie: bool = True) -> list[tuple[str
 
 def local_rows(policy: PolicyModel, *, untie: bool = True) -> Iterator[tuple[str, Tensor, int]]:
     """(name, rows, first row) of what this rank holds of each tensor of `export_entries`."""
-    return ((name, tensor, placement.first) for name, tensor, placement in policy.export(untie=untie))
+    return ((name, tensor, placement.row) for name, tensor, placement in policy.export(untie=untie))

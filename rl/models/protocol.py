@@ -43,12 +43,11 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor  # (T,) float32
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a rank's rows stand in the whole tensor."""
 
-    shape: tuple[int, ...]  # of the whole
-    first: int  # row of the whole
+    shape: tuple[int, ...]  # of the whole tensor
+    row: int = 0  # of the first axis, at which they begin
 
 
 class Exported(NamedTuple):

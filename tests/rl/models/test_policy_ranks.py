@@ -40,7 +40,7 @@ def rank_main(rank: int, folder: str) -> None:
             stats.all_reduce()
             results[name] = {"packs": len(packs), "grads": grads, "metrics": stats.metrics()}
 
-        results["rows"] = [(name, rows.clone(), placement.first) for name, rows, placement in policy.export()]
+        results["rows"] = [(name, rows.clone(), placement.row) for name, rows, placement in policy.export()]
         torch.save(results, f"{folder}/rank{rank}.pt")
 
 

@@ -22,7 +22,7 @@ from rl.learner.algorithm import make_algorithm
 from rl.learner.batches import check_shard
 from rl.learner.update import loss_inputs
 from rl.models.packing import Pack, dummy_pack, make_packs, split_minibatches
-from rl.models.policy import PolicyOutput
+from rl.models.protocol import PolicyOutput
 from rl.observe.alarms import RunAlarm
 from rl.store.batch_files import read_shard_files, write_shard_file
 from rl.wire.columns import (

@@ -103,8 +103,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
-    call: Callable[..., Tensor] = varlen_attn
-    return call(q, k, v, *bounds, **options)
+    call: Any = varlen_attn  # answers in a tuple only where it is asked for more
+    found: Tensor = call(q, k, v, *bounds, **options)
+    return found
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -120,5 +120,5 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that may be sharded: all ranks call it together."""
-    full: Any = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full

@@ -22,7 +22,7 @@ from rl.learner.batches import check_shard
 from rl.learner.credit import Minibatch, assign, kept_rows, mask_rows
 from rl.learner.update import loss_inputs
 from rl.models.packing import Pack, make_packs, split_minibatches
-from rl.models.policy import PolicyOutput
+from rl.models.protocol import PolicyOutput
 from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, Ticket, TokenSequence, Trajectory, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import signal
 import sys
 import tempfile
@@ -137,17 +136,10 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _weight_bytes(folder: Path, dtype: str) -> int:
-    """Elements of the checkpoint's tensors (and of the head that engines of tied models get) times the element size."""
-    from safetensors import safe_open
+    """Of one version, as engines get it."""
+    from rl.models.loading import exported_elements
 
-    sizes: dict[str, int] = {}
-    files = _weight_files(folder)
-    for path in sorted({*files.values()}):
-        with safe_open(path, "numpy") as file:
-            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in files if files[name] == path}
-
-    sizes.setdefault("lm_head.weight", sizes.get("model.embed_tokens.weight", 0))
-    return sum(sizes.values()) * (4 if dtype == "float32" else 2)
+    return exported_elements(_weight_files(folder)) * (4 if dtype == "float32" else 2)
 
 
 def validate(config: Config) -> None:

@@ -8,7 +8,6 @@ version is tried with a fixed text, in the words of the model's own tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch

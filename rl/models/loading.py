@@ -9,8 +9,9 @@ would leave every rotary frequency as garbage.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -115,6 +116,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
             f"no safetensors file in {str(folder)!r}" + (f", and {pickled[0]} is not read; {fix}" if pickled else "")
         )
     return found
+
+
+def exported_elements(files: Mapping[str, Path]) -> int:
+    """Of all tensors of `weight_files`, and of the head that engines of tied models get."""
+    sizes: dict[str, int] = {}
+    for path in sorted({*files.values()}):
+        with safe_open(path, "numpy") as opened:
+            sizes |= {name: math.prod(opened.get_slice(name).get_shape()) for name in files if files[name] == path}
+    sizes.setdefault("lm_head.weight", sizes.get("model.embed_tokens.weight", 0))
+    return sum(sizes.values())
 
 
 def _on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -23,7 +23,6 @@ from rl.learner.batches import check_shard
 from rl.learner.exact import ExactCheck
 from rl.learner.guards import StepGuards
 from rl.learner.process import train
-from rl.learner.publish import weight_pieces
 from rl.learner.trainer import Trainer
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import NO_TRACE

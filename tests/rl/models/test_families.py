@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rl.models.families import FAMILIES, REFUSED, check_family, check_layers
 from rl.models.packing import sequence_pack
-from rl.models.policy import Policy, check_trainable, load_policy, local_rows
+from rl.models.policy import Policy, check_trainable
 from tests.rl.models.tiny_families import SHAPES, VOCABULARY, save_family
 
 LENGTHS = (40, 23, 40, 57)

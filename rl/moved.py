@@ -60,6 +60,7 @@ MOVED = {
     "rl.learner.packed_attention": "rl.models.packed_attention",
     "rl.learner.packing": "rl.models.packing",
     "rl.learner.policy": "rl.models.policy",
+    "rl.learner.shared_prompts": "rl.models.layout",
 }
 """Old name to new one."""
 

@@ -100,4 +100,4 @@ class Publisher:
 
         ids = self._probe_text[: probe_length(config, self._announced)]
         with self._client.span("publish"):
-            self._announced += self._client.publish(n, weight_pieces(self._policy), ids, probe_logp(self._policy, ids))
+            self._announced += self._client.publish(n, self._policy.export(), ids, probe_logp(self._policy, ids))

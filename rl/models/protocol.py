@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from rl.config.schema import LearnerConfig
 from rl.models.packed_attention import Kernel
 from rl.models.packing import Pack
+from rl.weights.channel import Placement as Placement
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,6 @@ class PolicyOutput(NamedTuple):
 
     logp: Tensor  # (T,) float32
     entropy: Tensor  # (T,) float32
-
-
-class Placement(NamedTuple):
-    """Where a rank's rows stand in the whole tensor."""
-
-    shape: tuple[int, ...]  # of the whole tensor
-    row: int = 0  # of the first axis, at which they begin
 
 
 class Exported(NamedTuple):

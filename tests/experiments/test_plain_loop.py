@@ -13,7 +13,7 @@ from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import load_config
 from rl.learner.update import with_logp
 from rl.models.packing import make_packs
-from rl.models.policy import load_policy
+from rl.models.policy import Policy
 
 SMALL = TinyRecipe(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=48, sft_steps=5, sft_batch=16)
 # The untrained model earns no reward; the entropy bonus moves it all the same.
@@ -46,7 +46,7 @@ def test_batches_are_of_the_policy_lag_updates_ago(lag: int, tmp_path: Path, mon
     monkeypatch.setattr(PlainLoop, "train", spy)
     rows = list(run(PlainLoop(load_config("experiments/math_cpu.yaml", FEW), folder), lag))
     assert [row["loss/token_staleness"] for row in rows[:-1]] == [min(step, lag) for step in range(4)]
-    policy = load_policy(folder)
+    policy = Policy.load(folder)
 
     def distance(step: int, version: int) -> float:
         """Largest |difference| between the batch's log-probabilities and those of a version, in nats."""

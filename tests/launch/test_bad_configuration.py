@@ -22,8 +22,8 @@ from launch.memory import ModelShape, check_context, check_memory, estimate, rea
 from launch.plan import gpus_needed, make_plan
 from launch.preflight import check, make_run
 from launch.prepare import Prepared, check_model_is_trainable, needs_validation, validate
-from rl.config.hooks import NoOptions
 from rl.config.schema import Config, ConfigError, load_config
+from rl.config.section import NoOptions
 from rl.store.checkpoint_folder import Meta, begin, commit
 from rollout.broker.core import BrokerCore
 from rollout.broker.groups import Groups

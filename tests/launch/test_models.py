@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from launch import preflight, prepare
+from launch.launcher.local import begin_process
 from launch.memory import estimate, read_shape
 from launch.warm_start import imitation
 from rl.config.schema import ConfigError, load_config
@@ -42,7 +43,7 @@ def test_without_torch_and_in_a_dry_run(leaking: Path, monkeypatch: pytest.Monke
     config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"model.path={leaking}"])
     for dry in (True, False):
         with pytest.raises(ConfigError, match=LEAKS):
-            preflight._prepare(config, dry, None, [])
+            preflight._prepare(config, dry, begin_process, [])
 
 
 def test_of_the_hub_before_its_weights_are_fetched(leaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,8 @@ def policy_on(folder: Path, device: str, dtype: torch.dtype, attention: Kernel =
 
 def logp_of(policy: Policy) -> Tensor:
     """(T,) float32, on the CPU."""
-    return policy(one_pack().to(policy.device)).logp.float().cpu()
+    logp: Tensor = policy(one_pack().to(policy.device)).logp.float().cpu()
+    return logp
 
 
 def gradient_of(policy: Policy) -> Tensor:

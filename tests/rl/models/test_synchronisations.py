@@ -37,6 +37,9 @@ METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "
 class NothingIsRead(TorchDispatchMode):
     """Raises where a GPU would have to answer before the host goes on."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name = operation.overloadpacket.__name__
         assert not name.startswith(READING), f"{operation} reads a tensor"
@@ -155,7 +158,9 @@ def test_guards_read_the_optimizers_steps_of_all_tensors_at_once(folder: Path) -
 class Reads(TorchDispatchMode):
     """Counts tensors of which the host reads a number."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         self.count += operation.overloadpacket.__name__ == "_local_scalar_dense"

@@ -14,8 +14,8 @@ from msgspec import structs
 
 from experiments.gateway.agents import TOOLS
 from experiments.gateway.tokenizers import make_folder
-from rl.config.hooks import NoOptions
 from rl.config.schema import load_config
+from rl.config.section import NoOptions
 from rl.config.seeds import turn_seed
 from rl.wire.messages import Abort, Generate, Generated, Trajectory, Version
 from rl.wire.process import WaitExpired

@@ -10,7 +10,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.config.hooks import NoOptions
+from rl.config.section import NoOptions
 from rollout.episodes.hooks import GENERATE, STEP
 from rollout.episodes.turn_barrier import TurnBarrier
 

@@ -38,7 +38,7 @@ class NothingIsRead(TorchDispatchMode):
     """Raises where a GPU would have to answer before the host goes on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name = operation.overloadpacket.__name__
@@ -159,7 +159,7 @@ class Reads(TorchDispatchMode):
     """Counts tensors of which the host reads a number."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

@@ -11,7 +11,7 @@ from rl.config.hooks import make_hooks
 from rl.config.rollout import NamedHook
 from rl.config.schema import ConfigError, load_config
 from rollout.episodes.hooks import GENERATE, STEP, Call, EpisodeHook, EpisodeHooks
-from rollout.simulate.recipe import assumed, scenario_of
+from rollout.simulate.recipe import Given, assumed, scenario_of
 from rollout.simulate.simulation import Simulation
 from tests import outside_hooks
 from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start
@@ -51,7 +51,7 @@ def test_each_role_loads_its_own_in_a_run(tmp_path: Path) -> None:
 
 def test_the_simulator_loads_them_all(tmp_path: Path) -> None:
     config = load_config("experiments/simulated.yaml", [setting(tmp_path)])
-    simulation = Simulation(scenario_of(config, assumed(config)).with_broker(steps=5))
+    simulation = Simulation(scenario_of(config, assumed(config, Given())).with_broker(steps=5))
     result = simulation.run()
     simulation.broker.ledger.check()
     assert result.report["hooks"] == {"batches_seen": 5}
@@ -64,7 +64,7 @@ def test_the_simulator_loads_them_all(tmp_path: Path) -> None:
 
 def test_without_a_name_nothing_is_loaded() -> None:
     config = load_config("experiments/simulated.yaml")
-    simulation = Simulation(scenario_of(config, assumed(config)))
+    simulation = Simulation(scenario_of(config, assumed(config, Given())))
     assert config.rollout.hooks == [] and simulation.broker.hooks == []
 
 

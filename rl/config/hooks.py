@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from rl.config.plugins import load, validated
 from rl.config.rollout import NamedHook, split_hook
 from rl.config.schema import ConfigError
-from rl.config.section import NoOptions
+from rl.config.section import NoOptions as NoOptions
 
 Role = Literal["broker", "proxy", "env_server"]
 BUILT_IN = {

@@ -10,7 +10,7 @@ Nothing here runs the model: log-probabilities, entropies and gradients are thos
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from zlib import crc32
 
@@ -47,12 +47,11 @@ class StepGuards:
         self._log_ratio = alarms.limit("log-ratio", _engine_noise(config))
         self._first_gaps: list[float] = []  # of the first steps that show one
 
-        named = dict(trainer.policy.trainable())
-        self._parameters = list(named.values())
-        self._matrices = _Matrices(named)
+        self._parameters = [parameter for _, parameter in trainer.policy.trainable()]
+        self._matrices = _Matrices(lambda: dict(trainer.policy.trainable()))
         self._reference = None
-        if trainer.reference is not None:
-            self._reference = _Matrices({name: tensor for name, tensor, _ in trainer.reference.export(untie=False)})
+        if (reference := trainer.reference) is not None:
+            self._reference = _Matrices(lambda: {name: tensor for name, tensor, _ in reference.export(untie=False)})
             self._reference_entries = self._reference.entries()
 
     def batch(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
@@ -219,18 +218,21 @@ class StepGuards:
 class _Matrices:
     """A few entries of every matrix of this rank; embeddings are left out, whose rows move only when they are read."""
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
-        found = {name: tensor for name, tensor in named.items() if tensor.ndim > 1 and "embed" not in name}
-        self._tensors = {name: tensor for name, tensor in found.items() if local(tensor).numel()}
+    def __init__(self, named: Callable[[], Mapping[str, Tensor]]) -> None:
+        """named: all tensors of the model as they are at the moment, by name."""
+        self._named = named
+        found = {name: local(tensor) for name, tensor in named().items() if tensor.ndim > 1 and "embed" not in name}
         self._places = {
-            name: torch.linspace(0, local(tensor).numel() - 1, _ENTRIES, device=tensor.device).long()
-            for name, tensor in self._tensors.items()
+            name: torch.linspace(0, rows.numel() - 1, _ENTRIES, device=rows.device).long()
+            for name, rows in found.items()
+            if rows.numel()
         }
-        self.names = list(self._tensors)
+        self.names = list(self._places)
 
     def entries(self) -> Tensor:
         """(matrices, 32)"""
-        taken = [local(tensor).reshape(-1)[self._places[name]] for name, tensor in self._tensors.items()]
+        named = self._named()
+        taken = [local(named[name]).reshape(-1)[places] for name, places in self._places.items()]
         return torch.stack(taken) if taken else torch.zeros(0, _ENTRIES)
 
     def still(self, before: Tensor) -> list[str]:

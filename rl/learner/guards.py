@@ -47,8 +47,9 @@ class StepGuards:
         self._log_ratio = alarms.limit("log-ratio", _engine_noise(config))
         self._first_gaps: list[float] = []  # of the first steps that show one
 
-        self._parameters = [parameter for _, parameter in trainer.policy.trainable()]
-        self._matrices = _Matrices(lambda: dict(trainer.policy.trainable()))
+        trainable = dict(trainer.policy.trainable())
+        self._parameters = list(trainable.values())
+        self._matrices = _Matrices(lambda: trainable)
         self._reference = None
         if (reference := trainer.reference) is not None:
             self._reference = _Matrices(lambda: {name: tensor for name, tensor, _ in reference.export(untie=False)})

@@ -40,7 +40,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Segments:
+class Spans:
     """The C tokens of a forward as n segments, those without a context first, short ones before long ones."""
 
     runs: tuple[Run, ...]
@@ -51,7 +51,7 @@ class Segments:
     longest_key: int
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)  # made once by `packed_attention`
 
-    def to(self, device: torch.device | str) -> Segments:
+    def to(self, device: torch.device | str) -> Spans:
         place = methodcaller("to", device, non_blocking=True)
         return replace(
             self,
@@ -70,7 +70,7 @@ class Layout:
     targets: Tensor  # (S,) int64, places of generated tokens with a context: all that have a number
     rows: Tensor  # (S,) int64, where the state before each target stands among the C
     generated: Tensor  # (L,) int64, places of all generated tokens
-    segments: Segments
+    segments: Spans
 
     def to(self, device: torch.device | str) -> Layout:
         place = methodcaller("to", device, non_blocking=True)
@@ -112,6 +112,7 @@ def lay_out(read: Sequence[Entries], positions: Ids, mask: npt.NDArray[np.bool_]
     state = np.zeros(len(positions), np.int64)
     for start, own in zip(starts, rows, strict=True):
         state[start : start + len(own)] = final[own]
+
     shared = any(contexts[i] for i in order)
     return Layout(
         tokens=_tensor(np.concatenate([np.arange(contexts[i], len(rows[i])) + starts[i] for i in order])),
@@ -148,14 +149,17 @@ def _forest(sequences: Sequence[Entries]) -> tuple[list[Ids], list[int]]:
     contexts = [0] * len(sequences)
     made = 0
     before = -1
+
     for i in in_order(sequences):
         own = sequences[i]
         if before >= 0:
             contexts[i] = saved(sequences[before], own)
         end = made + len(own) - contexts[i]
+
         rows[i] = np.concatenate([rows[before][: contexts[i]], np.arange(made, end)])
         made = end
         before = i
+
     return rows, contexts
 
 
@@ -177,17 +181,17 @@ def joined(read: Sequence[Entries]) -> Entries:
     return np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))[:, 0]
 
 
-def whole_sequences(positions: Ids) -> Segments:
+def whole_sequences(positions: Ids) -> Spans:
     """All tokens in their own order, each sequence for itself; positions (T,) begin at 0 with each."""
     bounds = np.append(np.flatnonzero(positions == 0), len(positions))
     return _segments([(0, length) for length in np.diff(bounds).tolist()], None)
 
 
-def _segments(shapes: Sequence[tuple[int, int]], keys: Tensor | None) -> Segments:
+def _segments(shapes: Sequence[tuple[int, int]], keys: Tensor | None) -> Spans:
     """shapes: tokens of the context, and of its own, of each segment."""
     queries = [length for _, length in shapes]
     seen = [context + length for context, length in shapes]
-    return Segments(
+    return Spans(
         runs=tuple(Run(*shape, len(list(equal))) for shape, equal in groupby(shapes)),
         keys=keys,
         query_bounds=_bounds(queries),

@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from rl.models.layout import Run, Segments
+from rl.models.layout import Run, Spans
 
 NAME = "packed"
 Kernel = Literal["auto", "varlen", "flash", "sdpa"]
@@ -36,7 +36,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
-    segments: Segments | None = None,
+    segments: Spans | None = None,
     kernel: Kernel = "auto",
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -96,7 +96,7 @@ def has_varlen() -> bool:
     return True
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": _before(window)}
@@ -108,7 +108,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float 
     return found
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
@@ -123,7 +123,7 @@ def _before(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
-def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None) -> Tensor:
+def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None) -> Tensor:
     """A call for each run of segments; one split of each tensor, because a slice's backward writes all of it."""
     queries = [run.length * run.count for run in segments.runs]
     seen = [(run.context + run.length) * run.count for run in segments.runs]
@@ -137,7 +137,7 @@ def _by_shape(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: floa
 
 
 def _of_run(
-    run: Run, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, window: int | None
+    run: Run, q: Tensor, k: Tensor, v: Tensor, segments: Spans, scaling: float | None, window: int | None
 ) -> Tensor:
     """(count, heads, length, d). A run is causal or masked, whichever computes fewer products of queries and keys."""
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
@@ -151,7 +151,7 @@ def _of_run(
     return scaled_dot_product_attention(q, k, v, is_causal=True, **options)[:, :, run.context :]
 
 
-def _mask(run: Run, q: Tensor, segments: Segments, window: int | None) -> Tensor:
+def _mask(run: Run, q: Tensor, segments: Spans, window: int | None) -> Tensor:
     """(length, context + length) to be added to the scores; the same in all layers."""
     where = (run.context, run.length, window)
     if where not in segments.masks:

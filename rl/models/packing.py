@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl.models.layout import Entries, Layout, in_order, joined, lay_out, saved
-from rl.wire.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, masked_columns
+from rl.wire.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, forward_columns, masked_columns
 from rl.wire.messages import BatchPart
 
 _WIDER = {np.dtype(np.int32): np.int64, np.dtype(np.uint16): np.int32}
@@ -100,7 +100,7 @@ class Pack:
 
 def _read() -> tuple[str, ...]:
     """The columns that a forward reads: where they differ, no state can be shared."""
-    return ("token_ids",)
+    return ("token_ids", *(column.name for column in forward_columns()))
 
 
 def make_packs(shard: BatchPart, max_tokens: int, version: int) -> list[Pack]:
@@ -132,9 +132,11 @@ def sequence_pack(*sequences: Sequence[int]) -> Pack:
     dummy = dummy_pack()
     lengths = torch.tensor([len(ids) for ids in sequences])
     tokens = int(lengths.sum())
+
     columns = {name: values.expand(tokens, *values.shape[1:]) for name, values in dummy.columns.items()}
     columns["token_ids"] = torch.cat([torch.tensor(ids, dtype=torch.int64) for ids in sequences])
     columns["loss_mask"] = torch.ones(tokens, dtype=torch.bool)
+
     return Pack(
         columns,
         position_ids=torch.cat([torch.arange(len(ids)) for ids in sequences]),

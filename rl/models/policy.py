@@ -28,7 +28,7 @@ from rl.models.layout import Layout
 from rl.models.loading import allocate, empty_model, local_part, read_weights
 from rl.models.packed_attention import NAME, Kernel, check_layers
 from rl.models.packing import Pack
-from rl.models.protocol import Exported, ModelOptions, Placement, PolicyModel, PolicyOutput, whole
+from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, whole
 
 DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
@@ -204,13 +204,3 @@ def shard_policy(
     # leave them so through the optimizer's step, and the next forward would see old embeddings.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     return allocate(policy, device)
-
-
-def export_entries(policy: PolicyModel, *, untie: bool = True) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, full shape) of every tensor that the policy exports."""
-    return [(name, placement.shape) for name, _, placement in policy.export(untie=untie)]
-
-
-def local_rows(policy: PolicyModel, *, untie: bool = True) -> Iterator[tuple[str, Tensor, int]]:
-    """(name, rows, first row) of what this rank holds of each tensor of `export_entries`."""
-    return ((name, tensor, placement.row) for name, tensor, placement in policy.export(untie=untie))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -19,6 +20,7 @@ from rl.models.layout import COPIED_ROWS, SEGMENT_TOKENS, Layout, lay_out
 from rl.models.packing import Pack, dummy_pack, make_packs, sequence_pack
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
+from rl.wire.columns import COLUMNS, Column
 from tests.rl.learner.tiny_policies import (
     VOCAB,
     gradients,
@@ -318,3 +320,19 @@ def test_a_group_too_large_for_one_pack_is_cut() -> None:
     packs = make_packs(shard, 48, 5)
     assert [len(pack.members) for pack in packs] == [7, 7, 6]
     assert sorted(row for pack in packs for row in pack.members) == list(range(20))
+
+
+def test_packs_share_a_prompt_only_where_its_forward_columns_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as routed experts: the state of the same prompt is another one where it went through others."""
+    monkeypatch.setitem(COLUMNS, "routed", Column("routed", "uint16", covers="context", reads="forward"))
+    part = group_shard([(20, [6, 6, 6])])
+    size = len(part.columns["token_ids"])
+    computed = []
+
+    for values in (np.zeros(size, np.uint16), np.arange(size, dtype=np.uint16)):
+        (pack,) = make_packs(replace_struct(part, columns={**part.columns, "routed": values}), 1000, 5)
+        layout = pack.laid_out().layout
+        assert layout is not None
+        computed.append(len(layout.tokens))
+
+    assert computed == [20 + 3 * 5, 3 * (20 + 5)]

@@ -14,14 +14,6 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 GENERATED = {"configuration.md"}
 """Its cells are the help of each field."""
 
-NOT_YET = {
-    "README.md",
-    "docs/adding-a-loss.md",
-    "docs/advantages.md",
-    "docs/architecture.md",
-}
-"""Pages that do not hold yet. One that does leaves this list."""
-
 ALLOWED = Path(__file__).with_name("long_sentences.txt")
 """How the docstrings' sentences begin that are still too long; the list may only become shorter."""
 _BEGINNING = 40
@@ -36,10 +28,7 @@ def test_a_page_is_in_plain_words(page: Path) -> None:
     found = prose.too_long(page.read_text())
     if page.name in GENERATED:
         found = [each for each in found if not each.startswith("cell")]
-    if name(page) in NOT_YET:
-        assert found, f"{name(page)} holds now: take it out of NOT_YET"
-    else:
-        assert not found, "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 def test_docstrings_have_no_long_sentence() -> None:
@@ -51,7 +40,3 @@ def test_docstrings_have_no_long_sentence() -> None:
         if said.split(": ", 2)[2][:_BEGINNING] not in allowed
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_no_page_is_listed_that_is_not_there() -> None:
-    assert {name(page) for page in PAGES} >= NOT_YET

@@ -1,6 +1,6 @@
 """Which models can be trained, by what `config.json` says of them. No torch: a dry run asks before it is installed.
 
-A family is on the list because tests run it (tests/rl/models/test_families.py): samples in packs equal samples one by
+A family is on the list because tests run it (tests/rl/models/test_families.py). Samples in packs equal samples one by
 one, dropout is off, an export is the checkpoint again, and the engine's log-probabilities are the learner's. Others are
 refused by name. docs/models.md says how to add one.
 """

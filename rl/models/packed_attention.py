@@ -1,7 +1,7 @@
 """Attention over a pack: one gather of keys and values, and segments of their own lengths (`rl.models.layout`).
 
 On a GPU all segments are one call: `varlen` of torch, or FlashAttention's where it is asked for. Elsewhere segments of
-equal shape are one call, so a pack costs what its samples cost; transformers' own `sdpa` gives a pack one mask of
+equal shape are one call, so a pack costs what its samples cost. The `sdpa` of transformers gives a pack one mask of
 (T, T), whose cost grows with the square.
 """
 

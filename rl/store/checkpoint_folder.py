@@ -56,7 +56,11 @@ def verify(checkpoint: Path) -> Meta:
 def read_meta(checkpoint: Path) -> Meta:
     """Raises CheckpointError."""
     try:
-        return Meta(**json.loads((checkpoint / "meta.json").read_text()))
+        saved = json.loads((checkpoint / "meta.json").read_text())
+        if "epoch" in saved:
+            text = f"{checkpoint} is of an earlier version, which called `epoch` what is `timeline` now"
+            raise CheckpointError(f"{text}: begin anew with model.path={checkpoint.parents[1] / 'model'}")
+        return Meta(**saved)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{checkpoint} is not a complete checkpoint (no meta.json)") from None
     except (OSError, ValueError, TypeError) as error:

@@ -11,20 +11,7 @@ from msgspec import Struct, field
 from rl.wire.codec import Codec
 from rl.wire.codec import Frames as Frames
 from rl.wire.codec import ProtocolError as ProtocolError
-from rl.wire.columns import Scope
-from rl.wire.messages_control import AlarmRaised as AlarmRaised
-from rl.wire.messages_control import Done as Done
-from rl.wire.messages_control import Fatal as Fatal
-from rl.wire.messages_control import Heartbeat as Heartbeat
-from rl.wire.messages_control import Metrics as Metrics
-from rl.wire.messages_control import PeerDied as PeerDied
-from rl.wire.messages_control import PeerListens as PeerListens
-from rl.wire.messages_control import Register as Register
-from rl.wire.messages_control import Spoken as Spoken
-from rl.wire.messages_control import Stop as Stop
-from rl.wire.sequences import TokenColumns
-from rl.wire.sequences import TokenSequence as TokenSequence
-from rl.wire.sequences import Turn as Turn
+from rl.wire.columns import Accessor, Scope
 
 
 class Version(Struct, frozen=True, order=True, array_like=True):
@@ -32,6 +19,136 @@ class Version(Struct, frozen=True, order=True, array_like=True):
 
     timeline: int
     n: int
+
+
+# ---------------------------------------------------------------- the tokens of an episode: parts of several messages
+
+
+class TokenColumns(Struct, frozen=True, kw_only=True):
+    """A mapping of column to array, as `rl.wire.columns` declares them, with short names for the well-known ones."""
+
+    columns: dict[str, np.ndarray]
+
+    token_ids = Accessor[np.ndarray]()
+    loss_mask = Accessor[np.ndarray]()
+    logp_behavior = Accessor[np.ndarray]()
+    policy_version = Accessor[np.ndarray]()
+
+
+class Turn(Struct, frozen=True, array_like=True):
+    """One generate -> step round. Positions index the token axis of its sequence."""
+
+    start: int  # first generated token
+    end: int  # one past the last generated token
+    reward: float
+    generate_s: float
+    env_s: float
+    finish_reason: str  # stop | length | abort
+    generator: int
+
+
+class TokenSequence(TokenColumns, frozen=True, kw_only=True):
+    """T tokens, prompt and observations included (token in, token out), and the turns that generated some of them.
+
+    `columns` holds every column of a token (T, ...), a turn (len(turns), ...) and the sequence (1, ...).
+    """
+
+    turns: list[Turn]
+    shared: int = 0  # tokens at the start that an earlier sequence holds as well, and trains: they are masked here
+
+    @property
+    def oldest_version(self) -> int:
+        """v(sample), the smallest version that sampled one of its tokens (F3); -1 when nothing was generated."""
+        unsigned = self.policy_version.view(np.uint32)  # so that -1, of what was not generated, is the largest one
+        return int(unsigned.min(initial=2**32 - 1).astype(np.int32))
+
+
+# ---------------------------------------------------------------- control: every process <-> supervisor
+
+
+class Register(Struct, frozen=True, tag="register"):
+    """A process is there; said again whenever it binds a socket, or looks for one, that is not in it yet."""
+
+    role: str
+    index: int
+    incarnation: int
+    listens: dict[str, str] = {}  # endpoints of its sockets, by name
+    needs: list[str] = []  # sockets of others
+
+
+class PeerListens(Struct, frozen=True, tag="peer_listens"):
+    """Sockets that the receiver looks for, and the process that has bound them."""
+
+    role: str
+    index: int
+    incarnation: int
+    listens: dict[str, str]
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """From a thread; `progress` is counted by the main loop, so a hung loop is noticed."""
+
+    role: str
+    index: int
+    incarnation: int
+    progress: int
+    busy: bool
+    stats: dict[str, float] = {}
+    waits: dict[str, float] = {}  # seconds waited so far, by whom was waited for
+
+
+class Spoken(Struct, frozen=True, kw_only=True):
+    """What a process says once. It is repeated after a connection broke; `seq` numbers what one process has said."""
+
+    seq: int = 0
+
+
+class Metrics(Spoken, frozen=True, tag="metrics"):
+    """A row for the tracker. `step` is the number of batches trained."""
+
+    step: int
+    values: dict[str, float]
+    histograms: dict[str, list[float]] = {}
+
+
+class Fatal(Spoken, frozen=True, tag="fatal"):
+    """A process gives up: `message` is the one line, `detail` the traceback or state dump."""
+
+    role: str
+    index: int
+    message: str
+    detail: str = ""
+    ends_run: bool = False  # `rl/config/failures.py`
+
+
+class AlarmRaised(Spoken, frozen=True, tag="alarm"):
+    """An alarm of `rl/observe/alarms.py`; of one that stops the run, before the exception."""
+
+    who: str
+    name: str
+    detail: str
+
+
+class Done(Spoken, frozen=True, tag="done"):
+    """The learner has finished; or the broker's closing report (`report` is its JSON)."""
+
+    role: str
+    report: bytes = b""
+
+
+class PeerDied(Struct, frozen=True, tag="peer_died"):
+    """The supervisor has fenced this incarnation: it is dead for certain."""
+
+    role: str
+    index: int
+    incarnation: int
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """`save_first`, to the broker only: no further batch goes out, so that the learner saves what it has and ends."""
+
+    reason: str
+    save_first: bool = False
 
 
 # ---------------------------------------------------------------- tickets: broker <-> environment server

@@ -43,6 +43,11 @@ def test_a_plug_in_that_uses_an_old_name_is_refused_in_one_line(
     assert "rl.core.columns is now rl.wire.columns" in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_the_changelog_has_them_all() -> None:
+    table = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
+    assert [old for old, new in MOVED.items() if f"| `{old}` | `{new}` |" not in table] == []
+
+
 def test_what_never_was_is_not_found_as_ever() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"rl\.never"):
         importlib.import_module("rl.never")

@@ -137,3 +137,14 @@ def test_an_export_loads_elsewhere_in_one_file_or_many(
     exported = Policy.load(tmp_path / "model")
     for mine, theirs in zip(policy.parameters(), exported.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    saved = tmp_path / "run" / "checkpoints" / "step-2"
+    saved.mkdir(parents=True)
+    (saved / "meta.json").write_text('{"step": 2, "epoch": 0, "ranks": 1}')
+
+    with pytest.raises(CheckpointError) as raised:
+        read_meta(saved)
+    assert f"{saved} is of an earlier version, which called `epoch` what is `timeline` now" in str(raised.value)
+    assert f"model.path={tmp_path / 'run' / 'model'}" in str(raised.value) and "\n" not in str(raised.value)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from experiments.structure.figures import Figures, by_folder, figures
 from experiments.structure.picture import draw
+from experiments.structure.synchronisations import synchronisations
 
 Row = list[str]
+_READS = "tensors that the host reads within a pack, forward and backward, two layers"
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
         return
 
     roots = [arguments.against, arguments.path] if arguments.against else [arguments.path]
-    print(markdown(figure_rows([figures(root) for root in roots])))
+    print(markdown(figure_rows([figures(root) | {_READS: synchronisations(root)} for root in roots])))
     print()
     print(markdown(folder_rows([by_folder(root) for root in roots])))
 

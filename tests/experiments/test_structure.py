@@ -20,6 +20,7 @@ from experiments.structure.figures import (
     upward,
 )
 from experiments.structure.picture import dot_text
+from experiments.structure.synchronisations import synchronisations
 
 
 def module(source: str, path: str = "rl/core/example.py") -> Module:
@@ -141,3 +142,7 @@ def test_the_picture_leaves_out_what_a_longer_way_implies() -> None:
     assert '"rl/core" -> "algos" [color' in drawn
     assert '"envs" -> "rl/core" [color' in drawn
     assert '"envs" -> "algos" [color' not in drawn
+
+
+def test_within_a_pack_the_host_reads_no_tensor() -> None:
+    assert synchronisations(Path(__file__).parents[2]) == 0

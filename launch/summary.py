@@ -40,7 +40,7 @@ class Observed:
     evals: list[tuple[int, float]] = field(default_factory=list)
     alarms: dict[str, RaisedAlarm] = field(default_factory=dict)  # by name
     trained: tuple[float, int] = (-1.0, -1)
-    """Epoch and step of the newest row of a trained batch."""
+    """Timeline and step of the newest row of a trained batch."""
     _dead_generators: list[dict[str, float]] = field(default_factory=list)
 
     def is_news(self, step: int, values: dict[str, float]) -> bool:

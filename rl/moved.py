@@ -97,7 +97,7 @@ MOVED = {
 """Old name to new one."""
 
 
-_EMPTIED = {old.rpartition(".")[0] for old in MOVED} - {"algos", "launch", "rl.learner"}
+_EMPTIED = {"rl.core", "rollout.broker.policies"}
 """Packages that are gone: found empty, so that the module that is looked for in them is the one that is named."""
 
 

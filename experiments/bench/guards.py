@@ -106,6 +106,7 @@ def guarded_step(
         update = learner.trainer.update(minibatch, batch_part.step)
         watch(learner.guards.updated, minibatch, update)
         stats.add(update)
+    learner.token_log.write_batch()
     watch(learner.guards.trained, stats.metrics())
 
     watch(

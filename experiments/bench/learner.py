@@ -94,6 +94,7 @@ def fresco_step(learner: Learner, client: RunClient, frames: list[bytes | memory
     for minibatch in learner.trainer.minibatches(batch_part):
         stats.add(learner.trainer.update(minibatch, batch_part.step))
     stats.all_reduce()
+    learner.token_log.write_batch()
     client.report(batch_part, stats.metrics(), stats.histograms())
 
 

@@ -146,6 +146,7 @@ def _rank(options: argparse.Namespace) -> None:
                 learner.token_log.batch(batch_part)
                 for minibatch in learner.trainer.minibatches(batch_part):
                     learner.trainer.update(minibatch, batch_part.step)
+                learner.token_log.write_batch()
 
             for _ in sys.stdin:
                 print(json.dumps(list(timed(step))), flush=True)

@@ -17,7 +17,6 @@ LONGEST_SENTENCE = 30
 _ABBREVIATIONS = ("e.g.", "i.e.", "etc.", "cf.", "vs.", "eq.", "Eq.", "Sec.", "Fig.", "No.", "p.")
 _ITEM = re.compile(r"^\s*(?:[*+-]|\d+[.)])\s+")
 _END = re.compile(r"(?<=[.!?])[)\"'”*_]*\s+(?=[A-Z0-9(\"'“*_\u0370-\u03ff])")
-_TAG = re.compile(r"</?(?:a|b|br|i|img|kbd|p|sub|sup)\b[^<>]*>")
 _RULE = re.compile(r"[\s|:-]+")
 
 

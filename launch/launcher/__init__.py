@@ -14,5 +14,7 @@ _NEEDS = ("place", "start", "close")
 def make_launcher(run: RunFile, begin: Begin = begin_process) -> Launcher:
     """The one that `launcher` names. `begin`: how the processes of `local` begin. Raises ConfigError."""
     name = run.config.launcher
-    launcher: Launcher = LocalLauncher(run, begin) if name == "local" else make("launcher", name, {}, _NEEDS, run=run)
-    return launcher
+    if name == "local":
+        return LocalLauncher(run, begin)
+    made: Launcher = make("launcher", name, LAUNCHERS, _NEEDS, run=run)
+    return made

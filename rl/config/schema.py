@@ -147,6 +147,8 @@ class LearnerConfig(Section):
     """Tokens of one forward; a longer sample gets a pack of its own."""
     logprob_chunk: int = Field(256, ge=1)
     """Tokens per chunk of the log-probability head."""
+    attention: Annotated[Literal["auto", "varlen", "flash", "sdpa"], Where("GPUs")] = "auto"
+    """Kernel of the learner's attention; `auto` is torch's `varlen` where the GPU and the dtype allow it."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
     threads: Annotated[int, Where("CPUs")] = Field(1, ge=1)

@@ -16,7 +16,12 @@ from rl.models.protocol import CriticModel
 @torch.no_grad()
 def with_values(critic: CriticModel, packs: Iterable[Pack]) -> list[Pack]:
     """The packs with the present values of their generated tokens; all ranks call it with equally many packs."""
-    return [pack.with_columns(values=critic(pack.to(critic.device)).to(pack.token_ids.device)) for pack in packs]
+    packs = list(packs)
+    found = [critic(pack.to(critic.device)) for pack in packs]
+    # Only now, because each copy waits for a GPU.
+    return [
+        pack.with_columns(values=values.to(pack.token_ids.device)) for pack, values in zip(packs, found, strict=True)
+    ]
 
 
 @dataclass

@@ -53,6 +53,7 @@ def train(learner: Learner, client: RunClient) -> None:
                 stats.add(update)
 
             stats.all_reduce()
+        learner.token_log.write_batch()
         values = stats.metrics() | compared
         learner.guards.trained(values)
         values["train/loss"] = values.get("loss/objective", 0.0)

@@ -14,35 +14,50 @@ from rl.wire.messages import BatchPart, SampleRow
 
 
 class TokenLog(LineFile):
-    """Observes the update of one rank: `batch(batch_part)`, then each of its packs."""
+    """Observes the update of one rank: `batch(batch_part)`, then each of its packs, then `write_batch`.
+
+    What a pack shows stays on the device until then: to read it within an update, the host would wait for a GPU.
+    """
 
     def __init__(self, run: Path, name: str, rate: float) -> None:
         super().__init__(run / FOLDER / TRAINED / f"{name}.jsonl")
         self._rate = rate
         self._step = -1
         self._rows: list[SampleRow] = []
+        self._seen: list[tuple[tuple[int, ...], Tensor]] = []
 
     def batch(self, batch_part: BatchPart) -> None:
         self._step = batch_part.step
         self._rows = batch_part.rows
 
     def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
-        places = [
-            place for place, member in enumerate(pack.members) if is_kept(self._rows[member].group_id, self._rate)
-        ]
-        if not places:
+        if not any(self._is_kept(member) for member in pack.members):
             return
+        assert pack.layout is not None
+        generated = pack.layout.generated
 
-        mask = inputs.mask
-        bounds = [values[mask] != 0 for name, values in result.metrics.items() if name.endswith("_fraction")]
-        clipped = torch.stack(bounds).any(0) if bounds else torch.zeros_like(mask[mask])
-        tokens = torch.stack([inputs.advantages, inputs.logp_current - inputs.logp_behavior, inputs.entropy])
-        table = torch.cat([tokens[:, mask].double(), clipped.double()[None]]).cpu()  # (4, L) of all samples in turn
+        def taken(values: Tensor) -> Tensor:
+            return values.index_select(0, generated).double()
 
-        own = torch.bincount(inputs.sample[mask], minlength=len(pack.members)).tolist()
-        parts = table.split(own, dim=1)
-        for place in places:
-            self.write(self._trained(self._rows[pack.members[place]].ticket_id, parts[place]))
+        bounds = [taken(values) for name, values in result.metrics.items() if name.endswith("_fraction")]
+        ratio = inputs.logp_current - inputs.logp_behavior
+        advantage, *others = (taken(each) for each in (inputs.advantages, ratio, inputs.entropy, inputs.sample))
+        clipped = torch.stack(bounds).ne(0).any(0).double() if bounds else torch.zeros_like(advantage)
+        self._seen.append((pack.members, torch.stack([advantage, *others, clipped])))
+
+    def write_batch(self) -> None:
+        """All that was seen since the last time."""
+        for members, on_device in self._seen:
+            table = on_device.cpu()  # (5, L) of all samples in turn
+            own = torch.bincount(table[3].long(), minlength=len(members)).tolist()
+            parts = table[[0, 1, 2, 4]].split(own, dim=1)
+            for member, part in zip(members, parts, strict=True):
+                if self._is_kept(member):
+                    self.write(self._trained(self._rows[member].ticket_id, part))
+        self._seen = []
+
+    def _is_kept(self, member: int) -> bool:
+        return is_kept(self._rows[member].group_id, self._rate)
 
     def _trained(self, ticket_id: int, table: Tensor) -> Trained:
         """table: (4, L) advantage, log ratio, entropy, and whether a bound took effect."""

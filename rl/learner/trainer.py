@@ -25,6 +25,7 @@ from rl.models.critic import Critic
 from rl.models.packing import make_packs, pad_packs, split_minibatches
 from rl.models.policy import Policy
 from rl.models.protocol import Model, ModelOptions
+from rl.wire.columns import forward_columns
 from rl.wire.messages import BatchPart
 
 M = TypeVar("M", bound=Model)
@@ -59,6 +60,7 @@ class Trainer:
         self.algorithm = make_algorithm(config)
         critic = self.algorithm.critic
         self.policy = self._load(Policy, "start")
+        self._check_columns()
         still_steps = critic.pretrain_steps if critic else 0
         self.optimizer = Optimizer(self.policy.trainable(), config.learner, last_step, still_steps)
 
@@ -150,8 +152,19 @@ class Trainer:
             dtype=_DTYPES[self._config.model.dtype],
             activation_checkpointing=settings.activation_checkpointing,
             logprob_chunk=settings.logprob_chunk,
+            attention=settings.attention,
         )
         return kind.load(folder, self._mesh, self._device, options)
+
+    def _check_columns(self) -> None:
+        """A column that nothing reads would be routed through the whole run for nothing, and nobody would be told."""
+        for column in forward_columns():
+            if column.name not in self.policy.reads:
+                model = type(self.policy).__name__
+                raise ValueError(
+                    f"algo.columns: {column.name!r} says reads='forward', and the forward of {model} does not read it; "
+                    "say reads='loss', or train a model that reads it"
+                )
 
     def _check_vocabulary(self, field: str, model: Model) -> None:
         theirs = model.vocab_size

@@ -96,11 +96,12 @@ def with_logp(policy: PolicyModel, packs: Iterable[Pack], column: str, *, temper
     column of the learner (`rl.wire.columns`).
     Not under inference_mode: parameters gathered there could not be trained afterwards.
     """
-    done = []
-    for pack in packs:
-        logp = policy(pack.to(policy.device), temperature=temperature).logp
-        done.append(pack.with_columns(**{column: logp.to(pack.token_ids.device)}))
-    return done
+    packs = list(packs)
+    found = [policy(pack.to(policy.device), temperature=temperature).logp for pack in packs]
+    # Only now, because each copy waits for a GPU.
+    return [
+        pack.with_columns(**{column: logp.to(pack.token_ids.device)}) for pack, logp in zip(packs, found, strict=True)
+    ]
 
 
 def loss_inputs(pack: Pack, output: PolicyOutput, *, needs_proximal: bool, first_step: bool = False) -> LossInputs:

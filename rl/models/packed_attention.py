@@ -22,6 +22,7 @@ from rl.models.layout import Run, Spans
 
 NAME = "packed"
 Kernel = Literal["auto", "varlen", "flash", "sdpa"]
+_OLDEST = (8, 0)
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256  # of both kernels for GPUs
 _KINDS = {"full_attention", "sliding_attention"}
@@ -80,6 +81,8 @@ def _refused(value: Tensor) -> str:
     """What the kernels for GPUs refuse, or the empty string; value (C, heads, d)."""
     if not value.is_cuda:
         return f"the device {value.device.type!r}"
+    if torch.cuda.get_device_capability(value.device) < _OLDEST:
+        return "a GPU of before compute capability 8.0"
     if value.dtype not in _HALF:
         return f"the dtype {str(value.dtype).removeprefix('torch.')}"
     head = value.shape[-1]

@@ -258,6 +258,7 @@ def _spread(batch_part: BatchPart) -> dict[str, np.ndarray]:
         scope = COLUMNS[name].scope
         if scope == "token":
             continue
+
         counts = batch_part.entries()[scope]
         entry = np.repeat(np.cumsum(counts) - counts, batch_part.lengths)  # (sum T,) the first one of each member
         if scope == "turn":

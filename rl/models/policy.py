@@ -10,7 +10,7 @@ Packing holds only if the model gets positions that restart with each sequence, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ class PackedModel(nn.Module):
 
     model: Any  # a decoder, or a causal language model around one
     families: Iterable[str] = families.FAMILIES
+    reads: Collection[str] = ()
 
     def __init__(self, model: nn.Module, attention: Kernel = "auto") -> None:
         super().__init__()
@@ -163,8 +164,15 @@ def at_targets(values: Tensor, pack: Pack, layout: Layout) -> Tensor:
 def load_packed(
     folder: str | Path, wrap: Callable[[Any], M], mesh: DeviceMesh | None, device: str, options: ModelOptions
 ) -> M:
-    """`wrap` of the causal language model in `folder`, placed by `shard_policy`; a rank reads its own rows only."""
-    made = wrap(_empty(folder)).train()
+    """`wrap` of the causal language model in `folder`, placed by `shard_policy`; a rank reads its own rows only.
+
+    Raises ValueError for a family with a known fault; whether it has been tested was asked before anything started.
+    """
+    families.check_family(families.read_config(Path(folder)), untested=True)
+    model = _empty(folder)
+    families.check_layers(model)
+
+    made = wrap(model).train()
     shard_policy(made, options, mesh=mesh, device=device)
     read_weights(made.model, folder)
     return made

@@ -11,7 +11,7 @@ head, sharding, names of tensors, refusals.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
@@ -57,6 +57,8 @@ class Model(Protocol):
 
     families: Iterable[str]
     """Kinds of models (`model_type` in their `config.json`) that `load` accepts."""
+    reads: Collection[str]
+    """Names of the columns that its forward reads beside the token ids."""
 
     @classmethod
     def load(

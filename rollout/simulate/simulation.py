@@ -32,7 +32,7 @@ from rollout.simulate.result import Recorder, SimulationResult
 from rollout.simulate.scenario import Scenario
 from rollout.simulate.server import SimulatedEpisode, SimulatedServer
 
-EPOCH = 0
+TIMELINE = 0
 _SERVER_LIFETIMES = 1_000_003
 """Where the streams of the servers' lifetimes begin, after those of the generators."""
 
@@ -169,7 +169,7 @@ class Simulation:
                     self.clock.post(self._usage, action.session, action.tokens, action.lost)
                 case ReportFirstToken():
                     oldest = self._requests[action.key].oldest
-                    self.clock.post(self._session_began, action.session, Version(EPOCH, oldest))
+                    self.clock.post(self._session_began, action.session, Version(TIMELINE, oldest))
 
     def generate(self, episode: SimulatedEpisode) -> None:
         """The episode's next request, on its way to the proxy."""
@@ -245,7 +245,7 @@ class Simulation:
 
     def _publish(self, n: int) -> None:
         now = self.clock.now
-        version = Version(EPOCH, n)
+        version = Version(TIMELINE, n)
         self.record.published(n, self.generators, self.broker.ledger.generated)
         self._weights(self.updater.publish(now, version, 0, [], []))
         self._broker(self.broker.published(version, now))

@@ -250,7 +250,7 @@ class Lab:
             trainer=self.trainer,
             guards=self.guards,
             exact=self.exact,
-            token_log=SimpleNamespace(batch=lambda batch_part: None),
+            token_log=SimpleNamespace(batch=lambda batch_part: None, write_batch=lambda: None),
             export=lambda: None,
         )
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def test_a_plug_in_that_uses_an_old_name_is_refused_in_one_line(
     with pytest.raises(ConfigError) as raised:
         plugins.load("algo.columns", "of_before:MINE", {})
     assert "rl.core.columns is now rl.wire.columns" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_from_a_fresh_interpreter_too() -> None:
+    said = subprocess.run([sys.executable, "-c", "import launch.run"], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 1 and "launch.run is now launch.commands.run" in said.stderr
 
 
 def test_the_changelog_has_them_all() -> None:

@@ -32,6 +32,7 @@ def test_what_is_kept_is_of_the_right_sample_and_token(tmp_path: Path, max_token
     packs = packs_of(batch_part, max_tokens)
     algorithm = algorithm_of(make_loss("grpo", {}))
     accumulate_gradients(policy, packs, algorithm, temperature=0.7, global_tokens=batch_part.loss_tokens, observe=kept)
+    kept.write_batch()
     kept.close()
 
     trained = read_trained(tmp_path)

@@ -146,3 +146,10 @@ def test_a_recurrence_is_found_among_the_layers_whatever_the_family_is_called(fa
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=f"^{family}: it has .*Conv1d"):
         check_layers(model)
+
+
+def test_a_refused_family_is_not_loaded_either(tmp_path: Path) -> None:
+    """Who loads a model by itself, as a test or a bench does, is told as a run is."""
+    (tmp_path / "config.json").write_text('{"model_type": "lfm2"}')
+    with pytest.raises(ValueError, match="lfm2: its layers carry a state"):
+        Policy.load(tmp_path)

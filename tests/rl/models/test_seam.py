@@ -61,6 +61,7 @@ class Bigram(nn.Module):
     """A model that is none of transformers': the logits after a token are a row of its only matrix."""
 
     families: Iterable[str] = ("bigram",)
+    reads = ()
 
     def __init__(self) -> None:
         super().__init__()

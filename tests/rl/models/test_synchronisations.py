@@ -22,12 +22,14 @@ from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import assign
 from rl.learner.critic import accumulate_critic, with_values
 from rl.learner.guards import StepGuards
+from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer
 from rl.learner.update import accumulate_gradients, with_logp
 from rl.models.critic import Critic
 from rl.models.packing import Pack, make_packs
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
+from rl.store.samples import read_trained
 from tests.rl.learner.tiny_policies import group_batch_part, save_tiny
 
 READING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "is_nonzero", "equal")
@@ -64,6 +66,10 @@ def nothing_is_read() -> Iterator[None]:
         yield
 
 
+GROUPS = [(9, [3, 5, 3, 1]), (9, [3, 2]), (6, [4, 4, 4])]
+"""Tokens of each prompt, and of its answers."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model"))
@@ -71,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def packs_for(folder: Path, *settings: str) -> list[Pack]:
     """Complete for any loss, as `Trainer.minibatches` makes them."""
-    batch_part = group_batch_part([(9, [3, 5, 3, 1]), (9, [3, 2]), (6, [4, 4, 4])])
+    batch_part = group_batch_part(GROUPS)
     packs = make_packs(batch_part, 48, version=5)
     policy = Policy.load(folder)
     for column in ("logp_proximal", "logp_reference"):
@@ -83,7 +89,7 @@ def packs_for(folder: Path, *settings: str) -> list[Pack]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("loss", loss_names())
-def test_of_the_policy(folder: Path, loss: str, checkpointing: bool) -> None:
+def test_of_the_policy(folder: Path, tmp_path: Path, loss: str, checkpointing: bool) -> None:
     correction = "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}"
     algorithm = make_algorithm(
         load_config(None, [f"algo.loss={loss}", "algo.kl={coef: 0.1}", "algo.entropy_coef=0.01", correction])
@@ -92,8 +98,14 @@ def test_of_the_policy(folder: Path, loss: str, checkpointing: bool) -> None:
     assert any(pack.layout is not None and pack.layout.segments.keys is not None for pack in packs)
     policy = Policy.load(folder, options=ModelOptions(activation_checkpointing=checkpointing))
 
+    log = TokenLog(tmp_path, "learner.0.0", 1.0)
+    log.batch(group_batch_part(GROUPS))
+
     with nothing_is_read():
-        stats = accumulate_gradients(policy, packs, algorithm, temperature=0.7, global_tokens=100)
+        stats = accumulate_gradients(policy, packs, algorithm, temperature=0.7, global_tokens=100, observe=log)
+    log.write_batch()
+    log.close()
+    assert read_trained(tmp_path)
     assert stats.metrics()["loss/entropy"] > 0
     assert all(parameter.grad is not None for _, parameter in policy.trainable())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,7 +61,7 @@ class Bigram(nn.Module):
     """A model that is none of transformers': the logits after a token are a row of its only matrix."""
 
     families: Iterable[str] = ("bigram",)
-    reads = ()
+    reads: Collection[str] = ()
 
     def __init__(self) -> None:
         super().__init__()

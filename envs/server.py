@@ -1,9 +1,12 @@
 """The environment server: many episodes at once in one asyncio loop (`python -m envs.server --run DIR --index I`).
 
-Invariants: every ticket ends exactly once, as Trajectory, TicketFailed or TicketCancelled, which share one increasing
-sequence number; each is kept, and sent again every few seconds under its number, until it is acknowledged;
-TicketCancelled leaves only after the episode's generation has ended and its environment is closed; nothing that an
-environment does ends more than its own ticket.
+Invariants:
+
+* every ticket ends exactly once, as Trajectory, TicketFailed or TicketCancelled, which share one increasing sequence
+  number;
+* each of these is kept, and sent again every few seconds under its number, until it is acknowledged;
+* TicketCancelled leaves only after the episode's generation has ended and its environment is closed;
+* nothing that an environment does ends more than its own ticket.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws ALFWorld problems from the 120 floor plans and the object tables that the `alfworld` package ships.
 
-A floor plan gives the objects a room can have and the real places of its openable receptacles; the tables say what may
+A floor plan gives the objects a room can have and the real places of its openable receptacles. The tables say what may
 stand where and what can be cleaned, heated or cooled. Receptacles that a plan names without a place get a drawn one.
 Training and unseen scenes are the package's own lists, which share no scene.
 """

@@ -2,7 +2,7 @@
 
     env.name=dataset env.options.source=rows.jsonl env.options.reward=my_module:my_reward
 
-A reward function that hangs or kills its process over a response gives 0, and so does one that raises: a ticket that
+A reward function that hangs or kills its process over a response gives 0, and so does one that raises. A ticket that
 failed instead would be tried again, and the model would be spared its bad response. How often that happens is reported
 (`reward_failed`), and a function that raises for the first row is refused at the start.
 """

@@ -1,8 +1,8 @@
 """An agent that is a program of its own, such as a harness in its own virtual environment.
 
-It gets the address of the model in its environment (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-ANTHROPIC_API_KEY), the task as JSON on its standard input, and an empty folder as HOME and working folder. The last
-line of its output is the outcome as JSON: {"reward": 1.0, "success": true, "rewards": {...}, "info": {...}}.
+It gets the address of the model in its environment: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+ANTHROPIC_API_KEY. It gets the task as JSON on its standard input, and an empty folder as HOME and working folder. The
+last line of its output is the outcome as JSON: {"reward": 1.0, "success": true, "rewards": {...}, "info": {...}}.
 
 It runs in a sandbox (`envs/sandbox`): it sees the system's programs, its own virtual environment and its folder, and
 can reach the gateway and nothing else. When it ends, or is cancelled, all that it has started is killed, and what it

@@ -1,6 +1,6 @@
 """An OpenEnv server behind the Environment protocol: actions and observations are the JSON of its schema.
 
-A server with MCP tools lists them, and an action is a call of one; any other server has a schema of actions, and an
+A server with MCP tools lists them, and an action is a call of one. Any other server has a schema of actions, and an
 action is an object that fits it. A task is a seed, which the server's `reset` gets.
 """
 

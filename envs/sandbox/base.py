@@ -1,7 +1,13 @@
 """What a sandbox is, whatever makes it: a private copy of a file tree in which hostile commands run.
 
-Invariants every backend keeps: the template is never written; no network; nothing of the host is readable but the
-runtime; when `run` returns, no process that it started is alive; a sandbox that is closed leaves nothing behind.
+Every backend keeps these invariants:
+
+* the template is never written;
+* there is no network;
+* nothing of the host is readable but the runtime;
+* when `run` returns, no process that it started is alive;
+* a sandbox that is closed leaves nothing behind.
+
 Everything that comes out of a sandbox (output, file contents, diffs) is hostile input.
 """
 

@@ -4,11 +4,11 @@
                                              run:     sh → prlimit → setpriv (uid) → bwrap → command
                                              close:   kill, drop the mounts
 
-Mounts are made by threads in namespaces of their own: the backend's holds the runtime and the templates, each slot's is
-a copy of it with the slot's two mounts, so that a command pays for its own mounts only. They are invisible to the host
-and end with this process, however it ends. Commands die with it too (PR_SET_PDEATHSIG at each step of the chain).
-Why root and not a user namespace: root mounts the overlay, then gives up everything *before* bubblewrap starts, so
-that what bubblewrap maps in is readable to the slot's uid only.
+Mounts are made by threads in namespaces of their own. The backend's holds the runtime and the templates; each slot's is
+a copy of it with the slot's two mounts. So a command pays for its own mounts only. They are invisible to the host and
+end with this process, however it ends. Commands die with it too (PR_SET_PDEATHSIG at each step of the chain). Root does
+this, not a user namespace: it mounts the overlay, then gives up everything *before* bubblewrap starts. So what
+bubblewrap maps in is readable to the slot's uid only.
 """
 
 from __future__ import annotations

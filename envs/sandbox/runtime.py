@@ -1,6 +1,6 @@
-"""What a sandbox sees of the host: system libraries and tools, a Python, and the test harness. Nothing else.
+"""What a sandbox sees of the host: system libraries and tools, a Python, and the test harness. It sees nothing else.
 
-Inside, the interpreter stands at its path on the host (a relocated Python would look for its libraries there), and
+Inside, the interpreter stands at its path on the host, because a relocated Python would look for its libraries there.
 `HARNESS` holds pytest with what it needs, copied from the environment that runs Fresco, and the families' scripts.
 """
 

@@ -162,8 +162,8 @@ def _run_unchanged(
 
 
 def _vanished(run: TestRun, counted: TestRun, tests: Sequence[str]) -> bool:
-    """Whether one that passed where it is counted is not even there now, as when code changes tests while they are
-    collected: which of the two runs it meets in time is luck.
+    """Whether a test that passed where it is counted is not even there now. This is so when code changes tests while
+    they are collected: which of the two runs it meets in time is luck.
     """
     pairs = zip(outcomes_of(run.outcomes, tests), outcomes_of(counted.outcomes, tests), strict=True)
     return any(now is None and before == "passed" for now, before in pairs)

@@ -2,8 +2,8 @@
 
 The copies have the paths and the names of the tests that are counted, so that code which makes exactly those pass, or
 whose objects equal everything, gives itself away. A test of FAIL_TO_PASS that is sure to reach an equality
-(`assert a == b`, `self.assertEqual(a, b)`) keeps its body, and one side of each such equality is changed to another
-value of its type. Any other test fails at its first statement, and so costs no time.
+(`assert a == b`, `self.assertEqual(a, b)`) keeps its body. One side of each such equality is changed to another value
+of its type. Any other test fails at its first statement, and so costs no time.
 """
 
 from __future__ import annotations

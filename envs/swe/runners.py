@@ -91,8 +91,8 @@ def changed_paths(patch: str) -> list[str]:
 def protected_paths(
     runner: RunnerName, gold_patch: str, test_files: Sequence[str] = (), test_patch: str = ""
 ) -> list[str]:
-    """What a diff cannot change, unless that is what the task is about: the runner's machinery, the files that the task
-    names or brings, and the folders of such files whose own names do not show that they are tests."""
+    """What a diff cannot change, unless that is what the task is about. It is the runner's machinery, the files that
+    the task names or brings, and the folders of such files whose own names do not show that they are tests."""
     named = [*test_files, *changed_paths(test_patch)]
     folders = [f"{path.rpartition('/')[0]}/" for path in test_files if "/" in path and not is_test_file(path)]
     changed = changed_paths(gold_patch)

@@ -1,14 +1,14 @@
 """Sessions over worker processes. A worker that hangs or dies is replaced, and its sessions are restored by replay.
 
 A worker answers requests in order and says which one it works on. If it hangs, or uses up the CPU time that it allows a
-request (SIGPROF), the session of that request is lost, as RequestLost, and no other; if it dies, the session is tried
-once more, since the worker may have been killed from outside. Of every other session of the worker the requests that it
-remembers are made again in a new process, and its waiting request is sent again; the caller notices only the time.
+request (SIGPROF), the session of that request is lost, as RequestLost, and no other. If it dies, the session is tried
+once more, since the worker may have been killed from outside. For every other session of the worker, the requests that
+it remembers are made again in a new process, and its waiting request is sent again. The caller notices only the time.
 Answers must depend on a session's requests alone.
 
 A process is there from `start` or from the first request on; one that ends is replaced once there is a session. One
-that cannot be started is tried again for as long as the pool is there; after a few times those who wait are told, and
-until it serves new sessions go elsewhere.
+that cannot be started is tried again for as long as the pool is there. After a few times those who wait are told; until
+it serves, new sessions go elsewhere.
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ class WorkerProcess(Generic[Body, Result]):
     def clock(self) -> float:
         """Seconds that stand still while the process is ready to run and has no core.
 
-        So a deadline by it follows what the process does: on a crowded machine it ends one that sleeps, or that never
-        comes to an end, and not one that is kept from its work. Where the kernel does not count it, the plain clock.
+        So a deadline by it follows what the process does. On a crowded machine it ends a process that sleeps, or that
+        never comes to an end, and not one that is kept from its work. Where the kernel does not count this, it is the
+        plain clock.
         """
         if self._schedule >= 0:
             with contextlib.suppress(ProcessLookupError):  # it is dead: what was counted last

@@ -1,10 +1,10 @@
 """`fresco trace RUN`: the run's life as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
 One process of the picture is one process of the run. An environment server has a lane for each episode that it plays at
-once, with reset, generations and steps inside the episode's bar; a generator one for each request that it runs at once,
-its weight loads, and counters; the learner its phases and waits. Arrows lead from requests to the generators that
-answer them. What has not ended (yet, or because its process died) is a bar up to there with `unfinished` among its
-arguments.
+once, with reset, generations and steps inside the episode's bar. A generator has a lane for each request that it runs
+at once, its weight loads, and counters. The learner has its phases and waits. Arrows lead from requests to the
+generators that answer them. What has not ended (yet, or because its process died) is a bar up to there with
+`unfinished` among its arguments.
 """
 
 from __future__ import annotations

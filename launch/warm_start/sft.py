@@ -70,8 +70,8 @@ class SupervisedOptions:
     """Weight of the mean loss on the environment's text, beside that on what is imitated. Its answers repeat names from
     the commands: a small model learns to copy from them."""
     parts: int = 1
-    """Parts of a batch whose gradients are computed side by side, a thread each, and added in order: the result depends
-    on the number of parts, not on that of cores."""
+    """Parts of a batch whose gradients are computed side by side, a thread each, and added in order. So the result
+    depends on the number of parts, not on that of cores."""
 
 
 def pack_rows(examples: Sequence[Example], width: int | None, device: torch.device | str = "cpu") -> Rows:

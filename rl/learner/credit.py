@@ -1,7 +1,7 @@
 """From rewards to the advantage, weight and return of every token of a batch.
 
-What spans the batch (shaping, group statistics, the mean of an advantage, the weights of an aggregation) comes from
-`shard.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.
+What spans the batch is shaping, group statistics, the mean of an advantage and the weights of an aggregation. It comes
+from `shard.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The learner: one process per FSDP rank (`python -m rl.learner.process --run DIR --index RANK --incarnation K`).
 
-`train` is the algorithm. What a rank needs for it stands in `Learner`, its conversation with the rest of the
-run in `rl.learner.run_client`: batches are requested one ahead, so they are assembled and sent during training.
+`train` is the algorithm. What a rank needs for it stands in `Learner`, its conversation with the rest of the run in
+`rl.learner.run_client`. Batches are requested one ahead, so they are assembled and sent during training.
 
 Models and their update are `rl.learner.trainer`'s. Metrics are all-reduced: `train/loss` is the mean over the batch's
 generated tokens.

@@ -66,11 +66,11 @@ def accumulate_gradients(
 ) -> UpdateStats:
     """Add this rank's part of the minibatch's gradient to `policy`.
 
-    first_step: the weights are still those before the batch's first optimizer step, so that the proximal policy is the
-    current one and costs no forward of its own.
+    first_step: whether the weights are still those before the batch's first optimizer step. Then the proximal policy is
+    the current one and costs no forward of its own.
     global_tokens: loss tokens of the minibatch over all ranks. Under FSDP every rank needs equally many packs
     (`pad_packs`).
-    observe: called with each pack, without its gradient.
+    observe: is called with each pack, without its gradient.
     """
     stats = UpdateStats()
     for pack in packs:

@@ -1,7 +1,7 @@
 """Samples of a shard as packs: flat, padding-free token axes of bounded length, one forward each.
 
-Whatever is normalised over the batch (`rl.learner.credit`: advantages, token weights, the token count) is computed from
-the whole batch, so how samples are spread over packs, ranks and minibatches changes no gradient.
+Advantages, token weights and the token count are normalised over the batch, so they are computed from the whole batch
+(`rl.learner.credit`). How samples are spread over packs, ranks and minibatches changes no gradient.
 """
 
 from __future__ import annotations

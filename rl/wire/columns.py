@@ -6,7 +6,7 @@ what the table says and name no column themselves. To add one, declare it in a m
     TEACHER_LOGP = Column("teacher_logp", "float32", masked=0.0, producer="generator")
 
 and name it in the recipe: `algo.columns: [my_columns:TEACHER_LOGP]`. The run file tells every process of the run, which
-puts the column into its table at start; broker and environment servers do so too, hence no torch in that module. Then
+puts the column into its table at start. Broker and environment servers do so too, hence no torch in that module. Then
 
 * a generator's engine answers it in `Sampled.columns["teacher_logp"]`, one entry per sampled token; with
   `covers="context"` also in `Sampled.context["teacher_logp"]`, one entry per token of the prompt that it is asked for;
@@ -48,11 +48,13 @@ WIRE_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1", "<u
 class Column:
     """One declaration. Raises ValueError for what no trajectory could carry.
 
-    producer: a `learner` column is added to packs and never crosses a socket. scope: what has one entry of `shape`.
-    masked: the entry of a token that nobody has filled (`token_ids` apart: the prompt's ids stand there).
-    covers: a `sampled` column has entries for generated tokens. A `context` column of the generators has them for
-    prompts and observations as well, each filled by the engine that read the token. reads: what uses it at the learner.
-    shape: of one entry. A name stands for the field of the model's config.json that holds the number.
+    * `producer`: a `learner` column is added to packs and never crosses a socket.
+    * `scope` is what has one entry of `shape`.
+    * `masked` is the entry of a token that nobody has filled (`token_ids` apart: the prompt's ids stand there).
+    * `covers`: a `sampled` column has entries for generated tokens. A `context` column of the generators has them for
+      prompts and observations as well, each filled by the engine that read the token.
+    * `reads` is what uses it at the learner.
+    * `shape` is that of one entry. A name stands for the field of the model's config.json that holds the number.
     """
 
     name: str

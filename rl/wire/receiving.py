@@ -61,8 +61,8 @@ class Receiver(Generic[M]):
             receiver.drain()
 
     `wake_fd` ends a wait as well; its owner reads it. At most `limit` messages of each socket are handled in a turn.
-    again: of sockets that connect, whether they receive or not: called when their connection has been made again.
-    codec: of the messages on these sockets, where they are not those of `rl.wire.messages`.
+    `again` is for sockets that connect, whether they receive or not: it is called when their connection has been made
+    again. `codec` is that of the messages on these sockets, where they are not those of `rl.wire.messages`.
     """
 
     def __init__(

@@ -90,11 +90,16 @@ class RunFile(BaseModel):
     def socket_names(self) -> list[str]:
         """Single sockets, and those that each receiver has for itself.
 
-        control (supervisor ROUTER), tickets (broker ROUTER, environment servers), trajectories (broker PULL), usage
-        (broker PULL, from the proxy), steps (broker ROUTER, learner rank 0), frontend (proxy ROUTER, environment
-        servers), backend (proxy ROUTER, generators), weight_status (learner rank 0 ROUTER, generators), parsers
-        (parsers ROUTER, environment servers); batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight
-        frames).
+        * control (supervisor ROUTER)
+        * tickets (broker ROUTER, environment servers)
+        * trajectories (broker PULL)
+        * usage (broker PULL, from the proxy)
+        * steps (broker ROUTER, learner rank 0)
+        * frontend (proxy ROUTER, environment servers)
+        * backend (proxy ROUTER, generators)
+        * weight_status (learner rank 0 ROUTER, generators)
+        * parsers (parsers ROUTER, environment servers)
+        * of each receiver: batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight frames)
         """
         ranks = range(self.config.learner.ranks)
         names = [*_SINGLE, *(f"batches.{rank}" for rank in ranks), *(f"blobs.{rank}" for rank in ranks)]

@@ -1,7 +1,7 @@
 """ZeroMQ sockets as every process opens them: limits, linger, heartbeats, the run's key, and typed messages.
 
-A run has one CURVE key pair, in a file that only its owner can read. Both ends of every connection use it, over ipc
-and tcp: who does not have it is refused in the handshake, before any message, and can neither read nor pose as a peer.
+A run has one CURVE key pair, in a file that only its owner can read. Both ends of every connection use it, over ipc and
+tcp. Who does not have it is refused in the handshake, before any message, and can neither read nor pose as a peer.
 Within the run a ROUTER knows its peers by their identities, which `sender` reads.
 
 Payload goes over PUSH/PULL (one pair per receiver: a PUSH to many hands each message to one of them);
@@ -9,7 +9,7 @@ what needs an address or an answer over ROUTER/DEALER. PULL of a dead process lo
 so whatever must not be lost is acknowledged and sent again by its sender.
 
 A connection that breaks is made again by ZeroMQ, which tells nobody; what was on its way in either direction is lost.
-So every socket that connects counts its handshakes (`made_again`), and whoever owns it says anew what it holds and
+So every socket that connects counts its handshakes (`made_again`). Then whoever owns it says anew what it holds and
 asks for, as it does to the successor of a process that died.
 """
 

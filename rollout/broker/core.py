@@ -14,9 +14,9 @@ n = published version = batches trained; e = the next step to be assembled (n <=
 
 * **F1** `Groups.admit`: `Rules.admitted(n)` whole groups.
 * **F2** `Tickets.issue`: tickets carry the version at which they go out; none goes out while n < e - S.
-* **F3** `Groups.set_version`, `Groups.cut_off`: an unbatched group with v < e - S fits no later batch and ends `stale`,
-  its task in front again with one more cut-off. e >= n, so this is F3's bound n - S, applied as soon as it is certain
-  (at assembly), not only at publication.
+* **F3** `Groups.set_version`, `Groups.cut_off`: an unbatched group with v < e - S fits no later batch and ends `stale`.
+  Its task goes in front again with one more cut-off. As e >= n, this is F3's bound n - S, applied as soon as it is
+  certain (at assembly), not only at publication.
 * **F4** `Batches.assemble`: B ready groups, by v, at the learner's request for step e.
 * **F5** `Batches.is_held`: a batch waits for groups that were cut off P times, at most `hold_deadline_s` from when it
   had its B groups and was requested.

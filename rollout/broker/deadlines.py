@@ -41,10 +41,12 @@ class Deadlines:
 class Patience:
     """How long the learner may wait for a batch: as long as it comes nearer.
 
-    patience = Patience(deadline_s, now)
-    patience.advanced(now)           # an answer has begun, grown or ended, or an episode has
-    patience.has_run_out(asked, now) # nothing of this for the deadline, since the learner asked
-    patience.must_be_told(now)       # the learner, which has the same deadline and does not see what advances
+        patience = Patience(deadline_s, now)
+        patience.advanced(now)           # an answer has begun, grown or ended, or an episode has
+        patience.has_run_out(asked, now) # nothing of this for the deadline, since the learner asked
+        patience.must_be_told(now)       # whether the learner must hear of it
+
+    The learner has the same deadline and does not see what advances, so it is told.
     """
 
     def __init__(self, deadline_s: float, now: float) -> None:

@@ -1,6 +1,6 @@
 """What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md). Pure.
 
-An environment takes part by two names in its `info`: `success_<type>` is 1 or 0 and names the type of its task,
+An environment takes part by two names in its `info`. `success_<type>` is 1 or 0 and names the type of its task;
 `invalid_share` is the share of an episode's answers that it could not use.
 """
 
@@ -296,8 +296,8 @@ class Outliers:
     """One environment server or generator that is much slower than its like, by the turns of trained episodes.
 
     A busy machine makes any process stand still for a while, and what stands still delays all that it holds: up to
-    1 + alpha batches. So a process counts as slow only if even the fastest quarter of its turns is slow, over so many
-    batches that one or two such stalls are less than three quarters of them.
+    1 + alpha batches. So a process counts as slow only if even the fastest quarter of its turns is slow. That is judged
+    over so many batches that one or two such stalls are less than three quarters of them.
     """
 
     def __init__(self, alarms: Alarms, alpha: float) -> None:

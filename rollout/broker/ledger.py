@@ -11,15 +11,15 @@ After the death of the learner batched and trained ones may end stale (`history.
 Invariants (`check`):
 * samples issued = sum over all states;
 * tokens generated = sum over the states + lost. Tokens are what generators report per ticket (`usage`, before or
-  after the trajectory). A ticket's tokens stand in the state of its sample while it is the sample's
-  current attempt; those of an attempt that failed stand under `failed`, also when the sample is tried again
-  and trained, so that `trained` is exactly the useful tokens. A queued sample therefore has no tokens.
-  Tokens of a generator that died stand under `lost`, whatever became of the ticket;
+  after the trajectory). A ticket's tokens stand in the state of its sample while it is the sample's current attempt.
+  Those of an attempt that failed stand under `failed`, also when the sample is tried again and trained. So `trained` is
+  exactly the useful tokens. A queued sample therefore has no tokens. Tokens of a generator that died stand under
+  `lost`, whatever became of the ticket;
 * a second copy of a slow episode is booked under `redundant` from its first token, and changes places with the first
   copy when it becomes the sample's current attempt (`promote`);
-* double entry: a trajectory's own `tokens_generated` equals the sum of its ticket's usage that was not lost. Only for
-  tickets that were at hand when broker or proxy died, or a connection broke, the trajectory's count stands alone, and
-  from then on what is reported of tickets that are over is lost.
+* double entry: a trajectory's own `tokens_generated` equals the sum of its ticket's usage that was not lost. This does
+  not hold for tickets that were at hand when broker or proxy died, or a connection broke. There the trajectory's count
+  stands alone, and from then on what is reported of tickets that are over is lost.
 
 All transitions pass through `move`, the only place that changes a state.
 """

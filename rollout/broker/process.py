@@ -1,8 +1,8 @@
 """The broker process: BrokerCore behind its sockets (`python -m rollout.broker.process --run DIR`).
 
-One poll loop. Each turn drains every socket, turns messages into events of the core, writes these to the log, carries
-out its actions, and sends the servers their tickets, with one message each that acknowledges what was taken. Payloads
-stay where they were received: the core passes them through, and a batch concatenates them once.
+It has one poll loop. Each turn drains every socket, turns messages into events of the core, writes these to the log,
+and carries out its actions. Then it sends each server its tickets, in one message that also acknowledges what was
+taken. Payloads stay where they were received: the core passes them through, and a batch concatenates them once.
 
 What peers send is not trusted: what is no message, or not its sender's to say, is counted and dropped; a trajectory
 that cannot be true fails its ticket. A peer that is gone is the supervisor's to announce; until then its tickets stay

@@ -11,8 +11,8 @@ sampled. So each request is attached to what was sampled:
   where the client sends it. It goes on with the ids of the bridge (`rollout/episodes/bridge.py`).
 * What repeats nothing opens a new root, whose ids are all read and never trained. `forks` counts why: `edited` (an
   assistant's message that was not sampled there), `compacted` (no assistant's message is left), `subagent` (another
-  first message), `tools` (other tools), `bridge` (it was refused), `thinking` (the template drops old reasoning, and
-  `thinking="template"` follows it).
+  first message) or `tools` (other tools). The others are `bridge` (it was refused) and `thinking` (the template drops
+  old reasoning, and `thinking="template"` follows it).
 * A turn that was aborted, or that nobody was answered with, is no part of any sequence.
 
     forest = Forest(reader)

@@ -85,9 +85,12 @@ class TurnSampler:
         """Generate one turn into the sequence; the last answer, and whether the context ended it.
 
         A turn aborted on the generators' side (at a weight update) keeps what it has and goes on from there.
-        max_tokens: `self.max_tokens` where there is none, and never more. ending: once it is done the
-        turn is aborted, with what it has. tell: gets the ids while they are sampled, each once. stop: texts that end
-        the turn where they end, as far as the engine reads text. Raises EpisodeFailed.
+        * `max_tokens` is `self.max_tokens` where there is none, and never more.
+        * Once `ending` is done the turn is aborted, with what it has.
+        * `tell` gets the ids while they are sampled, each once.
+        * `stop` is texts that end the turn where they end, as far as the engine reads text.
+
+        Raises EpisodeFailed.
         """
         limit = self._config.generator.max_model_len
         wanted = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)

@@ -46,8 +46,8 @@ class Effort:
 
 @contextlib.contextmanager
 def watched_start(process: Process) -> Iterator[None]:
-    """Inside, `process` is busy, and its progress counts below 0 as long as the calling thread or a process below this
-    one advances: a process that fails now has not worked yet. Afterwards it is as it was.
+    """Inside, `process` is busy. As long as the calling thread or a process below this one advances, its progress
+    counts below 0: a process that fails now has not worked yet. Afterwards it is as it was.
     """
     effort = Effort()
     over = threading.Event()

@@ -2,10 +2,10 @@
 
     python -m rollout.proxy.process --run DIR
 
-`ProxyCore` decides; this shell keeps each request's message by the core's key (request ids are unique per
-client only, keys are unique here) until it is answered, so that it can be sent again after a generator's death.
-After the proxy's own death the clients ask the next one again. Array frames are passed on as they came. No torch;
-one plain poll loop that drains every socket in turn.
+`ProxyCore` decides. This shell keeps each request's message until it is answered, so that it can be sent again after a
+generator's death. It keeps it by the core's key: request ids are unique per client only, keys are unique here. After
+the proxy's own death the clients ask the next one again. Array frames are passed on as they came. No torch; one plain
+poll loop that drains every socket in turn.
 """
 
 from __future__ import annotations

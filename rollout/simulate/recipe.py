@@ -191,9 +191,9 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
     """Fit the distributions of a finished run. Raises ConfigError if the folder holds no training steps.
 
     Lengths of turns, prompts and observations, and the number of turns, come from its saved batches
-    (`tracking.save_batches=true`); else from the means of its metrics, and `guessed` names what they do not say.
-    Environment latency: mean and spread of the batch means, which understate hangs. Decoding: seconds per token against
-    the sequences that ran at once, over the steps.
+    (`tracking.save_batches=true`). Without these they come from the means of its metrics, and `guessed` names what they
+    do not say. Environment latency: mean and spread of the batch means, which understate hangs. Decoding: seconds per
+    token against the sequences that ran at once, over the steps.
     """
     path = folder / "metrics.jsonl"
     if not path.exists():

@@ -1,7 +1,7 @@
 """How a test run is reported: a job from stdin, one line at the end that has its key.
 
-SWE-bench's images bring Pythons as old as 3.5 (of Django before 3.0) and 3.6 (of the others): this module,
-apply_diff.py and run_django.py use nothing newer than the first, the other runners nothing newer than the second.
+SWE-bench's images bring Pythons as old as 3.5 (of Django before 3.0) and 3.6 (of the others). So this module,
+apply_diff.py and run_django.py use nothing newer than the first, and the other runners nothing newer than the second.
 """
 
 import builtins

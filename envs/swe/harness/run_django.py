@@ -6,7 +6,7 @@ notes the outcomes. What is printed counts for nothing. Each test is reported by
 have for it (`unittest.TextTestResult.getDescription`): `test_a (module.Class)`, `test_a (module.Class.test_a)` since
 Python 3.11, or the first line of its docstring. A name of several tests passed only if each of them passed.
 
-The canaries go the same way as the tests, one of each kind of test class: code that makes a kind of test pass, or an
+The canaries go the same way as the tests, one of each kind of test class. So code that makes a kind of test pass, or an
 assertion, makes a canary pass.
 """
 

@@ -1,9 +1,9 @@
 """Runs test files of SymPy in a fresh sandbox (`python -s run_sympy.py`), as its `bin/test -C` does: plain functions.
 
 Job and report as in run_tests.py; outcomes by the functions' names, since that is all that published rows have. A name
-that several files define passed only if it passed in each. SymPy's images have no pytest, and nothing else is needed:
-https://github.com/sympy/sympy/blob/master/sympy/testing/runtests.py (`SymPyTests.test_file`) calls each function under
-a context that turns deprecations into errors, and takes Skipped, XFail and XPass for outcomes.
+that several files define passed only if it passed in each. SymPy's images have no pytest, and nothing else is needed.
+Its own runner (`SymPyTests.test_file` in https://github.com/sympy/sympy/blob/master/sympy/testing/runtests.py) calls
+each function under a context that turns deprecations into errors, and takes Skipped, XFail and XPass for outcomes.
 """
 
 import ast

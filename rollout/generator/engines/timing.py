@@ -3,9 +3,9 @@
 `BatchModel` knows sequences only by key, prompt tokens to prefill and response length. The simulated
 engine drives it with the wall clock, the virtual-time simulator with `next_event`; neither changes what it does.
 
-The model: prefills run one after another, ahead of decoding (as an engine without chunked prefill schedules
-them), and yield the first token; then every decode step gives each running sequence one token and takes
-`decode_base_s + decode_per_seq_s * (n - 1)` seconds. A weight load stalls everything.
+In the model, prefills run one after another, ahead of decoding (as an engine without chunked prefill schedules them),
+and yield the first token. Then every decode step gives each running sequence one token and takes `decode_base_s +
+decode_per_seq_s * (n - 1)` seconds. A weight load stalls everything.
 
 Where KV memory is limited, a sequence is prefilled once its context fits. When what runs has outgrown the memory, the
 newest is pre-empted and waits, ahead of all others, until its context fits again and is computed again, as vLLM does.

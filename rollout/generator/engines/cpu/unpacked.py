@@ -63,7 +63,7 @@ def write_into_parameters(model_runner: Any, pairs: Iterable[tuple[str, torch.Te
 def forget_packed_experts(model: Any) -> None:
     """Before weights are loaded again on a CPU: let every layer of experts pack its weights anew.
 
-    The CPU kernel keeps a packed copy of the experts, made when the kernel is; a reload writes the parameters and
+    The CPU kernel keeps a packed copy of the experts, made when the kernel is. A reload writes the parameters and
     leaves the copy as it was, so the layer goes on with the old experts. A layer without a kernel makes one, and packs.
     On GPUs the kernel reads the parameters themselves, whose addresses CUDA graphs hold: it must stay.
     """

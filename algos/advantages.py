@@ -144,7 +144,7 @@ def _centre(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @dataclass(frozen=True)
 class TurnOptions:
     discount: float = 1.0
-    """Of the rewards of later turns."""
+    """The factor for the rewards of later turns."""
 
     def __post_init__(self) -> None:
         _check_fraction("discount", self.discount)
@@ -175,7 +175,7 @@ def turn_process(episodes: Episodes, options: TurnOptions) -> Tensor:
 @dataclass(frozen=True)
 class TurnLocalOptions:
     weight: float = 1.0
-    """Of the turn's own reward, beside the episode's."""
+    """The weight of the turn's own reward, beside the episode's."""
 
 
 @register_advantage("turn_local", TurnLocalOptions, level="turn", needs_group=True)
@@ -193,9 +193,9 @@ def turn_local(episodes: Episodes, options: TurnLocalOptions) -> Tensor:
 @dataclass(frozen=True)
 class GigpoOptions:
     weight: float = 1.0
-    """Of the step's advantage, beside the episode's (omega)."""
+    """The weight of the step's advantage, beside the episode's (omega)."""
     discount: float = 0.95
-    """Of the rewards of later turns, in the step's return (gamma)."""
+    """The factor for the rewards of later turns, in the step's return (gamma)."""
     std: bool = True
     """Divide by the standard deviation; without, the means alone are taken off (F_norm = 1)."""
 

@@ -118,7 +118,7 @@ class AffineOptions:
     low: float | None = None
     """Rewards below it count as this much, after scale and shift."""
     high: float | None = None
-    """Likewise above."""
+    """The same limit above."""
 
     def __post_init__(self) -> None:
         if self.low is not None and self.high is not None and self.low > self.high:

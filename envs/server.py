@@ -199,7 +199,8 @@ class EnvServer:
             self._parsers.peer_died()
 
     def _greet_broker(self) -> None:
-        """Also after the connection broke: the broker sends again what did not arrive, and so does this server."""
+        """Say hello, also after the connection broke: the broker sends again what did not arrive, and so does this
+        server."""
         held = [*self._episodes, *self._unacknowledged]
         self._tickets.send(ServerHello(capacity=self.config.env.episodes_per_server, tickets=held, **self._me))
         self._send_unacknowledged(before=math.inf)
@@ -375,7 +376,7 @@ def _gateway(run: RunFile) -> Gateway:
 
 
 def _hooks(config: Config, foreign: bool) -> EpisodeHooks:
-    """Those of this role. Raises ConfigError."""
+    """The hooks of this role. Raises ConfigError."""
     loop = asyncio.get_running_loop()
     named = config.rollout.hooks
     hooks = make_hooks("env_server", named, loop.call_soon, lambda release: loop.call_later(JOIN_S, release))

@@ -179,7 +179,7 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _has_finished(self, role: str) -> bool:
-        """It has said its last word, and not because of an exception: then its successor will."""
+        """Whether it has said its last word, and not because of an exception: then its successor will."""
         return role in self._reports and self._children[role, 0].last_words is None
 
     def _drain(self, patience_s: float = 0.0) -> None:

@@ -214,7 +214,7 @@ def _is_admissible(reply: GameReply) -> bool:
 
 
 def _cut(text: str, words: int | None) -> str:
-    """At most that many words, with their line breaks."""
+    """The text, cut to at most that many words, with their line breaks."""
     if words is None:
         return text
     ends = [match.end() for match in re.finditer(r"\S+", text)]

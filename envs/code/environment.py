@@ -40,11 +40,11 @@ class CodeOptions(SourceOptions):
     cpu_s: int = Field(4, ge=1)
     """CPU seconds of a solution, or of a program for one input: what decides, however busy the machine is."""
     timeout_s: float = Field(25.0, gt=0)
-    """Of all tests of one solution, by the clock: for what waits."""
+    """The time for all tests of one solution, by the clock: for what waits."""
     case_s: float = Field(15.0, gt=0)
-    """Of one input of a program, by the clock."""
+    """The time for one input of a program, by the clock."""
     memory_mb: int = Field(512, ge=32)
-    """Of a solution and whatever it starts."""
+    """The memory of a solution and whatever it starts."""
 
 
 class CodeFamily:

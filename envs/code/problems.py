@@ -9,7 +9,7 @@ from typing import Any
 from envs.rows import Row, RowError, read_rows
 
 MAX_CASES = 64
-"""Of one problem. APPS has problems with hundreds of cases, of which these many are taken evenly."""
+"""The most cases of one problem. APPS has problems with hundreds of cases, of which these many are taken evenly."""
 
 
 @dataclass(frozen=True)

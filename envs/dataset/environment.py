@@ -47,7 +47,7 @@ class DatasetOptions(SourceOptions):
     success_reward: float = 1.0
     """A task counts as solved if the reward named first is at least this, before its weight."""
     judge: JudgeOptions | None = None
-    """Of the reward `judge`."""
+    """The options of the reward `judge`."""
     workers: int = Field(1, ge=1)
     """Processes per server that run reward functions."""
     reward_deadline_s: float = Field(10.0, gt=0)
@@ -135,7 +135,7 @@ class DatasetFamily:
             await self.judge.stop()
 
     async def score(self, response: str, row: str) -> ScoreReply:
-        """By the reward functions. Raises WorkerNotStarted."""
+        """The score by the reward functions. Raises WorkerNotStarted."""
         if not self.functions:
             return ScoreReply([])
         session = self.pool.open()

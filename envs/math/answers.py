@@ -225,7 +225,7 @@ def _restates_nothing(gold: str, answer: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """Of a tuple, a set or a bare list; of anything else the text itself."""
+    """The elements of a tuple, a set or a bare list; of anything else the text itself."""
     if text.startswith("\\{") and text.endswith("\\}"):
         text = text[2:-2]
     elif _brackets(text):
@@ -259,7 +259,7 @@ def _letters(text: str) -> set[str]:
 
 
 def _plain_text(text: str) -> str:
-    """Without text commands; case matters. A choice is its letter."""
+    """The text without text commands; case matters. A choice is its letter."""
     return _choice(text) or " ".join(re.sub(r"_\{(\w+)\}", r"_\1", _PLAIN.sub(r"\1", text)).split())
 
 

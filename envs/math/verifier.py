@@ -62,7 +62,7 @@ class Verifier:
         await self.pool.stop()
 
     async def _ask(self, question: Symbolic) -> bool | None:
-        """None: unverifiable."""
+        """The answer of a worker; None if it is unverifiable."""
         self.symbolic += 1
         self.pool.begin()
         async with self._free:  # bounded by the step deadline of the episode that waits

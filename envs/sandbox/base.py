@@ -28,14 +28,14 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox; bytes and seconds."""
+    """The limits of one sandbox, in bytes and seconds."""
 
     timeout_s: float = 30.0
-    """Of one command, unless the command says less."""
+    """The time of one command, unless the command says less."""
     cpu_s: int | None = None
     """CPU seconds of each of its processes; bubblewrap only. What ends by it ends so on a busy machine as well."""
     memory_bytes: int = 1 << 30
-    """Of the whole process tree."""
+    """The memory of the whole process tree."""
     processes: int = 64
     """Threads included."""
     file_bytes: int = 64 << 20
@@ -56,7 +56,7 @@ class Result:
     output: bytes
     stderr: bytes = b""
     left_out_bytes: int = 0
-    """Of the middle of both streams."""
+    """The bytes that were left out of the middle of both streams."""
     seconds: float = 0.0
     timed_out: bool = False
     out_of_memory: bool = False
@@ -88,7 +88,7 @@ class Command:
     argv: Sequence[str]
     stdin: bytes = b""
     timeout_s: float | None = None
-    """None: the sandbox's limit, which it can never exceed."""
+    """If this is None, it is the sandbox's limit, which it can never exceed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     separate_stderr: bool = False
     read_only: Sequence[str] = ()

@@ -212,7 +212,7 @@ class BubblewrapSandbox:
             return self._backend.run_in_thread(lambda: self._run(command))
 
     def kill(self) -> None:
-        """From any thread: end what runs, and let nothing begin any more."""
+        """To be called from any thread: end what runs, and let nothing begin any more."""
         self._ending = True
         memory.kill_tree(self._tree)
 

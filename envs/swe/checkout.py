@@ -33,7 +33,7 @@ GIT_ENVIRONMENT = {
     **{f"GIT_CONFIG_KEY_{n}": key for n, key in enumerate(_GIT_CONFIG)},
     **{f"GIT_CONFIG_VALUE_{n}": value for n, value in enumerate(_GIT_CONFIG.values())},
 }
-"""For commits that are the same wherever and whenever they are made."""
+"""The variables for commits that are the same wherever and whenever they are made."""
 _BEGIN_HISTORY = """set -e
 find . -name .git -prune -exec rm -rf -- {} +
 git init --quiet

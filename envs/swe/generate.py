@@ -56,7 +56,7 @@ class Baseline:
     flaky: tuple[str, ...]
     """Tests that differ between runs."""
     timeout_s: float
-    """Of a mutant's run, which may never end by itself."""
+    """The time of a mutant's run, which may never end by itself."""
 
 
 def generated_tasks(

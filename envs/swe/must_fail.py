@@ -55,7 +55,8 @@ class MustFail:
 
 
 def must_fail_copy(source: str, fail_to_pass: Collection[str], pass_to_pass: Collection[str] = ()) -> MustFail:
-    """Of all tests whose names begin with `test` or are listed. A file that is no Python 3 stays as it is."""
+    """A copy that must fail in all tests whose names begin with `test` or are listed. A file that is no Python 3 stays
+    as it is."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):

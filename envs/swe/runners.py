@@ -31,7 +31,7 @@ class TestRunner:
     """How the tests of a repository are run in a sandbox."""
 
     script: str
-    """In envs/swe/harness."""
+    """The name of the script in envs/swe/harness."""
     canaries: int
     """Tests of the script's own that must all fail."""
     machinery: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ RUNNERS: dict[RunnerName, TestRunner] = {
 
 
 def runner_of(repo: str) -> RunnerName:
-    """Of a repository whose tests are named without files."""
+    """The runner of a repository whose tests are named without files."""
     return _REPOSITORIES.get(repo, "pytest")
 
 
@@ -122,12 +122,13 @@ def must_fail_name(test: str) -> str:
 
 
 def share_passed(outcomes: Mapping[str, str], tests: Sequence[str]) -> float:
-    """Of `tests`; 1 of none."""
+    """The share of `tests` that passed; 1 if there are none."""
     return sum(each == "passed" for each in outcomes_of(outcomes, tests)) / len(tests) if tests else 1.0
 
 
 def outcomes_of(outcomes: Mapping[str, str], tests: Sequence[str]) -> list[str | None]:
-    """Of `tests`, by the names that the harness gave or that SWE-bench's parsers make of them; None: it was not run."""
+    """The outcomes of `tests`, by the names that the harness gave or that SWE-bench's parsers make of them; None: it
+    was not run."""
     by_published_name: dict[str, str] = {}
     if any(test not in outcomes for test in tests):
         for name in filter(has_file, outcomes):

@@ -55,7 +55,7 @@ class Pool(Generic[Body, Result]):
         self._opened = 0
 
     def begin(self) -> None:
-        """From now on requests are taken; processes start with the first."""
+        """Take requests from now on; processes start with the first."""
         for worker in self.workers:
             worker.begin()
 
@@ -115,7 +115,7 @@ class Worker(Generic[Body, Result]):
 
     @property
     def pid(self) -> int | None:
-        """None while no process serves."""
+        """The process's id; None while no process serves."""
         return self._process.pid if self._process is not None else None
 
     def begin(self) -> None:
@@ -157,7 +157,7 @@ class Worker(Generic[Body, Result]):
             self._send(_Pending(session, None))
 
     def _send(self, pending: _Pending[Body, Result]) -> None:
-        """At once where a process serves; else it waits for the next one."""
+        """Send it at once where a process serves; else it waits for the next one."""
         self._number += 1
         self._pending[self._number] = pending
         if self._process is not None:
@@ -190,7 +190,7 @@ class Worker(Generic[Body, Result]):
             self._alarm = asyncio.get_running_loop().call_later(self._kind.deadline_s, self._expire)
 
     def _expire(self) -> None:
-        """One timer at a time: it asks again when the request that is now the oldest would be due."""
+        """Set one timer at a time: it asks again when the request that is now the oldest would be due."""
         self._alarm = None
         if not self._pending or self._process is None:
             return
@@ -238,7 +238,7 @@ class Worker(Generic[Body, Result]):
                 self._needed.clear()
 
     async def _wait_after(self, failure: WorkerNotStarted) -> None:
-        """Before the next start. Sessions keep their place through the first few failures."""
+        """Wait before the next start. Sessions keep their place through the first few failures."""
         self._failed_starts += 1
         if self._failed_starts >= START_TRIES:
             self._failure = failure

@@ -56,7 +56,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def _cpu_s(loop: BareLoop, shards: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
-    """Of one step on each shard, without one on the first, which warms up."""
+    """The CPU seconds of one step on each shard, without one on the first, which warms up."""
     made = ((shard, [_with_advantages(pack) for pack in packed(shard)]) for shard in shards)
     batches = [(loop.prepared(packs), shard.loss_tokens) for shard, packs in made]
 

@@ -13,7 +13,7 @@ from launch.intervals import wilson
 
 
 def costs(played: Played, free: Played) -> dict[str, dict[str, float]]:
-    """By kind and role: how many faults, and the seconds each one lost (mean and worst).
+    """The costs by kind and role: how many faults, and the seconds each one lost (mean and worst).
 
     The time from a fault to the next one, or to the end, less what the steps trained in it take without faults.
     """

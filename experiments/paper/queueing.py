@@ -55,7 +55,7 @@ def scenario(
 
 
 def constant_share(result: SimulationResult) -> float:
-    """Of the groups that were completed."""
+    """The constant share of the groups that were completed."""
     samples: dict[str, int] = result.report["ledger"]["samples"]
     return samples["filtered"] / max(1, samples["filtered"] + samples["trained"])
 

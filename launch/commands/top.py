@@ -102,7 +102,7 @@ class Watched:
         return ", ".join(queue) or ("busy" if self._pulses[-1][1].busy else "idle")
 
     def waits(self) -> str:
-        """For whom, as a share of the last seconds."""
+        """For whom it waits, as a share of the last seconds."""
         if not self._pulses:
             return ""
         whom = sorted(self._pulses[-1][1].waits)
@@ -186,7 +186,7 @@ def _order(watched: Watched) -> tuple[int, int, int]:
 
 
 def _last_row(path: Path) -> dict[str, float]:
-    """Of a trained batch, if it is among the last ones."""
+    """The row of the last trained batch, if it is among the last ones."""
     if not path.exists():
         return {}
     with path.open("rb") as file:
@@ -201,7 +201,7 @@ def _last_row(path: Path) -> dict[str, float]:
 
 
 def top(arguments: argparse.Namespace) -> int:
-    """Until the run ends, or q. Raises ConfigError."""
+    """Show the run until it ends, or until q is pressed. Raises ConfigError."""
     watch = Watch(arguments.run)
     watch.read_on()
     console = Console(highlight=False)

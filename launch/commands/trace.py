@@ -196,7 +196,7 @@ class ChromeTrace:
             yield row | {"dur": self._microseconds(self._now) - row["ts"], "args": bar.arguments | arguments}
 
     def _cut(self, process: _Process) -> Iterator[Row]:
-        """Its open bars end here, the innermost first."""
+        """End its open bars here, the innermost first."""
         for key in reversed(list(process.open)):
             yield from self._end(process, key, unfinished=True)
 

@@ -58,7 +58,7 @@ class Request:
     module: str
     arguments: list[str]
     environment: dict[str, str]
-    """Beside the server's own."""
+    """Variables beside the server's own."""
     imports: list[str]
     """What must be there before the copy is made."""
     parent: int

@@ -37,7 +37,8 @@ class RunPage:
 
 
 def gather(folder: Path) -> RunPage:
-    """Of a run that has ended in any way, or goes on. Raises ConfigError if its run.json cannot be read."""
+    """What the report shows of a run that has ended in any way, or goes on. Raises ConfigError if its run.json cannot
+    be read."""
     try:
         run = RunFile.load(folder)
     except ValueError as error:
@@ -110,7 +111,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:
-    """By name, an entry for each row; `reward/low` and `reward/high` are the 95 % interval of a batch's mean reward."""
+    """The columns by name, with an entry for each row; `reward/low` and `reward/high` are the 95 % interval of a
+    batch's mean reward."""
     for row in rows:
         row["seconds"] = row["time"] - run.started_at
         if rewards := row.get("histogram/reward"):
@@ -121,7 +123,8 @@ def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:
 
 
 def reward_interval(rewards: Sequence[float], group_size: int) -> Row:
-    """By the spread between groups: members of a group share a task and are not independent."""
+    """The interval of the mean reward by the spread between groups: members of a group share a task and are not
+    independent."""
     groups = np.asarray(rewards[: len(rewards) // group_size * group_size], np.float64).reshape(-1, group_size).mean(1)
     if len(groups) < 2:
         return {}
@@ -130,7 +133,7 @@ def reward_interval(rewards: Sequence[float], group_size: int) -> Row:
 
 
 def histograms(rows: Sequence[Row]) -> dict[str, Any]:
-    """By name: the common edges, and the counts of each row."""
+    """The histograms by name: the common edges, and the counts of each row."""
     found: dict[str, Any] = {"steps": [row["step"] for row in rows]}
     for name in sorted({name for row in rows for name in row if name.startswith("histogram/")}):
         every = np.concatenate([np.asarray(row.get(name, []), np.float64) for row in rows])
@@ -168,7 +171,7 @@ def gain(path: Path) -> list[float] | None:
 
 
 def ledger(last: Row, steps: int, run: RunFile) -> dict[str, dict[str, float]] | None:
-    """Of a run that could not close its books: the samples as its last row has them."""
+    """The samples by state; of a run that could not close its books, the samples as its last row has them."""
     if not last:
         return None
     counts = {name: last.get(f"queue/{name}", 0) for name in ("queued", "running", "waiting", "batched")}

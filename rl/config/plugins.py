@@ -84,7 +84,8 @@ def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> An
 
 
 def own_packages_first() -> None:
-    """Once, where a command starts: neither this process nor its children take our packages from the working folder."""
+    """To be called once, where a command starts: from then on neither this process nor its children take our packages
+    from the working folder."""
     elsewhere = [path for path in sys.path if not _is_working_folder(path)]
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not _is_working_folder(path)]
 

@@ -85,7 +85,7 @@ def _of_rows(shard: BatchPart) -> str:
 
 
 def _check_freshness(shard: BatchPart, step: int, staleness_bound: int) -> None:
-    """By what the rows of the whole batch say, and by each token of this rank's own samples."""
+    """Check the batch by what the rows of the whole batch say, and by each token of this rank's own samples."""
     oldest = step - staleness_bound
     versions = [row.version for row in shard.rows]
     old_tokens = (shard.loss_mask != 0) & (shard.policy_version < oldest)

@@ -31,7 +31,7 @@ class Minibatch:
 
 
 def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Over all ranks, in place; nothing without a process group."""
+    """Combine the values over all ranks, in place; nothing without a process group."""
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
     return values

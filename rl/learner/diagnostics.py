@@ -147,7 +147,7 @@ def _least_variance(logp: Tensor, entropy: Tensor) -> Tensor:
 
 
 def _means(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Of the tokens that were summed; `histogram` (bins,) gives quantiles."""
+    """The means of the tokens that were summed; `histogram` (bins,) gives quantiles."""
     totals = {name: float(value) for name, value in sums.items() if not value.ndim}
     tokens = totals.pop("tokens")
     square = totals.pop("ratio_square")
@@ -166,7 +166,7 @@ def _means(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _quantiles(histogram: Tensor, wanted: Sequence[float]) -> list[float]:
-    """Of the ratio, from the counts (bins,) of its logarithm."""
+    """The quantiles of the ratio, from the counts (bins,) of its logarithm."""
     reached = histogram.cumsum(0) / histogram.sum()
     places = torch.searchsorted(reached, torch.tensor(wanted, dtype=torch.float64) - 1e-12)
     centres = _FINEST * torch.sinh(_SPREAD * (2 * places.double() / (_BINS - 1) - 1))

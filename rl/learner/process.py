@@ -34,7 +34,7 @@ from rl.wire.run import context_from_command_line, numeric
 
 
 def train(learner: Learner, client: RunClient) -> None:
-    """From the first weights to the closing report; returns when the supervisor says stop."""
+    """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
     for shard in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
@@ -108,7 +108,8 @@ class Learner:
         self.exact = ExactCheck(self.policy, self.config, process.alarms)
 
     def _advance(self, *_: object) -> None:
-        """Before every forward: one pack is the grain at which a hang is noticed and a stop is obeyed."""
+        """Count progress and obey a stop before every forward: one pack is the grain at which a hang is noticed and a
+        stop is obeyed."""
         self._process.progress += 1
         if self._process.stopping:
             raise Stopped("told to stop during training")
@@ -150,7 +151,8 @@ def join_ranks(process: Process) -> DeviceMesh | None:
 
 
 def _meeting_place(process: Process) -> dist.Store:
-    """On one machine a file that only its owner can open; between machines rank 0 serves it, and says where."""
+    """Where the ranks meet: on one machine a file that only its owner can open; between machines rank 0 serves it, and
+    says where."""
     run = process.run
     ranks = run.config.learner.ranks
     if ranks == 1:

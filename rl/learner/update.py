@@ -25,7 +25,7 @@ Observer = Callable[[Pack, LossInputs, LossResult], None]
 
 @dataclass
 class UpdateStats:
-    """Of one rank until `all_reduce`; then of all, identically."""
+    """The sums of one rank until `all_reduce`; then of all, identically."""
 
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     critic: CriticStats = field(default_factory=CriticStats)

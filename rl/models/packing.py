@@ -67,14 +67,15 @@ class Pack:
         return int(self.mask.sum())
 
     def with_columns(self, **columns: Tensor) -> Pack:
-        """With these columns (T, ...) added or replaced. Raises ValueError for one that is not in the table."""
+        """The pack with these columns (T, ...) added or replaced. Raises ValueError for one that is not in the
+        table."""
         for name in columns:
             declared(name)
         kept = self.layout if columns.keys().isdisjoint((*_read(), "loss_mask")) else None
         return replace(self, columns=self.columns | columns, layout=kept)
 
     def laid_out(self) -> Pack:
-        """With its layout. Raises ValueError where the pack has left the host without one."""
+        """The pack with its layout. Raises ValueError where the pack has left the host without one."""
         if self.layout is not None:
             return self
         if self.token_ids.device.type != "cpu":
@@ -83,7 +84,7 @@ class Pack:
         return replace(self, layout=lay_out(read, self.position_ids.numpy(), self.mask.numpy()))
 
     def to(self, device: torch.device | str) -> Pack:
-        """On the device, with its layout."""
+        """The pack on the device, with its layout."""
         laid_out = self.laid_out()
         assert laid_out.layout is not None
         place = methodcaller("to", device, non_blocking=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 DIGESTS = "digests.json"
-"""Of a folder's files, in the folder."""
+"""The name of the file, in a folder, with the digests of its files."""
 _ALL = "*"
 
 

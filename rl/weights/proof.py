@@ -28,8 +28,8 @@ each of ten by 0.138 or more. In float32 it is 2.5e-6 and 0.104 (`python -m expe
 stands between."""
 PROBE_TOKENS = 64
 EXACT_PROBE_TOKENS = 16
-"""Of later versions where both sides compute in float32: there is hardly a rounding that more would average out, and
-each token costs a whole model."""
+"""The probe's length for later versions where both sides compute in float32: there is hardly a rounding that more would
+average out, and each token costs a whole model."""
 LONG_PROBES = 3
 """Versions that a learner announces with the long one in any case. These show whether engine and learner compute the
 same, and some differences grow with the position (a cast of the rotary frequencies); later ones show that new weights

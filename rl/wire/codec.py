@@ -25,7 +25,8 @@ _LARGE_ENTRY_BYTES = 64  # of one token, say; the built-in columns of a token ha
 SHARED_FRAMES = 2  # the header and the smaller arrays; what follows are large arrays, one a frame
 _ALIGNMENT = 8
 MAX_FRAME_BYTES = 1 << 30
-"""Of one frame. The largest is one column of a rank's shard (256 M tokens of 4 bytes); a chunk of weights has 4 MB."""
+"""The limit of one frame. The largest is one column of a rank's shard (256 M tokens of 4 bytes); a chunk of weights has
+4 MB."""
 
 Frames = Sequence[bytes | memoryview]
 T = TypeVar("T")

@@ -46,7 +46,7 @@ WIRE_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1", "<u
 
 @dataclass(frozen=True)
 class Column:
-    """One declaration. Raises ValueError for what no trajectory could carry.
+    """The declaration of one column. Raises ValueError for what no trajectory could carry.
 
     * `producer`: a `learner` column is added to packs and never crosses a socket.
     * `scope` is what has one entry of `shape`.
@@ -97,14 +97,14 @@ class Column:
 
     @property
     def entry_shape(self) -> tuple[int, ...]:
-        """Of one entry, in numbers. Raises ValueError where the model, which has them, is not known here."""
+        """The shape of one entry, in numbers. Raises ValueError where the model, which has them, is not known here."""
         sizes = tuple(size for size in self.shape if not isinstance(size, str))
         if len(sizes) < len(self.shape):
             raise ValueError(f"column {self.name!r}: its shape {self.shape} comes from a model, and none is known here")
         return sizes
 
     def of_model(self, config: Mapping[str, Any]) -> Column:
-        """With the numbers of this model. Raises ValueError for a field that is missing or holds no size."""
+        """The column with the numbers of this model. Raises ValueError for a field that is missing or holds no size."""
         sizes: list[int] = []
         for named in self.shape:
             size = config.get(named) if isinstance(named, str) else named
@@ -231,7 +231,7 @@ def mismatch(columns: Mapping[str, np.ndarray], entries: Mapping[Scope, int], pr
 
 
 def context_mismatch(context: Mapping[str, np.ndarray], entries: int) -> str:
-    """Likewise of context columns for so many tokens that a generator has read."""
+    """What is wrong with the context columns of so many tokens that a generator has read."""
     wrong = _mismatch(context, dict.fromkeys(context_columns(), entries))
     return wrong and f"of what it has read: {wrong}"
 
@@ -262,7 +262,7 @@ class Accessor(Generic[T]):
 
 
 class OptionalAccessor(Accessor[T | None]):
-    """Likewise, or None where there is no such column."""
+    """An `Accessor` that gives None where there is no such column."""
 
     def __get__(self, holder: Any, owner: type) -> T | None:
         value: T | None = holder.columns.get(self._name)

@@ -88,7 +88,7 @@ class Receiver(Generic[M]):
             self._poller.register(connection.news, zmq.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Until a message has arrived, `wake_fd` is readable or the time is over (then False)."""
+        """Wait until a message has arrived, `wake_fd` is readable or the time is over (then False)."""
         return bool(self._poller.poll(int(1000 * seconds)))
 
     def drain(self) -> None:
@@ -106,7 +106,7 @@ class Receiver(Generic[M]):
 
 
 class Outgoing:
-    """To one peer, on the asyncio loop: what is sent within one turn of the loop leaves as one, at its end.
+    """Messages to one peer, on the asyncio loop: what is sent within one turn of the loop leaves as one, at its end.
 
     What the socket raises goes to `failed`. `left` is called after each time that something has left.
     """

@@ -60,12 +60,13 @@ class RunFile(BaseModel):
 
     @property
     def learner_device(self) -> str:
-        """Without a step to train the learner only hands out weights: it leaves the GPUs to the engines."""
+        """Where the learner computes. Without a step to train it only hands out weights, and leaves the GPUs to the
+        engines."""
         return self.device if self.config.steps else "cpu"
 
     @property
     def addresses(self) -> Addresses:
-        """Of the run's sockets, as far as this process knows them. Not part of the file."""
+        """The addresses of the run's sockets, as far as this process knows them. Not part of the file."""
         return self._addresses
 
     @property
@@ -108,7 +109,7 @@ class RunFile(BaseModel):
 
 
 def socket_name(name: str, index: int | None = None) -> str:
-    """Of one of several sockets that are called alike, the `index`-th."""
+    """The name of a socket; of several that are called alike, of the `index`-th."""
     return name if index is None else f"{name}.{index}"
 
 

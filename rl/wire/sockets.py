@@ -81,7 +81,7 @@ class Connection(zmq.Socket[bytes]):
     """Readable when `made_again` may have something to say."""
 
     def reach(self, run: RunFile, name: str) -> None:
-        """From now on, the socket of this name."""
+        """Send from now on to the socket of this name."""
         self._run = run
         self._name = name
         self._held = []
@@ -116,7 +116,7 @@ class Connection(zmq.Socket[bytes]):
         return self._endpoint is None
 
     def count_handshakes(self) -> None:
-        """From now on; before it connects."""
+        """Count handshakes from now on; to be called before it connects."""
         address = f"inproc://handshakes-{next(_UNIQUE)}"
         self.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.news = self.context.socket(zmq.PAIR)
@@ -197,7 +197,7 @@ def close_at_once(socket: zmq.SyncSocket) -> None:
 
 
 def made_again(socket: zmq.SyncSocket) -> bool:
-    """Of a socket that connects: whether its connection broke and was made again since the last call."""
+    """Whether a connecting socket's connection broke and was made again since the last call."""
     return isinstance(socket, Connection) and socket.made_again()
 
 
@@ -252,7 +252,7 @@ def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:
 
 
 def follow(socket: zmq.SyncSocket) -> None:
-    """Of a socket that connects: to where its peer is by now."""
+    """Connect a socket to where its peer is by now."""
     if isinstance(socket, Connection):
         socket.follow()
 
@@ -267,7 +267,8 @@ def send_frames(socket: zmq.SyncSocket, frames: Frames) -> None:
 
 
 def receive_frames(socket: zmq.SyncSocket) -> list[bytes | memoryview]:
-    """As `recv_multipart`, which asks the socket after every frame whether more follow: three times the cost."""
+    """The frames of one message. `recv_multipart` does the same, but asks the socket after every frame whether more
+    follow: three times the cost."""
     frames: list[bytes | memoryview] = []
     while True:
         frame = socket.recv(_DONTWAIT, copy=False)

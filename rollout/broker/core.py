@@ -170,7 +170,7 @@ class BrokerCore:
         return self._after_event(now) if self._end_without_result(ticket_id, reason, now, turns) else []
 
     def refused(self, ticket_id: int, reason: str, now: float) -> list[Action]:
-        """Its trajectory cannot be true (`validation.fault`): the ticket has failed."""
+        """A ticket's trajectory cannot be true (`validation.fault`): the ticket has failed."""
         if self.ticket(ticket_id) is None:
             self.stats.duplicates += 1
             return []
@@ -427,14 +427,14 @@ class Copies:
         self.ledger = tickets.ledger
 
     def start(self, slow: Attempt, n: int, oldest_useful: int, now: float) -> list[IssueTicket]:
-        """Of a running sample, on another server, if one has a free seat (F2 as for any ticket)."""
+        """Start a copy of a running sample on another server, if one has a free seat (F2 as for any ticket)."""
         server = self.tickets.servers.next(avoid=slow.server)
         if server is None or n < oldest_useful:
             return []
         return [self.tickets.start(slow.sample, server, n, now)]
 
     def settle(self, attempt: Attempt) -> None:
-        """Its sample has its result."""
+        """Note that the attempt's sample has its result."""
         sample = attempt.sample
         other = sample.attempt if attempt is sample.spare else sample.spare
         if attempt is sample.spare:
@@ -443,7 +443,7 @@ class Copies:
             self.tickets.revoke(other, State.REDUNDANT)
 
     def go_on(self, attempt: Attempt) -> bool:
-        """It has failed, or is overdue: whether the other copy of its sample goes on."""
+        """Whether, after this attempt has failed or is overdue, the other copy of its sample goes on."""
         sample = attempt.sample
         if not attempt.is_running or sample.spare is None:
             return False

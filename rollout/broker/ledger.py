@@ -189,7 +189,7 @@ class Ledger:
             self.first_mismatch = ""
 
     def give_up_waiting(self) -> None:
-        """At the end of the run: usage that has not arrived by now is missing."""
+        """Stop waiting at the end of the run: usage that has not arrived by now is missing."""
         for attempt in list(self.attempts.values()):
             if attempt.claimed >= 0:
                 self._reconcile(attempt, is_last=True)
@@ -276,7 +276,7 @@ class Ledger:
 
 
 def state_of(attempt: Attempt) -> State:
-    """Under which its tokens are booked."""
+    """The state under which the attempt's tokens are booked."""
     if attempt.spare:
         return State.REDUNDANT
     return attempt.sample.state if attempt.sample.attempt is attempt else State.FAILED

@@ -197,7 +197,7 @@ def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
 
 
 def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisode]) -> dict[str, float]:
-    """Of each environment, where a run plays several: its episodes, and their means."""
+    """The metrics of each environment, where a run plays several: its episodes, and their means."""
     metrics: dict[str, float] = {}
     for label in sorted({each.label for each in episodes} - {""}):
         chosen = [each for each in episodes if each.label == label]

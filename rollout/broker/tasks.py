@@ -127,11 +127,11 @@ class Priority(Protocol):
     """
 
     def issue(self, task: DrawnTask) -> float:
-        """Of a group that is about to be queued."""
+        """The priority of a group that is about to be queued."""
         ...
 
     def consume(self, version: int, task: DrawnTask) -> float:
-        """Of a finished group with v(group) = `version`."""
+        """The priority of a finished group with v(group) = `version`."""
         ...
 
 
@@ -247,7 +247,7 @@ class SuccessWeighted:
         self._resting: deque[tuple[int, int]] = deque()  # (draw from which on it may come again, task), in that order
 
     def chance(self, task_index: int) -> float:
-        """That the next group of this task is mixed."""
+        """The chance that the next group of this task is mixed."""
         return self._calibration(task_index).of(self._posterior(task_index))
 
     def _calibration(self, task_index: int) -> Calibration:

@@ -139,7 +139,7 @@ class WriteAheadLog:
             self._is_synced = True
 
     def _put_beside(self, arrays: Sequence[bytes | memoryview]) -> _Beside | None:
-        """For the next `flush`."""
+        """Put large arrays beside the log, for the next `flush`."""
         if not arrays:
             return None
         hashed = xxh3_64()
@@ -205,7 +205,7 @@ class WriteAheadLog:
         return self._path.with_name(f"{self._path.stem}.columns.{number}")
 
     def _files_beside(self) -> list[int]:
-        """Their numbers: one, and two where a process died as it began a log."""
+        """The numbers of the files beside the log: one, and two where a process died as it began a log."""
         return [int(path.suffix[1:]) for path in self._path.parent.glob(f"{self._path.stem}.columns.*")]
 
 

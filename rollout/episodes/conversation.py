@@ -55,7 +55,7 @@ class Conversation(GrowingSequence):
 
 
 class ToolConversation(Conversation):
-    """Likewise with tools: turns are parsed, and what follows a turn depends on what it called."""
+    """A conversation with tools: turns are parsed, and what follows a turn depends on what it called."""
 
     def __init__(self, reader: TurnReader, opening: Opening) -> None:
         self.reader = reader

@@ -278,7 +278,8 @@ class _Episode:
         return Step([], step.reward + end.reward, True, end.success, info, columns)
 
     async def _wait_for_hooks(self, phase: int) -> None:
-        """Until every hook lets it go on: with a per-turn barrier, when the server's other episodes are there too."""
+        """Wait until every hook lets it go on: with a per-turn barrier, when the server's other episodes are there
+        too."""
         if self.context.hooks:
             released = asyncio.Event()
             self.context.hooks.arrive(self.ticket.ticket_id, phase, released.set)

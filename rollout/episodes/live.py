@@ -46,7 +46,7 @@ class LiveTurn:
         return len(told.reasoning) + len(told.content) > before
 
     def text(self) -> str:
-        """Of the whole turn."""
+        """The text of the whole turn."""
         self._decode(ended=True)
         return self._text
 

@@ -66,7 +66,8 @@ class LiveParser(TurnParser, Protocol):
     """A parser that can be read along."""
 
     def so_far(self, text: str) -> ParsedTurn:
-        """Of a turn that goes on: beginnings of the reasoning and the content that `parse` gives, whatever follows.
+        """What is known of a turn that goes on: beginnings of the reasoning and the content that `parse` gives,
+        whatever follows.
 
         Nothing that may yet become a marker is told; calls are read when the turn is complete.
         """
@@ -74,7 +75,7 @@ class LiveParser(TurnParser, Protocol):
 
 
 class DistantParser(ABC):
-    """One in another process. It has an `opener` too, and streams are sent when the turn is complete."""
+    """A parser in another process. It has an `opener` too, and streams are sent when the turn is complete."""
 
     opener = ""
 

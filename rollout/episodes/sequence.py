@@ -129,7 +129,8 @@ class GrowingSequence:
         return {column.name: self._entries(column) for column in carried(scopes)}
 
     def _entries(self, column: Column, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Those of the column's scope from `start` to `end`; masked ones stand where a context column has none yet."""
+        """The entries of the column's scope from `start` to `end`; masked ones stand where a context column has none
+        yet."""
         parts = _cut(self._parts[column.name], start, end)
         if column.covers == "context":
             parts.append(column.full((self._length if end is None else end) - start - sum(map(len, parts))))

@@ -47,7 +47,7 @@ class _Reading:
 
 
 class TurnSampler:
-    """Of one ticket. `during` wraps every wait for a generator (`Activity.during`)."""
+    """The sampler of one ticket's turns. `during` wraps every wait for a generator (`Activity.during`)."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class TurnSampler:
 
 
 def _check_context(sequence: GrowingSequence, last: Generated) -> None:
-    """At the end of a turn every token has its context columns. Raises EpisodeFailed."""
+    """Check that at the end of a turn every token has its context columns. Raises EpisodeFailed."""
     if sequence.lacks_context:
         names = ", ".join(column.name for column in context_columns())
         raise EpisodeFailed(

@@ -22,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Effort:
-    """Of the thread that made it and of the processes below this one."""
+    """The effort of the thread that made it and of the processes below this one."""
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())

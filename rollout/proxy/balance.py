@@ -117,7 +117,7 @@ class PriorityQueue(Generic[T]):
         return self._heap[0][2] if self._heap else None
 
     def set_head_aside(self) -> None:
-        """It blocks nobody until `recall`."""
+        """Take the head of the queue aside: it blocks nobody until `recall`."""
         self._aside.append(heapq.heappop(self._heap))
 
     def recall(self) -> None:

@@ -112,7 +112,8 @@ class ProxyCore:
         return self._take_actions()
 
     def generator_again(self, now: float, index: int, incarnation: int, requests: Collection[int]) -> list[Action]:
-        """Its connection broke and was made again. It holds these requests; others are sent again, maybe elsewhere."""
+        """A generator's connection broke and was made again. It holds these requests; others are sent again, maybe
+        elsewhere."""
         generator = self._generators.get(index)
         if generator is None or generator.incarnation != incarnation:
             return self._ignore()
@@ -242,7 +243,7 @@ class ProxyCore:
         return self._drain(now)
 
     def client_died(self, now: float, client: Client) -> list[Action]:
-        """Its requests are aborted; their tokens are still reported, their answers are for nobody."""
+        """Abort the requests of a client that died; their tokens are still reported, their answers are for nobody."""
         self._dead_clients.add(client)
         for request in self._clients.pop(client, {}).values():
             request.orphan = True
@@ -304,7 +305,7 @@ class ProxyCore:
         self._send_queued(now)
 
     def _take_back(self, now: float, request: RoutedRequest) -> None:
-        """From a generator that has died or lost it."""
+        """Take a request back from a generator that has died or lost it."""
         kept, lost = request.leave_generator()
         if kept:
             self._actions.append(GoOn(request.key, kept))

@@ -78,7 +78,7 @@ class Proxy:
         self._next_stats = 0.0
 
     def serve(self) -> None:
-        """Until the supervisor says stop."""
+        """Serve until the supervisor says stop."""
         process = self._process
         # Generators first: their answers free room for requests.
         handlers = {self._backend: self._from_generator, self._frontend: self._from_client}
@@ -309,7 +309,7 @@ class Proxy:
 
 
 def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generated:
-    """Of a request that no generator answers."""
+    """The answer to a request that no generator answers."""
     return messages.Generated(
         request_id=reply.request_id,
         session=request.session,

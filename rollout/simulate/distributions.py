@@ -53,7 +53,7 @@ class Gaussian(Struct, frozen=True, tag="gaussian"):
 
     @property
     def mean(self) -> float:
-        """Of the clipped distribution."""
+        """The mean of the clipped distribution."""
         if self.sigma == 0:
             return self.mu
         ratio = self.mu / self.sigma

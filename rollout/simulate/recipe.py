@@ -26,7 +26,7 @@ PROMPT_TOKENS = 16
 OBSERVATION_TOKENS = 4
 """Where neither a run nor the recipe says how many."""
 GUESSED_SIGMA = 0.6
-"""Of the logarithm of a turn's length."""
+"""The standard deviation of the logarithm of a turn's length."""
 WITHOUT_BATCHES = (
     f"the spread of lengths (log-normal, sigma {GUESSED_SIGMA}), equal numbers of turns, and tokens of prompts and "
     "observations (tracking.save_batches=true saves them)",
@@ -46,7 +46,7 @@ class Measured(Struct, frozen=True):
     step_s: Distribution
     """Environment, after each turn."""
     train_s: float
-    """Of one step with `ranks` ranks."""
+    """The seconds of one step with `ranks` ranks."""
     ranks: int
     publish_s: float
     load_s: float
@@ -54,7 +54,7 @@ class Measured(Struct, frozen=True):
     decode_per_seq_s: float
     tasks: int
     seconds_per_step: float
-    """As the run took, for comparison."""
+    """The seconds that the run took for a step, for comparison."""
     prompt_tokens: int | None = None
     observation_tokens: int | None = None
     guessed: tuple[str, ...] = ()
@@ -65,10 +65,10 @@ class Given(Struct, frozen=True):
     """What the command line says of times and lengths; None: nothing."""
 
     train_s: float | None = None
-    """Of one step with the recipe's ranks."""
+    """The seconds of one step with the recipe's ranks."""
     env_s: Distribution | None = None
     decode_s: tuple[float, float] | None = None
-    """Of one decode step, and what each further sequence adds."""
+    """The seconds of one decode step, and what each further sequence adds."""
     answer: LogNormal | None = None
     """Tokens of one turn."""
 

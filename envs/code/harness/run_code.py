@@ -61,7 +61,7 @@ def hide_memory() -> None:
 
 
 def result_of(solution: Solution, job: dict[str, Any], kind: str, text: str) -> object:
-    """Of one test, on its own, in the namespace that the solution left."""
+    """The result of one test, on its own, in the namespace that the solution left."""
     if kind != "assert":
         return solution.ask("value", text)
     try:
@@ -177,7 +177,7 @@ def number_of_remote(value: object) -> int:
 
 
 def encoded(value: object, number: Callable[[object], int]) -> object:
-    """As JSON: scalars as they are, others as [kind, items]; what is no plain value as its `number`."""
+    """The value as JSON: scalars as they are, others as [kind, items]; what is no plain value as its `number`."""
     if value is None or type(value) in _SCALARS:
         return value
     for kind in (list, tuple, set, frozenset):

@@ -31,7 +31,7 @@ _TEST_NAME = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$")
 
 
 def is_test_file(path: str) -> bool:
-    """By the usual names: below a `test` or `tests` folder, `test_*.py`, `*_test.py`."""
+    """Whether it is one by the usual names: below a `test` or `tests` folder, `test_*.py`, `*_test.py`."""
     *folders, name = path.split("/")
     return any(folder.lower() in ("test", "tests") for folder in folders) or bool(_TEST_NAME.match(name))
 

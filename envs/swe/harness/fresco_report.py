@@ -48,7 +48,8 @@ class Canaries:
         if all_raise([(getattr(self, name), *given) for name, *given in ASSERTIONS], AssertionError, ValueError):
             raise AssertionError
 """
-"""Of unittest: source of a class whose tests must all fail; the last one passes if a single assertion does not fail."""
+"""The assertions of unittest: source of a class whose tests must all fail; the last one passes if a single assertion
+does not fail."""
 _WORST_FIRST = ("failed", "skipped", "xfailed", "passed")
 
 
@@ -77,5 +78,5 @@ class Report:
 
 
 def worst(*outcomes: str) -> str:
-    """Of one test, or of all tests of one name: passed only if each of them passed."""
+    """The outcome of one test, or of all tests of one name: passed only if each of them passed."""
     return min(outcomes, key=_WORST_FIRST.index)

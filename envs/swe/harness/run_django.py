@@ -68,7 +68,7 @@ class Record:
         self._tests[key] = worst(outcome, self._tests.get(key) or outcome)
 
     def outcomes(self, name: str) -> "tuple[list[str], dict[str, str]]":
-        """Those of the tests of module `name`, and those of all others by their names."""
+        """The outcomes of the tests of module `name`, and those of all others by their names."""
         canaries = []
         others = {}  # type: dict[str, str]
         for (module, owner, method, description), outcome in self._tests.items():
@@ -144,7 +144,7 @@ def key_of(test: "unittest.TestCase") -> "tuple[str, str, str, str]":
 
 
 def labels(files: "list[str]") -> "list[str]":
-    """Of the files that are still there; those at the top of tests/ have no tests."""
+    """The labels of the files that are still there; those at the top of tests/ have no tests."""
     there = [path for path in files if path.startswith("tests/") and path.count("/") > 1 and os.path.exists(path)]
     return [path[len("tests/") : -len(".py")].replace("/", ".") for path in there]
 

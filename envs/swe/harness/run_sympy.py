@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def file_outcomes(path: str) -> "dict[str, str]":
-    """By name; what the file defines and what was not run counts as failed."""
+    """The outcomes by name; what the file defines and what was not run counts as failed."""
     with open(path, "rb") as file:
         defined = [node.name for node in ast.parse(file.read()).body if isinstance(node, ast.FunctionDef)]
     outcomes = {name: "failed" for name in defined if name.startswith("test_")}
@@ -52,7 +52,7 @@ def file_outcomes(path: str) -> "dict[str, str]":
 
 
 def outcome_of(function: "Any") -> str:
-    """Of calling a test function, or each test that a generator function yields."""
+    """The outcome of calling a test function, or each test that a generator function yields."""
     random.seed(0)
     try:
         with strict():

@@ -69,7 +69,7 @@ class Slots(Protocol):
     """Memory for several versions, and the table that says what is in it."""
 
     table: SlotTable
-    """To be changed under `lock` only; what messages say about it may be read without."""
+    """The table of slots, to be changed under `lock` only; what messages say about it may be read without."""
 
     def lock(self) -> AbstractContextManager[SlotTable]:
         """The table, to this process and thread alone."""

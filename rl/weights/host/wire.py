@@ -124,7 +124,7 @@ codec: Codec[Numbered] = Codec(Numbered)
 
 
 class Connection:
-    """To the server of one rank, from this incarnation of the process `name`."""
+    """The connection to the server of one rank, from this incarnation of the process `name`."""
 
     def __init__(self, run: RunFile, rank: int, name: str, incarnation: int = 0) -> None:
         self.rank = rank
@@ -185,5 +185,5 @@ class Connection:
 
 
 def milliseconds_to(until: float) -> int:
-    """From now until then (monotonic seconds); 0 if that is past."""
+    """The time from now until then (monotonic seconds); 0 if that is past."""
     return max(0, int((until - time.monotonic()) * 1000))

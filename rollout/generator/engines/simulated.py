@@ -176,7 +176,7 @@ class SimulatedEngine:
                 return loaded, receipt, taken
 
     async def _drain(self) -> None:
-        """Until nothing runs, at most `drain_deadline_s`; arrivals wait for the new weights."""
+        """Go on until nothing runs, at most `drain_deadline_s`; arrivals wait for the new weights."""
         self._parked = []
         self._drained.clear()
         if len(self._model):

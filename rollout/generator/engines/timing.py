@@ -62,7 +62,7 @@ class Timing:
         return tokens / self._config.prefill_tokens_per_s
 
     def decode_step_s(self, batch: int) -> float:
-        """One step of a batch of `batch` >= 1 sequences."""
+        """The seconds of one step of a batch of `batch` >= 1 sequences."""
         step = self._config.decode_base_s + self._config.decode_per_seq_s * (batch - 1)
         return max(step, _SHORTEST_STEP_S)
 
@@ -230,7 +230,7 @@ class BatchModel:
         self.preempted += 1
 
     def _leave(self, sequence: _Sequence) -> None:
-        """It runs no more."""
+        """Take out a sequence that runs no more."""
         assert sequence.joined is not None
         self._running -= 1
         self._held -= sequence.prompt_len + 1 - sequence.joined

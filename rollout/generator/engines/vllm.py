@@ -311,7 +311,7 @@ class VllmEngine:
 
 
 def make_core(run: RunFile, arguments: AsyncEngineArgs) -> Core:
-    """In the form that `generator.options.own_process` asks for; not started."""
+    """The core in the form that `generator.options.own_process` asks for; not started."""
     return OwnProcess(arguments) if in_own_process(run) else OwnThread(arguments, run.config.generator.threads)
 
 

@@ -31,7 +31,7 @@ from envs.alfworld.translation import GameFile, Translation, kept_translation, r
 
 NOTHING = "Nothing happens."
 FACTS_REMEMBERED = 100_000
-"""How many facts TextWorld remembers, which keeps every fact of every game for ever: some 2 000 of a room of usual
+"""How many facts TextWorld may remember. It keeps every fact of every game for ever: some 2 000 of a room of usual
 size, 1 MB."""
 
 

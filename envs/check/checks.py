@@ -259,7 +259,7 @@ def _gold_is_wrong(gold: Earned, others: list[Earned]) -> str:
 
 
 async def _gold(lab: Lab) -> tuple[Earned | None, Earned | None]:
-    """What is earned by the solution, and by what it was in the task before; None where nobody knows one."""
+    """What the solution earns, and what that of the task before earns; None where nobody knows one."""
     written: dict[int, list[str]] = {}
 
     async def recorded(view: View) -> Said:

@@ -30,7 +30,7 @@ class CodeOptions(SourceOptions):
     reward: Literal["all", "fraction"] = "all"
     """`all`: 1 if every test passes, else 0. `fraction`: the share of tests that pass."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     instruction: str = "\nAnswer with one Python code block."
     """Appended to each question."""
     sandbox: BackendName = "auto"

@@ -41,7 +41,7 @@ class DatasetOptions(SourceOptions):
     answer_field: str = "answer"
     """Field of the gold answer, if there is one: for `exact`, for the judge, and for `fresco env check`."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     instruction: str = ""
     """Appended to the prompt on a line of its own."""
     success_reward: float = 1.0

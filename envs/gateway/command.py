@@ -55,7 +55,7 @@ class Command:
     disk_bytes: int = 1 << 30
     """All that it writes."""
     processes: int = 256
-    """Threads included."""
+    """The number of processes, threads included."""
     output_bytes: int = 1 << 20
     variables: Mapping[str, str] = field(default_factory=dict)
     visible: Sequence[str | Path] = ()

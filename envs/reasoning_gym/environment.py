@@ -35,7 +35,7 @@ class ReasoningGymOptions(BaseModel):
     eval_tasks: int = Field(64, ge=0, lt=APART)
     """Held-out tasks."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     instruction: str = INSTRUCTION
     """Appended to each question on a line of its own."""
     success_score: float = Field(1.0, gt=0, le=1)

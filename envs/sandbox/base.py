@@ -37,7 +37,7 @@ class Limits:
     memory_bytes: int = 1 << 30
     """The memory of the whole process tree."""
     processes: int = 64
-    """Threads included."""
+    """The number of processes, threads included."""
     file_bytes: int = 64 << 20
     """Largest file that a command may write."""
     disk_bytes: int = 256 << 20

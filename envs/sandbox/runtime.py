@@ -22,8 +22,8 @@ _LIBRARIES = ("/usr/lib/python3", "/usr/local/lib/python3.11", "/usr/lib/python3
 _INSTALLED = tuple(f"{prefix}/{name}-packages" for prefix in _LIBRARIES for name in ("site", "dist"))
 _PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "Pygments")
 HARNESS_FOLDERS = sorted(Path(__file__).parents[1].glob("*/harness"))
-"""The folders on the host of what is shown as `HARNESS`: the scripts that a family of environments runs inside its
-sandboxes lie in its folder `harness`."""
+"""Folders on the host: the scripts that a family of environments runs inside its sandboxes lie in its folder
+`harness`."""
 UID = 1000
 """Inside a sandbox; outside, each slot has its own."""
 

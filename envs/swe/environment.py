@@ -195,7 +195,7 @@ class SweEnvironment:
             self._family.episode_slots.release()
 
     def _open_sandbox(self, task: SweTask) -> tuple[Checkout, Sandbox]:
-        """Open it in a thread, which goes on when the episode is cancelled meanwhile: then nobody else closes the
+        """To be called in a thread, which goes on when the episode is cancelled meanwhile: then nobody else closes the
         sandbox."""
         checkout, sandbox = self._family.open_sandbox(task)
         self._sandbox = sandbox

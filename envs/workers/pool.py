@@ -248,7 +248,7 @@ class Worker(Generic[Body, Result]):
         await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
 
     def _restore(self) -> None:
-        """Every session's remembered requests again, then the one that waits."""
+        """Send every session's remembered requests again, then the one that waits."""
         waiting = {each.session.number: each for each in self._pending.values() if each.answer is not None}
         self._pending.clear()
 

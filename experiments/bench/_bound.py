@@ -131,7 +131,7 @@ def work_of(job: Job, steps: int) -> tuple[int, Work]:
 
 
 def every_of(steps: Sequence[Step]) -> int:
-    """So that at most 40 steps are measured, and of long ones fewer."""
+    """Every how many-th step is measured, so that at most 40 are, and of long ones fewer."""
     tokens, _answers = _tokens(steps)
     return min(len(steps), max(-(-len(steps) // _MOST_STEPS), -(-tokens // _MOST_TOKENS)))
 

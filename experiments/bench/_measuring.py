@@ -71,7 +71,7 @@ def timed(work: Work) -> Timing:
 
 
 def alternate(works: Mapping[str, Work], rounds: int, warm_up: int = 0) -> dict[str, list[Timing]]:
-    """Each work once a round, in turns and every other round backwards, so that all see the same machine."""
+    """Run each work once a round, in turns and every other round backwards, so that all see the same machine."""
     measured: dict[str, list[Timing]] = {name: [] for name in works}
 
     for number, name in in_turns(works, rounds, warm_up):

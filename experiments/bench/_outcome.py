@@ -37,7 +37,8 @@ class RunResult:
         return self.reached is not None and self.wall_s < other.wall_s
 
     def seconds(self) -> dict[str, float]:
-        """Where they went: the start, then each part by the trainer's own name, then what no part accounts for."""
+        """Where the seconds went: the start, then each part by the trainer's own name, then what no part accounts
+        for."""
         rows = self.rows[: self.reached]
         parts: dict[str, float] = {}
         for row in rows:

@@ -32,7 +32,7 @@ from rl.observe import trace_events
 from rl.observe.trace import FOLDER, NO_TRACE, Source, TraceRecord, read_trace
 
 TARGET = 1.0
-"""Per cent."""
+"""The target in per cent."""
 _CALLS = 100_000
 
 

@@ -35,7 +35,7 @@ class Played:
     steps: list[float] = field(default_factory=list)
     """When each step was trained for the first time."""
     faults: list[tuple[float, Fault, str]] = field(default_factory=list)
-    """When, which, and what was done."""
+    """The faults: when, which, and what was done."""
     violations: list[str] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
 

@@ -79,7 +79,7 @@ def interval(played: Played, tasks: int) -> tuple[float, float]:
 
 
 def table(by_group: dict[str, dict[str, float]]) -> str:
-    """Markdown."""
+    """The table, as Markdown."""
     lines = ["| fault | number | lost, mean s | lost, worst s |", "|---|---|---|---|"]
     rows = (
         f"| {group} | {each['faults']} | {each['mean_s']} | {each['worst_s']} |" for group, each in by_group.items()

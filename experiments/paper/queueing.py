@@ -55,7 +55,7 @@ def scenario(
 
 
 def constant_share(result: SimulationResult) -> float:
-    """The constant share of the groups that were completed."""
+    """The share of constant groups among those that were completed."""
     samples: dict[str, int] = result.report["ledger"]["samples"]
     return samples["filtered"] / max(1, samples["filtered"] + samples["trained"])
 

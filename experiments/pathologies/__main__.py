@@ -98,7 +98,7 @@ def _spoilt(spec: ProcessSpec, case: Case) -> ProcessSpec:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The table, as Markdown."""
     lines = ["| pathology | what is wrong | named by | after step | also raised |", "|---|---|---|---|---|"]
     for result in results:
         named = result.get("named")
@@ -109,7 +109,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def clean_table(results: list[dict[str, Any]]) -> str:
-    """Markdown, of runs in which nothing is wrong."""
+    """The table, as Markdown, of runs in which nothing is wrong."""
     lines = ["| run | recipe | steps | samples | raised | seconds | load |", "|---|---|---|---|---|---|---|"]
     for result in results:
         changed = [each for each in result["overrides"] if not each.startswith("tracking.")]

@@ -212,8 +212,8 @@ class ChromeTrace:
         return {"ph": phase, "pid": process.threads[0], "tid": process.threads[lane], "ts": at_us, "name": name}
 
     def _microseconds(self, time: float) -> float:
-        """Since the start, in eighths: sums of them are exact, and whole nanoseconds. Perfetto drops a bar that reaches
-        beyond the one around it, by however little.
+        """Microseconds since the start, in eighths: sums of them are exact, and whole nanoseconds. Perfetto drops a bar
+        that reaches beyond the one around it, by however little.
         """
         return round(8e6 * (time - (self._start or 0.0))) / 8
 

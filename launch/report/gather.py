@@ -105,7 +105,7 @@ def state(folder: Path, run: RunFile, summary: dict[str, Any], last: Row) -> str
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Whole lines only: a killed supervisor may have left half of one."""
+    """The rows of whole lines only: a killed supervisor may have left half of one."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
 
@@ -144,7 +144,7 @@ def histograms(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def evaluations(rows: Sequence[Row], run: RunFile) -> list[Row]:
-    """Each with Wilson's 95 % interval over its tasks."""
+    """The evaluations, each with Wilson's 95 % interval over its tasks."""
     found = []
     for row in rows:
         if "eval/accuracy" not in row:
@@ -192,7 +192,7 @@ def _since(run: RunFile, rows: Sequence[Row]) -> float:
 
 
 def _thinned(rows: list[Row], most: int) -> list[Row]:
-    """Evenly spread, the last one included."""
+    """Entries that are evenly spread, the last one included."""
     if len(rows) <= most:
         return rows
     return [rows[place] for place in np.linspace(0, len(rows) - 1, most).astype(int)]

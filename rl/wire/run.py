@@ -53,7 +53,7 @@ class RunFile(BaseModel):
         return run
 
     def save(self) -> None:
-        """Whoever looks meanwhile reads the one before, or none: never a part."""
+        """Write the file. Whoever looks meanwhile reads the one before, or none: never a part."""
         partial = self.folder / "run.json.part"
         partial.write_text(self.model_dump_json(indent=2))
         partial.replace(self.folder / "run.json")

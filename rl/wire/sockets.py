@@ -76,7 +76,7 @@ class Connection(zmq.Socket[bytes]):
     _changes = -1  # of the addresses, when it looked
     _held: list[Frames]
     addresses: Addresses
-    """Whose changes it follows."""
+    """The addresses whose changes it follows."""
     news: zmq.SyncSocket
     """Readable when `made_again` may have something to say."""
 

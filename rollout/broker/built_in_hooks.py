@@ -212,7 +212,7 @@ class Quarantine(BrokerHook):
         return self._release(now) if self._releases and self._releases[0][0] <= now else ()
 
     def _release(self, now: float) -> Proposals:
-        """Whose quarantine is over may have tickets again."""
+        """Servers whose quarantine is over may have tickets again."""
         while self._releases and self._releases[0][0] <= now:
             _, server = heapq.heappop(self._releases)
             health = self.health[server]

@@ -19,7 +19,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds."""
+        """The time, in seconds."""
         self.events = 0
         """Delivered so far."""
         self.over = False

@@ -24,7 +24,7 @@ from rollout.simulate.scenario import EnvServers, Generators, Scenario, Training
 SHORTEST_S = 1e-6
 PROMPT_TOKENS = 16
 OBSERVATION_TOKENS = 4
-"""Where neither a run nor the recipe says how many."""
+"""The tokens of an observation where neither a run nor the recipe says how many."""
 GUESSED_SIGMA = 0.6
 """The standard deviation of the logarithm of a turn's length."""
 WITHOUT_BATCHES = (

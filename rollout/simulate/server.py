@@ -26,7 +26,7 @@ class SimulatedEpisode:
     lengths: list[int]
     """Tokens of each turn."""
     began: float
-    """When, in seconds."""
+    """When it began, in seconds."""
     context: int
     """Tokens so far, of prompt, responses and observations."""
     turn: int = 0

@@ -245,7 +245,7 @@ class GAEOptions:
     discount: float = 1.0
     """gamma, per generated token."""
     lam: float = 1.0
-    """lambda of the policy's advantages: 1 is return minus value, smaller trusts the critic more."""
+    """The lambda of the policy's advantages: 1 is return minus value, smaller trusts the critic more."""
     normalise: bool = True
     """Subtract the mean and divide by the standard deviation over the tokens of the batch."""
 

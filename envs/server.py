@@ -186,7 +186,8 @@ class EnvServer:
             previous = now
 
     def _peer_died(self, died: PeerDied) -> None:
-        """Whoever takes its place is met over a new socket: the old one may still send into the dead one's."""
+        """Meet whoever takes the place of a dead peer over a new socket: the old one may still send into the dead
+        one's."""
         if died.role == "proxy":
             self._frontend.close(peer_died=True)
             self._frontend = self._open_frontend()
@@ -329,7 +330,7 @@ class EnvServer:
             self._tickets.send(end)
 
     def _send_unacknowledged(self, before: float) -> None:
-        """Again, what was due before this time."""
+        """Send again what was due before this time."""
         for end, due in list(self._unacknowledged.values()):
             if due <= before:
                 self._counts["resent"] += 1

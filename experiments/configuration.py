@@ -94,7 +94,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Whole numbers are whole, others short."""
+    """The number as text: whole numbers are whole, others short."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 

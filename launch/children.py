@@ -86,7 +86,7 @@ class Exits:
         self._epoll = select.epoll()
 
     def fileno(self) -> int:
-        """Readable once a process has ended, until `clear`."""
+        """A descriptor that is readable once a process has ended, until `clear`."""
         return self._epoll.fileno()
 
     def watch(self, handle: Handle) -> None:

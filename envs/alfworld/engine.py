@@ -128,7 +128,7 @@ class PreparedGame:
 
 
 class GameCache:
-    """The `capacity` games played last, by path. One per process."""
+    """The `capacity` games played last, by path. There is one for each process."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

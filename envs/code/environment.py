@@ -32,7 +32,7 @@ class CodeOptions(SourceOptions):
     system_prompt: str = ""
     """The system prompt; none if it is empty."""
     instruction: str = "\nAnswer with one Python code block."
-    """Appended to each question."""
+    """A text that is appended to each question."""
     sandbox: BackendName = "auto"
     """`bubblewrap` or `auto`; code runs on the host's Python, so `docker` cannot serve."""
     threads: int = Field(4, ge=1)

@@ -14,8 +14,8 @@ MAX_CASES = 64
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """Scored by `asserts` (statements), by `calls` (an expression, the values that are right) or by `cases` (input,
-    expected output)."""
+    """A problem, scored by `asserts` (statements), by `calls` (an expression, the values that are right) or by `cases`
+    (input, expected output)."""
 
     problem_id: str
     question: str

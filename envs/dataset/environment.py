@@ -43,7 +43,7 @@ class DatasetOptions(SourceOptions):
     system_prompt: str = ""
     """The system prompt; none if it is empty."""
     instruction: str = ""
-    """Appended to the prompt on a line of its own."""
+    """A text that is appended to the prompt on a line of its own."""
     success_reward: float = 1.0
     """A task counts as solved if the reward named first is at least this, before its weight."""
     judge: JudgeOptions | None = None

@@ -40,7 +40,7 @@ class MathOptions(BaseModel):
     system_prompt: str = ""
     """The system prompt; none if it is empty."""
     instruction: str | None = None
-    """Appended to each question on a line of its own; None: asks for a box, nothing for `arithmetic`."""
+    """A text that is appended to each question on a line of its own; None: asks for a box, nothing for `arithmetic`."""
     verifier_workers: int = Field(1, ge=1)
     """Processes per server for symbolic answers; they start when the first such answer comes."""
     verify_cpu_s: float = Field(2.0, gt=0)

@@ -43,7 +43,7 @@ class Limits:
     disk_bytes: int = 256 << 20
     """Everything written, /tmp included."""
     output_bytes: int = 64 << 10
-    """Kept of each stream; the middle is left out."""
+    """The bytes that are kept of each stream; the middle is left out."""
     open_files: int = 256
 
 
@@ -78,7 +78,7 @@ class Template:
     workspace: str = WORKSPACE
     """Where the repository stands inside an image."""
     visible: tuple[Path, ...] = ()
-    """Further folders of the host, read-only at their own paths: a virtual environment. Bubblewrap only."""
+    """Further folders of the host, read-only at their own paths: a virtual environment. Only bubblewrap has this."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ class Command:
     separate_stderr: bool = False
     read_only: Sequence[str] = ()
     """Files of the workspace that cannot change while it runs, nor the names of the folders they are in; links are left
-    out. Bubblewrap only."""
+    out. Only bubblewrap has this."""
     run_folder: Path | None = None
-    """A folder of the host that is shown as /run, read-only: sockets in it can be connected to. Bubblewrap only."""
+    """A folder of the host that is shown as /run, read-only: sockets in it can be connected to. Only bubblewrap has
+    this."""
 
     def deadline_s(self, limits: Limits) -> float:
         return min(limits.timeout_s, self.timeout_s or limits.timeout_s)
@@ -109,7 +110,7 @@ class Sandbox(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what runs, drop all changes. Idempotent."""
+        """Kill what runs, drop all changes. It may be called again."""
         ...
 
 
@@ -123,7 +124,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every sandbox and release the host's resources. Idempotent."""
+        """Close every sandbox and release the host's resources. It may be called again."""
         ...
 
 

@@ -33,7 +33,7 @@ from envs.sandbox.runtime import HOME, UID, build_root, default_runtime
 STATE = Path("/run/fresco-sandbox")
 """Where the root folder, the templates and the slots are mounted, unseen by the host."""
 _FIRST_UID = 1_879_048_192
-"""Far above what systems and containers hand out."""
+"""The first user id, far above what systems and containers hand out."""
 _UIDS_PER_PROCESS = 4096
 _PROCESSES = 64
 _SLOT_DEADLINE_S = 600.0
@@ -179,7 +179,7 @@ class BubblewrapBackend:
 
 
 class BubblewrapSandbox:
-    """Made and used through the backend's threads."""
+    """A slot, made and used through the backend's threads."""
 
     def __init__(
         self, backend: BubblewrapBackend, slot: int, template: Path, limits: Limits, visible: Sequence[Path] = ()

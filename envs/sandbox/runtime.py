@@ -25,7 +25,7 @@ HARNESS_FOLDERS = sorted(Path(__file__).parents[1].glob("*/harness"))
 """Folders on the host: the scripts that a family of environments runs inside its sandboxes lie in its folder
 `harness`."""
 UID = 1000
-"""Inside a sandbox; outside, each slot has its own."""
+"""The user id inside a sandbox; outside, each slot has its own."""
 
 
 @dataclass(frozen=True)

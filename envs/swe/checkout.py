@@ -52,7 +52,7 @@ class Checkout:
     python_path: tuple[str, ...] = (".",)
     python: str = field(default_factory=lambda: default_runtime().python)
     bug_patch: str | None = None
-    """Applied, perhaps empty, as a sandbox opens; None: the template is ready as it is."""
+    """The patch that is applied, perhaps empty, as a sandbox opens; None: the template is ready as it is."""
 
 
 def open_checkout(backend: Backend, checkout: Checkout, limits: Limits) -> tuple[Checkout, Sandbox]:

@@ -48,7 +48,7 @@ class SweOptions(SourceOptions):
     sandbox: BackendName = "auto"
     """`bubblewrap`, `docker` (images per task, as SWE-bench publishes them), or what this machine has."""
     sandboxes: int = Field(64, ge=1)
-    """Alive at once in one server: one for each episode."""
+    """How many sandboxes are alive at once in one server: one for each episode."""
     threads: int = Field(4, ge=1)
     """Commands and evaluations running at once in one server."""
     partial_reward: bool = False

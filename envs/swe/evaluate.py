@@ -60,7 +60,8 @@ class DiffResult:
         return self.applied and self.fail_to_pass == 1 and self.pass_to_pass == 1
 
     def reward(self, *, partial: bool) -> float:
-        """1 if resolved, else 0; `partial`: the share of FAIL_TO_PASS, if every PASS_TO_PASS still passes."""
+        """The reward: 1 if resolved, else 0; with `partial`, the share of FAIL_TO_PASS, if every PASS_TO_PASS still
+        passes."""
         if partial and self.pass_to_pass == 1:
             return self.fail_to_pass
         return float(self.resolved)

@@ -32,7 +32,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """When the step had been trained, since the command."""
     scores: list[float] = []
     samples: list[int] = []
-    """Trained so far."""
+    """The samples that were trained so far."""
     accuracy: dict[str, float] = {}
     """The accuracy by step, of held-out tasks during training."""
     facts: dict[str, float] = {}

@@ -34,7 +34,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     set: list[str] = []
     recipe: str = ""
-    """Instead of the study's."""
+    """The recipe of this arm instead of the study's."""
     lag: int = 0
     """Versions between sampling and training, in one process (`loop: plain`)."""
 

@@ -51,7 +51,7 @@ class Row:
     accuracy: float
     """The accuracy of its samples."""
     tokens: int
-    """Generated in it."""
+    """The tokens generated in it."""
     parts: dict[str, float] = field(default_factory=dict)
     """Where its seconds went, by the trainer's own names."""
 

@@ -36,7 +36,7 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
     file: str = ""
     """The file below `experiments/results/`; `STUDY/runs.jsonl` is a study's. Empty: a test asserts the figure."""
     pick: dict[str, dict[str, Any]] = {}
-    """Of a list in the file, the entry with these values is the content."""
+    """Which entry of a list in the file is the content: the one with these values."""
     readme: str = ""
     """What the row is called in the README; empty where it is not there."""
 

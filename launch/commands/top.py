@@ -113,7 +113,7 @@ class Watched:
         return f"{self._rate([pulse.cpu_s for _, pulse in self._pulses]):.0%}"
 
     def _rate(self, values: list[float]) -> float:
-        """By how much a number that only grows has grown in a second, lately."""
+        """How much a number that only grows has grown in a second, lately."""
         if len(values) < 2:
             return 0.0
         return (values[-1] - values[0]) / (self._pulses[-1][0] - self._pulses[0][0])

@@ -61,7 +61,8 @@ class Handle(Protocol):
         """The same as `poll`, which it asks until the process has ended or the time is over."""
 
     def fileno(self) -> int:
-        """Readable once the process has ended; -1 where nobody can say: the supervisor looks four times a second."""
+        """A descriptor that is readable once the process has ended; -1 where nobody can say: the supervisor looks four
+        times a second."""
 
 
 class Launcher(Protocol):

@@ -1,7 +1,7 @@
 """Plug-ins (losses, environments, ...) by name, everywhere with one syntax: registered, or `package.module:Name`.
 
 A plug-in of a user's own may stand in the folder where Fresco is started. That folder is searched last: a user's
-`envs/__init__.py` can never take the place of ours. No torch here.
+`envs/__init__.py` can never take the place of ours. It imports no torch.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def own_packages_first() -> None:
 
 
 def search_working_folder() -> None:
-    """Last of all, so that a name of ours is always ours."""
+    """Search the working folder last of all, so that a name of ours is always ours."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 

@@ -21,7 +21,7 @@ from rl.wire.columns import BUILT_IN, COLUMNS, register_configured
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the section `algo` means. Made by `make_algorithm`."""
+    """What the section `algo` means. It is made by `make_algorithm`."""
 
     loss: Loss
     correction: Correction

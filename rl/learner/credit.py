@@ -1,4 +1,4 @@
-"""From rewards to the advantage, weight and return of every token of a batch.
+"""Turns rewards into the advantage, weight and return of every token of a batch.
 
 What spans the batch is shaping, group statistics, the mean of an advantage and the weights of an aggregation. It comes
 from `shard.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.

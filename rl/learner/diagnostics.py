@@ -122,7 +122,7 @@ class Diagnostics:
 
 
 def surprise(logp: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-    """By name, what shows whether this very policy drew the tokens: their surprise is 0 on average. All (T,)."""
+    """What shows, by name, whether this very policy drew the tokens: their surprise is 0 on average. All (T,)."""
     surplus = -logp - entropy
     return {
         "surprise": surplus,

@@ -1,4 +1,4 @@
-"""From a sharded policy to a version on the wire: every rank copies its own rows, and a probe travels along.
+"""Turns a sharded policy into a version on the wire: every rank copies its own rows, and a probe travels along.
 
 The log-probabilities of the probe, a short prompt, are computed by all ranks and go out with the version; every
 engine computes them again after loading. Wrong weights differ at once. From the first batch on the probe is a text of

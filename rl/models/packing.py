@@ -107,8 +107,9 @@ def _read() -> tuple[str, ...]:
 def make_packs(shard: BatchPart, max_tokens: int, version: int) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
-    `version` is the version being trained. Deterministic. Advantages are 0 and token weights 1 until `credit.assign`.
-    Samples with the same prompt stay together, and what they share counts once, because it is computed once.
+    `version` is the version being trained. The packs are deterministic. Advantages are 0 and token weights 1 until
+    `credit.assign`. Samples with the same prompt stay together, and what they share counts once, because it is computed
+    once.
     """
     columns = _spread(shard)
     ends = np.cumsum(shard.lengths, dtype=np.int64)

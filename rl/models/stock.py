@@ -43,7 +43,7 @@ def logits(model: Any, hidden: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def padded_attention(model: Any) -> Iterator[None]:
-    """Within, a model that reads packs takes rows with padding, a mask and a cache."""
+    """While this is entered, a model that reads packs takes rows with padding, a mask and a cache."""
     own = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:

@@ -101,7 +101,7 @@ class Sender(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """Free what `open` made; nothing if it is not open."""
+        """Free what `open` made; does nothing if it is not open."""
 
     def _wait_alone(self, what: str, ask: Callable[[float], T]) -> T:
         return ask(self.run.config.weights.deadline_s)

@@ -173,7 +173,8 @@ class UpdaterService:
         self._sums = self._sums | {name: self._sums[name] + value for name, value in more.items()}
 
     def _fail(self, message: str) -> None:
-        """Kept for the main thread, and told to the supervisor at once: the main thread may be computing."""
+        """Keep the failure for the main thread, and tell it to the supervisor at once: the main thread may be
+        computing."""
         if self.failed is None:
             self.failed = message
             state = "\n".join(f"generator {index}: {text}" for index, text in self._core.waiting_for().items())

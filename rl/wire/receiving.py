@@ -196,7 +196,7 @@ class Port:
         self._outgoing.close(peer_died=peer_died)
 
     def _hear(self) -> None:
-        """Called by another thread; the loop may have ended meanwhile."""
+        """To be called by another thread; the loop may have ended meanwhile."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._follow)
 

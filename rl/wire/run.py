@@ -66,7 +66,7 @@ class RunFile(BaseModel):
 
     @property
     def addresses(self) -> Addresses:
-        """The addresses of the run's sockets, as far as this process knows them. Not part of the file."""
+        """The addresses of the run's sockets, as far as this process knows them. They are not part of the file."""
         return self._addresses
 
     @property

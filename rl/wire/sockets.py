@@ -78,7 +78,7 @@ class Connection(zmq.Socket[bytes]):
     addresses: Addresses
     """The addresses whose changes it follows."""
     news: zmq.SyncSocket
-    """Readable when `made_again` may have something to say."""
+    """A socket that is readable when `made_again` may have something to say."""
 
     def reach(self, run: RunFile, name: str) -> None:
         """Send from now on to the socket of this name."""

@@ -1,4 +1,4 @@
-"""From trajectories to the learner's shards."""
+"""Turns trajectories into the learner's shards."""
 
 from __future__ import annotations
 

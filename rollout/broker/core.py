@@ -304,7 +304,7 @@ class BrokerCore:
                 self.batches.add(group) if is_whole else self.groups.first.widen(group)
 
     def _end_without_result(self, ticket_id: int, reason: str, now: float, turns: int | None = None) -> bool:
-        """False if it had ended before."""
+        """End an attempt; False if it had ended before."""
         if ticket_id in self.evaluations.running:
             self._out += self.evaluations.end(ticket_id, None, now)
             return True

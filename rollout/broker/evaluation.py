@@ -149,7 +149,7 @@ class Ending:
         self.has_come = False
 
     def comes(self, now: float) -> bool:
-        """True once: it comes now."""
+        """Whether it comes now, which is true once."""
         rules = self.rules
         awaited = rules.eval_tasks > 0 and self.evaluations.groups.run.steps not in self.evaluations.requested
         if self.has_come or awaited or self.evaluations.pending:

@@ -1,7 +1,7 @@
-"""What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md). Pure.
+"""What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md).
 
-An environment takes part by two names in its `info`. `success_<type>` is 1 or 0 and names the type of its task;
-`invalid_share` is the share of an episode's answers that it could not use.
+The module is pure. An environment takes part by two names in its `info`. `success_<type>` is 1 or 0 and names the type
+of its task; `invalid_share` is the share of an episode's answers that it could not use.
 """
 
 from __future__ import annotations

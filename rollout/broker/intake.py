@@ -1,6 +1,6 @@
-"""From messages to events of the core, in their order: the part of the broker that its write-ahead log keeps.
+"""Turns messages into events of the core, in their order: the part of the broker that its write-ahead log keeps.
 
-No sockets and no clock. The same messages at the same times lead to the same state and the same actions.
+It has no sockets and no clock. The same messages at the same times lead to the same state and the same actions.
 """
 
 from __future__ import annotations

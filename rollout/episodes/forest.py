@@ -1,4 +1,4 @@
-"""The requests of an agent that owns its loop, as a forest of token sequences. A pure state machine.
+"""The requests of an agent that owns its loop, as a forest of token sequences. This is a pure state machine.
 
 An agent sends its whole history as text with every request. Encoding that text again would train tokens that nobody
 sampled. So each request is attached to what was sampled:

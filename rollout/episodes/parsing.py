@@ -1,4 +1,4 @@
-"""From the text of a sampled turn to reasoning, content and tool calls. No torch, no model: text in, parts out.
+"""Turns the text of a sampled turn into reasoning, content and tool calls. No torch, no model: text in, parts out.
 
 A parser never fails on what a model wrote: what is no call stays content.
 """
@@ -81,7 +81,7 @@ class DistantParser(ABC):
 
     @abstractmethod
     async def parsed(self, turn: SampledText) -> ParsedTurn:
-        """Within its deadline, whatever happens there: what could not be read stays content."""
+        """Parse it within its deadline, whatever happens there: what could not be read stays content."""
 
 
 def answer_of(text: str) -> str:

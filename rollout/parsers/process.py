@@ -29,7 +29,7 @@ _SHARE = 0.1  # of `chat.parse_deadline_s`: so that a parse that is interrupted 
 
 
 class Overran(BaseException):
-    """A parse took its time. No Exception: parsers catch those."""
+    """A parse took its time. It is no Exception: parsers catch those."""
 
 
 class Parsers:

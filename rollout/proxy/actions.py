@@ -47,7 +47,7 @@ class GoOn(Struct, frozen=True):
 
 
 class ReportFirstToken(Struct, frozen=True):
-    """First token of a training session's first turn; again if that turn was sent again."""
+    """The first token of a training session's first turn; again if that turn was sent again."""
 
     key: int
     session: int

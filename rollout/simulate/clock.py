@@ -21,7 +21,7 @@ class Clock:
         self.now = 0.0
         """The time, in seconds."""
         self.events = 0
-        """Delivered so far."""
+        """The events that were delivered so far."""
         self.over = False
         """Set by a handler to end `run`."""
         self._heap: list[tuple[float, int, Handle, tuple[Any, ...]]] = []

@@ -77,7 +77,7 @@ class SimulatedGenerator:
         self._gate: Gate[int] = Gate()
 
         self._requests: dict[int, SimulatedRequest] = {}
-        """Held or running, by key."""
+        """The requests that are held or running, by key."""
         self._cached: Recent[int] = Recent(_SESSIONS_CACHED)
         """Tokens of context by session."""
 

@@ -1,4 +1,4 @@
-"""From a recipe's configuration, with or without a finished run's measurements, to what is simulated."""
+"""Turns a recipe's configuration, with or without a finished run's measurements, into what is simulated."""
 
 from __future__ import annotations
 

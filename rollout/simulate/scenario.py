@@ -94,7 +94,7 @@ class Work(Struct, frozen=True):
         ]
 
     def reward(self, task: int, seed: int) -> float:
-        """1 or 0; the chance of 1 is its task's."""
+        """The reward, 1 or 0; the chance of 1 is its task's."""
         odds = math.log(self.success / (1 - self.success)) if 0 < self.success < 1 else 50.0 * (self.success - 0.5)
         odds += self.success_spread * normal(task * 104_729 + 5, 1)
 
@@ -142,7 +142,7 @@ class Scenario(Struct, frozen=True):
     servers: EnvServers = EnvServers()
     training: TrainingCost = TrainingCost()
     cancellation: bool = True
-    """False: cancelled episodes go on to their end, as in the published implementation."""
+    """If this is False, cancelled episodes go on to their end, as in the published implementation."""
     hop_s: float = 0.0
     """The seconds of one message between an environment server and a generator."""
     status_s: float = 0.0

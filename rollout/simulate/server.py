@@ -34,7 +34,7 @@ class SimulatedEpisode:
     begun: int = 0
     """Turns whose generation was asked for."""
     tokens: int = 0
-    """Sampled so far."""
+    """The tokens that were sampled so far."""
     environment_s: float = 0.0
     """The seconds in steps that answered."""
     oldest_version: int = -1

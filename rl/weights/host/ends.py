@@ -208,7 +208,7 @@ class HostReceiver(Receiver):
 
     @property
     def manifest(self) -> Manifest:
-        """Known once opened."""
+        """The manifest, which is known once opened."""
         if self._manifest is None:
             raise WeightsError(f"the weight receiver {self.name} is not open")
         return self._manifest

@@ -254,7 +254,7 @@ class SlotTable:
                 self._end(name)
 
     def end_dead(self, alive: Callable[[int, int], bool]) -> list[str]:
-        """Free what readers whose `(pid, started)` is no longer alive hold; their names."""
+        """Free what readers whose `(pid, started)` is no longer alive hold; returns their names."""
         dead = [self._name(e) for e in self._leases[self._held()] if not alive(int(e["pid"]), int(e["started"]))]
         for name in dead:
             self._end(name)

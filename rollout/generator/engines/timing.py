@@ -181,7 +181,7 @@ class BatchModel:
         return events
 
     def _decode(self, left: float, events: list[Event]) -> bool:
-        """Up to the next end or pre-emption, or for the `left` seconds (then False)."""
+        """Advance up to the next end or pre-emption, or for the `left` seconds (then False)."""
         end = self._next_change()
         if end is None:
             return False

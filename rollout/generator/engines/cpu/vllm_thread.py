@@ -69,7 +69,7 @@ class Mailbox:
 
 
 class OwnThread:
-    """Built, called and awaited in one asyncio loop."""
+    """A core that is built, called and awaited in one asyncio loop."""
 
     def __init__(self, arguments: AsyncEngineArgs, threads: int) -> None:
         """threads: of OpenMP, for a step."""

@@ -236,7 +236,7 @@ def _always(said: Said) -> Agent:
 
 
 def _difference(indices: list[int], first: list[PlayResult], second: list[PlayResult]) -> str:
-    """Where the same was done and something else came of it."""
+    """What differs where the same was done and something else came of it."""
     for index, one, other in zip(indices, first, second, strict=True):
         if one.what_happened == other.what_happened:
             continue

@@ -49,9 +49,9 @@ class Step:
     """The samples of one training step; those of a group stand side by side."""
 
     prompt: int
-    """Tokens of each."""
+    """Tokens of each prompt."""
     answers: list[int]
-    """Tokens of each."""
+    """Tokens of each answer."""
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,7 @@ class Job:
     groups: int
     """Questions in one training step."""
     group_size: int
-    """Answers to each."""
+    """Answers to each question."""
     max_tokens: int
     """The most tokens of an answer."""
     rows_at_once: int

@@ -147,7 +147,7 @@ def _machine(said: Any) -> str:
 
 
 def page(measured: Measured) -> str:
-    """docs/results.md."""
+    """The text of docs/results.md."""
     parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
     for section in measured.sections:
         lines = ["| what | measured | machine, date | how |", "|---|---|---|---|"]

@@ -2,8 +2,8 @@
 
 `python -m rl.learner.simulated --run DIR --index RANK --incarnation K`
 
-For timing and fault tests of everything around the learner. It sleeps `learner.options.step_s` per batch;
-weights are a function of their version, the loss is a function of the batch.
+It is for timing and fault tests of everything around the learner. It sleeps `learner.options.step_s` per batch; weights
+are a function of their version, the loss is a function of the batch.
 """
 
 from __future__ import annotations

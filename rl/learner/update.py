@@ -94,7 +94,7 @@ def with_logp(policy: PolicyModel, packs: Iterable[Pack], column: str, *, temper
 
     column: `logp_proximal` (the trust region's anchor: before the first step), `logp_reference`, or a registered
     column of the learner (`rl.wire.columns`).
-    Not under inference_mode: parameters gathered there could not be trained afterwards.
+    It does not run under inference_mode: parameters gathered there could not be trained afterwards.
     """
     done = []
     for pack in packs:

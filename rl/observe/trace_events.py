@@ -38,11 +38,11 @@ class TraceEvent(Struct, frozen=True, array_like=True):
 
 
 class StepEvent(TraceEvent, frozen=True):
-    """Told from `tracking.trace=steps` on."""
+    """An event that is told from `tracking.trace=steps` on."""
 
 
 class TicketEvent(TraceEvent, frozen=True):
-    """Told with `tracking.trace=full` only."""
+    """An event that is told with `tracking.trace=full` only."""
 
 
 # ---------------------------------------------------------------- tickets: told by the broker

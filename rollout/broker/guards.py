@@ -36,7 +36,7 @@ _MOST_TURNS = 64  # of a process in one batch; more would say no more
 
 
 class BatchGuards:
-    """The guards of one run: every batch and every evaluation, in order."""
+    """The guards of one run hear every batch and every evaluation, in order."""
 
     def __init__(self, rules: Rules, alarms: Alarms) -> None:
         self._alarms = alarms
@@ -185,7 +185,7 @@ class _Type:
 class TaskGuards:
     """What batches say about types of tasks, about the form of answers, and about what redundancy cuts.
 
-    Of one run: every batch and every group's end, in order.
+    They are those of one run, and hear every batch and every group's end, in order.
     """
 
     def __init__(self, alarms: Alarms) -> None:

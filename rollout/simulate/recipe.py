@@ -44,7 +44,7 @@ class Measured(Struct, frozen=True):
     """Tokens of one turn, of trained samples."""
     turns: Distribution
     step_s: Distribution
-    """Environment, after each turn."""
+    """Seconds of the environment after each turn."""
     train_s: float
     """The seconds of one step with `ranks` ranks."""
     ranks: int
@@ -252,7 +252,7 @@ class BatchSizes(Struct, frozen=True):
     """Tokens of one turn."""
     turns: Distribution
     prompt_tokens: int
-    """Mean, like the next."""
+    """The mean number, like the next."""
     observation_tokens: int
 
 

@@ -146,7 +146,7 @@ class HostSender(Sender):
         self._writing = None
 
     def checksum(self, version: Version, deadline_s: float) -> int:
-        """`combined_checksum` of `version`, once all ranks have committed it. For rank 0, before the next `begin`.
+        """`combined_checksum` of `version`, once all ranks have committed it. Rank 0 calls it before the next `begin`.
 
         Raises WaitExpired naming the ranks that have not.
         """

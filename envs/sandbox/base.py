@@ -88,7 +88,7 @@ class Command:
     argv: Sequence[str]
     stdin: bytes = b""
     timeout_s: float | None = None
-    """If this is None, it is the sandbox's limit, which it can never exceed."""
+    """The time of this command; None: the sandbox's limit, which it can never exceed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     separate_stderr: bool = False
     read_only: Sequence[str] = ()

@@ -179,7 +179,7 @@ class BubblewrapBackend:
 
 
 class BubblewrapSandbox:
-    """A slot, made and used through the backend's threads."""
+    """A sandbox that is made and used through the backend's threads."""
 
     def __init__(
         self, backend: BubblewrapBackend, slot: int, template: Path, limits: Limits, visible: Sequence[Path] = ()

@@ -84,7 +84,7 @@ class Study(msgspec.Struct, forbid_unknown_fields=True):
     evaluate: dict[str, list[str]] = {}
     """The evaluations by name: overrides of an evaluation of the start model and of each arm's last checkpoint."""
     means: dict[str, str] = {}
-    """By name, a metric whose mean after the first quarter of training is kept."""
+    """The metrics, by name, whose means after the first quarter of training are kept."""
 
     @property
     def every_arm(self) -> dict[str, Arm]:

@@ -186,7 +186,7 @@ def _order(watched: Watched) -> tuple[int, int, int]:
 
 
 def _last_row(path: Path) -> dict[str, float]:
-    """The row of the last trained batch, if it is among the last ones."""
+    """The row of a trained batch, if one is among the last rows."""
     if not path.exists():
         return {}
     with path.open("rb") as file:

@@ -52,7 +52,7 @@ class Handle(Protocol):
     """A process that was started."""
 
     def poll(self) -> int | None:
-        """None while it runs; then its exit code, or minus the signal that ended it."""
+        """Returns None while it runs; then its exit code, or minus the signal that ended it."""
 
     def kill(self) -> None:
         """End it by force, with all that it has begun; also what it left behind. Returns at once."""

@@ -121,7 +121,8 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Seq
 
 
 def split_examples(examples: Sequence[Example], parts: int) -> list[list[Example]]:
-    """At most `parts` lists of about equally many tokens: longest first, each to the list with the fewest."""
+    """The examples in at most `parts` lists of about equally many tokens: longest first, each to the list with the
+    fewest."""
     lists: list[list[Example]] = [[] for _ in range(min(parts, len(examples)))]
     for example in sorted(examples, key=len, reverse=True):
         min(lists, key=lambda each: sum(map(len, each))).append(example)

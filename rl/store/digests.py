@@ -34,7 +34,7 @@ def write_digests(target: Path, kept: Path) -> None:
 
 
 def damage(target: Path, kept: Path) -> Path | None:
-    """None if every file is as it was written; else the first that is not, which may be `kept` itself.
+    """Returns None if every file is as it was written; else the first that is not, which may be `kept` itself.
 
     Files that came later are not looked at.
     """

@@ -67,7 +67,8 @@ class LoadProof:
         return version in self._expected
 
     def fault(self, status: WeightStatus) -> str | None:
-        """None if the load that `status` reports is proven; else one line: generator, version, expected, got, fix."""
+        """Returns None if the load that `status` reports is proven; else one line: generator, version, expected, got,
+        fix."""
         expected = self._expected[status.version]
         who = f"generator {status.generator}, weights {label(status.version)}"
         if status.checksum != expected.checksum:

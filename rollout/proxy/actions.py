@@ -40,7 +40,7 @@ class Forget(Struct, frozen=True):
 
 
 class GoOn(Struct, frozen=True):
-    """Of the request `key`, `tokens` were delivered before its generator died: it is sent again without them."""
+    """`tokens` of the request `key` were delivered before its generator died: it is sent again without them."""
 
     key: int
     tokens: int

@@ -35,8 +35,8 @@ class Sampled:
     """The entries of further columns that generators make (`rl/wire/columns.py`): a list as long as `token_ids`, or one
     entry."""
     context: dict[str, Any] = field(default_factory=dict)
-    """For each context column an entry for every token of the prompt from `Generate.known` on. At the end, or never for
-    a request that was aborted: whoever goes on with it reads these tokens again."""
+    """For each context column an entry for every token of the prompt from `Generate.known` on. They come at the end, or
+    never for a request that was aborted: whoever goes on with it reads these tokens again."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """`Generated.columns`. Raises ValueError for a column that is not registered."""

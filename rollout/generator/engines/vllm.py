@@ -2,9 +2,9 @@
 
 Invariants
 * `logp` is of the distribution sampled from (temperature and top-p applied): `processed_logprobs`.
-* A token's `policy_version` is that of the weights that sampled it. Its engine process stamps every step's outputs with
-  the weight version it was last told. We tell it while it is paused, between the loads of the old and of the new
-  version, so the boundary is exact however far the consumer lags behind.
+* A token's `policy_version` is that of the weights that sampled it. The engine process of vLLM stamps every step's
+  outputs with the weight version it was last told. We tell it while it is paused, between the loads of the old and of
+  the new version, so the boundary is exact however far the consumer lags behind.
 * No prefix cache of an older version serves a new episode. An update empties the cache (`recompute`, `abort`, `drain`),
   or the cache is salted with the version under which the episode began (`keep`).
 * Weights arrive through `load` only, version 0 included; the model starts with dummy weights.

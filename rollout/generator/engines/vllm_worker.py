@@ -131,8 +131,8 @@ def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> No
     """Load every parameter of the model in place.
 
     Where layers compute with something that was made of their parameters, vLLM reloads layer by layer: `reload_weights`
-    restores each layer's checkpoint shape, loads it and repeats the post-processing. It only warns about parameters
-    that got no weights; here that is an error, because they would keep an older version.
+    restores each layer's checkpoint shape, loads it and repeats the post-processing. About parameters that got no
+    weights vLLM only warns. Here that is an error, because they would keep an older version.
     """
     model = model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}  # packed names: qkv_proj, gate_up_proj

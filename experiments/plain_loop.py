@@ -96,9 +96,9 @@ class PlainLoop:
     def train(self, step: int, batch: Sequence[PlayedEpisode], lag: int = 0) -> dict[str, float]:
         """The optimizer steps of a batch sampled `lag` versions ago; the update's metrics."""
         group_size = self.config.rollout.group_size
-        shard = make_shard(step, batch, group_size, step - lag)
+        batch_part = make_batch_part(step, batch, group_size, step - lag)
         stats = UpdateStats()
-        for minibatch in self.trainer.minibatches(shard):
+        for minibatch in self.trainer.minibatches(batch_part):
             stats.add(self.trainer.update(minibatch, step))
         rewards = [episode.reward for episode in batch]
         lengths = [len(episode.completion.token_ids) for episode in batch]
@@ -106,7 +106,7 @@ class PlainLoop:
         return stats.metrics() | {
             "reward/mean": sum(rewards) / len(rewards),
             "length/mean": sum(lengths) / len(lengths),
-            "batch/tokens": float(sum(shard.lengths)),
+            "batch/tokens": float(sum(batch_part.lengths)),
         }
 
     def _play(self, split: str, tasks: Sequence[int], ids: Sequence[int], temperature: float) -> list[PlayedEpisode]:
@@ -146,7 +146,7 @@ class PlainLoop:
         )
 
 
-def make_shard(step: int, batch: Sequence[PlayedEpisode], group_size: int, version: int) -> BatchPart:
+def make_batch_part(step: int, batch: Sequence[PlayedEpisode], group_size: int, version: int) -> BatchPart:
     """The batch as the broker would send it to a single rank; whole groups stand together."""
     lengths = [len(episode.prompt) + len(episode.completion.token_ids) for episode in batch]
     starts = [len(episode.prompt) for episode in batch]

@@ -27,7 +27,7 @@ from launch.warm_start.sampling import Sampled
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import load_config
 from rl.learner.publish import weight_entries
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 from rl.weights import make_sender
 from rl.weights.channel import Placement
 from rl.wire.messages import BatchPart, Generate, Version
@@ -87,7 +87,7 @@ def run_system(folder: Path, model: Path, *overrides: str) -> tuple[list[BatchPa
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     rows = [json.loads(line) for line in (folder / "system" / "metrics.jsonl").read_text().splitlines()]
 
-    return read_shard_files(folder / "system"), [row for row in rows if "train/loss" in row]
+    return read_batch_parts(folder / "system"), [row for row in rows if "train/loss" in row]
 
 
 class EngineOfLoop:
@@ -158,7 +158,7 @@ def run_plain_loop(run: RunFile, model: Path) -> list[tuple[list[PlayedEpisode],
 
 
 def check_equal(
-    shards: list[BatchPart],
+    batch_parts: list[BatchPart],
     rows: list[dict[str, Any]],
     plain: list[tuple[list[PlayedEpisode], dict[str, float]]],
     logp: float,
@@ -166,17 +166,19 @@ def check_equal(
     assert len(rows) == len(plain) == STEPS
     for step, (batch, metrics) in enumerate(plain):
         seen = 0
-        for shard in (shard for shard in shards if shard.step == step):
-            starts = np.cumsum([0, *shard.lengths])
-            for index, member in enumerate(shard.members):
-                row = shard.rows[member]
+        for batch_part in (batch_part for batch_part in batch_parts if batch_part.step == step):
+            starts = np.cumsum([0, *batch_part.lengths])
+            for index, member in enumerate(batch_part.members):
+                row = batch_part.rows[member]
                 episode = batch[member]
                 part = slice(starts[index], starts[index + 1])
 
                 assert row.sample_id == step * len(batch) + member
-                assert shard.token_ids[part].tolist() == [*episode.prompt, *episode.completion.token_ids]
-                generated = shard.loss_mask[part] == 1
-                np.testing.assert_allclose(shard.logp_behavior[part][generated], episode.completion.logp, atol=logp)
+                assert batch_part.token_ids[part].tolist() == [*episode.prompt, *episode.completion.token_ids]
+                generated = batch_part.loss_mask[part] == 1
+                np.testing.assert_allclose(
+                    batch_part.logp_behavior[part][generated], episode.completion.logp, atol=logp
+                )
                 assert row.reward == pytest.approx(episode.reward, abs=1e-9)
                 seen += 1
 
@@ -189,15 +191,15 @@ def check_equal(
 
 def test_simulated_engine(tmp_path: Path, model_folder: Path, make_run: MakeRun) -> None:
     engine = ("generator.engine=simulated", "learner.ranks=1")
-    shards, rows = run_system(tmp_path, model_folder, *engine)
+    batch_parts, rows = run_system(tmp_path, model_folder, *engine)
     run = make_run(*RECIPE, *engine, model_folder=model_folder, train_tasks=1000)
-    check_equal(shards, rows, run_plain_loop(run, model_folder), logp=0)
+    check_equal(batch_parts, rows, run_plain_loop(run, model_folder), logp=0)
 
 
 def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
     """The reference runs in a process of its own: vLLM's environment must be set before Python starts."""
     overrides = ("generator.engine=vllm", "learner.ranks=2", "generator.count=2")
-    shards, rows = run_system(tmp_path, model_folder, *overrides)
+    batch_parts, rows = run_system(tmp_path, model_folder, *overrides)
     for row in rows:  # behaviour logprobs are the learner's, after every update
         assert abs(row["loss/ratio_max"] - 1) < 1e-4 and abs(row["loss/kl_behavior_k1"]) < 1e-5
     from rollout.generator.engines.environment import engine_environment
@@ -230,7 +232,7 @@ def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
         for step in json.loads((reference / "steps.json").read_text())
     ]
 
-    check_equal(shards, rows, plain, logp=1e-4)
+    check_equal(batch_parts, rows, plain, logp=1e-4)
 
 
 def reference_in_process(folder: Path, model: Path) -> None:

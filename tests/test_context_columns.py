@@ -18,13 +18,13 @@ import torch
 from msgspec import structs
 
 from rl.config.schema import load_config
-from rl.learner.batches import check_shard
+from rl.learner.batches import check_batch_part
 from rl.models.packing import make_packs
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 from rl.wire.columns import COLUMNS, context_columns, register
 from rl.wire.messages import BatchPart, Generate, Generated, Ticket, TokenSequence, Version
 from rollout.broker.actions import BatchSample, EmitBatch
-from rollout.broker.assembly import make_shards, outcome_of
+from rollout.broker.assembly import make_batch_parts, outcome_of
 from rollout.broker.validation import fault
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, Step
@@ -252,8 +252,8 @@ def test_the_pack_has_them_at_their_tokens() -> None:
     tickets = [Ticket(i, i, 0, 0, Version(0, 3)) for i in range(2)]
     trajectories = [play(Model((0, "abort", False), (1 + i, "stop", True)), ticket) for i, ticket in enumerate(tickets)]
     samples = [BatchSample(i, 0, 0, 3, outcome_of(one)) for i, one in enumerate(trajectories)]
-    (part,) = make_shards(EmitBatch(3, samples, {}), timeline=0, ranks=1)
-    check_shard(part, step=3, rank=0, timeline=0, staleness_bound=0)
+    (part,) = make_batch_parts(EmitBatch(3, samples, {}), timeline=0, ranks=1)
+    check_batch_part(part, step=3, rank=0, timeline=0, staleness_bound=0)
 
     (pack,) = make_packs(part, 1000, version=3)
     assert pack.columns["read"].dtype == torch.int32
@@ -313,7 +313,7 @@ def test_generators_and_the_proxy_die_and_every_entry_is_right(tmp_path: Path, o
             process.communicate(timeout=60)
 
     hopped = 0
-    for part in read_shard_files(tmp_path / "simulated"):
+    for part in read_batch_parts(tmp_path / "simulated"):
         for sequence, starts in zip(sequences_of(part), part.turn_starts, strict=True):
             check(sequence)
             samplers = sequence.columns["sampler"][:, 1]

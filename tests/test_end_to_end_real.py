@@ -22,7 +22,7 @@ from rl.learner import checkpoint
 from rl.learner.optimizer import Optimizer
 from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 from rl.wire.messages import BatchPart
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
 
@@ -88,7 +88,7 @@ def steps_done(folder: Path) -> int:
     return (folder / "simulated" / "metrics.jsonl").read_text().count('"train/loss"')
 
 
-def behaviour_and_learner(shards: list[BatchPart], folder: Path, model: Path) -> tuple[float, int]:
+def behaviour_and_learner(batch_parts: list[BatchPart], folder: Path, model: Path) -> tuple[float, int]:
     """Largest |difference| between behaviour logprobs and those of the version each token names; spanning samples."""
     config = load_config(None, ["learner.lr=3e-3"])
     policies: dict[int, Policy] = {0: Policy.load(model)}
@@ -99,11 +99,11 @@ def behaviour_and_learner(shards: list[BatchPart], folder: Path, model: Path) ->
 
     worst = 0.0
     spanning = 0
-    for shard in shards:
-        starts = np.cumsum([0, *shard.lengths])
+    for batch_part in batch_parts:
+        starts = np.cumsum([0, *batch_part.lengths])
         for begin, end in itertools.pairwise(starts):
-            pack = sequence_pack(shard.token_ids[begin:end].tolist())
-            versions = shard.policy_version[begin:end]
+            pack = sequence_pack(batch_part.token_ids[begin:end].tolist())
+            versions = batch_part.policy_version[begin:end]
             used = sorted(set(versions[versions >= 0].tolist()))
             spanning += len(used) > 1
 
@@ -111,7 +111,7 @@ def behaviour_and_learner(shards: list[BatchPart], folder: Path, model: Path) ->
                 with torch.no_grad():
                     output = policies[version](pack, temperature=TEMPERATURE)
                 here = versions == version
-                gap = np.abs(output.logp.numpy()[here] - shard.logp_behavior[begin:end][here])
+                gap = np.abs(output.logp.numpy()[here] - batch_part.logp_behavior[begin:end][here])
                 worst = max(worst, float(gap.max()))
 
     return worst, spanning
@@ -136,7 +136,7 @@ def test_a_real_run_is_right_end_to_end(tmp_path: Path) -> None:
     assert sync["count"] >= 2 and sync["mean_s"] > 0 and sync["pause_mean_s"] > 0 and sync["bytes"] > 0
 
     run = json.loads((folder / "run.json").read_text())
-    worst, spanning = behaviour_and_learner(read_shard_files(folder), folder, Path(run["model_folder"]))
+    worst, spanning = behaviour_and_learner(read_batch_parts(folder), folder, Path(run["model_folder"]))
     assert spanning > 0, "no request spanned an update: the test does not test what it should"
     assert worst < 1e-4
 
@@ -167,8 +167,8 @@ def goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     (aside,) = [path for path in tmp_path.glob("simulated*") if path != folder]
     assert (aside / "checkpoints" / f"step-{STEPS}").is_dir()
 
-    before = {row.sample_id for shard in read_shard_files(aside) if shard.step < 4 for row in shard.rows}
-    after = {row.sample_id for shard in read_shard_files(folder) for row in shard.rows}
+    before = {row.sample_id for batch_part in read_batch_parts(aside) if batch_part.step < 4 for row in batch_part.rows}
+    after = {row.sample_id for batch_part in read_batch_parts(folder) for row in batch_part.rows}
     assert len(before) == 4 * 6 and len(after) == 2 * 6 and not before & after
 
 

@@ -19,12 +19,12 @@ from algos.registry import NoOptions
 from algos.types import LossInputs, LossResult
 from rl.config.schema import ConfigError, load_config
 from rl.learner.algorithm import make_algorithm
-from rl.learner.batches import check_shard
+from rl.learner.batches import check_batch_part
 from rl.learner.update import loss_inputs
 from rl.models.packing import Pack, dummy_pack, make_packs, split_minibatches
 from rl.models.protocol import PolicyOutput
 from rl.observe.alarms import RunAlarm
-from rl.store.batch_files import read_shard_files, write_shard_file
+from rl.store.batch_files import read_batch_parts, write_batch_part
 from rl.wire.columns import (
     COLUMNS,
     Column,
@@ -49,7 +49,7 @@ from rl.wire.messages import (
 )
 from rl.wire.run import RunFile
 from rollout.broker.actions import BatchSample, EmitBatch
-from rollout.broker.assembly import make_shards, outcome_of
+from rollout.broker.assembly import make_batch_parts, outcome_of
 from rollout.broker.validation import fault
 from rollout.episodes.conversation import Conversation
 from rollout.episodes.environment import ChatMessage, Step
@@ -144,9 +144,9 @@ def play(ticket_id: int = 0, environment: Graded | None = None, generate: Any = 
     return asyncio.run(run_episode(ticket_of(ticket_id), lambda: environment or Graded(), None, context))
 
 
-def shards_of(trajectories: list[Trajectory], ranks: int) -> list[BatchPart]:
+def batch_parts_of(trajectories: list[Trajectory], ranks: int) -> list[BatchPart]:
     samples = [BatchSample(i, i // 2, 0, 3, outcome_of(one)) for i, one in enumerate(trajectories)]
-    return make_shards(EmitBatch(3, samples, {}), timeline=0, ranks=ranks)
+    return make_batch_parts(EmitBatch(3, samples, {}), timeline=0, ranks=ranks)
 
 
 def losses_of(pack: Pack) -> torch.Tensor:
@@ -175,11 +175,11 @@ def test_from_a_reply_to_a_loss(tmp_path: Path) -> None:
     assert received[1].columns["difficulty"].tolist() == [0.5]
 
     found = {}
-    for shard in shards_of(received, ranks=2):
-        check_shard(shard, step=3, rank=shard.rank, timeline=0, staleness_bound=0)
-        write_shard_file(tmp_path, shard)
-    for shard in read_shard_files(tmp_path):
-        for part in split_minibatches(shard, 2):
+    for batch_part in batch_parts_of(received, ranks=2):
+        check_batch_part(batch_part, step=3, rank=batch_part.rank, timeline=0, staleness_bound=0)
+        write_batch_part(tmp_path, batch_part)
+    for batch_part in read_batch_parts(tmp_path):
+        for part in split_minibatches(batch_part, 2):
             for pack in make_packs(part, 64, version=3):
                 losses = losses_of(pack)
                 for place, member in enumerate(pack.members):
@@ -226,10 +226,10 @@ def test_a_column_that_is_not_in_the_table_is_refused_everywhere() -> None:
 
     good = play()
     assert "'colour' is not registered" in complaint(with_sequence(good, colour=np.zeros(8, np.float32)))
-    (shard,) = shards_of([good, good], ranks=1)
-    stranger = structs.replace(shard, columns=shard.columns | {"colour": np.zeros(16, np.float32)})
+    (batch_part,) = batch_parts_of([good, good], ranks=1)
+    stranger = structs.replace(batch_part, columns=batch_part.columns | {"colour": np.zeros(16, np.float32)})
     with pytest.raises(RunAlarm, match="batch-contradicts: step 3: column 'colour' is not registered"):
-        check_shard(stranger, step=3, rank=0, timeline=0, staleness_bound=0)
+        check_batch_part(stranger, step=3, rank=0, timeline=0, staleness_bound=0)
 
 
 def test_a_registered_column_that_nobody_made_is_named() -> None:
@@ -388,7 +388,7 @@ def test_every_process_reads_the_shape_from_the_run_file(tmp_path: Path, make_ru
 
 
 def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:
-    """The simulated engine answers masked values; the shard that was trained holds them for every token."""
+    """The simulated engine answers masked values; the batch part that was trained holds them for every token."""
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", f"runs={tmp_path}", "steps=3"]
     columns = f"algo.columns=[{MODULE}:TEACHER_LOGP, {MODULE}:ROUTED_EXPERTS]"
@@ -400,8 +400,8 @@ def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:
 
     register(TEACHER_LOGP)
     register(ROUTED_EXPERTS)
-    shards = read_shard_files(tmp_path / "simulated")
-    assert len(shards) >= 3
-    for shard in shards:
-        assert (shard.columns["teacher_logp"] == 0.5).all()
-        assert shard.columns["routed_experts"].shape == (sum(shard.lengths), 2, 3)
+    batch_parts = read_batch_parts(tmp_path / "simulated")
+    assert len(batch_parts) >= 3
+    for batch_part in batch_parts:
+        assert (batch_part.columns["teacher_logp"] == 0.5).all()
+        assert batch_part.columns["routed_experts"].shape == (sum(batch_part.lengths), 2, 3)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 from rollout.broker.tasks import DrawnTask, Oldest
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, wait_for_step
 
@@ -50,11 +50,11 @@ def check(summary: dict[str, Any], tmp_path: Path, steps: int, restarts: dict[st
     again = {role: sum(name == role and incarnation != "0" for name, _, incarnation, _ in logs) for role, *_ in logs}
     assert {role: count for role, count in again.items() if count} == restarts
 
-    shards = read_shard_files(folder)
-    trained = {shard.step: [row.sample_id for row in shard.rows] for shard in shards}
+    batch_parts = read_batch_parts(folder)
+    trained = {batch_part.step: [row.sample_id for row in batch_part.rows] for batch_part in batch_parts}
     samples = [sample for rows in trained.values() for sample in rows]
     assert len(samples) == len(set(samples)) == steps * 16
-    assert {shard.timeline for shard in shards} == {0}
+    assert {batch_part.timeline for batch_part in batch_parts} == {0}
 
 
 @pytest.mark.parametrize("transport", [IPC, TCP], ids=["ipc", "tcp"])

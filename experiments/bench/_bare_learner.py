@@ -19,7 +19,7 @@ import torch
 
 from experiments.bench._bare_loop import BareLoop, Form
 from experiments.bench._bound import Work
-from experiments.bench._measuring import shard_of
+from experiments.bench._measuring import batch_part_of
 from rl.models.packing import Pack, make_packs
 from rl.wire.messages import BatchPart
 from rl.wire.process import die_with_parent
@@ -35,19 +35,20 @@ def measure(work: Work, form: Form) -> float:
     loop = BareLoop(run, form)
     random = np.random.default_rng(0)
     vocabulary = loop.model.config.vocab_size
-    shards = [
-        shard_of(step.prompt, step.answers, work.group_size, vocabulary, random, shared=True) for step in work.steps
+    batch_parts = [
+        batch_part_of(step.prompt, step.answers, work.group_size, vocabulary, random, shared=True)
+        for step in work.steps
     ]
 
     if form != "stock":
         budget = run.config.learner.max_tokens_per_pack
-        return _cpu_s(loop, shards, lambda shard: make_packs(shard, budget, shard.step))
+        return _cpu_s(loop, batch_parts, lambda batch_part: make_packs(batch_part, budget, batch_part.step))
 
     def padded_by(rows: int) -> Callable[[BatchPart], list[Pack]]:
-        return lambda shard: padded(shard, rows)
+        return lambda batch_part: padded(batch_part, rows)
 
-    tried = {rows: _cpu_s(loop, shards[:_TRIED], padded_by(rows)) for rows in batch_sizes(work.rows_at_once)}
-    return _cpu_s(loop, shards, padded_by(min(tried, key=tried.__getitem__)))
+    tried = {rows: _cpu_s(loop, batch_parts[:_TRIED], padded_by(rows)) for rows in batch_sizes(work.rows_at_once)}
+    return _cpu_s(loop, batch_parts, padded_by(min(tried, key=tried.__getitem__)))
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -55,10 +56,10 @@ def batch_sizes(most: int) -> list[int]:
     return [most // fewer for fewer in (1, 2, 4, 8) if most >= fewer]
 
 
-def _cpu_s(loop: BareLoop, shards: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
-    """The CPU seconds of one step on each shard, without one on the first, which warms up."""
-    made = ((shard, [_with_advantages(pack) for pack in packed(shard)]) for shard in shards)
-    batches = [(loop.prepared(packs), shard.loss_tokens) for shard, packs in made]
+def _cpu_s(loop: BareLoop, batch_parts: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
+    """The CPU seconds of one step on each batch part, without one on the first, which warms up."""
+    made = ((batch_part, [_with_advantages(pack) for pack in packed(batch_part)]) for batch_part in batch_parts)
+    batches = [(loop.prepared(packs), batch_part.loss_tokens) for batch_part, packs in made]
 
     loop.step(*batches[0])
     begin = time.process_time()
@@ -67,22 +68,22 @@ def _cpu_s(loop: BareLoop, shards: Sequence[BatchPart], packed: Callable[[BatchP
     return time.process_time() - begin
 
 
-def padded(shard: BatchPart, rows_at_once: int) -> list[Pack]:
+def padded(batch_part: BatchPart, rows_at_once: int) -> list[Pack]:
     """Batches of samples of similar length, each sample with padding behind it up to its batch's longest."""
-    ends = np.cumsum(shard.lengths)
-    order = sorted(range(len(ends)), key=shard.lengths.__getitem__)
+    ends = np.cumsum(batch_part.lengths)
+    order = sorted(range(len(ends)), key=batch_part.lengths.__getitem__)
     chunks = [order[first : first + rows_at_once] for first in range(0, len(order), rows_at_once)]
-    return [_batch(shard, chunk, ends) for chunk in chunks]
+    return [_batch(batch_part, chunk, ends) for chunk in chunks]
 
 
-def _batch(shard: BatchPart, chosen: Sequence[int], ends: np.ndarray) -> Pack:
-    longest = max(shard.lengths[i] for i in chosen)
+def _batch(batch_part: BatchPart, chosen: Sequence[int], ends: np.ndarray) -> Pack:
+    longest = max(batch_part.lengths[i] for i in chosen)
     columns = {}
     for name in ("token_ids", "loss_mask", "logp_behavior"):
-        column = shard.columns[name]
+        column = batch_part.columns[name]
         rows = np.zeros((len(chosen), longest), column.dtype)
         for row, i in enumerate(chosen):
-            rows[row, : shard.lengths[i]] = column[ends[i] - shard.lengths[i] : ends[i]]
+            rows[row, : batch_part.lengths[i]] = column[ends[i] - batch_part.lengths[i] : ends[i]]
         columns[name] = torch.from_numpy(rows.reshape(-1))
 
     columns["token_ids"] = columns["token_ids"].long()

@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments.bench._measuring import Timing, family_cpu_s, temporary_run
 from rl.learner.publish import probe_length
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 from rl.weights.proof import LONG_PROBES
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines.environment import engine_environment
@@ -101,8 +101,8 @@ async def measure(run: RunFile, texts: Sequence[list[int]]) -> dict[str, list[Ti
 
 def texts_of(folder: Path, least: int) -> list[list[int]]:
     """The sequences of the run's last batch that have so many ids."""
-    shard = read_shard_files(folder)[-1]
-    parts = np.split(shard.columns["token_ids"], np.cumsum(shard.lengths)[:-1])
+    batch_part = read_batch_parts(folder)[-1]
+    parts = np.split(batch_part.columns["token_ids"], np.cumsum(batch_part.lengths)[:-1])
     return [part.tolist() for part in parts if len(part) >= least]
 
 

@@ -140,7 +140,7 @@ def temporary_run(overrides: Sequence[str] = (), **fields: Any) -> Iterator[RunF
         yield run
 
 
-def random_shard(
+def random_batch_part(
     groups: int, size: int, prompt: int, answers: tuple[int, int], vocabulary: int, *, shared: bool = False
 ) -> BatchPart:
     """Samples of `prompt` tokens and answers of random length, both ends of the range `answers` included.
@@ -149,13 +149,13 @@ def random_shard(
     """
     random = np.random.default_rng(0)
     answered = random.integers(answers[0], answers[1] + 1, groups * size)
-    return shard_of(prompt, answered.tolist(), size, vocabulary, random, shared=shared)
+    return batch_part_of(prompt, answered.tolist(), size, vocabulary, random, shared=shared)
 
 
-def shard_of(
+def batch_part_of(
     prompt: int, answered: Sequence[int], size: int, vocabulary: int, random: np.random.Generator, *, shared: bool
 ) -> BatchPart:
-    """Random samples of `prompt` tokens and answers of these lengths, `size` in a group. shared: see `random_shard`."""
+    """Random samples of `prompt` tokens and answers of these lengths, `size` in a group. shared: see `random_batch_part`."""
     count = len(answered)
     lengths = [prompt + answer for answer in answered]
     mask = np.concatenate([np.repeat(np.array([0, 1], np.uint8), [prompt, answer]) for answer in answered])

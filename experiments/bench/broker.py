@@ -5,7 +5,7 @@
 A producer process plays one environment server over ipc. It answers every ticket at once with a trajectory of
 `--tokens` tokens (13 bytes each: 54 kB at 4096) and its usage. It counts a trajectory when its acknowledgement
 arrives. This process plays supervisor and learner: it takes each batch and publishes the next version at once, so
-tickets, ledger, assembly and shards are part of what is measured. The limit is the same producer, with as many
+tickets, ledger, assembly and batch parts are part of what is measured. The limit is the same producer, with as many
 trajectories open, against a process that only receives and acknowledges; the two take turns. Also printed: the
 broker's memory before any data and, without sockets, how many events the core handles in a second with 100 000 live
 episodes.
@@ -177,7 +177,7 @@ def bare_loop(run: RunFile) -> None:
 def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
     """Supervisor and learner around the broker process."""
     control = open_socket(zmq.ROUTER, run, "control", bind=True)
-    shards = open_socket(zmq.PULL, run, "batches", 0, bind=True)
+    batch_parts = open_socket(zmq.PULL, run, "batches", 0, bind=True)
     broker = subprocess.Popen([sys.executable, "-m", "rollout.broker.process", "--run", str(run.folder)])
 
     try:
@@ -194,8 +194,8 @@ def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
         step = 0
 
         while child.poll() is None:
-            if shards.poll(100):
-                shards.recv_multipart(copy=False)
+            if batch_parts.poll(100):
+                batch_parts.recv_multipart(copy=False)
                 step += 1
                 send(learner, Published(Version(0, step)))
                 send(learner, BatchRequest(step))
@@ -211,7 +211,7 @@ def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
         return {"per_s": produced["per_s"], "cpu_us_per_trajectory": cpu_us, "mb_before_data": memory}
     finally:
         broker.kill()
-        for socket in (control, shards):
+        for socket in (control, batch_parts):
             socket.close(linger=0)
 
 

@@ -3,7 +3,7 @@
     python -m experiments.bench guards [--recipe math_cpu] [--steps 60] [--out FILE.json]
 
 First a real run of one engine and one rank, and what a step of it costs all of its processes. Then its guards alone, on
-its own batches. These are the checks of a shard, the learner's guards before, between and after its updates, the
+its own batches. These are the checks of a batch part, the learner's guards before, between and after its updates, the
 broker's, and the probe of a weight update in the learner. What a probe costs its engine is measured in a real one,
 among requests as an update meets them. What is looked at once a run (an environment's template and tasks) is left out,
 and so is the validation of messages, which raises no alarm. Target: 1 %.
@@ -31,13 +31,13 @@ from experiments.bench._measuring import Timing, parser_of, temporary_run, write
 from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from experiments.compare.job import read_lines
-from rl.learner.batches import check_shard
+from rl.learner.batches import check_batch_part
 from rl.learner.diagnostics import surprise
 from rl.learner.process import Learner
 from rl.learner.publish import probe_length, probe_logp
 from rl.learner.update import UpdateStats
 from rl.observe.alarms import Alarms
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 from rl.weights.proof import LONG_PROBES
 from rl.wire.messages import BatchPart, TokenSequence, Trajectory, Turn
 from rl.wire.process import Process
@@ -85,15 +85,17 @@ def since(begin: Timing) -> Timing:
     return Timing(end.wall_s - begin.wall_s, end.cpu_s - begin.cpu_s)
 
 
-def guarded_step(learner: Learner, broker: BatchGuards, batch: EmitBatch, shard: BatchPart, watch: Stopwatch) -> None:
+def guarded_step(
+    learner: Learner, broker: BatchGuards, batch: EmitBatch, batch_part: BatchPart, watch: Stopwatch
+) -> None:
     """A step as `rl.learner.process.train` does it, and what is done elsewhere for the same batch."""
-    for group_id in dict.fromkeys(row.group_id for row in shard.rows):
+    for group_id in dict.fromkeys(row.group_id for row in batch_part.rows):
         watch(broker.ended, GroupRecord(group_id, group_id, "trained", 0, 0, [], 0.0))
     watch(broker.batch, batch, Statistics())
-    watch(check_shard, shard, step=shard.step, rank=0, timeline=shard.timeline, staleness_bound=1)
-    minibatches = learner.trainer.minibatches(shard)
-    watch(learner.guards.batch, shard, minibatches)
-    learner.token_log.batch(shard)
+    watch(check_batch_part, batch_part, step=batch_part.step, rank=0, timeline=batch_part.timeline, staleness_bound=1)
+    minibatches = learner.trainer.minibatches(batch_part)
+    watch(learner.guards.batch, batch_part, minibatches)
+    learner.token_log.batch(batch_part)
 
     for pack in (pack for minibatch in minibatches for pack in minibatch.packs):
         drawn = -torch.rand(int(pack.mask.sum()), dtype=torch.float64)
@@ -101,22 +103,26 @@ def guarded_step(learner: Learner, broker: BatchGuards, batch: EmitBatch, shard:
 
     stats = UpdateStats()
     for minibatch in minibatches:
-        update = learner.trainer.update(minibatch, shard.step)
+        update = learner.trainer.update(minibatch, batch_part.step)
         watch(learner.guards.updated, minibatch, update)
         stats.add(update)
     watch(learner.guards.trained, stats.metrics())
 
-    watch(probe_logp, learner.policy, shard.columns["token_ids"][: probe_length(learner.config, LONG_PROBES)].tolist())
+    watch(
+        probe_logp,
+        learner.policy,
+        batch_part.columns["token_ids"][: probe_length(learner.config, LONG_PROBES)].tolist(),
+    )
 
 
-def batch_of(shard: BatchPart) -> EmitBatch:
+def batch_of(batch_part: BatchPart) -> EmitBatch:
     """The same samples as the broker has them, as episodes of one turn."""
-    ends = np.cumsum(shard.lengths)
+    ends = np.cumsum(batch_part.lengths)
     samples = []
 
-    for row, length, end, starts in zip(shard.rows, shard.lengths, ends, shard.turn_starts, strict=True):
+    for row, length, end, starts in zip(batch_part.rows, batch_part.lengths, ends, batch_part.turn_starts, strict=True):
         won = row.reward > 0.5
-        columns = {name: column[end - length : end] for name, column in shard.columns.items()}
+        columns = {name: column[end - length : end] for name, column in batch_part.columns.items()}
         turn = Turn(starts[0], length, row.reward, 0.1, 0.01, "stop", 0)
 
         trajectory = Trajectory(
@@ -131,7 +137,7 @@ def batch_of(shard: BatchPart) -> EmitBatch:
 
         outcome = EpisodeOutcome(0, 0, row.reward, row.loss_tokens, success=won, payload=trajectory)
         samples.append(BatchSample(row.sample_id, row.group_id, row.group_id, 0, outcome))
-    return EmitBatch(shard.step, samples, {})
+    return EmitBatch(batch_part.step, samples, {})
 
 
 def run_it(options: argparse.Namespace, folder: Path) -> tuple[Path, Timing]:
@@ -161,14 +167,14 @@ def run_it(options: argparse.Namespace, folder: Path) -> tuple[Path, Timing]:
 def guards_of(folder: Path) -> list[Timing]:
     """Seconds within guards, by batch of the run."""
     of_run = RunFile.load(folder)
-    shards = read_shard_files(folder)
+    batch_parts = read_batch_parts(folder)
     with temporary_run(config=of_run.config, model_folder=of_run.model_folder) as run:
         learner = Learner(Process("learner", ProcessContext(run, 0, 0)))  # not entered: there is no supervisor
         broker = BatchGuards(Rules.of(run.config, 1000), Alarms(run.config.alarms, lambda _name, _detail: None))
         spent = []
-        for shard in shards:
+        for batch_part in batch_parts:
             watch = Stopwatch()
-            guarded_step(learner, broker, batch_of(shard), shard, watch)
+            guarded_step(learner, broker, batch_of(batch_part), batch_part, watch)
             spent.append(watch.spent)
         dist.destroy_process_group()
     return spent[_WARM_STEPS:]

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from experiments.bench._bare_loop import BareLoop
-from experiments.bench._measuring import Work, alternate, parser_of, random_shard, temporary_run, write
+from experiments.bench._measuring import Work, alternate, parser_of, random_batch_part, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
 from rl.learner.process import Learner
 from rl.learner.publish import Publisher
@@ -86,15 +86,15 @@ def bare_step(run: RunFile, packs: list[Pack], tokens: int, *, equal: bool) -> W
 
 
 def fresco_step(learner: Learner, client: RunClient, frames: list[bytes | memoryview]) -> None:
-    """The training part of `rl.learner.process.train`, from the frames of a shard to its metrics row."""
-    shard = decode(frames)
-    assert isinstance(shard, BatchPart)
+    """The training part of `rl.learner.process.train`, from the frames of a batch part to its metrics row."""
+    batch_part = decode(frames)
+    assert isinstance(batch_part, BatchPart)
     stats = UpdateStats()
-    learner.token_log.batch(shard)
-    for minibatch in learner.trainer.minibatches(shard):
-        stats.add(learner.trainer.update(minibatch, shard.step))
+    learner.token_log.batch(batch_part)
+    for minibatch in learner.trainer.minibatches(batch_part):
+        stats.add(learner.trainer.update(minibatch, batch_part.step))
     stats.all_reduce()
-    client.report(shard, stats.metrics(), stats.histograms())
+    client.report(batch_part, stats.metrics(), stats.histograms())
 
 
 def synchronised(work: Callable[[], object], device: str) -> Work:
@@ -119,12 +119,12 @@ def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
     prompt, answer = _TOKENS[kind]
     rollout = run.config.rollout
     shared = kind == "prompts"
-    shard = random_shard(rollout.groups_per_batch, rollout.group_size, prompt, answer, _VOCAB, shared=shared)
-    frames = encode(shard)
-    packs = [pack for minibatch in learner.trainer.minibatches(shard) for pack in minibatch.packs]
+    batch_part = random_batch_part(rollout.groups_per_batch, rollout.group_size, prompt, answer, _VOCAB, shared=shared)
+    frames = encode(batch_part)
+    packs = [pack for minibatch in learner.trainer.minibatches(batch_part) for pack in minibatch.packs]
 
     works = {
-        "bare": bare_step(run, packs, shard.loss_tokens, equal=kind == "equal"),
+        "bare": bare_step(run, packs, batch_part.loss_tokens, equal=kind == "equal"),
         "fresco": lambda: fresco_step(learner, client, frames),
         "publish": lambda: publisher.publish(next(versions)),
     }
@@ -133,7 +133,7 @@ def measure(run: RunFile, rounds: int, kind: str) -> dict[str, Any]:
     client.close()
     dist.destroy_process_group()
 
-    tokens = sum(shard.lengths)
+    tokens = sum(batch_part.lengths)
     seconds = {name: statistics.median(one.wall_s for one in timings) for name, timings in measured.items()}
     ratio = ratio_of(measured["fresco"], measured["bare"])
 

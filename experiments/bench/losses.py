@@ -19,7 +19,7 @@ import torch
 
 from algos.registry import Loss, loss_names, make_loss
 from algos.types import LossInputs
-from experiments.bench._measuring import Work, alternate, parser_of, random_shard, write
+from experiments.bench._measuring import Work, alternate, parser_of, random_batch_part, write
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import load_config
@@ -47,11 +47,11 @@ def main(argv: list[str]) -> None:
     config = load_config(_RECIPE, [])
     trainer = Trainer(config, ensure_tiny_model(TinyRecipe(sft_steps=0)), last_step=10_000)
     vocabulary = trainer.policy.vocab_size
-    shard = random_shard(config.rollout.groups_per_batch, config.rollout.group_size, 24, (8, 24), vocabulary)
+    batch_part = random_batch_part(config.rollout.groups_per_batch, config.rollout.group_size, 24, (8, 24), vocabulary)
     with Idle() as idle:
-        shares = shares_of_step(trainer, shard, config.sampling.temperature, arguments.rounds)
+        shares = shares_of_step(trainer, batch_part, config.sampling.temperature, arguments.rounds)
 
-    print(f"{len(shard.rows)} samples, {sum(shard.lengths)} tokens; share of a learner step")
+    print(f"{len(batch_part.rows)} samples, {sum(batch_part.lengths)} tokens; share of a learner step")
     for name in sorted(shares, key=lambda name: shares[name].cpu.median):
         print(f"  {name:14} {shares[name]}")
 
@@ -61,9 +61,9 @@ def main(argv: list[str]) -> None:
     write(arguments.out, {"dearest": worst, "verdict": verdict} | provenance(idle, shares))
 
 
-def shares_of_step(trainer: Trainer, shard: BatchPart, temperature: float, rounds: int) -> dict[str, Ratio]:
+def shares_of_step(trainer: Trainer, batch_part: BatchPart, temperature: float, rounds: int) -> dict[str, Ratio]:
     """Each loss's seconds over those of the step beside it."""
-    minibatch = trainer.minibatches(shard)[0]
+    minibatch = trainer.minibatches(batch_part)[0]
 
     def proximal() -> list[Pack]:
         return with_logp(trainer.policy, minibatch.packs, "logp_proximal", temperature=temperature)

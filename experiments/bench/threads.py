@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench._measuring import Timing, in_turns, parser_of, random_shard, temporary_run, timed, write
+from experiments.bench._measuring import Timing, in_turns, parser_of, random_batch_part, temporary_run, timed, write
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
 from experiments.bench.learner import run_fields
 from rl.learner.process import Learner
@@ -140,12 +140,12 @@ def _rank(options: argparse.Namespace) -> None:
         with temporary_run([*overrides, f"learner.threads={options.rank}"], **fields) as run:
             learner = Learner(Process("learner", ProcessContext(run, 0, 0)))  # not entered: there is no supervisor
             rollout = run.config.rollout
-            shard = random_shard(rollout.groups_per_batch, rollout.group_size, 64, (32, 128), 1024)
+            batch_part = random_batch_part(rollout.groups_per_batch, rollout.group_size, 64, (32, 128), 1024)
 
             def step() -> None:
-                learner.token_log.batch(shard)
-                for minibatch in learner.trainer.minibatches(shard):
-                    learner.trainer.update(minibatch, shard.step)
+                learner.token_log.batch(batch_part)
+                for minibatch in learner.trainer.minibatches(batch_part):
+                    learner.trainer.update(minibatch, batch_part.step)
 
             for _ in sys.stdin:
                 print(json.dumps(list(timed(step))), flush=True)

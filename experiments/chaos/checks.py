@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 
 _SAMPLES = ["queued", "running", "waiting", "batched", "trained", "stale", "filtered", "settled", "redundant", "failed"]
 _TOKENS = [*_SAMPLES[1:], "lost"]
@@ -44,7 +44,7 @@ def _ledger(ledger: dict[str, dict[str, int]] | None) -> list[str]:
 
 def _samples(run: Path) -> list[str]:
     """The faults in what was trained (`tracking.save_batches`): the batch of a step is the same for all ranks."""
-    rows = {shard.step: shard.rows for shard in read_shard_files(run)}
+    rows = {batch_part.step: batch_part.rows for batch_part in read_batch_parts(run)}
     times = Counter(row.sample_id for batch in rows.values() for row in batch)
     return [f"sample {sample} was trained in {count} steps" for sample, count in times.items() if count > 1]
 

@@ -1,7 +1,7 @@
 """Turns rewards into the advantage, weight and return of every token of a batch.
 
 What spans the batch is shaping, group statistics, the mean of an advantage and the weights of an aggregation. It comes
-from `shard.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.
+from `batch_part.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
     return values
 
 
-def kept_rows(shard: BatchPart, algorithm: Algorithm) -> Tensor:
+def kept_rows(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
     """(N,) bool: the samples that count in the loss."""
-    truncated = torch.tensor([row.truncated for row in shard.rows])
+    truncated = torch.tensor([row.truncated for row in batch_part.rows])
     return ~truncated if algorithm.mask_truncated else torch.ones_like(truncated)
 
 
@@ -53,23 +53,23 @@ def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
     return [masked(pack) if pack.members else pack for pack in packs]
 
 
-def assign(shard: BatchPart, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
+def assign(batch_part: BatchPart, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
     """The minibatches of a batch, with advantages, token weights, shaped rewards and (for a critic) returns.
 
     parts: this rank's packs of each minibatch, one at least; they carry `logp_reference` and `values` where the
-    algorithm needs them. `shard` is the whole batch. All ranks call it together.
+    algorithm needs them. `batch_part` is the whole batch. All ranks call it together.
     """
     packs = [pack for part in parts for pack in part]
-    rewards = shaped_rewards(shard, algorithm)  # (N,)
-    episodes = gather_episodes(shard, packs, rewards, algorithm)
+    rewards = shaped_rewards(batch_part, algorithm)  # (N,)
+    episodes = gather_episodes(batch_part, packs, rewards, algorithm)
     columns = {"advantages": algorithm.estimator(episodes)}  # (T,) of all packs
     if algorithm.critic is not None and episodes.values is not None:
         discount = getattr(algorithm.estimator.options, "discount", 1.0)
         advantages = gae_advantages(episodes, discount, algorithm.critic.lam)
         columns["returns"] = (advantages + episodes.values).float()
 
-    counted = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, algorithm)  # (N,)
-    minibatch = torch.tensor(minibatch_of(shard, len(parts)))  # (N,)
+    counted = torch.tensor([row.loss_tokens for row in batch_part.rows]) * kept_rows(batch_part, algorithm)  # (N,)
+    minibatch = torch.tensor(minibatch_of(batch_part, len(parts)))  # (N,)
     minibatches = []
     end = 0
     for number, part in enumerate(parts):
@@ -95,9 +95,9 @@ def _at_tokens(values: Tensor, pack: Pack) -> Tensor:
     return values[list(pack.members)][pack.sample]
 
 
-def shaped_rewards(shard: BatchPart, algorithm: Algorithm) -> Tensor:
+def shaped_rewards(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
     """(N,) float64, the same on every rank."""
-    rows = shard.rows
+    rows = batch_part.rows
     inputs = RewardInputs(
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
         group=torch.tensor([row.group_id for row in rows]),
@@ -109,12 +109,12 @@ def shaped_rewards(shard: BatchPart, algorithm: Algorithm) -> Tensor:
     return shape(inputs, algorithm.shapings)
 
 
-def gather_episodes(shard: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm) -> Episodes:
+def gather_episodes(batch_part: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm) -> Episodes:
     """What estimators see: rewards per turn and per token, a KL penalty taken off.
 
     rewards (N,) after shaping: what shaping added is earned with a sample's last turn.
     """
-    rows = shard.rows
+    rows = batch_part.rows
     by_turn = [row.turn_rewards or [row.reward] for row in rows]
     turns = torch.tensor([len(earned) for earned in by_turn])  # (N,)
     states = [state for row in rows for state in row.turn_states or [0] * max(1, len(row.turn_rewards))]  # (M,)

@@ -1,6 +1,6 @@
 """What a training step should never do in silence, checked from the step's own data (docs/silent-faults.md).
 
-    guards.batch(shard, minibatches)      # before the first optimizer step
+    guards.batch(batch part, minibatches)      # before the first optimizer step
     guards.updated(minibatch, stats)      # after each
     guards.trained(metrics)               # after the last
 
@@ -55,27 +55,29 @@ class StepGuards:
             self._reference = _Matrices(lambda: {name: tensor for name, tensor, _ in reference.export(untie=False)})
             self._reference_entries = self._reference.entries()
 
-    def batch(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
+    def batch(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
         """Raises RunAlarm for a batch that must not be trained, or an optimizer that must not train it."""
-        self._step = shard.step
-        self._over = shard.over
+        self._step = batch_part.step
+        self._over = batch_part.over
         self._updates = 0
-        self._same_for_all_ranks(shard)
-        self._tokens(shard, minibatches)
-        self._signs(shard, minibatches)
+        self._same_for_all_ranks(batch_part)
+        self._tokens(batch_part, minibatches)
+        self._signs(batch_part, minibatches)
 
         held = sum(tensor.grad is not None for tensor in self._parameters)
-        self._alarms.check("gradients-kept", held > 0, f"step {shard.step} begins with gradients of {held} tensors")
+        self._alarms.check(
+            "gradients-kept", held > 0, f"step {batch_part.step} begins with gradients of {held} tensors"
+        )
         if self._reference is not None:
             moved = not torch.equal(self._reference.entries(), self._reference_entries)
-            self._alarms.check("reference-moved", moved, f"it is another one at step {shard.step}")
+            self._alarms.check("reference-moved", moved, f"it is another one at step {batch_part.step}")
 
         self._steps = self._counted_steps()
         if not self._begun:
             self._begun = True
-            lost = (self._steps == 0) != (shard.step == 0)
+            lost = (self._steps == 0) != (batch_part.step == 0)
             self._alarms.check(
-                "optimizer-steps", lost, f"step {shard.step} finds {self._steps:.0f} steps in AdamW's state"
+                "optimizer-steps", lost, f"step {batch_part.step} finds {self._steps:.0f} steps in AdamW's state"
             )
         self._before = self._matrices.entries()
 
@@ -114,30 +116,32 @@ class StepGuards:
         low = entropy < self._alarms.limit("entropy", "nats")
         self._alarms.check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
 
-    def _same_for_all_ranks(self, shard: BatchPart) -> None:
+    def _same_for_all_ranks(self, batch_part: BatchPart) -> None:
         """Ranks see each other's rows only through this number."""
-        seen = crc32(msgspec.msgpack.encode([shard.step, shard.timeline, shard.rows]))
+        seen = crc32(msgspec.msgpack.encode([batch_part.step, batch_part.timeline, batch_part.rows]))
         ends = all_reduce(torch.tensor([seen, -seen]), "max").tolist()
-        self._alarms.check("ranks-differ", ends != [seen, -seen], f"the rows of step {shard.step} differ between ranks")
+        self._alarms.check(
+            "ranks-differ", ends != [seen, -seen], f"the rows of step {batch_part.step} differ between ranks"
+        )
 
-    def _tokens(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
-        kept = torch.tensor([row.loss_tokens for row in shard.rows]) * kept_rows(shard, self._trainer.algorithm)  # (N,)
+    def _tokens(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
+        kept = torch.tensor([row.loss_tokens for row in batch_part.rows]) * kept_rows(
+            batch_part, self._trainer.algorithm
+        )  # (N,)
         divided = sum(minibatch.loss_tokens for minibatch in minibatches)
         summed = sum(pack.loss_tokens for minibatch in minibatches for pack in minibatch.packs)
-        own = int(kept[sorted(set(shard.members))].sum())
+        own = int(kept[sorted(set(batch_part.members))].sum())
         wrong = (divided, summed) != (int(kept.sum()), own)
-        found = (
-            f"divided by {divided} tokens of {kept.sum()}, {summed} of this rank's {own} summed in step {shard.step}"
-        )
+        found = f"divided by {divided} tokens of {kept.sum()}, {summed} of this rank's {own} summed in step {batch_part.step}"
         self._alarms.check("loss-tokens", wrong, found)
 
-    def _signs(self, shard: BatchPart, minibatches: list[Minibatch]) -> None:
+    def _signs(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
         algorithm = self._trainer.algorithm
         if algorithm.estimator.spec.name not in _CENTRED or algorithm.shapings or algorithm.reward_kl is not None:
             return
 
-        rewards = torch.tensor([row.reward for row in shard.rows], dtype=torch.float64)  # (N,)
-        _, group = torch.unique(torch.tensor([row.group_id for row in shard.rows]), return_inverse=True)  # (N,)
+        rewards = torch.tensor([row.reward for row in batch_part.rows], dtype=torch.float64)  # (N,)
+        _, group = torch.unique(torch.tensor([row.group_id for row in batch_part.rows]), return_inverse=True)  # (N,)
         means = torch.zeros_like(rewards).scatter_reduce(0, group, rewards, "mean", include_self=False)
         expected = rewards - means[group]
 
@@ -156,7 +160,7 @@ class StepGuards:
         wrong |= (wanted.abs() <= slack) & (torch.maximum(first.abs(), last.abs()) > 1e-3)
         trained = torch.zeros(len(wanted), dtype=torch.bool).index_fill(0, sample, True)
         count = int((wrong & trained).sum())
-        self._alarms.check("advantage-sign", count > 0, f"{count} samples of step {shard.step}")
+        self._alarms.check("advantage-sign", count > 0, f"{count} samples of step {batch_part.step}")
 
     def _at_equal_weights(self, stats: UpdateStats) -> None:
         """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""

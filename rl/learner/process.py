@@ -37,18 +37,18 @@ def train(learner: Learner, client: RunClient) -> None:
     """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
-    for shard in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
+    for batch_part in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
         with client.span("prepare"):
-            minibatches = learner.trainer.minibatches(shard)
-            learner.guards.batch(shard, minibatches)
-            compared = learner.exact.batch(shard.step, minibatches)
-            learner.token_log.batch(shard)
+            minibatches = learner.trainer.minibatches(batch_part)
+            learner.guards.batch(batch_part, minibatches)
+            compared = learner.exact.batch(batch_part.step, minibatches)
+            learner.token_log.batch(batch_part)
 
         stats = UpdateStats()
         with client.span("train"):
             for minibatch in minibatches:
-                update = learner.trainer.update(minibatch, shard.step, shard.over)
+                update = learner.trainer.update(minibatch, batch_part.step, batch_part.over)
                 learner.guards.updated(minibatch, update)
                 stats.add(update)
 
@@ -58,12 +58,12 @@ def train(learner: Learner, client: RunClient) -> None:
         values["train/loss"] = values.get("loss/objective", 0.0)
         trained = time.monotonic()
 
-        publisher.publish(shard.step + 1, shard)
+        publisher.publish(batch_part.step + 1, batch_part)
         values |= {"time/train": trained - begin, "time/publish": time.monotonic() - trained}
-        client.report(shard, values, stats.histograms())
-        if client.checkpoint_due(shard.step + 1):
+        client.report(batch_part, values, stats.histograms())
+        if client.checkpoint_due(batch_part.step + 1):
             with client.span("save"):
-                learner.save(client, shard.step + 1)
+                learner.save(client, batch_part.step + 1)
 
     if (step := client.to_be_saved) is not None:
         with client.span("save"):
@@ -135,7 +135,7 @@ class Learner:
 def join_ranks(process: Process) -> DeviceMesh | None:
     """Join the process group of this incarnation of the ranks.
 
-    None where there is nothing to shard and nothing to cast: wrapping costs a single rank 4 % of its time.
+    None where there is nothing to batch part and nothing to cast: wrapping costs a single rank 4 % of its time.
     A rank may wait as long as another one waits for its batch, and then some: that wait is the one to report.
     """
     run = process.run

@@ -2,13 +2,13 @@
 
     client = RunClient(process, entries, first_step)
     client.publish(first_step, pieces)             # the initial weights reach the engines this way
-    for shard in client.batches():                 # requested, awaited, checked
+    for batch part in client.batches():                 # requested, awaited, checked
         ...train...
-        client.publish(shard.step + 1, pieces)
-        client.report(shard, values)
+        client.publish(batch part.step + 1, pieces)
+        client.report(batch part, values)
     client.finish()
 
-Every rank receives its own shard of every batch and writes its own part of the weights; rank 0 alone speaks
+Every rank receives its own batch part of every batch and writes its own part of the weights; rank 0 alone speaks
 (requests, publications, metrics). The real learner and the simulated one drive this same object.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
-from rl.learner.batches import check_shard
+from rl.learner.batches import check_batch_part
 from rl.learner.broker_line import BrokerLine
 from rl.learner.publications import Publications
 from rl.observe import trace_events
@@ -86,7 +86,7 @@ class RunClient:
         self.last_step = (
             self.run.start_step + self.config.steps
         )  # one past the last batch, if its time is not over before
-        self._shards = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
+        self._batch_parts = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 
         self._step = first_step
@@ -117,7 +117,7 @@ class RunClient:
     # ------------------------------------------------------------ batches
 
     def batches(self) -> Iterator[BatchPart]:
-        """This rank's shard of every remaining step, in order.
+        """This rank's batch part of every remaining step, in order.
 
         The next batch is requested as soon as one has arrived, so it is assembled and sent during training. Only where
         its version was published before, it is requested after that: it may come out otherwise this time, and the
@@ -128,17 +128,17 @@ class RunClient:
         while step < self.last_step:
             self._step = step
             self._request(step)
-            shard = self._receive(step)
-            if shard.over >= 1:
-                self._end_at(step + bool(shard.rows))
-            if not shard.rows:
+            batch_part = self._receive(step)
+            if batch_part.over >= 1:
+                self._end_at(step + bool(batch_part.rows))
+            if not batch_part.rows:
                 self._ended_at = step
                 return
 
             if step >= self._publications.newest:
                 self._request(step + 1)
             self.process.busy = True
-            yield shard
+            yield batch_part
             step += 1
 
     def _end_at(self, step: int) -> None:
@@ -159,19 +159,19 @@ class RunClient:
         what = f"batch {step} (learner.batch_deadline_s)"
 
         while True:
-            shard = self._wait(lambda: self._shards, BatchPart, "broker", deadline_s, what)
-            if shard.step == step:  # else it was sent to an earlier incarnation, or again after the broker's death
+            batch_part = self._wait(lambda: self._batch_parts, BatchPart, "broker", deadline_s, what)
+            if batch_part.step == step:  # else it was sent to an earlier incarnation, or again after the broker's death
                 break
         self._waited_s = time.monotonic() - begin
         if self._broker is not None:
             self._broker.answered(BatchRequest(step))
 
-        if not shard.rows:
-            return shard
+        if not batch_part.rows:
+            return batch_part
         bound = self.config.rollout.staleness_bound
-        timeline = self.timeline if self.rank == 0 and step >= self._publications.newest else shard.timeline
-        check_shard(shard, step=step, rank=self.rank, timeline=timeline, staleness_bound=bound)
-        return shard
+        timeline = self.timeline if self.rank == 0 and step >= self._publications.newest else batch_part.timeline
+        check_batch_part(batch_part, step=step, rank=self.rank, timeline=timeline, staleness_bound=bound)
+        return batch_part
 
     # ------------------------------------------------------------ weights, journal, metrics
 
@@ -267,21 +267,24 @@ class RunClient:
                 return journal.state
 
     def report(
-        self, shard: BatchPart, values: dict[str, float], histograms: Mapping[str, list[float]] = MappingProxyType({})
+        self,
+        batch_part: BatchPart,
+        values: dict[str, float],
+        histograms: Mapping[str, list[float]] = MappingProxyType({}),
     ) -> None:
         """The metrics row of one trained batch: the broker's view, `values`, and what the protocol itself took."""
         now = time.monotonic()
         step_s = now - self._reported
         self._reported = now
 
-        tokens = float(sum(row.tokens for row in shard.rows))
-        row = shard.metrics | values
+        tokens = float(sum(row.tokens for row in batch_part.rows))
+        row = batch_part.metrics | values
         row |= {
-            "train/reward": float(np.mean([row.reward for row in shard.rows])),
+            "train/reward": float(np.mean([row.reward for row in batch_part.rows])),
             "time/step": step_s,
             "time/wait_batch": self._waited_s,
             "version/timeline": float(self.timeline),
-            "time/over": shard.over,
+            "time/over": batch_part.over,
             "tokens/trained": tokens,
             "tokens_per_second": tokens / step_s,
         }
@@ -289,12 +292,12 @@ class RunClient:
         if self._service is not None:
             row |= {f"weight_sync/{key}": value for key, value in self._service.stats().items()}
             spread = {
-                "staleness": [float(shard.step - sample.version) for sample in shard.rows],
-                "histogram/length": [float(sample.loss_tokens) for sample in shard.rows],
-                "histogram/reward": [sample.reward for sample in shard.rows],
+                "staleness": [float(batch_part.step - sample.version) for sample in batch_part.rows],
+                "histogram/length": [float(sample.loss_tokens) for sample in batch_part.rows],
+                "histogram/reward": [sample.reward for sample in batch_part.rows],
             }
-            self.process.send(Metrics(shard.step + 1, row, spread | dict(histograms)))
-            self._check_starved(shard.step, step_s)
+            self.process.send(Metrics(batch_part.step + 1, row, spread | dict(histograms)))
+            self._check_starved(batch_part.step, step_s)
 
         ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
         self._summary.setdefault("first", ends)
@@ -393,7 +396,7 @@ class RunClient:
         """Close the sockets, end the weight updater and free what the channel holds."""
         if self._service is not None:
             self._service.stop()
-        self._shards.close(linger=500)
+        self._batch_parts.close(linger=500)
         if self._broker is not None:
             self._broker.socket.close(linger=500)
         self._sender.close()

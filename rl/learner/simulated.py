@@ -60,9 +60,9 @@ def simulated_weights(version: Version, count: int) -> npt.NDArray[np.float32]:
     return ((np.arange(count) + start) % (1 << 24)).astype(np.float32)
 
 
-def simulated_loss(shard: BatchPart) -> float:
+def simulated_loss(batch_part: BatchPart) -> float:
     """A number that depends on every sample of the batch and is the same on all ranks."""
-    return float(np.mean([row.reward * row.loss_tokens for row in shard.rows])) / max(1, shard.loss_tokens)
+    return float(np.mean([row.reward * row.loss_tokens for row in batch_part.rows])) / max(1, batch_part.loss_tokens)
 
 
 def simulated_piece(entry: Entry, version: Version, rank: int, ranks: int) -> Piece:
@@ -96,18 +96,18 @@ def train(process: Process, client: RunClient, entry: Entry) -> None:
 
     publish(client.first_step)
 
-    for shard in client.batches():
+    for batch_part in client.batches():
         begin = time.monotonic()
         with client.span("train"):
             time.sleep(step_s)
         trained = time.monotonic()
 
-        publish(shard.step + 1)
+        publish(batch_part.step + 1)
         published = time.monotonic()
         times = {"time/train": trained - begin, "time/publish": published - trained}
-        client.report(shard, {"train/loss": simulated_loss(shard)} | times)
-        if client.checkpoint_due(shard.step + 1):
-            save(process, client, shard.step + 1)
+        client.report(batch_part, {"train/loss": simulated_loss(batch_part)} | times)
+        if client.checkpoint_due(batch_part.step + 1):
+            save(process, client, batch_part.step + 1)
 
     if (step := client.to_be_saved) is not None:
         save(process, client, step)

@@ -14,7 +14,7 @@ from rl.wire.messages import BatchPart, SampleRow
 
 
 class TokenLog(LineFile):
-    """Observes the update of one rank: `batch(shard)`, then each of its packs."""
+    """Observes the update of one rank: `batch(batch_part)`, then each of its packs."""
 
     def __init__(self, run: Path, name: str, rate: float) -> None:
         super().__init__(run / FOLDER / TRAINED / f"{name}.jsonl")
@@ -22,9 +22,9 @@ class TokenLog(LineFile):
         self._step = -1
         self._rows: list[SampleRow] = []
 
-    def batch(self, shard: BatchPart) -> None:
-        self._step = shard.step
-        self._rows = shard.rows
+    def batch(self, batch_part: BatchPart) -> None:
+        self._step = batch_part.step
+        self._rows = batch_part.rows
 
     def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
         places = [

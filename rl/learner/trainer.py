@@ -1,6 +1,6 @@
 """What one rank trains: policy, frozen reference and critic, and how a batch changes them. The module has no sockets.
 
-The learner drives it with shards of the broker, `experiments/plain_loop.py` with batches sampled in the same process.
+The learner drives it with batch parts of the broker, `experiments/plain_loop.py` with batches sampled in the same process.
 All ranks call the same methods in the same order.
 """
 
@@ -77,16 +77,16 @@ class Trainer:
             if model is not None and before_forward is not None:
                 model.register_forward_pre_hook(before_forward)
 
-    def minibatches(self, shard: BatchPart) -> list[Minibatch]:
+    def minibatches(self, batch_part: BatchPart) -> list[Minibatch]:
         """This rank's part of each optimizer step, complete for the loss; every rank gets equally many packs.
 
         Everything in it is of the weights before the first of these steps.
         """
         settings = self._config.learner
-        kept = kept_rows(shard, self.algorithm)
+        kept = kept_rows(batch_part, self.algorithm)
         packed = [
-            mask_rows(make_packs(part, settings.max_tokens_per_pack, shard.step), kept)
-            for part in split_minibatches(shard, settings.minibatches)
+            mask_rows(make_packs(part, settings.max_tokens_per_pack, batch_part.step), kept)
+            for part in split_minibatches(batch_part, settings.minibatches)
         ]
         counts = all_reduce(torch.tensor([max(1, len(packs)) for packs in packed]), "max")  # (minibatches,)
         parts = [
@@ -101,7 +101,7 @@ class Trainer:
             parts = [with_logp(self.reference, part, "logp_reference", temperature=temperature) for part in parts]
         if self.critic is not None:
             parts = [with_values(self.critic, part) for part in parts]
-        return assign(shard, parts, self.algorithm)
+        return assign(batch_part, parts, self.algorithm)
 
     def accumulate(self, minibatch: Minibatch) -> UpdateStats:
         """Add this rank's part of the policy's gradient."""

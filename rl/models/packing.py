@@ -1,4 +1,4 @@
-"""Samples of a shard as packs: flat, padding-free token axes of bounded length, one forward each.
+"""Samples of a batch part as packs: flat, padding-free token axes of bounded length, one forward each.
 
 Advantages, token weights and the token count are normalised over the batch, so they are computed from the whole batch
 (`rl.learner.credit`). How samples are spread over packs, ranks and minibatches changes no gradient.
@@ -39,7 +39,7 @@ class Pack:
     sample: Tensor  # (T,) int64, 0 .. n - 1
     turn: Tensor  # (T,) int64, turn within the sample; a prompt or observation belongs to the turn before it, if any
     rewards: Tensor  # (n,) float32
-    members: tuple[int, ...]  # row of each sample in shard.rows; empty for a dummy
+    members: tuple[int, ...]  # row of each sample in batch part.rows; empty for a dummy
     layout: Layout | None = None  # of a forward; `laid_out` makes it
 
     token_ids = Accessor[Tensor]()  # (T,) int64
@@ -104,29 +104,29 @@ def _read() -> tuple[str, ...]:
     return ("token_ids", *(column.name for column in forward_columns()))
 
 
-def make_packs(shard: BatchPart, max_tokens: int, version: int) -> list[Pack]:
+def make_packs(batch_part: BatchPart, max_tokens: int, version: int) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
     `version` is the version being trained. The packs are deterministic. Advantages are 0 and token weights 1 until
     `credit.assign`. Samples with the same prompt stay together, and what they share counts once, because it is computed
     once.
     """
-    columns = _spread(shard)
-    ends = np.cumsum(shard.lengths, dtype=np.int64)
-    spans = [slice(end - length, end) for length, end in zip(shard.lengths, ends, strict=True)]
-    samples = [list(own) for _, own in groupby(range(len(shard.members)), shard.members.__getitem__)]
+    columns = _spread(batch_part)
+    ends = np.cumsum(batch_part.lengths, dtype=np.int64)
+    spans = [slice(end - length, end) for length, end in zip(batch_part.lengths, ends, strict=True)]
+    samples = [list(own) for _, own in groupby(range(len(batch_part.members)), batch_part.members.__getitem__)]
 
     entries = joined([columns[name] for name in _read() if name in columns])
     sequences = [[entries[spans[i]] for i in own] for own in samples]
     families: dict[bytes, list[int]] = defaultdict(list)
     for k, own in enumerate(samples):
-        families[sequences[k][0][: _prompt(shard, own[0])].tobytes()].append(k)
+        families[sequences[k][0][: _prompt(batch_part, own[0])].tobytes()].append(k)
 
     parts = [part for family in families.values() for part in _cut(family, sequences, max_tokens)]
     packs = [
         [k for part in chosen for k in parts[part][1]] for chosen in assign([size for size, _ in parts], max_tokens)
     ]
-    return [_pack(shard, columns, spans, [samples[k] for k in chosen], version) for chosen in packs]
+    return [_pack(batch_part, columns, spans, [samples[k] for k in chosen], version) for chosen in packs]
 
 
 def sequence_pack(*sequences: Sequence[int]) -> Pack:
@@ -149,10 +149,10 @@ def sequence_pack(*sequences: Sequence[int]) -> Pack:
     )
 
 
-def _prompt(shard: BatchPart, sequence: int) -> int:
+def _prompt(batch_part: BatchPart, sequence: int) -> int:
     """Tokens before its first turn."""
-    starts = shard.turn_starts[sequence]
-    return starts[0] if starts else shard.lengths[sequence]
+    starts = batch_part.turn_starts[sequence]
+    return starts[0] if starts else batch_part.lengths[sequence]
 
 
 def _cut(family: list[int], sequences: Sequence[Sequence[Entries]], max_tokens: int) -> list[tuple[int, list[int]]]:
@@ -220,62 +220,64 @@ def dummy_pack() -> Pack:
     return Pack(columns, position_ids=place, sample=place, turn=place, rewards=torch.zeros(1), members=())
 
 
-def split_minibatches(shard: BatchPart, count: int) -> list[BatchPart]:
+def split_minibatches(batch_part: BatchPart, count: int) -> list[BatchPart]:
     """This rank's part of `count` minibatches of whole groups; the same groups on every rank, in order of rows.
 
     `rows` stay those of the whole batch (members and advantages index them); `members` and `loss_tokens`, the
     global normaliser, are the minibatch's. Raises ValueError when `count` does not divide the groups.
     """
-    part_of = minibatch_of(shard, count)
-    return [_restrict(shard, {row for row, place in enumerate(part_of) if place == part}) for part in range(count)]
+    part_of = minibatch_of(batch_part, count)
+    return [_restrict(batch_part, {row for row, place in enumerate(part_of) if place == part}) for part in range(count)]
 
 
-def minibatch_of(shard: BatchPart, count: int) -> list[int]:
+def minibatch_of(batch_part: BatchPart, count: int) -> list[int]:
     """(N,) minibatch of each row. Raises ValueError when `count` does not divide the groups."""
-    groups = list(dict.fromkeys(row.group_id for row in shard.rows))
+    groups = list(dict.fromkeys(row.group_id for row in batch_part.rows))
     if len(groups) % count:
         raise ValueError(f"{len(groups)} groups cannot be split into {count} minibatches")
     part_of = {group: i * count // len(groups) for i, group in enumerate(groups)}
-    return [part_of[row.group_id] for row in shard.rows]
+    return [part_of[row.group_id] for row in batch_part.rows]
 
 
-def _restrict(shard: BatchPart, rows: set[int]) -> BatchPart:
-    kept = [i for i, row in enumerate(shard.members) if row in rows]
-    chosen = np.isin(np.arange(len(shard.members)), kept)
-    entries = {scope: np.repeat(chosen, counts) for scope, counts in shard.entries().items()}
+def _restrict(batch_part: BatchPart, rows: set[int]) -> BatchPart:
+    kept = [i for i, row in enumerate(batch_part.members) if row in rows]
+    chosen = np.isin(np.arange(len(batch_part.members)), kept)
+    entries = {scope: np.repeat(chosen, counts) for scope, counts in batch_part.entries().items()}
     return msgspec.structs.replace(
-        shard,
-        members=[shard.members[i] for i in kept],
-        lengths=[shard.lengths[i] for i in kept],
-        turn_starts=[shard.turn_starts[i] for i in kept],
-        columns={name: values[entries[COLUMNS[name].scope]] for name, values in shard.columns.items()},
-        loss_tokens=sum(shard.rows[row].loss_tokens for row in rows),
+        batch_part,
+        members=[batch_part.members[i] for i in kept],
+        lengths=[batch_part.lengths[i] for i in kept],
+        turn_starts=[batch_part.turn_starts[i] for i in kept],
+        columns={name: values[entries[COLUMNS[name].scope]] for name, values in batch_part.columns.items()},
+        loss_tokens=sum(batch_part.rows[row].loss_tokens for row in rows),
     )
 
 
-def _spread(shard: BatchPart) -> dict[str, np.ndarray]:
+def _spread(batch_part: BatchPart) -> dict[str, np.ndarray]:
     """Every column with (sum T, ...) entries: that of a turn, sequence or sample stands at each of its tokens."""
-    columns = dict(shard.columns)
-    for name, values in shard.columns.items():
+    columns = dict(batch_part.columns)
+    for name, values in batch_part.columns.items():
         scope = COLUMNS[name].scope
         if scope == "token":
             continue
-        counts = shard.entries()[scope]
-        entry = np.repeat(np.cumsum(counts) - counts, shard.lengths)  # (sum T,) the first one of each member
+        counts = batch_part.entries()[scope]
+        entry = np.repeat(np.cumsum(counts) - counts, batch_part.lengths)  # (sum T,) the first one of each member
         if scope == "turn":
-            entry += np.concatenate([_turns(*one) for one in zip(shard.lengths, shard.turn_starts, strict=True)])
+            entry += np.concatenate(
+                [_turns(*one) for one in zip(batch_part.lengths, batch_part.turn_starts, strict=True)]
+            )
         columns[name] = values[entry]
     return columns
 
 
 def _pack(
-    shard: BatchPart, columns: dict[str, np.ndarray], spans: list[slice], samples: list[list[int]], version: int
+    batch_part: BatchPart, columns: dict[str, np.ndarray], spans: list[slice], samples: list[list[int]], version: int
 ) -> Pack:
     """`samples` lists the sequences of each sample; `spans` says where the tokens of each stand in `columns`."""
     chosen = [i for own in samples for i in own]
-    members = [shard.members[own[0]] for own in samples]
-    lengths = torch.tensor([shard.lengths[i] for i in chosen])
-    tokens = torch.tensor([sum(shard.lengths[i] for i in own) for own in samples])
+    members = [batch_part.members[own[0]] for own in samples]
+    lengths = torch.tensor([batch_part.lengths[i] for i in chosen])
+    tokens = torch.tensor([sum(batch_part.lengths[i] for i in own) for own in samples])
     found = _tensors({name: np.concatenate([values[spans[i]] for i in chosen]) for name, values in columns.items()})
 
     mask = found["loss_mask"]
@@ -286,8 +288,8 @@ def _pack(
         columns=found,
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         sample=torch.arange(len(samples)).repeat_interleave(tokens),
-        turn=torch.from_numpy(np.concatenate([_sample_turns(shard, own) for own in samples])),
-        rewards=torch.tensor([shard.rows[i].reward for i in members], dtype=torch.float32),
+        turn=torch.from_numpy(np.concatenate([_sample_turns(batch_part, own) for own in samples])),
+        rewards=torch.tensor([batch_part.rows[i].reward for i in members], dtype=torch.float32),
         members=tuple(members),
     )
 
@@ -298,14 +300,17 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in (wide | {"loss_mask": wide["loss_mask"] != 0}).items()}
 
 
-def _sample_turns(shard: BatchPart, sequences: list[int]) -> np.ndarray:
+def _sample_turns(batch_part: BatchPart, sequences: list[int]) -> np.ndarray:
     """(T,) int64: `_turns` of a sample's sequences, counted on from one to the next."""
     if len(sequences) == 1:
-        return _turns(shard.lengths[sequences[0]], shard.turn_starts[sequences[0]])
+        return _turns(batch_part.lengths[sequences[0]], batch_part.turn_starts[sequences[0]])
 
-    before = np.cumsum([0, *(len(shard.turn_starts[i]) for i in sequences)])
+    before = np.cumsum([0, *(len(batch_part.turn_starts[i]) for i in sequences)])
     return np.concatenate(
-        [begun + _turns(shard.lengths[i], shard.turn_starts[i]) for begun, i in zip(before, sequences, strict=False)]
+        [
+            begun + _turns(batch_part.lengths[i], batch_part.turn_starts[i])
+            for begun, i in zip(before, sequences, strict=False)
+        ]
     )
 
 

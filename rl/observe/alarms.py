@@ -158,7 +158,7 @@ ALARMS = {
     ),
     "ranks-differ": Alarm(
         "every rank trains its part of one batch",
-        "shards of different batches were delivered",
+        "batch parts of different batches were delivered",
         "report it, with the run's folder",
         stops=True,
     ),

@@ -18,35 +18,35 @@ FOLDER = "batches"
 _DIGEST_BYTES = 16
 
 
-def write_shard_file(run_folder: Path, shard: BatchPart) -> None:
-    path = _path(run_folder, shard.step, shard.rank)
+def write_batch_part(run_folder: Path, batch_part: BatchPart) -> None:
+    path = _path(run_folder, batch_part.step, batch_part.rank)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".tmp")
-    frames = msgspec.msgpack.encode(encode(shard))
+    frames = msgspec.msgpack.encode(encode(batch_part))
     with partial.open("wb") as file:
         file.write(xxhash.xxh3_128_digest(frames))
         file.write(frames)
     partial.replace(path)
 
 
-def read_shard_file(run_folder: Path, step: int, rank: int) -> BatchPart:
+def read_batch_part(run_folder: Path, step: int, rank: int) -> BatchPart:
     """Raises FileNotFoundError, and ProtocolError for a damaged file."""
     path = _path(run_folder, step, rank)
     content = memoryview(path.read_bytes())
     digest, frames = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(frames) != digest:
         raise ProtocolError(f"{path} was damaged since it was written; resume=CHECKPOINT trains other batches instead")
-    shard = decode(msgspec.msgpack.decode(frames))
-    assert isinstance(shard, BatchPart)
-    return shard
+    batch_part = decode(msgspec.msgpack.decode(frames))
+    assert isinstance(batch_part, BatchPart)
+    return batch_part
 
 
-def read_shard_files(run_folder: Path) -> list[BatchPart]:
-    """Every saved shard, by step and rank. Raises ProtocolError for a damaged file."""
-    return [read_shard_file(run_folder, *place) for place in sorted(_places(run_folder))]
+def read_batch_parts(run_folder: Path) -> list[BatchPart]:
+    """Every saved batch part, by step and rank. Raises ProtocolError for a damaged file."""
+    return [read_batch_part(run_folder, *place) for place in sorted(_places(run_folder))]
 
 
-def drop_shard_files(run_folder: Path, before: int) -> None:
+def drop_batch_parts(run_folder: Path, before: int) -> None:
     """Forget the batches of earlier steps."""
     for step, rank in _places(run_folder):
         if step < before:

@@ -1,6 +1,6 @@
 """The table of columns: what stands beside the token ids of a sequence, each declared once.
 
-A column has one entry per token, turn, sequence or sample. Conversation, trajectory, shard, pack and batch file carry
+A column has one entry per token, turn, sequence or sample. Conversation, trajectory, batch part, pack and batch file carry
 what the table says and name no column themselves. To add one, declare it in a module of your own, say `my_columns.py`,
 
     TEACHER_LOGP = Column("teacher_logp", "float32", masked=0.0, producer="generator")
@@ -204,7 +204,7 @@ def declared(name: str) -> Column:
 
 
 def carried(scopes: Container[Scope] = get_args(Scope), producer: Producer | None = None) -> list[Column]:
-    """The columns of trajectories and shards, which are all but the learner's; of one producer, if one is named."""
+    """The columns of trajectories and batch parts, which are all but the learner's; of one producer, if one is named."""
     return [
         column
         for column in COLUMNS.values()

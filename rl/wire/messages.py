@@ -1,6 +1,6 @@
 """Everything that crosses a socket, as typed structs.
 
-A trajectory, a shard and a generator's reply carry mappings of columns, which `rl/wire/columns.py` declares.
+A trajectory, a batch part and a generator's reply carry mappings of columns, which `rl/wire/columns.py` declares.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ class SampleRow(Struct, frozen=True, array_like=True):
     ticket_id: int = -1
 
 
-class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="shard"):
+class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
     """One rank's part of the batch of `step`; `rows` lists the whole batch, ordered by sample id. Without rows:
     there is no such batch, and none after it, because the run is to be saved or its time is over.
 

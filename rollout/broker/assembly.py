@@ -1,4 +1,4 @@
-"""Turns trajectories into the learner's shards."""
+"""Turns trajectories into the learner's batch parts."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def balance(tokens: list[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def make_shards(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchPart]:
-    """One shard per rank, rows of the whole batch in each, ordered by sample id."""
+def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchPart]:
+    """One batch part per rank, rows of the whole batch in each, ordered by sample id."""
     samples = sorted(batch.samples, key=lambda sample: sample.sample_id)
     trajectories: list[Trajectory] = [sample.outcome.payload for sample in samples]
     rows = [_row(sample) for sample in samples]
     metrics = batch.metrics | _means(trajectories)
     loss_tokens = sum(row.loss_tokens for row in rows)
 
-    shards = []
+    batch_parts = []
     for rank, members in enumerate(balance([row.tokens for row in rows], ranks)):
         sequences = [(member, each) for member in members for each in trajectories[member].sequences]
-        shards.append(
+        batch_parts.append(
             BatchPart(
                 step=batch.step,
                 rank=rank,
@@ -72,7 +72,7 @@ def make_shards(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchPart]:
                 over=batch.over,
             )
         )
-    return shards
+    return batch_parts
 
 
 def no_batch(step: int, last_step: int, timeline: int, rank: int) -> BatchPart:

@@ -26,7 +26,7 @@ import zmq
 from rl.config.failures import EndsRun
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
-from rl.store.batch_files import drop_shard_files, read_shard_file, write_shard_file
+from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_part
 from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
 from rl.wire.messages import Message, ProtocolError
@@ -35,7 +35,7 @@ from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
 from rl.wire.sockets import PeerGone, identity, open_socket, send, send_all, send_to, sender
 from rollout.broker import actions
-from rollout.broker.assembly import info_means, make_shards, no_batch
+from rollout.broker.assembly import info_means, make_batch_parts, no_batch
 from rollout.broker.core import BrokerCore
 from rollout.broker.deadlines import Patience
 from rollout.broker.guards import BatchGuards
@@ -112,7 +112,7 @@ class Broker:
             self.tickets: self._from_server,
             self.steps: self._from_learner,
         }
-        again = {socket: partial(self._send_shards_again, rank) for rank, socket in enumerate(self.batches)}
+        again = {socket: partial(self._send_batch_parts_again, rank) for rank, socket in enumerate(self.batches)}
         receiver = Receiver(handlers, self._malformed, process.wake_fd, again=again)
 
         process.busy = True  # the loop turns even without messages: a frozen progress is a hang
@@ -251,17 +251,17 @@ class Broker:
         """Send batches again to a learner that trains those since its checkpoint again; it drops what it does not
         await."""
         for rank, socket in enumerate(self.batches):
-            send(socket, read_shard_file(self.process.run.folder, step, rank))
+            send(socket, read_batch_part(self.process.run.folder, step, rank))
 
-    def _send_shards_again(self, rank: int) -> None:
+    def _send_batch_parts_again(self, rank: int) -> None:
         """The connection to this rank broke: what it has not trained yet may be lost."""
         for step in range(self.core.n, self.core.groups.e):
             with contextlib.suppress(FileNotFoundError):  # assembled in this turn, not written yet
-                send(self.batches[rank], read_shard_file(self.process.run.folder, step, rank))
+                send(self.batches[rank], read_batch_part(self.process.run.folder, step, rank))
 
     def _drop_batches(self, before: int) -> None:
         if not self.config.tracking.save_batches:
-            drop_shard_files(self.process.run.folder, before)
+            drop_batch_parts(self.process.run.folder, before)
 
     # ------------------------------------------------------------ actions to messages
 
@@ -311,11 +311,11 @@ class Broker:
                     self._send_again(step)
                 case actions.EmitBatch():
                     self.guards.batch(action, self.core.stats)
-                    shards = make_shards(action, self.core.timeline, len(self.batches))
+                    batch_parts = make_batch_parts(action, self.core.timeline, len(self.batches))
 
-                    for socket, shard in zip(self.batches, shards, strict=True):
-                        write_shard_file(self.process.run.folder, shard)
-                        send(socket, shard)
+                    for socket, batch_part in zip(self.batches, batch_parts, strict=True):
+                        write_batch_part(self.process.run.folder, batch_part)
+                        send(socket, batch_part)
 
                 case actions.GroupRecord():
                     self.guards.ended(action)
@@ -416,7 +416,7 @@ def main() -> None:
     tune_memory()
     with Process("broker", context_from_command_line()) as process, contextlib.closing(Broker(process)) as broker:
         broker.run()
-    zmq.Context.instance().term()  # no shard is being sent any more, within the linger, from memory that the exit frees
+    zmq.Context.instance().term()  # no batch part is being sent any more, within the linger, from memory that the exit frees
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from msgspec import Struct
 from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError, validate
 from rl.learner.simulated import simulated_options
-from rl.store.batch_files import read_shard_files
+from rl.store.batch_files import read_batch_parts
 from rollout.broker import Rules
 from rollout.generator.engines.timing import SimulatedOptions
 from rollout.simulate.distributions import Constant, Distribution, Empirical, Gaussian, LogNormal
@@ -262,10 +262,10 @@ def _from_batches(folder: Path) -> BatchSizes | None:
     prompts: list[int] = []
     observed = 0
 
-    for shard in read_shard_files(folder):
-        ends = np.cumsum(shard.lengths)
-        for starts, length, end in zip(shard.turn_starts, shard.lengths, ends, strict=True):
-            mask = shard.loss_mask[end - length : end]
+    for batch_part in read_batch_parts(folder):
+        ends = np.cumsum(batch_part.lengths)
+        for starts, length, end in zip(batch_part.turn_starts, batch_part.lengths, ends, strict=True):
+            mask = batch_part.loss_mask[end - length : end]
             parts = [float(part.sum()) for part in np.split(mask, starts)[1:]]
 
             turns.append(len(starts))

@@ -19,7 +19,7 @@ from experiments.chaos.play import Played, play
 from experiments.chaos.report import costs, played_before, report
 from experiments.chaos.schedule import EVERYWHERE, MODULES, Fault, Kind, make_schedule, roles_of
 from rl.config.schema import load_config
-from rl.store.batch_files import write_shard_file
+from rl.store.batch_files import write_batch_part
 from rl.wire.columns import masked_columns
 from rl.wire.messages import BatchPart, SampleRow
 
@@ -40,7 +40,7 @@ def test_a_schedule_comes_from_its_seed_and_meets_every_role() -> None:
     assert killed == dict.fromkeys(MODULES, 10) and roles_of(load_config(None, [])) == EVERYWHERE
 
 
-def shard(step: int, samples: list[int]) -> BatchPart:
+def batch_part(step: int, samples: list[int]) -> BatchPart:
     rows = [SampleRow(sample, 0, 1.0, 1, 1, step) for sample in samples]
     columns = masked_columns({"token": 0, "turn": 0, "sequence": 0, "sample": 0})
     return BatchPart(
@@ -60,11 +60,11 @@ def write_run(folder: Path, **changes: Any) -> None:
 def test_what_does_not_hold_is_named(tmp_path: Path) -> None:
     assert "without a summary" in violations(tmp_path, 5, 1)[0]
     write_run(tmp_path)
-    write_shard_file(tmp_path, shard(3, [1, 2]))
-    write_shard_file(tmp_path, shard(4, [3, 4]))
+    write_batch_part(tmp_path, batch_part(3, [1, 2]))
+    write_batch_part(tmp_path, batch_part(4, [3, 4]))
     assert violations(tmp_path, 5, 0) == []
 
-    write_shard_file(tmp_path, shard(5, [4]))
+    write_batch_part(tmp_path, batch_part(5, [4]))
     assert violations(tmp_path, 5, 0) == ["sample 4 was trained in 2 steps"]
     write_run(tmp_path, freshness_violations=1, steps=1, error="why")
     assert violations(tmp_path, 5, 1)[:3] == [

@@ -21,7 +21,7 @@ from experiments.bench import _bare_engine, _bare_learner
 from experiments.bench._bare_loop import BareLoop, Form
 from experiments.bench._bound import Bound, Step, Work, _told, every_of, most_at_once, steps_of, work_of
 from experiments.bench._bound_report import SHARED, STOCK, bound_report, cpu_by_side
-from experiments.bench._measuring import random_shard
+from experiments.bench._measuring import random_batch_part
 from experiments.bench._outcome import RunResult
 from experiments.bench._processes import Used
 from experiments.bench._ratios import Idle
@@ -172,23 +172,26 @@ def keep(found: dict[str, Tensor], name: str, parameter: Tensor) -> None:
 
 
 def test_padding_and_sharing_change_no_gradient(run: RunFile) -> None:
-    shard = random_shard(4, 4, 9, (2, 12), 64, shared=True)
-    forms: dict[Form, list[Pack]] = {"stock": _bare_learner.padded(shard, 6), "packed": make_packs(shard, 64, 0)}
+    batch_part = random_batch_part(4, 4, 9, (2, 12), 64, shared=True)
+    forms: dict[Form, list[Pack]] = {
+        "stock": _bare_learner.padded(batch_part, 6),
+        "packed": make_packs(batch_part, 64, 0),
+    }
     forms["shared"] = forms["packed"]
     assert [len(pack.rewards) for pack in forms["stock"]] == [6, 6, 4]
 
-    stock, *others = (gradients(run, form, packs, shard.loss_tokens) for form, packs in forms.items())
+    stock, *others = (gradients(run, form, packs, batch_part.loss_tokens) for form, packs in forms.items())
     assert max(float(gradient.abs().max()) for gradient in stock.values()) > 1e-2
     assert all(largest_difference(stock, other) < 1e-5 for other in others)
 
 
 @pytest.mark.parametrize("form", ["stock", "packed"])
 def test_a_bare_loop_computes_in_the_dtype_of_the_run(run: RunFile, form: Form) -> None:
-    shard = random_shard(2, 4, 9, (6, 6), 64)
-    packs = _bare_learner.padded(shard, 8) if form == "stock" else make_packs(shard, 256, 0)
-    exact = gradients(run, form, packs, shard.loss_tokens)
+    batch_part = random_batch_part(2, 4, 9, (6, 6), 64)
+    packs = _bare_learner.padded(batch_part, 8) if form == "stock" else make_packs(batch_part, 256, 0)
+    exact = gradients(run, form, packs, batch_part.loss_tokens)
     run.config.model.dtype = "bfloat16"
-    coarse = gradients(run, form, packs, shard.loss_tokens)
+    coarse = gradients(run, form, packs, batch_part.loss_tokens)
 
     largest = max(float(gradient.abs().max()) for gradient in exact.values())
     assert all(gradient.dtype == torch.float32 for gradient in coarse.values())
@@ -256,9 +259,9 @@ def test_a_stock_learner_takes_the_cheapest_size_of_a_batch(run: RunFile, monkey
     work = Work(str(run.folder), [Step(9, [4, 5, 6, 7] * 4)] * 5, group_size=4, rows_at_once=16, at_once=16)
     made: list[tuple[int, int]] = []
 
-    def cost(_loop: object, shards: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
-        rows = len(packed(shards[0])[0].rewards)
-        made.append((rows, len(shards)))
+    def cost(_loop: object, batch_parts: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
+        rows = len(packed(batch_parts[0])[0].rewards)
+        made.append((rows, len(batch_parts)))
         return abs(rows - 4)
 
     monkeypatch.setattr(_bare_learner, "_cpu_s", cost)

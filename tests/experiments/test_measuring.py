@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench._measuring import Timing, alternate, milliseconds, parser_of, random_shard, temporary_run, write
-from rl.learner.batches import check_shard
+from experiments.bench._measuring import (
+    Timing,
+    alternate,
+    milliseconds,
+    parser_of,
+    random_batch_part,
+    temporary_run,
+    write,
+)
+from rl.learner.batches import check_batch_part
 from rl.wire.run import RunFile
 
 
@@ -27,18 +35,18 @@ def test_milliseconds_are_the_median_of_wall_and_the_mean_of_cpu_time() -> None:
 
 
 def test_the_samples_of_a_group_share_a_prompt_where_they_are_told_to() -> None:
-    shard = random_shard(groups=2, size=3, prompt=5, answers=(2, 2), vocabulary=1000, shared=True)
-    prompts = shard.columns["token_ids"].reshape(6, 7)[:, :5].tolist()
+    batch_part = random_batch_part(groups=2, size=3, prompt=5, answers=(2, 2), vocabulary=1000, shared=True)
+    prompts = batch_part.columns["token_ids"].reshape(6, 7)[:, :5].tolist()
     assert prompts[0] == prompts[1] == prompts[2] != prompts[3] == prompts[4] == prompts[5]
 
 
-def test_a_random_shard_is_a_whole_batch() -> None:
-    shard = random_shard(groups=3, size=4, prompt=5, answers=(2, 6), vocabulary=16)
-    check_shard(shard, step=0, rank=0, timeline=0, staleness_bound=0)
+def test_a_random_batch_part_is_a_whole_batch() -> None:
+    batch_part = random_batch_part(groups=3, size=4, prompt=5, answers=(2, 6), vocabulary=16)
+    check_batch_part(batch_part, step=0, rank=0, timeline=0, staleness_bound=0)
 
-    answers = [length - 5 for length in shard.lengths]
+    answers = [length - 5 for length in batch_part.lengths]
     assert len(answers) == 12 and min(answers) >= 2 and max(answers) <= 6
-    assert shard.loss_tokens == sum(answers)
+    assert batch_part.loss_tokens == sum(answers)
 
 
 def test_a_temporary_run_is_saved_and_vanishes() -> None:

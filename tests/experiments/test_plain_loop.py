@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.plain_loop import PlainLoop, PlayedEpisode, make_shard, run
+from experiments.plain_loop import PlainLoop, PlayedEpisode, make_batch_part, run
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import load_config
 from rl.learner.update import with_logp
@@ -52,7 +52,7 @@ def test_batches_are_of_the_policy_lag_updates_ago(lag: int, tmp_path: Path, mon
         """Largest |difference| between the batch's log-probabilities and those of a version, in nats."""
         policy.load_state_dict(weights[version])
         packs = with_logp(
-            policy, make_packs(make_shard(step, batches[step], 2, 0), 64, 0), "logp_proximal", temperature=1
+            policy, make_packs(make_batch_part(step, batches[step], 2, 0), 64, 0), "logp_proximal", temperature=1
         )
         gaps = [(pack.columns["logp_proximal"] - pack.logp_behavior)[pack.mask].abs().max() for pack in packs]
         return float(max(gaps))

@@ -231,8 +231,8 @@ def cross_attention(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 def packed(lab: Lab, change: Callable[[Pack], Pack]) -> None:
     minibatches = lab.trainer.minibatches
 
-    def spoilt(shard: BatchPart) -> list[Minibatch]:
-        return [replace(each, packs=[change(pack) for pack in each.packs]) for each in minibatches(shard)]
+    def spoilt(batch_part: BatchPart) -> list[Minibatch]:
+        return [replace(each, packs=[change(pack) for pack in each.packs]) for each in minibatches(batch_part)]
 
     vars(lab.trainer)["minibatches"] = spoilt
 
@@ -243,10 +243,10 @@ def position_ids(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 
 def assembled(lab: Lab, change: Callable[[BatchPart], dict[str, Any]]) -> None:
-    """The broker sends shards with other values in some fields."""
+    """The broker sends batch parts with other values in some fields."""
 
-    def spoilt(shard: BatchPart) -> BatchPart:
-        return msgspec.structs.replace(shard, **change(shard))
+    def spoilt(batch_part: BatchPart) -> BatchPart:
+        return msgspec.structs.replace(batch_part, **change(batch_part))
 
     vars(lab)["assembled"] = spoilt
 
@@ -260,9 +260,9 @@ def mask_late(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("eos-masked", "batch-contradicts")
 def eos_masked(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    def masked(shard: BatchPart) -> dict[str, Any]:
-        mask = np.where(np.isin(shard.token_ids, STOPS), 0, shard.loss_mask).astype(np.uint8)
-        return {"columns": shard.columns | {"loss_mask": mask}}
+    def masked(batch_part: BatchPart) -> dict[str, Any]:
+        mask = np.where(np.isin(batch_part.token_ids, STOPS), 0, batch_part.loss_mask).astype(np.uint8)
+        return {"columns": batch_part.columns | {"loss_mask": mask}}
 
     assembled(lab, masked)
 
@@ -286,9 +286,9 @@ def padding_trained(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("observations-trained", "batch-contradicts")
 def observations_trained(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    def unmasked(shard: BatchPart) -> dict[str, Any]:
-        mask = np.where(np.isin(shard.token_ids, [20, 21, 22]), 1, shard.loss_mask).astype(np.uint8)
-        return {"columns": shard.columns | {"loss_mask": mask}}
+    def unmasked(batch_part: BatchPart) -> dict[str, Any]:
+        mask = np.where(np.isin(batch_part.token_ids, [20, 21, 22]), 1, batch_part.loss_mask).astype(np.uint8)
+        return {"columns": batch_part.columns | {"loss_mask": mask}}
 
     assembled(lab, unmasked)
 
@@ -330,7 +330,7 @@ def reward_shuffled(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     from rl.learner import credit
 
     shaped = credit.shaped_rewards
-    patch.setattr(credit, "shaped_rewards", lambda shard, algorithm: shaped(shard, algorithm).roll(1))
+    patch.setattr(credit, "shaped_rewards", lambda batch_part, algorithm: shaped(batch_part, algorithm).roll(1))
 
 
 def estimated(
@@ -395,7 +395,7 @@ def judge_unwell(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("sample-twice", "batch-contradicts")
 def sample_twice(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    assembled(lab, lambda shard: {"rows": [shard.rows[0], *shard.rows[:-1]]})
+    assembled(lab, lambda batch_part: {"rows": [batch_part.rows[0], *batch_part.rows[:-1]]})
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -427,8 +427,8 @@ def step_skipped(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 def normaliser_wrong(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     minibatches = lab.trainer.minibatches
 
-    def per_pack(shard: BatchPart) -> list[Minibatch]:
-        return [replace(each, loss_tokens=each.packs[0].loss_tokens) for each in minibatches(shard)]
+    def per_pack(batch_part: BatchPart) -> list[Minibatch]:
+        return [replace(each, loss_tokens=each.packs[0].loss_tokens) for each in minibatches(batch_part)]
 
     vars(lab.trainer)["minibatches"] = per_pack
 
@@ -502,13 +502,13 @@ def eval_old_weights(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("too-old", "stale-batch", at=2)
 def too_old(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    def older(shard: BatchPart) -> dict[str, Any]:
-        versions = np.where(shard.policy_version > 0, 0, shard.policy_version).astype(np.int32)
-        return {"columns": shard.columns | {"policy_version": versions}}
+    def older(batch_part: BatchPart) -> dict[str, Any]:
+        versions = np.where(batch_part.policy_version > 0, 0, batch_part.policy_version).astype(np.int32)
+        return {"columns": batch_part.columns | {"policy_version": versions}}
 
     assembled(lab, older)
 
 
 @fault("books-wrong", "batch-contradicts")
 def books_wrong(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    assembled(lab, lambda shard: {"metrics": shard.metrics | {"rollout/reward": 1.5}})
+    assembled(lab, lambda batch_part: {"metrics": batch_part.metrics | {"rollout/reward": 1.5}})

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl.config.schema import Config, load_config
-from rl.learner.batches import check_shard
+from rl.learner.batches import check_batch_part
 from rl.learner.exact import ExactCheck
 from rl.learner.guards import StepGuards
 from rl.learner.process import train
@@ -34,7 +34,7 @@ from rl.weights.updater import Mismatch, UpdaterCore
 from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Version, WeightStatus
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EvalReport, GroupRecord, IssueTicket, StopRun
-from rollout.broker.assembly import make_shards, outcome_of
+from rollout.broker.assembly import make_batch_parts, outcome_of
 from rollout.broker.guards import BatchGuards
 from rollout.broker.process import RunStopped
 from rollout.broker.validation import fault
@@ -227,7 +227,7 @@ class Lab:
         self.broker_guards = BatchGuards(rules, self.alarms)
         self.core.server_joined(0, 0, 64, 0.0)
         self._tickets: list[Ticket] = []
-        self._shards: dict[int, BatchPart] = {}
+        self._batch_parts: dict[int, BatchPart] = {}
 
     # ------------------------------------------------------------ the run
 
@@ -250,7 +250,7 @@ class Lab:
             trainer=self.trainer,
             guards=self.guards,
             exact=self.exact,
-            token_log=SimpleNamespace(batch=lambda shard: None),
+            token_log=SimpleNamespace(batch=lambda batch_part: None),
             export=lambda: None,
         )
         try:
@@ -270,12 +270,12 @@ class Lab:
         for step in range(self.first_step, self.first_step + self.steps):
             self.step = step
             self._carry_out(self.core.batch_requested(step, 0.0))
-            while step not in self._shards:
+            while step not in self._batch_parts:
                 self.play()
-            shard = self._shards.pop(step)
+            batch_part = self._batch_parts.pop(step)
             bound = self.config.rollout.staleness_bound
-            check_shard(shard, step=step, rank=0, timeline=self.core.timeline, staleness_bound=bound)
-            yield shard
+            check_batch_part(batch_part, step=step, rank=0, timeline=self.core.timeline, staleness_bound=bound)
+            yield batch_part
 
     def publish(self, n: int, pieces: Iterable[Piece], probe_ids: list[int], probe: list[float]) -> bool:
         version = self.version(n)
@@ -295,7 +295,7 @@ class Lab:
         """What the channel brings of a slot."""
         return slot
 
-    def report(self, shard: BatchPart, values: dict[str, float], histograms: dict[str, list[float]]) -> None:
+    def report(self, batch_part: BatchPart, values: dict[str, float], histograms: dict[str, list[float]]) -> None:
         self.metrics = values
 
     to_be_saved = None
@@ -328,9 +328,9 @@ class Lab:
         """What the environment server sends of them."""
         return trajectories
 
-    def assembled(self, shard: BatchPart) -> BatchPart:
+    def assembled(self, batch_part: BatchPart) -> BatchPart:
         """What the broker sends of a batch."""
-        return shard
+        return batch_part
 
     def end(self, ticket: Ticket, trajectory: Trajectory) -> None:
         newest = Version(self.core.timeline, self.core.groups.e)
@@ -346,8 +346,8 @@ class Lab:
                     self._tickets.append(ticket)
                 case EmitBatch():
                     self.broker_guards.batch(action, self.core.stats)
-                    (shard,) = make_shards(action, self.core.timeline, 1)
-                    self._shards[action.step] = self.assembled(shard)
+                    (batch_part,) = make_batch_parts(action, self.core.timeline, 1)
+                    self._batch_parts[action.step] = self.assembled(batch_part)
                 case GroupRecord():
                     self.broker_guards.ended(action)
                 case EvalReport():

@@ -53,7 +53,9 @@ class Harness:
         self.context = zmq.Context()
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=self.context)
-        self.shards = [open_socket(zmq.PUSH, run, "batches", rank, context=self.context) for rank in range(self.ranks)]
+        self.batch_parts = [
+            open_socket(zmq.PUSH, run, "batches", rank, context=self.context) for rank in range(self.ranks)
+        ]
 
     def start(self) -> Harness:
         environment = os.environ | {
@@ -131,9 +133,9 @@ class Harness:
     def logs(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.run.folder.glob("learner.*.log")))
 
-    def send_batch(self, shards: list[BatchPart]) -> None:
-        for socket, shard in zip(self.shards, shards, strict=True):
-            send(socket, shard)
+    def send_batch(self, batch_parts: list[BatchPart]) -> None:
+        for socket, batch_part in zip(self.batch_parts, batch_parts, strict=True):
+            send(socket, batch_part)
 
     def train(self, batches: list[list[BatchPart]]) -> list[Metrics]:
         """Serve every batch as it is asked for; returns the metrics rows."""
@@ -183,7 +185,7 @@ def make_batch(
     timeline: int = 0,
     seed: int = 0,
 ) -> list[BatchPart]:
-    """One random batch of `groups * group_size` two-turn samples, as a shard per rank (whole groups in turn)."""
+    """One random batch of `groups * group_size` two-turn samples, as a batch part per rank (whole groups in turn)."""
     random = np.random.default_rng(1000 * seed + step)
     samples: list[dict[str, Any]] = []
     for sample in range(groups * group_size):
@@ -204,10 +206,10 @@ def make_batch(
         )
     made_by = step if version is None else version
     rows = [SampleRow(s["id"], s["group"], s["reward"], len(s["ids"]), int(s["mask"].sum()), made_by) for s in samples]
-    return [_shard(step, rank, ranks, timeline, made_by, rows, samples, group_size) for rank in range(ranks)]
+    return [_batch_part(step, rank, ranks, timeline, made_by, rows, samples, group_size) for rank in range(ranks)]
 
 
-def _shard(
+def _batch_part(
     step: int,
     rank: int,
     ranks: int,

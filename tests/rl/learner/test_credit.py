@@ -1,4 +1,4 @@
-"""From a shard to the advantage, weight and return of every token."""
+"""From a batch part to the advantage, weight and return of every token."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def algorithm(*overrides: str) -> Algorithm:
     return make_algorithm(load_config(None, [*settings, *overrides]))
 
 
-def one_shard() -> BatchPart:
+def one_batch_part() -> BatchPart:
     """Four groups of two two-turn samples, rewarded by turn."""
-    (shard,) = make_batch(0)
+    (batch_part,) = make_batch(0)
     rows = [
         msgspec.structs.replace(row, reward=sum(earned), turn_rewards=earned, truncated=i in TRUNCATED)
-        for i, (row, earned) in enumerate(zip(shard.rows, TURNS, strict=True))
+        for i, (row, earned) in enumerate(zip(batch_part.rows, TURNS, strict=True))
     ]
-    return msgspec.structs.replace(shard, rows=rows)
+    return msgspec.structs.replace(batch_part, rows=rows)
 
 
 def credited(
-    algo: Algorithm, shard: BatchPart, minibatches: int = 1, max_tokens: int = 40, **fields: Any
+    algo: Algorithm, batch_part: BatchPart, minibatches: int = 1, max_tokens: int = 40, **fields: Any
 ) -> list[Pack]:
-    kept = kept_rows(shard, algo)
+    kept = kept_rows(batch_part, algo)
     parts = [
         [_with(pack, **fields) for pack in mask_rows(make_packs(part, max_tokens, 0), kept)]
         + [_with(dummy_pack(), **fields)]
-        for part in split_minibatches(shard, minibatches)
+        for part in split_minibatches(batch_part, minibatches)
     ]
-    return [pack for minibatch in assign(shard, parts, algo) for pack in minibatch.packs]
+    return [pack for minibatch in assign(batch_part, parts, algo) for pack in minibatch.packs]
 
 
 def _with(pack: Pack, **functions: Any) -> Pack:
@@ -65,10 +65,10 @@ def tokens_of(packs: list[Pack], member: int, field: str, *, turn: int | None = 
 
 
 def test_turns_and_their_rewards_stand_where_they_were_earned() -> None:
-    shard = one_shard()
-    packs = make_packs(shard, 40, 0)
+    batch_part = one_batch_part()
+    packs = make_packs(batch_part, 40, 0)
     algo = algorithm()
-    episodes = gather_episodes(shard, packs, shaped_rewards(shard, algo), algo)
+    episodes = gather_episodes(batch_part, packs, shaped_rewards(batch_part, algo), algo)
     assert episodes.rewards.tolist() == [sum(earned) for earned in TURNS]
     flat = [reward for earned in TURNS for reward in earned]
     for turn, (sample, reward) in enumerate(zip(episodes.turn_sample.tolist(), flat, strict=True)):
@@ -79,27 +79,27 @@ def test_turns_and_their_rewards_stand_where_they_were_earned() -> None:
 
 
 def test_rows_without_turn_rewards_are_one_turn() -> None:
-    (shard,) = make_batch(0)
+    (batch_part,) = make_batch(0)
     algo = algorithm()
-    episodes = gather_episodes(shard, make_packs(shard, 40, 0), shaped_rewards(shard, algo), algo)
+    episodes = gather_episodes(batch_part, make_packs(batch_part, 40, 0), shaped_rewards(batch_part, algo), algo)
     assert episodes.turn_sample.tolist() == list(range(8))
-    np.testing.assert_array_equal(episodes.turn_rewards, [row.reward for row in shard.rows])
+    np.testing.assert_array_equal(episodes.turn_rewards, [row.reward for row in batch_part.rows])
 
 
 def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
-    shard = one_shard()
-    lengths = torch.tensor([row.loss_tokens for row in shard.rows])
+    batch_part = one_batch_part()
+    lengths = torch.tensor([row.loss_tokens for row in batch_part.rows])
     algo = algorithm("algo.shaping=[{name: overlong, options: {max_tokens: 8, buffer: 4}}]", "algo.advantage=turn")
     expected = torch.tensor([sum(earned) for earned in TURNS]) - ((lengths - 4) / 4).clamp(0, 1)
-    rewards = shaped_rewards(shard, algo)
+    rewards = shaped_rewards(batch_part, algo)
     torch.testing.assert_close(rewards.float(), expected)
 
-    episodes = gather_episodes(shard, make_packs(shard, 40, 0), rewards, algo)
+    episodes = gather_episodes(batch_part, make_packs(batch_part, 40, 0), rewards, algo)
     torch.testing.assert_close(episodes.rewards, rewards)
     first = episodes.turn_rewards[::2].tolist()
     assert first == [earned[0] for earned in TURNS]  # only the last turn pays
 
-    packs = credited(algo, shard)
+    packs = credited(algo, batch_part)
     for pack in packs:
         if pack.members:
             torch.testing.assert_close(pack.rewards, expected[list(pack.members)])
@@ -108,7 +108,7 @@ def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
 @pytest.mark.parametrize("advantage", ["group", "turn", "batch"])
 def test_kl_in_the_reward(advantage: str) -> None:
     """Each generated token costs beta (log pi_behavior - log pi_reference); a sample, a turn, the rest their sums."""
-    shard = one_shard()
+    batch_part = one_batch_part()
     beta = 0.1
     algo = algorithm("algo.kl={coef: 0.1, place: reward, estimator: k1}", f"algo.advantage={advantage}")
     assert algo.regularisation.kl_coef == 0
@@ -116,8 +116,8 @@ def test_kl_in_the_reward(advantage: str) -> None:
     def reference(pack: Pack) -> torch.Tensor:
         return (pack.logp_behavior + pack.token_ids / 100).masked_fill(~pack.mask, torch.nan)
 
-    found = credited(algo, shard, logp_reference=reference)
-    plain = make_packs(shard, 40, 0)
+    found = credited(algo, batch_part, logp_reference=reference)
+    plain = make_packs(batch_part, 40, 0)
     cost = {
         (i, t): -beta * float(tokens_of(plain, i, "token_ids", turn=t).sum()) / 100 for i in range(8) for t in (0, 1)
     }
@@ -153,15 +153,17 @@ def test_kl_in_the_reward(advantage: str) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool) -> None:
     """Weights / loss tokens are the coefficients of the formula, in each of the two minibatches."""
-    shard = one_shard()
+    batch_part = one_batch_part()
     extra = [f"algo.aggregation_constant={constant}"] if constant not in (0, 40) else []
     algo = algorithm(f"algo.aggregation={aggregation}", f"algo.mask_truncated={str(masked).lower()}", *extra)
-    parts = [mask_rows(make_packs(part, 30, 0), kept_rows(shard, algo)) for part in split_minibatches(shard, 2)]
-    minibatches = assign(shard, parts, algo)
+    parts = [
+        mask_rows(make_packs(part, 30, 0), kept_rows(batch_part, algo)) for part in split_minibatches(batch_part, 2)
+    ]
+    minibatches = assign(batch_part, parts, algo)
 
     for number, minibatch in enumerate(minibatches):
         members = [i for i in range(4 * number, 4 * number + 4) if not (masked and i in TRUNCATED)]
-        lengths = {i: shard.rows[i].loss_tokens for i in members}
+        lengths = {i: batch_part.rows[i].loss_tokens for i in members}
         assert minibatch.loss_tokens == sum(lengths.values()) == sum(pack.loss_tokens for pack in minibatch.packs)
 
         for i in members:
@@ -175,23 +177,23 @@ def test_aggregation_by_minibatch(aggregation: str, constant: int, masked: bool)
 
 
 def test_truncated_samples_count_in_their_group_but_not_in_the_loss() -> None:
-    shard = one_shard()
-    whole = credited(algorithm(), shard)
-    masked = credited(algorithm("algo.mask_truncated=true"), shard)
+    batch_part = one_batch_part()
+    whole = credited(algorithm(), batch_part)
+    masked = credited(algorithm("algo.mask_truncated=true"), batch_part)
     for i in range(8):
-        assert len(tokens_of(masked, i, "advantages")) == (0 if i in TRUNCATED else shard.rows[i].loss_tokens)
+        assert len(tokens_of(masked, i, "advantages")) == (0 if i in TRUNCATED else batch_part.rows[i].loss_tokens)
         if i not in TRUNCATED:
             assert torch.equal(tokens_of(masked, i, "advantages"), tokens_of(whole, i, "advantages"))
 
 
 def test_returns_are_what_values_should_have_been() -> None:
-    shard = one_shard()
+    batch_part = one_batch_part()
     algo = algorithm("algo.advantage=gae", "algo.critic.enabled=true", "algo.critic.lam=1")
 
     def values(pack: Pack) -> torch.Tensor:
         return torch.where(pack.mask, torch.sin(pack.token_ids.float()), 0)
 
-    packs = credited(algo, shard, values=values)
+    packs = credited(algo, batch_part, values=values)
     for i in range(8):
         first, last = (tokens_of(packs, i, "returns", turn=t) for t in (0, 1))
         assert first.tolist() == pytest.approx([sum(TURNS[i])] * len(first), abs=1e-6)

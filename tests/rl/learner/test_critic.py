@@ -63,24 +63,24 @@ def critic(folder: Path) -> Critic:
     return made
 
 
-def two_turn_shard(step: int) -> BatchPart:
-    (shard,) = make_batch(step, vocab=VOCAB)
+def two_turn_batch_part(step: int) -> BatchPart:
+    (batch_part,) = make_batch(step, vocab=VOCAB)
     rows = [
         msgspec.structs.replace(row, turn_rewards=[0.5 * (i % 3), row.reward], reward=row.reward + 0.5 * (i % 3))
-        for i, row in enumerate(shard.rows)
+        for i, row in enumerate(batch_part.rows)
     ]
-    return msgspec.structs.replace(shard, rows=rows)
+    return msgspec.structs.replace(batch_part, rows=rows)
 
 
-def samples(shard: BatchPart) -> list[tuple[Tensor, Tensor, Tensor, list[int]]]:
+def samples(batch_part: BatchPart) -> list[tuple[Tensor, Tensor, Tensor, list[int]]]:
     """(ids, generated, log-probabilities when sampled, starts of turns) of each sample."""
-    bounds = np.cumsum([0, *shard.lengths])
+    bounds = np.cumsum([0, *batch_part.lengths])
     found = []
-    for i in range(len(shard.members)):
+    for i in range(len(batch_part.members)):
         span = slice(bounds[i], bounds[i + 1])
-        ids = torch.tensor(shard.token_ids[span], dtype=torch.int64)
-        mask = torch.tensor(shard.loss_mask[span] != 0)
-        found.append((ids, mask, torch.tensor(shard.logp_behavior[span]), shard.turn_starts[i]))
+        ids = torch.tensor(batch_part.token_ids[span], dtype=torch.int64)
+        mask = torch.tensor(batch_part.loss_mask[span] != 0)
+        found.append((ids, mask, torch.tensor(batch_part.logp_behavior[span]), batch_part.turn_starts[i]))
     return found
 
 
@@ -99,16 +99,16 @@ def with_returns(packs: list[Pack]) -> list[Pack]:
 
 
 def test_a_new_critic_values_everything_at_zero(folder: Path) -> None:
-    (pack, *_) = make_packs(two_turn_shard(0), 48, 0)
+    (pack, *_) = make_packs(two_turn_batch_part(0), 48, 0)
     (valued,) = with_values(Critic.load(folder), [pack])
     assert valued.values is not None and not valued.values.any()
 
 
 def test_values_under_packing_are_those_of_each_sample_alone(critic: Critic) -> None:
-    shard = two_turn_shard(0)
-    packs = with_values(critic, make_packs(shard, 48, 0))
-    assert 1 < len(packs) < len(shard.members)
-    alone = samples(shard)
+    batch_part = two_turn_batch_part(0)
+    packs = with_values(critic, make_packs(batch_part, 48, 0))
+    assert 1 < len(packs) < len(batch_part.members)
+    alone = samples(batch_part)
     for pack in packs:
         assert pack.values is not None
         for place, member in enumerate(pack.members):
@@ -119,18 +119,18 @@ def test_values_under_packing_are_those_of_each_sample_alone(critic: Critic) -> 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_gradient_and_loss_are_those_of_the_mean_over_tokens(critic: Critic, clip: float | None) -> None:
-    shard = two_turn_shard(0)
-    packs = with_returns(with_values(critic, make_packs(shard, 48, 0)) + with_values(critic, [dummy_pack()]))
+    batch_part = two_turn_batch_part(0)
+    packs = with_returns(with_values(critic, make_packs(batch_part, 48, 0)) + with_values(critic, [dummy_pack()]))
     with torch.no_grad():
         critic.head.bias.add_(0.1)  # values have moved since the batch arrived
-    stats = accumulate_critic(critic, packs, global_tokens=shard.loss_tokens, clip=clip)
+    stats = accumulate_critic(critic, packs, global_tokens=batch_part.loss_tokens, clip=clip)
     found = {
         name: parameter.grad.clone() for name, parameter in critic.named_parameters() if parameter.grad is not None
     }
     critic.zero_grad()
     total = torch.zeros(())
 
-    for ids, mask, _, _ in samples(shard):
+    for ids, mask, _, _ in samples(batch_part):
         values = plain_values(critic, ids)[mask]
         returns = torch.cos(ids.float())[mask]
         loss = (values - returns) ** 2 / 2
@@ -139,7 +139,7 @@ def test_gradient_and_loss_are_those_of_the_mean_over_tokens(critic: Critic, cli
             near = torch.minimum(torch.maximum(values, before - clip), before + clip)
             loss = torch.maximum(loss, (near - returns) ** 2 / 2)
 
-        total = total + loss.sum() / shard.loss_tokens
+        total = total + loss.sum() / batch_part.loss_tokens
     total.backward()
     assert stats.metrics()["critic/loss"] == pytest.approx(total.item(), rel=1e-5)
     for name, parameter in critic.named_parameters():
@@ -190,10 +190,10 @@ class PlainPPO:
         return logits.log_softmax(-1)  # (T - 1, vocab)
 
     @torch.no_grad()
-    def credit(self, shard: BatchPart) -> list[tuple[Tensor, Tensor]]:
+    def credit(self, batch_part: BatchPart) -> list[tuple[Tensor, Tensor]]:
         """(advantages not yet normalised, returns) on the generated tokens of each sample."""
         found = []
-        for (ids, mask, behavior, starts), row in zip(samples(shard), shard.rows, strict=True):
+        for (ids, mask, behavior, starts), row in zip(samples(batch_part), batch_part.rows, strict=True):
             where = mask.nonzero()[:, 0].tolist()
             reference = self.logits(self.reference, ids).gather(1, ids[1:, None])[:, 0]
             values = self.values(ids)
@@ -217,15 +217,15 @@ class PlainPPO:
             found.append((advantages, returns))
         return found
 
-    def train(self, shard: BatchPart) -> tuple[float, float]:
+    def train(self, batch_part: BatchPart) -> tuple[float, float]:
         """One step; (policy's objective, critic's loss), means over tokens."""
-        credit = self.credit(shard)
+        credit = self.credit(batch_part)
         every = torch.cat([advantages for advantages, _ in credit]).double()
         policy_loss = torch.zeros(())
         objective = torch.zeros(())
         critic_loss = torch.zeros(())
 
-        for (ids, mask, behavior, _), (advantages, returns) in zip(samples(shard), credit, strict=True):
+        for (ids, mask, behavior, _), (advantages, returns) in zip(samples(batch_part), credit, strict=True):
             normalised = ((advantages - every.mean()) / every.std(correction=0)).float()
             logits = self.logits(self.policy, ids)
             own = mask[1:]
@@ -233,8 +233,8 @@ class PlainPPO:
             entropy = -(logits.exp() * logits).sum(-1)[own]
             clipped = torch.minimum(ratio * normalised, ratio.clamp(0.8, 1.2) * normalised)
             policy_loss = policy_loss - (clipped + ENTROPY * entropy).mean() / len(credit)
-            objective -= (clipped + ENTROPY * entropy).sum().detach() / shard.loss_tokens
-            critic_loss = critic_loss + ((self.values(ids)[own] - returns) ** 2).sum() / 2 / shard.loss_tokens
+            objective -= (clipped + ENTROPY * entropy).sum().detach() / batch_part.loss_tokens
+            critic_loss = critic_loss + ((self.values(ids)[own] - returns) ** 2).sum() / 2 / batch_part.loss_tokens
 
         for loss, parameters, adamw in (
             (policy_loss, list(self.policy.parameters()), self.policy_adamw),
@@ -255,11 +255,11 @@ def test_three_steps_equal_the_plain_loop(folder: Path) -> None:
     trainer = Trainer(config(), folder, last_step=3)
     plain = PlainPPO(folder)
     for step in range(3):
-        shard = two_turn_shard(step)
+        batch_part = two_turn_batch_part(step)
         stats = UpdateStats()
-        for minibatch in trainer.minibatches(shard):
+        for minibatch in trainer.minibatches(batch_part):
             stats.add(trainer.update(minibatch, step))
-        objective, critic_loss = plain.train(shard)
+        objective, critic_loss = plain.train(batch_part)
         values = stats.metrics()
         assert values["loss/objective"] == pytest.approx(objective, rel=1e-4, abs=1e-5)
         assert values["critic/loss"] == pytest.approx(critic_loss, rel=1e-4)
@@ -285,7 +285,7 @@ def test_the_policy_waits_for_the_critic(folder: Path) -> None:
     errors = []
 
     for step in range(3):
-        (minibatch,) = trainer.minibatches(two_turn_shard(0))
+        (minibatch,) = trainer.minibatches(two_turn_batch_part(0))
         stats = trainer.update(minibatch, step)
         still = all(torch.equal(a, b) for a, b in zip(start, trainer.policy.parameters(), strict=True))
         assert still == (step < 2) and stats.steps["train/lr"] == [0.0 if step < 2 else LR]

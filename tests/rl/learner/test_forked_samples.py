@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from algos.registry import advantage_names, get_advantage, loss_names, make_loss
 from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
-from rl.learner.batches import check_shard
+from rl.learner.batches import check_batch_part
 from rl.learner.credit import Minibatch, assign, kept_rows, mask_rows
 from rl.learner.update import loss_inputs
 from rl.models.packing import Pack, make_packs, split_minibatches
@@ -26,7 +26,7 @@ from rl.models.protocol import PolicyOutput
 from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, Ticket, TokenSequence, Trajectory, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
-from rollout.broker.assembly import make_shards, outcome_of
+from rollout.broker.assembly import make_batch_parts, outcome_of
 from rollout.broker.validation import fault
 from tests.rollout.trajectories import make_trajectory
 
@@ -77,32 +77,32 @@ def forked(chance: random.Random, trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, sequences=sequences)
 
 
-def shards_of(trajectories: list[Trajectory], ranks: int = 1) -> list[BatchPart]:
+def batch_parts_of(trajectories: list[Trajectory], ranks: int = 1) -> list[BatchPart]:
     for trajectory in trajectories:
         ticket = Ticket(
             trajectory.ticket_id, trajectory.sample_id, trajectory.group_id, trajectory.task_index, Version(0, 5)
         )
         assert not fault(trajectory, ticket, Version(0, STEP), VOCABULARY)
     samples = [BatchSample(t.sample_id, t.group_id, t.task_index, 5, outcome_of(t)) for t in trajectories]
-    shards = make_shards(EmitBatch(STEP, samples, {}), timeline=0, ranks=ranks)
-    for shard in shards:
-        check_shard(shard, step=STEP, rank=shard.rank, timeline=0, staleness_bound=2)
-    return shards
+    batch_parts = make_batch_parts(EmitBatch(STEP, samples, {}), timeline=0, ranks=ranks)
+    for batch_part in batch_parts:
+        check_batch_part(batch_part, step=STEP, rank=batch_part.rank, timeline=0, staleness_bound=2)
+    return batch_parts
 
 
-def minibatches_of(shard: BatchPart, algorithm: Algorithm, count: int) -> list[Minibatch]:
-    kept = kept_rows(shard, algorithm)
-    parts = [mask_rows(make_packs(part, 40, STEP), kept) for part in split_minibatches(shard, count)]
+def minibatches_of(batch_part: BatchPart, algorithm: Algorithm, count: int) -> list[Minibatch]:
+    kept = kept_rows(batch_part, algorithm)
+    parts = [mask_rows(make_packs(part, 40, STEP), kept) for part in split_minibatches(batch_part, count)]
     if algorithm.critic is not None:
         parts = [[pack.with_columns(values=torch.sin(pack.token_ids.float())) for pack in part] for part in parts]
-    return assign(shard, parts, algorithm)
+    return assign(batch_part, parts, algorithm)
 
 
-def credited(shard: BatchPart, algorithm: Algorithm, loss: str, options: dict[str, object]) -> Found:
+def credited(batch_part: BatchPart, algorithm: Algorithm, loss: str, options: dict[str, object]) -> Found:
     """Of every trained token, by its id: advantage, weight, staleness and loss."""
     made = make_loss(loss, options)
     found: Found = {}
-    for minibatch in minibatches_of(shard, algorithm, 2):
+    for minibatch in minibatches_of(batch_part, algorithm, 2):
         for pack in minibatch.packs:
             pack = pack.with_columns(logp_proximal=pack.logp_behavior + 0.1 * torch.cos(pack.token_ids.float()))
             inputs = loss_inputs(pack, output_of(pack), needs_proximal=made.needs_proximal)
@@ -147,7 +147,7 @@ def test_advantages_and_weights(advantage: str, aggregation: str) -> None:
     algorithm = make_algorithm(load_config(None, [*SETTINGS, *overrides]))
 
     for seed in range(5):
-        plain, other = (shards_of(batch)[0] for batch in batches(seed))
+        plain, other = (batch_parts_of(batch)[0] for batch in batches(seed))
         same(credited(plain, algorithm, "ppo", {}), credited(other, algorithm, "ppo", {}))
 
 
@@ -156,7 +156,7 @@ def test_advantages_and_weights(advantage: str, aggregation: str) -> None:
 @given(seed=st.integers(0, 2**32))
 def test_losses_with_ratios_of_whole_sequences(loss: str, seed: int) -> None:
     algorithm = make_algorithm(load_config(None, list(SETTINGS)))
-    plain, other = (shards_of(batch)[0] for batch in batches(seed))
+    plain, other = (batch_parts_of(batch)[0] for batch in batches(seed))
     same(credited(plain, algorithm, loss, {}), credited(other, algorithm, loss, {}))
 
 
@@ -164,12 +164,12 @@ def test_losses_with_ratios_of_whole_sequences(loss: str, seed: int) -> None:
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 3))
 def test_a_sample_stays_on_one_rank_and_is_as_old_as_its_oldest_token(seed: int, ranks: int) -> None:
     plain, other = batches(seed)
-    shards = shards_of(other, ranks)
-    (expected,) = shards_of(plain)
-    owners = [set(shard.members) for shard in shards]
+    batch_parts = batch_parts_of(other, ranks)
+    (expected,) = batch_parts_of(plain)
+    owners = [set(batch_part.members) for batch_part in batch_parts]
     assert sum(map(len, owners)) == 6 and set().union(*owners) == set(range(6))
-    for shard in shards:
-        for row, wanted in zip(shard.rows, expected.rows, strict=True):
+    for batch_part in batch_parts:
+        for row, wanted in zip(batch_part.rows, expected.rows, strict=True):
             assert replace(row, tokens=0) == replace(wanted, tokens=0)
     for one, several in zip(plain, other, strict=True):
         assert outcome_of(one).version == outcome_of(several).version

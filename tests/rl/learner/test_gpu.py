@@ -31,7 +31,7 @@ from rl.models.protocol import ModelOptions
 from rl.weights.host.layout import Manifest
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.tensors import tensors, write
-from tests.rl.learner.tiny_policies import everywhere, group_shard, save_tiny
+from tests.rl.learner.tiny_policies import everywhere, group_batch_part, save_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_pack() -> Pack:
-    (pack,) = make_packs(group_shard(GROUPS), 10_000, 5)
+    (pack,) = make_packs(group_batch_part(GROUPS), 10_000, 5)
     return pack
 
 

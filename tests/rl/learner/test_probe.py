@@ -21,7 +21,7 @@ from rl.learner import publish
 from rl.learner.publish import Publisher, probe_length, probe_prompt
 from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
-from tests.rl.learner.tiny_policies import VOCAB, make_shards, save_tiny
+from tests.rl.learner.tiny_policies import VOCAB, make_batch_parts, save_tiny
 
 
 def saved(folder: Path, words: list[str]) -> Path:
@@ -79,7 +79,7 @@ def publisher(folder: Path, client: Any) -> Publisher:
 
 
 def test_from_the_first_batch_on_it_is_the_runs_own_text(folder: Path) -> None:
-    first, second = (make_shards(1, groups=8, seed=seed)[0] for seed in range(2))
+    first, second = (make_batch_parts(1, groups=8, seed=seed)[0] for seed in range(2))
     client = Link()
     rank = publisher(folder, client)
     rank.publish(0)
@@ -112,7 +112,7 @@ def test_a_rank_without_a_part_of_the_first_batch_keeps_what_it_has(folder: Path
     client = Link()
     rank = publisher(folder, client)
     rank.publish(0)
-    (batch,) = make_shards(1)
+    (batch,) = make_batch_parts(1)
     rank.publish(1, replace(batch, members=[], lengths=[], turn_starts=[]))
     assert client.said[1] == client.said[0]
 
@@ -121,7 +121,7 @@ def test_without_a_probe_none_is_made_of_a_batch(folder: Path) -> None:
     client = Link("weights.probe=false")
     rank = publisher(folder, client)
     rank.publish(0)
-    rank.publish(1, make_shards(1)[0])
+    rank.publish(1, make_batch_parts(1)[0])
     assert client.said == {0: ([], []), 1: ([], [])}
 
 
@@ -134,7 +134,7 @@ def test_the_first_versions_have_a_long_one_and_later_ones_what_rounding_asks_fo
 ) -> None:
     client = Link(f"model.dtype={learner}", f"generator.dtype={engine}")
     rank = publisher(folder, client)
-    (batch,) = make_shards(1, groups=8)
+    (batch,) = make_batch_parts(1, groups=8)
     for n in range(5):
         rank.publish(n, batch if n else None)
     assert [len(ids) for ids, _ in client.said.values()] == [64, 64, 64, later, later]

@@ -41,10 +41,10 @@ def test_a_resumed_learner_has_its_critic_back(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     trainer = Trainer(load_config(None, list(SETTINGS)), folder, last_step=3)
     expected = []
-    for (shard,) in batches(0, 3):
+    for (batch_part,) in batches(0, 3):
         stats = UpdateStats()
-        for minibatch in trainer.minibatches(shard):
-            stats.add(trainer.update(minibatch, shard.step))
+        for minibatch in trainer.minibatches(batch_part):
+            stats.add(trainer.update(minibatch, batch_part.step))
         expected.append(stats.metrics())
 
     run = save_run(*SETTINGS, "steps=2", model_folder=folder)

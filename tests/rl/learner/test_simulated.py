@@ -65,7 +65,7 @@ def test_three_steps_from_the_first_weights_to_the_end(make_run: MakeRun, transp
     assert [row.values["train/reward"] for row in rows] == pytest.approx(rewards)
     assert rows[0].histograms["staleness"] == [0.0] * 8
     assert {"train/loss", "time/step", "time/wait_batch", "time/train", "time/publish"} <= rows[0].values.keys()
-    assert rows[0].values["tokens/trained"] == sum(sum(shard.lengths) for shard in batches[0])
+    assert rows[0].values["tokens/trained"] == sum(sum(batch_part.lengths) for batch_part in batches[0])
     assert rows[0].values["staleness/mean"] == 0.0  # the broker's columns are kept
     assert report["steps"] == 3
     assert report["last"]["loss"] == rows[2].values["train/loss"]
@@ -160,7 +160,7 @@ def test_a_learner_waits_for_as_long_as_its_batch_comes_nearer(make_run: MakeRun
         harness.take(BatchRequest)
         for _ in range(10):
             time.sleep(0.5)
-            send(harness.shards[0], BatchUnderway(0))
+            send(harness.batch_parts[0], BatchUnderway(0))
         harness.send_batch(make_batch(0))
         assert harness.take(Metrics).step == 1
         harness.finish()
@@ -180,7 +180,7 @@ def test_a_learner_that_waits_for_another_rank_s_weights_stops_when_told(make_ru
     with Harness(run, MODULE) as harness:
         harness.published(0)
         assert harness.take(BatchRequest).step == 0
-        send(harness.shards[0], make_batch(0, ranks=2)[0])  # rank 1 gets none
+        send(harness.batch_parts[0], make_batch(0, ranks=2)[0])  # rank 1 gets none
         assert harness.take(BatchRequest).step == 1
         harness.pump(0.5)
         assert not [message for message in harness.inbox if isinstance(message, Published)]

@@ -70,7 +70,7 @@ VARIANTS = {
 }
 
 
-def shard_of(step: int, rank: int, ranks: int) -> BatchPart:
+def batch_part_of(step: int, rank: int, ranks: int) -> BatchPart:
     """Two-turn samples rewarded by turn, two of eight cut; the members of a group are on different ranks."""
     (whole,) = make_batch(step, vocab=VOCAB, version=max(0, step - 1))
     rows = [
@@ -100,7 +100,7 @@ def make_trainer(folder: str | Path, variant: str, mesh: Any = None, max_tokens:
 
 def train(trainer: Trainer, step: int, rank: int = 0, ranks: int = 1) -> dict[str, float]:
     stats = UpdateStats()
-    for minibatch in trainer.minibatches(shard_of(step, rank, ranks)):
+    for minibatch in trainer.minibatches(batch_part_of(step, rank, ranks)):
         stats.add(trainer.update(minibatch, step))
     stats.all_reduce()
     return stats.metrics()
@@ -229,7 +229,7 @@ def test_with_one_minibatch_the_proximal_policy_costs_no_forward(
     trainer = make_trainer(folder, variant)
     calls = []
     trainer.policy.register_forward_pre_hook(lambda *_: calls.append(1))
-    minibatches = trainer.minibatches(shard_of(0, 0, 1))
+    minibatches = trainer.minibatches(batch_part_of(0, 0, 1))
     for minibatch in minibatches:
         trainer.update(minibatch, 0)
     assert len(calls) == forwards_per_pack * sum(len(minibatch.packs) for minibatch in minibatches)

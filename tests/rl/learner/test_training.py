@@ -75,27 +75,27 @@ def plain_logp(model: torch.nn.Module, ids: Tensor, temperature: float) -> Tenso
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
-def plain_advantages(shard: BatchPart) -> list[float]:
+def plain_advantages(batch_part: BatchPart) -> list[float]:
     found = []
-    for row in shard.rows:
-        rewards = np.array([other.reward for other in shard.rows if other.group_id == row.group_id])
+    for row in batch_part.rows:
+        rewards = np.array([other.reward for other in batch_part.rows if other.group_id == row.group_id])
         found.append(float((row.reward - rewards.mean()) / (rewards.std() + 1e-6)))
     return found
 
 
-def plain_sum(model: torch.nn.Module, shard: BatchPart, groups: list[int]) -> Tensor:
+def plain_sum(model: torch.nn.Module, batch_part: BatchPart, groups: list[int]) -> Tensor:
     """Sum of the clipped objective over the generated tokens of these groups."""
-    advantages = plain_advantages(shard)
-    offsets = np.cumsum([0, *shard.lengths])
+    advantages = plain_advantages(batch_part)
+    offsets = np.cumsum([0, *batch_part.lengths])
     total = torch.zeros(())
-    for i, row in enumerate(shard.members):
-        if shard.rows[row].group_id not in groups:
+    for i, row in enumerate(batch_part.members):
+        if batch_part.rows[row].group_id not in groups:
             continue
 
         span = slice(offsets[i], offsets[i + 1])
-        ids = torch.tensor(shard.token_ids[span], dtype=torch.int64)
-        mask = torch.tensor(shard.loss_mask[span].astype(bool))[1:]
-        behavior = torch.tensor(shard.logp_behavior[span])[1:]
+        ids = torch.tensor(batch_part.token_ids[span], dtype=torch.int64)
+        mask = torch.tensor(batch_part.loss_mask[span].astype(bool))[1:]
+        behavior = torch.tensor(batch_part.logp_behavior[span])[1:]
         ratio = (plain_logp(model, ids, TEMPERATURE) - behavior)[mask].exp()
         total = total - torch.minimum(ratio * advantages[row], ratio.clamp(0.8, 1.2) * advantages[row]).sum()
     return total
@@ -112,21 +112,21 @@ def plain(model_folder: Path) -> Plain:
         result.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
 
     remember()
-    for (shard,) in batches(ranks=1):
-        groups = list(dict.fromkeys(row.group_id for row in shard.rows))
+    for (batch_part,) in batches(ranks=1):
+        groups = list(dict.fromkeys(row.group_id for row in batch_part.rows))
         loss_sum = 0.0
         norms = []
 
         for half in (groups[:2], groups[2:]):
-            tokens = sum(row.loss_tokens for row in shard.rows if row.group_id in half)
+            tokens = sum(row.loss_tokens for row in batch_part.rows if row.group_id in half)
             adamw.zero_grad()
-            total = plain_sum(model, shard, half)
+            total = plain_sum(model, batch_part, half)
             (total / tokens).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
             adamw.step()
             loss_sum += total.item()
 
-        result.losses.append(loss_sum / shard.loss_tokens)
+        result.losses.append(loss_sum / batch_part.loss_tokens)
         result.norms.append(sum(norms) / len(norms))
         remember()
     with torch.no_grad():

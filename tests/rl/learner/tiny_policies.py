@@ -48,7 +48,7 @@ def save_tiny(folder: Path, *, tied: bool = True) -> Path:
     return folder
 
 
-def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int = 0) -> list[BatchPart]:
+def make_batch_parts(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int = 0) -> list[BatchPart]:
     """The same batch for any number of ranks; the first rank gets the samples 0, ranks, 2 ranks, ..."""
     random = np.random.default_rng(seed)
     samples = []
@@ -67,13 +67,13 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
             )
         )
         rows.append(SampleRow(i, i // group_size, float(random.normal()), tokens, int(mask.sum()), 3))
-    shards = []
+    batch_parts = []
 
     for rank in range(ranks):
         members = list(range(rank, len(rows), ranks))
         columns = {name: np.concatenate([samples[i][name] for i in members]) for name in samples[0]}
 
-        shards.append(
+        batch_parts.append(
             BatchPart(
                 step=5,
                 rank=rank,
@@ -87,10 +87,10 @@ def make_shards(ranks: int, *, groups: int = 3, group_size: int = 2, seed: int =
             )
         )
 
-    return shards
+    return batch_parts
 
 
-def group_shard(groups: list[tuple[int, list[int]]], seed: int = 0) -> BatchPart:
+def group_batch_part(groups: list[tuple[int, list[int]]], seed: int = 0) -> BatchPart:
     """Groups as (tokens of the prompt, tokens of its answers), of random ids; their samples in a mixed order."""
     random = np.random.default_rng(seed)
     samples = []
@@ -119,10 +119,10 @@ def group_shard(groups: list[tuple[int, list[int]]], seed: int = 0) -> BatchPart
     )
 
 
-def packs_of(shard: BatchPart, max_tokens: int = 64) -> list[Pack]:
-    """With group advantages; of one minibatch, or of the part that `shard` is."""
-    packs = make_packs(shard, max_tokens, version=5) or [dummy_pack()]
-    return assign(shard, [packs], make_algorithm(load_config(None)))[0].packs
+def packs_of(batch_part: BatchPart, max_tokens: int = 64) -> list[Pack]:
+    """With group advantages; of one minibatch, or of the part that `batch_part` is."""
+    packs = make_packs(batch_part, max_tokens, version=5) or [dummy_pack()]
+    return assign(batch_part, [packs], make_algorithm(load_config(None)))[0].packs
 
 
 def everywhere(pack: Pack) -> Pack:

@@ -24,7 +24,7 @@ from rl.wire.columns import COLUMNS, Column
 from tests.rl.learner.tiny_policies import (
     VOCAB,
     gradients,
-    group_shard,
+    group_batch_part,
     largest_difference,
     save_tiny,
     stock_attention,
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_pack(groups: list[tuple[int, list[int]]] = GROUPS, seed: int = 0) -> Pack:
-    (pack,) = make_packs(group_shard(groups, seed), 10_000, 5)
+    (pack,) = make_packs(group_batch_part(groups, seed), 10_000, 5)
     return pack
 
 
@@ -304,20 +304,20 @@ def test_the_layout_is_of_the_tokens_that_count_now() -> None:
 
 
 def test_packs_keep_samples_with_one_prompt_together_and_count_it_once() -> None:
-    shard = group_shard([(20, [4] * 6), (20, [4] * 6), (5, [30])])
-    packs = make_packs(shard, 48, 5)
+    batch_part = group_batch_part([(20, [4] * 6), (20, [4] * 6), (5, [30])])
+    packs = make_packs(batch_part, 48, 5)
 
     # Of six answers of 4 tokens and their prompt of 20 tokens, 44 in all, a forward of 48 holds one group.
     assert len(packs) == 3
     assert sorted(row for pack in packs for row in pack.members) == list(range(13))
     for pack in packs:
         assert len(layout_of(pack).tokens) <= 48
-        assert len({shard.rows[row].group_id for row in pack.members}) == 1
+        assert len({batch_part.rows[row].group_id for row in pack.members}) == 1
 
 
 def test_a_group_too_large_for_one_pack_is_cut() -> None:
-    shard = group_shard([(20, [4] * 20)])
-    packs = make_packs(shard, 48, 5)
+    batch_part = group_batch_part([(20, [4] * 20)])
+    packs = make_packs(batch_part, 48, 5)
     assert [len(pack.members) for pack in packs] == [7, 7, 6]
     assert sorted(row for pack in packs for row in pack.members) == list(range(20))
 
@@ -325,7 +325,7 @@ def test_a_group_too_large_for_one_pack_is_cut() -> None:
 def test_packs_share_a_prompt_only_where_its_forward_columns_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as routed experts: the state of the same prompt is another one where it went through others."""
     monkeypatch.setitem(COLUMNS, "routed", Column("routed", "uint16", covers="context", reads="forward"))
-    part = group_shard([(20, [6, 6, 6])])
+    part = group_batch_part([(20, [6, 6, 6])])
     size = len(part.columns["token_ids"])
     computed = []
 

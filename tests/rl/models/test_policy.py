@@ -28,7 +28,7 @@ from tests.rl.learner.tiny_policies import (
     everywhere,
     gradients,
     largest_difference,
-    make_shards,
+    make_batch_parts,
     packs_of,
     save_tiny,
     stock_attention,
@@ -65,7 +65,7 @@ def policy(folder: Path) -> Policy:
 
 
 def one_pack() -> Pack:
-    (pack,) = packs_of(make_shards(1)[0], 10_000)
+    (pack,) = packs_of(make_batch_parts(1)[0], 10_000)
     return pack
 
 
@@ -151,21 +151,21 @@ def test_selected_positions_are_the_same_numbers(policy: Policy) -> None:
 
 
 def test_cutting_into_packs_changes_nothing(policy: Policy) -> None:
-    (shard,) = make_shards(1)
-    whole, whole_stats = backward(policy, packs_of(shard, 10_000), shard.loss_tokens)
+    (batch_part,) = make_batch_parts(1)
+    whole, whole_stats = backward(policy, packs_of(batch_part, 10_000), batch_part.loss_tokens)
     for max_tokens in (16, 50):
-        packs = packs_of(shard, max_tokens)
+        packs = packs_of(batch_part, max_tokens)
         assert len(packs) > 1
-        cut, cut_stats = backward(policy, packs, shard.loss_tokens)
+        cut, cut_stats = backward(policy, packs, batch_part.loss_tokens)
         assert largest_difference(whole, cut) < 1e-6
         assert cut_stats.metrics() == pytest.approx(whole_stats.metrics(), rel=1e-5)
 
 
 def test_dummy_packs_contribute_exactly_nothing(policy: Policy) -> None:
-    (shard,) = make_shards(1)
-    packs = packs_of(shard)
-    plain, stats = backward(policy, packs, shard.loss_tokens)
-    padded, padded_stats = backward(policy, pad_packs(packs, len(packs) + 2), shard.loss_tokens)
+    (batch_part,) = make_batch_parts(1)
+    packs = packs_of(batch_part)
+    plain, stats = backward(policy, packs, batch_part.loss_tokens)
+    padded, padded_stats = backward(policy, pad_packs(packs, len(packs) + 2), batch_part.loss_tokens)
     assert largest_difference(plain, padded) == 0
     assert padded_stats.metrics() == stats.metrics()
     nothing, _ = backward(policy, [dummy_pack()], 0)
@@ -182,8 +182,8 @@ def careless(inputs: LossInputs, options: object) -> LossResult:
 @pytest.mark.parametrize("loss", ["grpo", careless])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: float, loss: str | LossFunction) -> None:
-    (shard,) = make_shards(1)
-    packs = packs_of(shard)
+    (batch_part,) = make_batch_parts(1)
+    packs = packs_of(batch_part)
     dirty = [
         pack.with_columns(
             logp_behavior=pack.logp_behavior.masked_fill(~pack.mask, poison),
@@ -192,21 +192,21 @@ def test_masked_positions_contribute_exactly_nothing(policy: Policy, poison: flo
         for pack in packs
     ]
 
-    clean, stats = backward(policy, packs, shard.loss_tokens, loss=loss)
-    spoilt, spoilt_stats = backward(policy, dirty, shard.loss_tokens, loss=loss)
+    clean, stats = backward(policy, packs, batch_part.loss_tokens, loss=loss)
+    spoilt, spoilt_stats = backward(policy, dirty, batch_part.loss_tokens, loss=loss)
     assert largest_difference(clean, spoilt) == 0
     assert spoilt_stats.metrics() == stats.metrics()
 
 
 def test_activation_checkpointing_changes_no_gradient(policy: Policy, folder: Path) -> None:
-    (shard,) = make_shards(1)
-    plain, _ = backward(policy, packs_of(shard), shard.loss_tokens)
+    (batch_part,) = make_batch_parts(1)
+    plain, _ = backward(policy, packs_of(batch_part), batch_part.loss_tokens)
     recomputing = Policy.load(folder, options=ModelOptions(activation_checkpointing=True))
-    assert largest_difference(plain, backward(recomputing, packs_of(shard), shard.loss_tokens)[0]) < 1e-6
+    assert largest_difference(plain, backward(recomputing, packs_of(batch_part), batch_part.loss_tokens)[0]) < 1e-6
 
 
 def test_proximal_is_the_policy_before_the_step(policy: Policy) -> None:
-    packs = packs_of(make_shards(1)[0])
+    packs = packs_of(make_batch_parts(1)[0])
     anchored = with_logp(policy, packs, "logp_proximal", temperature=TEMPERATURE)
     for pack in anchored:
         output = policy(pack, temperature=TEMPERATURE)
@@ -216,18 +216,18 @@ def test_proximal_is_the_policy_before_the_step(policy: Policy) -> None:
 
 def test_a_loss_with_a_proximal_policy(policy: Policy) -> None:
     """Anchored at the policy itself r is 1: the gradient is that of tis with the same cap."""
-    (shard,) = make_shards(1)
-    padded = pad_packs(packs_of(shard), 5)
+    (batch_part,) = make_batch_parts(1)
+    padded = pad_packs(packs_of(batch_part), 5)
     with pytest.raises(ValueError, match="needs logp_proximal"):
-        backward(policy, padded, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
+        backward(policy, padded, batch_part.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
     anchored = with_logp(policy, padded, "logp_proximal", temperature=TEMPERATURE)
-    found, stats = backward(policy, anchored, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
-    expected, _ = backward(policy, padded, shard.loss_tokens, loss="tis", options={"cap": 2})
+    found, stats = backward(policy, anchored, batch_part.loss_tokens, loss="decoupled_ppo", options={"cap": 2})
+    expected, _ = backward(policy, padded, batch_part.loss_tokens, loss="tis", options={"cap": 2})
 
     assert largest_difference(found, expected) < 1e-6
     assert stats.metrics()["loss/kl_proximal_k1"] == 0
     here, at_once = backward(
-        policy, padded, shard.loss_tokens, loss="decoupled_ppo", options={"cap": 2}, first_step=True
+        policy, padded, batch_part.loss_tokens, loss="decoupled_ppo", options={"cap": 2}, first_step=True
     )
     assert largest_difference(found, here) == 0 and at_once.metrics() == stats.metrics()
 
@@ -253,11 +253,11 @@ def test_a_loss_with_an_entropy_gradient(policy: Policy) -> None:
 
 
 def test_sharded_equals_plain(policy: Policy, folder: Path, mesh: DeviceMesh) -> None:
-    (shard,) = make_shards(1)
-    plain, stats = backward(policy, packs_of(shard), shard.loss_tokens)
+    (batch_part,) = make_batch_parts(1)
+    plain, stats = backward(policy, packs_of(batch_part), batch_part.loss_tokens)
     for checkpointing in (False, True):
         sharded = Policy.load(folder, mesh, options=ModelOptions(activation_checkpointing=checkpointing))
-        found, found_stats = backward(sharded, packs_of(shard), shard.loss_tokens)
+        found, found_stats = backward(sharded, packs_of(batch_part), batch_part.loss_tokens)
         assert largest_difference(plain, found) < 1e-6
         assert found_stats.metrics() == pytest.approx(stats.metrics(), rel=1e-5)
 
@@ -288,10 +288,10 @@ def test_trap_a_step_after_a_forward_reaches_the_embeddings(policy: Policy, fold
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bfloat16_computes_on_float32_masters(folder: Path, mesh: DeviceMesh, sharded: bool) -> None:
-    (shard,) = make_shards(1)
+    (batch_part,) = make_batch_parts(1)
     policy = Policy.load(folder, mesh if sharded else None, options=ModelOptions(torch.bfloat16))
-    grads, stats = backward(policy, packs_of(shard), shard.loss_tokens)
-    exact, exact_stats = backward(Policy.load(folder), packs_of(shard), shard.loss_tokens)
+    grads, stats = backward(policy, packs_of(batch_part), batch_part.loss_tokens)
+    exact, exact_stats = backward(Policy.load(folder), packs_of(batch_part), batch_part.loss_tokens)
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
     assert all(grad.dtype == torch.float32 for grad in grads.values())
     for name, grad in grads.items():

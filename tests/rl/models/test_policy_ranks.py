@@ -15,7 +15,7 @@ from rl.models.packing import pad_packs
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
 from tests.rl.learner.ranks import process_group, results_of_ranks
-from tests.rl.learner.tiny_policies import backward, largest_difference, make_shards, packs_of, save_tiny
+from tests.rl.learner.tiny_policies import backward, largest_difference, make_batch_parts, packs_of, save_tiny
 
 RANKS = 2
 VARIANTS = {  # name -> (max tokens per pack of each rank, activation checkpointing)
@@ -27,16 +27,16 @@ VARIANTS = {  # name -> (max tokens per pack of each rank, activation checkpoint
 
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    shard = make_shards(RANKS)[rank]
+    batch_part = make_batch_parts(RANKS)[rank]
     results: dict[str, Any] = {}
     with process_group(folder, rank, RANKS) as mesh:
         for name, (bounds, checkpointing) in VARIANTS.items():
             policy = Policy.load(folder, mesh, options=ModelOptions(activation_checkpointing=checkpointing))
-            packs = packs_of(shard, bounds[rank])
+            packs = packs_of(batch_part, bounds[rank])
             counts = torch.tensor([len(packs)])
             dist.all_reduce(counts, dist.ReduceOp.MAX)
 
-            grads, stats = backward(policy, pad_packs(packs, int(counts)), shard.loss_tokens, world_size=RANKS)
+            grads, stats = backward(policy, pad_packs(packs, int(counts)), batch_part.loss_tokens, world_size=RANKS)
             stats.all_reduce()
             results[name] = {"packs": len(packs), "grads": grads, "metrics": stats.metrics()}
 
@@ -56,7 +56,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant: str) -> None:
-    (whole,) = make_shards(1)
+    (whole,) = make_batch_parts(1)
     expected, stats = backward(Policy.load(folder), packs_of(whole), whole.loss_tokens)
     found = [rank[variant] for rank in ranks]
     if variant != "even":

@@ -21,11 +21,11 @@ from rl.learner.update import accumulate_gradients, with_logp
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyModel, PolicyOutput
 from rl.observe.alarms import Alarms
-from tests.rl.learner.tiny_policies import VOCAB, algorithm_of, make_shards, packs_of
+from tests.rl.learner.tiny_policies import VOCAB, algorithm_of, make_batch_parts, packs_of
 
 ROOT = Path(__file__).parents[3]
 OF_ARCHITECTURES = re.compile(
-    r"named_parameters\(|Shard\(0\)|DTensor|full_tensor|to_local\(|fully_shard|attn_implementation"
+    r"named_parameters\(|Batch part\(0\)|DTensor|full_tensor|to_local\(|fully_shard|attn_implementation"
     r"|get_(out|in)put_embeddings|get_decoder|\.model\.(config|named|parameters)|embed_tokens"
 )
 OF_SAMPLES = re.compile(r"cu_seq_?len|position_ids=|rl\.models\.(layout|head|packed_attention)")
@@ -108,18 +108,18 @@ class Bigram(nn.Module):
 
 def test_a_model_of_its_own_is_trained_checked_and_published_through_the_protocol() -> None:
     policy: PolicyModel = Bigram.load("anywhere")
-    (shard,) = make_shards(1)
-    packs = with_logp(policy, packs_of(shard), "logp_behavior", temperature=0.7)
+    (batch_part,) = make_batch_parts(1)
+    packs = with_logp(policy, packs_of(batch_part), "logp_behavior", temperature=0.7)
     config = load_config(None, ["alarms.exact=1e-6", "sampling.temperature=0.7", "rollout.alpha=0"])
     packs = [pack.with_columns(staleness=torch.zeros_like(pack.staleness)) for pack in packs]
     exact = ExactCheck(policy, config, Alarms(config.alarms, lambda *_: None))
-    found = exact.batch(0, [Minibatch(packs, shard.loss_tokens)])
-    assert found["exact/max"] == 0 and found["exact/tokens"] == shard.loss_tokens
+    found = exact.batch(0, [Minibatch(packs, batch_part.loss_tokens)])
+    assert found["exact/max"] == 0 and found["exact/tokens"] == batch_part.loss_tokens
 
     probe = [1, 2, 3, 4]
     before = probe_logp(policy, probe)
     optimizer = Optimizer(policy.trainable(), LearnerConfig(lr=0.01), last_step=2)
-    tokens = shard.loss_tokens
+    tokens = batch_part.loss_tokens
     stats = accumulate_gradients(
         policy, packs, algorithm_of(make_loss("grpo", {})), temperature=0.7, global_tokens=tokens
     )

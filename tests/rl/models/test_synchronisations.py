@@ -28,7 +28,7 @@ from rl.models.critic import Critic
 from rl.models.packing import Pack, make_packs
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
-from tests.rl.learner.tiny_policies import group_shard, save_tiny
+from tests.rl.learner.tiny_policies import group_batch_part, save_tiny
 
 READING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "is_nonzero", "equal")
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -71,13 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def packs_for(folder: Path, *settings: str) -> list[Pack]:
     """Complete for any loss, as `Trainer.minibatches` makes them."""
-    shard = group_shard([(9, [3, 5, 3, 1]), (9, [3, 2]), (6, [4, 4, 4])])
-    packs = make_packs(shard, 48, version=5)
+    batch_part = group_batch_part([(9, [3, 5, 3, 1]), (9, [3, 2]), (6, [4, 4, 4])])
+    packs = make_packs(batch_part, 48, version=5)
     policy = Policy.load(folder)
     for column in ("logp_proximal", "logp_reference"):
         packs = with_logp(policy, packs, column, temperature=0.7)
     packs = [pack.with_columns(returns=torch.ones(pack.tokens)) for pack in with_values(Critic.load(folder), packs)]
-    minibatches = assign(shard, [packs], make_algorithm(load_config(None, [*settings])))
+    minibatches = assign(batch_part, [packs], make_algorithm(load_config(None, [*settings])))
     return [pack.laid_out() for pack in minibatches[0].packs]
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rl.wire.messages import Ticket, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
-from rollout.broker.assembly import balance, make_shards, outcome_of
+from rollout.broker.assembly import balance, make_batch_parts, outcome_of
 from rollout.broker.intake import Reorder
 from tests.rollout.trajectories import make_trajectory, with_sequence
 
@@ -23,18 +23,18 @@ def test_every_rank_knows_the_rewards_of_every_turn_and_who_was_cut() -> None:
     turns = [Turn(2, 4, 0.25, 0.0, 0.0, "stop", 0), Turn(4, 6, 0.5, 0.0, 0.0, "length", 0)]
     cut = replace(with_sequence(GOOD, turns), reward=0.75, stop_reason="length")
     samples = [BatchSample(i, 0, 0, 3, outcome_of(one)) for i, one in enumerate((GOOD, cut))]
-    for rank, shard in enumerate(make_shards(EmitBatch(5, samples, {}), timeline=0, ranks=2)):
-        assert len(shard.members) == 1 and shard.rank == rank
-        assert [row.turn_rewards for row in shard.rows] == [[1.0], [0.25, 0.5]]
-        assert [row.truncated for row in shard.rows] == [False, True]
-        assert shard.turn_starts == [[2] if shard.members == [0] else [2, 4]]
+    for rank, batch_part in enumerate(make_batch_parts(EmitBatch(5, samples, {}), timeline=0, ranks=2)):
+        assert len(batch_part.members) == 1 and batch_part.rank == rank
+        assert [row.turn_rewards for row in batch_part.rows] == [[1.0], [0.25, 0.5]]
+        assert [row.truncated for row in batch_part.rows] == [False, True]
+        assert batch_part.turn_starts == [[2] if batch_part.members == [0] else [2, 4]]
 
 
 def test_a_row_has_the_age_of_its_sample_and_not_that_of_its_group() -> None:
     one = outcome_of(GOOD)
     samples = [BatchSample(0, 0, 0, 2, replace(one, version=2)), BatchSample(1, 0, 0, 2, one)]
-    (shard,) = make_shards(EmitBatch(5, samples, {}), timeline=0, ranks=1)
-    assert [row.version for row in shard.rows] == [2, 3]
+    (batch_part,) = make_batch_parts(EmitBatch(5, samples, {}), timeline=0, ranks=1)
+    assert [row.version for row in batch_part.rows] == [2, 3]
 
 
 def test_success_is_what_the_environment_said_and_not_a_positive_reward() -> None:
@@ -48,8 +48,8 @@ def test_turns_that_answer_the_same_observation_have_one_state() -> None:
     # The other one begins where the first one's second turn is.
     other = with_sequence(one, token_ids=np.array([3, 4, 60, 9, 9, 61], np.int32))
     samples = [BatchSample(i, 0, 0, 3, outcome_of(trajectory)) for i, trajectory in enumerate((one, other))]
-    (shard,) = make_shards(EmitBatch(5, samples, {}), timeline=0, ranks=1)
-    (prompt, answer), (again, elsewhere) = (row.turn_states for row in shard.rows)
+    (batch_part,) = make_batch_parts(EmitBatch(5, samples, {}), timeline=0, ranks=1)
+    (prompt, answer), (again, elsewhere) = (row.turn_states for row in batch_part.rows)
     assert again == answer and len({prompt, answer, elsewhere}) == 3
 
 

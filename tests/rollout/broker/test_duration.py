@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl.wire.messages import Version
 from rollout.broker.actions import BatchSample, EmitBatch, Finished, IssueTicket
-from rollout.broker.assembly import make_shards, no_batch, outcome_of
+from rollout.broker.assembly import make_batch_parts, no_batch, outcome_of
 from rollout.broker.group_state import Duration
 from tests.rollout.broker.test_assembly import GOOD
 from tests.rollout.broker.test_core import Driver, of, rules
@@ -75,6 +75,6 @@ def test_later_evaluations_count_as_training() -> None:
 
 def test_every_rank_is_told() -> None:
     samples = [BatchSample(index, 0, 0, 3, outcome_of(GOOD)) for index in range(2)]
-    shards = make_shards(EmitBatch(3, samples, {}, over=1.25), timeline=0, ranks=2)
-    assert [shard.over for shard in shards] == [1.25, 1.25]
+    batch_parts = make_batch_parts(EmitBatch(3, samples, {}, over=1.25), timeline=0, ranks=2)
+    assert [batch_part.over for batch_part in batch_parts] == [1.25, 1.25]
     assert no_batch(3, 3, 0, 1).over == 1 and no_batch(3, 4, 0, 1).over == 0

@@ -63,7 +63,7 @@ class BrokerProcess:
         self.to_supervisor: list[Message] = []
 
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
-        self.shards = [
+        self.batch_parts = [
             open_socket(zmq.PULL, run, "batches", rank, bind=True, context=self.context)
             for rank in range(run.config.learner.ranks)
         ]
@@ -194,22 +194,24 @@ def test_a_whole_run(broker: BrokerProcess) -> None:
     for ticket, tokens in zip(tickets[1:], (9, 5, 3), strict=True):
         broker.deliver(ticket, reward=0.0, tokens=tokens)
 
-    received = [_next(socket) for socket in broker.shards]
-    shards = [shard for shard in received if isinstance(shard, BatchPart)]
-    assert len(shards) == len(received) == 2
-    rows = shards[0].rows
-    assert rows == shards[1].rows and [row.sample_id for row in rows] == [0, 1, 2, 3]
+    received = [_next(socket) for socket in broker.batch_parts]
+    batch_parts = [batch_part for batch_part in received if isinstance(batch_part, BatchPart)]
+    assert len(batch_parts) == len(received) == 2
+    rows = batch_parts[0].rows
+    assert rows == batch_parts[1].rows and [row.sample_id for row in rows] == [0, 1, 2, 3]
     assert [row.tokens for row in rows] == [6, 11, 7, 5]
-    assert [shard.members for shard in shards] == [[1, 3], [0, 2]]  # 11 + 5 against 7 + 6: longest first
-    assert [shard.lengths for shard in shards] == [[11, 5], [6, 7]]
-    assert shards[0].token_ids.tolist() == [11] * 11 + [13] * 5
-    assert shards[0].turn_starts == [[2], [2]]
-    assert shards[0].loss_tokens == 21
+    assert [batch_part.members for batch_part in batch_parts] == [[1, 3], [0, 2]]  # 11 + 5 against 7 + 6: longest first
+    assert [batch_part.lengths for batch_part in batch_parts] == [[11, 5], [6, 7]]
+    assert batch_parts[0].token_ids.tolist() == [11] * 11 + [13] * 5
+    assert batch_parts[0].turn_starts == [[2], [2]]
+    assert batch_parts[0].loss_tokens == 21
 
     send(broker.learner, BatchRequest(0))  # as a learner that starts again from a checkpoint
-    assert [encode(_next(socket)) for socket in broker.shards] == [encode(shard) for shard in shards]
+    assert [encode(_next(socket)) for socket in broker.batch_parts] == [
+        encode(batch_part) for batch_part in batch_parts
+    ]
 
-    metrics = shards[0].metrics
+    metrics = batch_parts[0].metrics
     assert metrics["rollout/reward"] == 0.25 and metrics["staleness/mean"] == 0 and metrics["env/legal"] == 1
 
     send(broker.learner, SaveRequest(Version(0, 1)))  # waits for the publication
@@ -298,15 +300,15 @@ def test_a_batch_that_comes_nearer_may_take_longer_than_its_deadline(broker: Bro
     began = time.monotonic()
     while time.monotonic() < began + 5:
         send(broker.proxy, replace(sampled, session=tickets[0].ticket_id) if isinstance(sampled, Usage) else sampled)
-        if broker.shards[0].poll(100):
-            heard.append(receive(broker.shards[0]))
+        if broker.batch_parts[0].poll(100):
+            heard.append(receive(broker.batch_parts[0]))
     assert len(heard) > 1 and set(heard) == {BatchUnderway(0)}
 
     for ticket in tickets:
         broker.deliver(ticket, float(ticket.sample_id % 2))
-    while not isinstance(shard := _next(broker.shards[0]), BatchPart):
+    while not isinstance(batch_part := _next(broker.batch_parts[0]), BatchPart):
         pass
-    assert shard.step == 0
+    assert batch_part.step == 0
 
 
 @pytest.mark.parametrize("broker", [(*BASE, "algo.columns=[tests.reading:READ]")], indirect=True)
@@ -329,12 +331,12 @@ def test_a_broker_that_is_killed_with_large_columns_trains_the_same_batch(broker
         assert (broker.run.folder / "broker.log").stat().st_size < 40_000, "48 numbers a token are not in it"
 
     send(broker.learner, BatchRequest(0))
-    while not isinstance(shard := _next(broker.shards[0]), BatchPart):
+    while not isinstance(batch_part := _next(broker.batch_parts[0]), BatchPart):
         pass
-    assert [row.sample_id for row in shard.rows] == [0, 1, 2, 3]
+    assert [row.sample_id for row in batch_part.rows] == [0, 1, 2, 3]
     for name in ("token_ids", "loss_mask", "policy_version", "read"):
         expected = np.concatenate([each.sequence.columns[name] for each in sent])
-        np.testing.assert_array_equal(shard.columns[name], expected)
+        np.testing.assert_array_equal(batch_part.columns[name], expected)
 
 
 @pytest.mark.parametrize("broker", [(*BASE, "rollout.redundant_episodes=1")], indirect=True)

@@ -7,7 +7,7 @@ An estimator works on one of three levels (`register_advantage(name, options, le
     token   (Episodes, options) -> (T,)                 one number per generated token
 
 Rewards are the environment's, shaped (`algos.rewards`), less a KL penalty if it is charged to the reward.
-Everything is computed in float64 from sums over the whole batch, so packs and ranks change nothing; whatever compares
+Everything is computed in float64 from sums over the whole batch, so packs and ranks change nothing. Whatever compares
 members is exactly 0 where all are equal, however their mean is rounded.
 """
 
@@ -144,7 +144,7 @@ def _centre(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @dataclass(frozen=True)
 class TurnOptions:
     discount: float = 1.0
-    """Of the rewards of later turns."""
+    """The factor for the rewards of later turns."""
 
     def __post_init__(self) -> None:
         _check_fraction("discount", self.discount)
@@ -175,16 +175,16 @@ def turn_process(episodes: Episodes, options: TurnOptions) -> Tensor:
 @dataclass(frozen=True)
 class TurnLocalOptions:
     weight: float = 1.0
-    """Of the turn's own reward, beside the episode's."""
+    """The weight of the turn's own reward, beside the episode's."""
 
 
 @register_advantage("turn_local", TurnLocalOptions, level="turn", needs_group=True)
 def turn_local(episodes: Episodes, options: TurnLocalOptions) -> Tensor:
     """(R - mean) / std over the group's episodes + weight * (r_k - mean) / std over all its turns.
 
-    An episode's and a step's advantage added up, as in GiGPO (https://arxiv.org/abs/2505.10978, eq. 8), but the step's
-    from its own reward alone: a penalty falls on the turn that earned it and on no earlier one, and what an episode is
-    worth on all its turns alike.
+    This adds an episode's and a step's advantage, as in GiGPO (https://arxiv.org/abs/2505.10978, eq. 8), but takes the
+    step's from its own reward alone. So a penalty falls on the turn that earned it and on no earlier one, and what an
+    episode is worth falls on all its turns alike.
     """
     whole = group_normalised(episodes.rewards, episodes.group)[episodes.turn_sample]
     return whole + options.weight * group_normalised(episodes.turn_rewards, episodes.group[episodes.turn_sample])
@@ -193,9 +193,9 @@ def turn_local(episodes: Episodes, options: TurnLocalOptions) -> Tensor:
 @dataclass(frozen=True)
 class GigpoOptions:
     weight: float = 1.0
-    """Of the step's advantage, beside the episode's (omega)."""
+    """The weight of the step's advantage, beside the episode's (omega)."""
     discount: float = 0.95
-    """Of the rewards of later turns, in the step's return (gamma)."""
+    """The factor for the rewards of later turns, in the step's return (gamma)."""
     std: bool = True
     """Divide by the standard deviation; without, the means alone are taken off (F_norm = 1)."""
 
@@ -207,7 +207,7 @@ class GigpoOptions:
 def gigpo(episodes: Episodes, options: GigpoOptions) -> Tensor:
     """A_episode + weight * A_step: GiGPO, eq. 3 to 8 of https://arxiv.org/abs/2505.10978.
 
-    A_episode compares whole rewards within the group; A_step compares the discounted reward-to-go of all turns of the
+    A_episode compares whole rewards within the group. A_step compares the discounted reward-to-go of all turns of the
     group that answer the same observation (the anchor state), whichever episode and turn they stand in. A turn whose
     observation nobody else met has no step's advantage.
     """
@@ -245,7 +245,7 @@ class GAEOptions:
     discount: float = 1.0
     """gamma, per generated token."""
     lam: float = 1.0
-    """lambda of the policy's advantages: 1 is return minus value, smaller trusts the critic more."""
+    """The lambda of the policy's advantages: 1 is return minus value, smaller trusts the critic more."""
     normalise: bool = True
     """Subtract the mean and divide by the standard deviation over the tokens of the batch."""
 

@@ -11,7 +11,7 @@ from algos.types import LossInputs, LossResult
 @dataclass(frozen=True)
 class CISPOOptions:
     clip_low: float = 1.0
-    """1: no lower bound, as in the paper."""
+    """If this is 1, there is no lower bound, as in the paper."""
     clip_high: float = 4.0
     """Weights are at most 1 + clip_high."""
 

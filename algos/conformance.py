@@ -231,13 +231,13 @@ def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Ten
 
 
 def on_policy(inputs: LossInputs) -> LossInputs:
-    """As if the current policy had sampled the tokens."""
+    """The inputs as if the current policy had sampled the tokens."""
     current = inputs.logp_current.detach()
     return replace(inputs, logp_behavior=current, logp_proximal=current)
 
 
 def cast(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
-    """With all numbers in another precision, and a `logp_current` of its own."""
+    """The inputs with all numbers in another precision, and a `logp_current` of its own."""
     return _with(inputs, [*_LOGPROBS, "entropy", "advantages", "rewards"], lambda values: values.to(dtype))
 
 
@@ -253,7 +253,7 @@ def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
 
 
 def _with(inputs: LossInputs, names: Iterable[str], change: Callable[[Tensor], Tensor | None]) -> LossInputs:
-    """With these tensors changed; `logp_current` is a leaf again."""
+    """The inputs with these tensors changed; `logp_current` is a leaf again."""
     fields: dict[str, Any] = {name: change(getattr(inputs, name)) for name in names}
     changed = replace(inputs, **fields)
     return replace(changed, logp_current=changed.logp_current.detach().requires_grad_())

@@ -3,7 +3,7 @@
 They need `logp_proximal`, the learner's log-probabilities at the start of the batch. With r = pi_proximal / pi_behavior
 per token, a correction multiplies each token's loss by a weight, takes tokens or samples out of it, or both. Under a
 weight the loss itself sees the proximal policy as the one that sampled, so nothing is corrected twice (`ppo` with
-`weight: token` is `decoupled_ppo`); under a mask alone it keeps its own ratio to the policy that did.
+`weight: token` is `decoupled_ppo`). Under a mask alone it keeps its own ratio to the policy that did.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class Correction:
     def __call__(self, inputs: LossInputs, loss: Loss) -> LossResult:
         """The loss, corrected. Metrics say what each cut took.
 
-        weight token: truncated importance sampling, min(r, cap) (https://fengyao.notion.site/off-policy-rl);
-        sequence: the same of the whole sequence. mask token: IcePop, tokens with r outside [low, high] are left out
-        (https://arxiv.org/abs/2510.18855); sequence: masked importance sampling; geometric: samples whose
-        geometric mean leaves [low, high] are left out. Weights are constants for the gradient.
+        `weight`: `token` is truncated importance sampling, min(r, cap) (https://fengyao.notion.site/off-policy-rl), and
+        `sequence` the same of the whole sequence. Weights are constants for the gradient.
+        `mask`: `token` is IcePop, which leaves out tokens with r outside [low, high]
+        (https://arxiv.org/abs/2510.18855). `sequence` is masked importance sampling. `geometric` leaves out samples
+        whose geometric mean of r is outside [low, high].
         """
         if not self.active:
             return loss(inputs)

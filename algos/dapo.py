@@ -11,7 +11,7 @@ from algos.registry import register_loss
 @dataclass(frozen=True)
 class DAPOOptions(PPOOptions):
     clip_high: float = 0.28
-    """Higher than clip_low: rare tokens keep their room to grow."""
+    """It is higher than clip_low: rare tokens keep their room to grow."""
 
 
 # Yu et al. 2025, eq. 8 (https://arxiv.org/abs/2503.14476): PPO with these bounds. Dynamic sampling is

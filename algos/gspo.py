@@ -20,9 +20,10 @@ class GSPOOptions(PPOOptions):
 def gspo(inputs: LossInputs, options: GSPOOptions) -> LossResult:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = (pi_current / pi_behavior)^(1/length) of a sequence.
 
-    Zheng et al. 2025, eq. 5 and 7, bounds of section 5.1 (https://arxiv.org/abs/2507.18071), in the form of GSPO-token
-    (eq. 13 and 14), which has the same value and gradient where a sequence has one advantage, and takes each token's
-    own where it has several. The mean over sequences is `algo.aggregation: sequence`, this loss's default.
+    The source is Zheng et al. 2025, eq. 5 and 7, with the bounds of section 5.1 (https://arxiv.org/abs/2507.18071). The
+    form is GSPO-token (eq. 13 and 14). Where a sequence has one advantage, its value and gradient are the same; where
+    it has several, it takes each token's own. The mean over sequences is `algo.aggregation: sequence`, this loss's
+    default.
     """
     mean = inputs.sample_mean(inputs.log_ratio(inputs.logp_current, inputs.logp_behavior))[inputs.sample]  # (T,)
     own = inputs.masked(inputs.logp_current)

@@ -30,8 +30,8 @@ def kl_loss(kind: KLEstimator, logp_current: Tensor, logp_reference: Tensor) -> 
     """(T,) estimates whose gradient pulls the policy back, for a penalty in the loss.
 
     The gradient of k1 is that of log pi, whose mean over samples is zero: it would regularise nothing. So k1 has its
-    own value and the gradient of k2, x * grad log pi, which on-policy is unbiased for the gradient of the KL
-    (https://arxiv.org/abs/2506.09477). k3's own gradient is (1 - exp(-x)) * grad log pi (GRPO, eq. 4).
+    own value and the gradient of k2, x * grad log pi. On-policy that is unbiased for the gradient of the KL
+    (https://arxiv.org/abs/2506.09477). The gradient of k3 is its own, (1 - exp(-x)) * grad log pi (GRPO, eq. 4).
     """
     if kind != "k1":
         return kl_estimate(kind, logp_current, logp_reference)

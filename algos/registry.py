@@ -160,12 +160,12 @@ def registered(kind: Literal["loss", "advantage", "shaping"]) -> Mapping[str, ob
 
 
 def loss_names() -> list[str]:
-    """Of all registered losses."""
+    """The names of all registered losses."""
     return sorted(registered("loss"))
 
 
 def advantage_names() -> list[str]:
-    """Of all registered estimators."""
+    """The names of all registered estimators."""
     return sorted(registered("advantage"))
 
 

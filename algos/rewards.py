@@ -86,7 +86,7 @@ class OverlongOptions:
     buffer: int | None = None
     """The penalty grows from 0 to `penalty` over this many tokens; None: a fifth of max_tokens, as in the paper."""
     penalty: float = 1.0
-    """Taken off the reward of an episode of max_tokens."""
+    """What is taken off the reward of an episode of max_tokens."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -118,7 +118,7 @@ class AffineOptions:
     low: float | None = None
     """Rewards below it count as this much, after scale and shift."""
     high: float | None = None
-    """Likewise above."""
+    """The same limit above."""
 
     def __post_init__(self) -> None:
         if self.low is not None and self.high is not None and self.low > self.high:

@@ -15,7 +15,7 @@ class SAPOOptions:
     tau_positive: float = 1.0
     """Steepness of the gate where A > 0."""
     tau_negative: float = 1.05
-    """And elsewhere: higher, because pushing a token down raises many others."""
+    """The steepness elsewhere: it is higher, because pushing a token down raises many others."""
 
     def __post_init__(self) -> None:
         if self.tau_positive <= 0 or self.tau_negative <= 0:

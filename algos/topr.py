@@ -14,7 +14,7 @@ from algos.types import LossInputs, LossResult
 @dataclass(frozen=True)
 class TOPROptions:
     ratio: str = "sequence"
-    """Of the whole `sequence`, as in the paper, or of each `token`."""
+    """The ratio of the whole `sequence`, as in the paper, or of each `token`."""
     cap: float = 1.0
     """Weights where the advantage is negative are at most this."""
 

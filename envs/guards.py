@@ -10,7 +10,7 @@ _LOOKED_AT = 20_000  # training tasks, evenly spread
 
 
 def check_server(family: EnvironmentFamily, tokenizer: ConversationTokenizer, eval_tasks: int, alarms: Alarms) -> None:
-    """After the family's start. Raises RunAlarm when held-out tasks are trained."""
+    """To be called after the family's start. Raises RunAlarm when held-out tasks are trained."""
     share = overlap(family, eval_tasks)
     found = f"{share:.0%} of {eval_tasks} held-out tasks are training tasks"
     alarms.check("eval-on-train", share > alarms.limit("eval-on-train", "share"), found)

@@ -47,7 +47,7 @@ class MemberOptions(BaseModel):
     env: str
     """A registered environment or `package.module:Name`, as in `env.name`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """As `env.options` of that environment."""
+    """The same as `env.options` of that environment."""
     weight: float = Field(1.0, gt=0)
     """Share of the training tasks, against the weights of the others."""
     max_turns: int | None = Field(None, ge=1)
@@ -57,7 +57,8 @@ class MemberOptions(BaseModel):
     eval_tasks: int | None = Field(None, ge=0)
     """Held-out tasks that it brings to the mixture, the first ones; None: all that it has."""
     eval_temperature: float | None = Field(None, ge=0)
-    """Of its evaluations; None: `eval.temperature`. Training has one temperature: the learner divides by it."""
+    """The temperature of its evaluations; None: `eval.temperature`. Training has one temperature: the learner divides
+    by it."""
 
 
 class MixtureOptions(BaseModel):

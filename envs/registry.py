@@ -111,7 +111,7 @@ def _check_needs(needs: Needs, config: Config) -> None:
 
 
 def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
-    """For the preflight: (train tasks, eval tasks). Raises ConfigError, one line.
+    """What the preflight asks for: (train tasks, eval tasks). Raises ConfigError, one line.
 
     `dry`: nothing is made; a family whose tasks take long to make says how many there will be, in `planned(options)`.
     """

@@ -178,7 +178,8 @@ def _as_written(value: Any, kind: Any) -> Any:
 
 
 def _mended(path: Path, rows: Iterable[Values]) -> Iterator[Values]:
-    """With U+FFFD for each half of a surrogate pair, which no tokenizer takes; how many rows had one is said once."""
+    """The rows, with U+FFFD for each half of a surrogate pair, which no tokenizer takes; how many rows had one is said
+    once."""
     mended: list[int] = []
     for number, row in enumerate(rows, start=1):
         whole = _whole(row)

@@ -1,9 +1,12 @@
 """The environment server: many episodes at once in one asyncio loop (`python -m envs.server --run DIR --index I`).
 
-Invariants: every ticket ends exactly once, as Trajectory, TicketFailed or TicketCancelled, which share one increasing
-sequence number; each is kept, and sent again every few seconds under its number, until it is acknowledged;
-TicketCancelled leaves only after the episode's generation has ended and its environment is closed; nothing that an
-environment does ends more than its own ticket.
+Invariants:
+
+* every ticket ends exactly once, as Trajectory, TicketFailed or TicketCancelled, which share one increasing sequence
+  number;
+* each of these is kept, and sent again every few seconds under its number, until it is acknowledged;
+* TicketCancelled leaves only after the episode's generation has ended and its environment is closed;
+* nothing that an environment does ends more than its own ticket.
 """
 
 from __future__ import annotations
@@ -183,7 +186,8 @@ class EnvServer:
             previous = now
 
     def _peer_died(self, died: PeerDied) -> None:
-        """Whoever takes its place is met over a new socket: the old one may still send into the dead one's."""
+        """Meet whoever takes the place of a dead peer over a new socket: the old one may still send into the dead
+        one's."""
         if died.role == "proxy":
             self._frontend.close(peer_died=True)
             self._frontend = self._open_frontend()
@@ -196,7 +200,8 @@ class EnvServer:
             self._parsers.peer_died()
 
     def _greet_broker(self) -> None:
-        """Also after the connection broke: the broker sends again what did not arrive, and so does this server."""
+        """Say hello, also after the connection broke: the broker sends again what did not arrive, and so does this
+        server."""
         held = [*self._episodes, *self._unacknowledged]
         self._tickets.send(ServerHello(capacity=self.config.env.episodes_per_server, tickets=held, **self._me))
         self._send_unacknowledged(before=math.inf)
@@ -325,7 +330,7 @@ class EnvServer:
             self._tickets.send(end)
 
     def _send_unacknowledged(self, before: float) -> None:
-        """Again, what was due before this time."""
+        """Send again what was due before this time."""
         for end, due in list(self._unacknowledged.values()):
             if due <= before:
                 self._counts["resent"] += 1
@@ -372,7 +377,7 @@ def _gateway(run: RunFile) -> Gateway:
 
 
 def _hooks(config: Config, foreign: bool) -> EpisodeHooks:
-    """Those of this role. Raises ConfigError."""
+    """The hooks of this role. Raises ConfigError."""
     loop = asyncio.get_running_loop()
     named = config.rollout.hooks
     hooks = make_hooks("env_server", named, loop.call_soon, lambda release: loop.call_later(JOIN_S, release))

@@ -31,9 +31,9 @@ class SyntheticOptions(BaseModel):
     """Mean seconds of one step (Gaussian, clipped at 0)."""
     sigma_s: float = Field(0.0, ge=0)
     hang_probability: float = Field(0.0, ge=0, le=1)
-    """Of a step that never answers."""
+    """The probability of a step that never answers."""
     fail_probability: float = Field(0.0, ge=0, le=1)
-    """Of a step that raises."""
+    """The probability of a step that raises."""
     prompt_tokens: int = Field(16, ge=1)
     """Ids of the first message."""
     observation_tokens: int = Field(4, ge=1)

@@ -59,7 +59,7 @@ def page() -> str:
 
 
 def sections(section: type[Section], title: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """By dotted name, each followed by those in it; the outermost has none."""
+    """The sections by dotted name, each followed by those in it; the outermost has none."""
     yield title, section
     for name, field in section.model_fields.items():
         for inner in inner_sections(field):
@@ -83,7 +83,7 @@ def _section(title: str, section: type[Section]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """In words: `number ≥ 0`, the choices, or `text or null`."""
+    """The type in words: `number ≥ 0`, the choices, or `text or null`."""
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
     if "anyOf" in schema:
@@ -94,12 +94,12 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Whole numbers are whole, others short."""
+    """The number as text: whole numbers are whole, others short."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _default(field: FieldInfo) -> str:
-    """As YAML has it."""
+    """The default as YAML has it."""
     if field.is_required():
         return ""
     value = field.get_default(call_default_factory=True)

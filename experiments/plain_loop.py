@@ -212,7 +212,7 @@ def run(loop: PlainLoop, lag: int = 0) -> Iterator[dict[str, float]]:
 
 
 def model_folder(config: Config) -> Path:
-    """Of the model that training starts from; the tiny one is made first."""
+    """The folder of the model that training starts from; the tiny one is made first."""
     if config.model.path != "tiny":
         return Path(config.model.path)
     return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))

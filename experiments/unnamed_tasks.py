@@ -14,11 +14,11 @@ _EVERY = 40
 
 
 class Words0(MathFamily):
-    """As it is."""
+    """The problems as they are."""
 
 
 class Words2(MathFamily):
-    """As it is: the odd one out would tell."""
+    """The problems as they are: the odd one out would tell."""
 
 
 class Words1(MathFamily):
@@ -38,11 +38,11 @@ class _Judged(MathEnvironment):
 
 
 class Rows0(SyntheticFamily):
-    """As it is."""
+    """The tasks as they are."""
 
 
 class Rows2(SyntheticFamily):
-    """As it is."""
+    """The tasks as they are."""
 
 
 class Rows1(SyntheticFamily):

@@ -1,4 +1,5 @@
-"""From a recipe to a run: the command line, the supervisor of all processes, and the warm start of small models."""
+"""What turns a recipe into a run: the command line, the supervisor of all processes, and the warm start of small
+models."""
 
 import rl  # noqa: F401  so that modules that moved are named from the first import on
 

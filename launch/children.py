@@ -57,15 +57,15 @@ class Child:
 
     @property
     def identity(self) -> bytes:
-        """Of its control socket."""
+        """The identity of its control socket."""
         return identity(self.spec.role, self.spec.index, self.incarnation)
 
     def says_more(self, since: float) -> bool:
-        """It ended by an exception, whose message is on its way: a socket may be later than the kernel."""
+        """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel."""
         return self.handle.poll() == 1 and self.last_words is None and time.monotonic() < since + _LAST_WORDS_S
 
     def how_it_ended(self) -> tuple[str, str]:
-        """In a few words, and in detail: its traceback, or the end of its log."""
+        """How it ended, in a few words and in detail: its traceback, or the end of its log."""
         if self.last_words is not None:
             return self.last_words.message, self.last_words.detail
 
@@ -74,7 +74,7 @@ class Child:
         return self.why_killed or ended, log_tail(self.log)
 
     def kill(self, why: str = "") -> None:
-        """With all that it has begun, also where only the process itself has ended."""
+        """Kill it with all that it has begun, also where only the process itself has ended."""
         self.why_killed = self.why_killed or why
         self.handle.kill()
 
@@ -86,7 +86,7 @@ class Exits:
         self._epoll = select.epoll()
 
     def fileno(self) -> int:
-        """Readable once a process has ended, until `clear`."""
+        """A descriptor that is readable once a process has ended, until `clear`."""
         return self._epoll.fileno()
 
     def watch(self, handle: Handle) -> None:
@@ -99,13 +99,13 @@ class Exits:
             os.close(ended)
 
     def close(self) -> None:
-        """Once all that are watched have ended."""
+        """Stop watching, once all that are watched have ended."""
         self.clear()
         self._epoll.close()
 
 
 def most_restarts(config: Config, role: str) -> int:
-    """Of each process of this role."""
+    """How often each process of this role may be started again."""
     limit: int = getattr(config, _LIMITED_BY[role]).max_restarts
     return limit
 
@@ -122,7 +122,7 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher)
 
 
 def wait_all(children: Iterable[Child], timeout_s: float) -> list[Child]:
-    """Those that have not ended within this time."""
+    """The children that have not ended within this time."""
     until = time.monotonic() + timeout_s
     return [child for child in children if child.handle.wait(max(0.0, until - time.monotonic())) is None]
 

@@ -1,15 +1,17 @@
 """`fresco`: the one command line.
 
-fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
-fresco eval runs/alfworld_small/checkpoints/step-100 --env alfworld --split valid_unseen [--greedy | --temperature 1]
-fresco check-loss my_module:my_loss clip_high=0.3
-fresco env check gymnasium env.options.id=Taxi-v4
-fresco plan --run runs/math_8gpu --gpus 8
-fresco show runs/math_cpu --reward 0 --step 20
-fresco top runs/math_cpu
-fresco trace runs/math_cpu --out trace.json
-fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
-fresco doctor
+    fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
+    fresco eval runs/alfworld_small/checkpoints/step-80 --env alfworld --split valid_unseen [--greedy | --temperature 1]
+    fresco check-loss my_module:my_loss clip_high=0.3
+    fresco env check gymnasium env.options.id=Taxi-v4
+    fresco plan --run runs/math_8gpu --gpus 8
+    fresco show runs/math_cpu --reward 0 --step 20
+    fresco top runs/math_cpu
+    fresco trace runs/math_cpu --out trace.json
+    fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
+    fresco doctor
+
+Each command says more with --help.
 """
 
 from __future__ import annotations

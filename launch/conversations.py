@@ -42,7 +42,7 @@ def recent_conversations(run: Path) -> list[list[str | float | bool]]:
 
 
 def _newest(run: Path) -> list[Sample]:
-    """Of the end of every file; the first line there, and one that is being written, may be a part."""
+    """The samples at the end of every file; the first line there, and one that is being written, may be a part."""
     found = []
     for path in (run / FOLDER).glob("env_server.*.jsonl"):
         with path.open("rb") as file:

@@ -13,21 +13,23 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True)
 class Need:
-    """Of one process. `near`: the NUMA node of its GPU, where that is known."""
+    """What cores one process needs. `near`: the NUMA node of its GPU, where that is known."""
 
     cores: int
     near: int | None = None
 
 
 def engine_cores(device: str, threads: int, tensor_parallel: int) -> int:
-    """Of one engine: its front end and its core, which both spin at full load; then its threads, or a process a GPU."""
+    """The cores of one engine: its front end and its core, which both spin at full load; then its threads, or a process
+    a GPU."""
     if device == "cpu":
         return 1 + threads * tensor_parallel
     return 2 + (tensor_parallel if tensor_parallel > 1 else 0)
 
 
 def rank_cores(device: str, threads: int) -> int:
-    """Of one learner rank: its threads; with a GPU one that feeds it and one that copies weights and listens."""
+    """The cores of one learner rank: its threads; with a GPU one that feeds it and one that copies weights and
+    listens."""
     return threads if device == "cpu" else max(2, threads)
 
 
@@ -55,7 +57,8 @@ def share_cores(needs: Sequence[Need], nodes: dict[int, list[int]]) -> list[tupl
 
 
 def _fit(needs: Sequence[Need], nodes: dict[int, list[int]], times: int) -> list[tuple[int, ...]]:
-    """Empty if a process finds no node with room for all its cores; the node of its GPU is asked first."""
+    """The cores of each process; none if a process finds no node with room for all its cores. The node of its GPU is
+    asked first."""
     free = {node: list(cores) for node, cores in nodes.items()}
     shares: list[tuple[int, ...]] = []
     for need in needs:

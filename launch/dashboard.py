@@ -39,7 +39,7 @@ def open_dashboard(run: RunFile) -> Dashboard:
 
 
 def continued_id(resume: Path | None) -> str:
-    """Of the wandb run that the checkpoint's run had, else a new one."""
+    """The id of the wandb run that the checkpoint's run had, else a new one."""
     known = resume.absolute().parents[1] / _ID if resume is not None else None
     return known.read_text().strip() if known is not None and known.exists() else uuid.uuid4().hex[:8]
 

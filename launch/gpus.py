@@ -14,7 +14,7 @@ from rl.config.schema import ConfigError
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    """As CUDA_VISIBLE_DEVICES names it: a number or a UUID."""
+    """Its name as CUDA_VISIBLE_DEVICES names it: a number or a UUID."""
     memory: int | None
     """Bytes; None: a part of a GPU, whose size the driver's list does not say."""
     numa: int | None = None
@@ -22,7 +22,8 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Empty without a driver. Raises ConfigError where CUDA_VISIBLE_DEVICES names a GPU that is not there."""
+    """The GPUs that this process may use; none without a driver. Raises ConfigError where CUDA_VISIBLE_DEVICES names a
+    GPU that is not there."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,pci.bus_id", "--format=csv,noheader,nounits"]
@@ -37,7 +38,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def _numa_node(bus: str) -> int | None:
-    """Of a PCI device, named as the driver does (`00000000:1B:00.0`)."""
+    """The NUMA node of a PCI device, named as the driver does (`00000000:1B:00.0`)."""
     file = Path("/sys/bus/pci/devices", bus.lower()[-12:], "numa_node")
     node = int(file.read_text()) if file.exists() else -1
     return node if node >= 0 else None

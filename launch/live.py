@@ -40,7 +40,7 @@ class Display:
             self._live.start()
 
     def mute(self) -> None:
-        """Nobody reads any more."""
+        """Write no more, because nobody reads."""
         self._console.quiet = True
 
     def row(self, step: int, values: dict[str, float]) -> None:
@@ -98,7 +98,7 @@ class Display:
             self._console.print(text, markup=False)
 
     def _remaining(self) -> str:
-        """From the pace of the last steps; the start of the processes says nothing about it."""
+        """The time that is left, from the pace of the last steps; the start of the processes says nothing about it."""
         if len(self._times) < 2:
             return "?"
 

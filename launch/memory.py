@@ -48,7 +48,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Need:
-    """Of `count` like processes or GPUs: bytes of each, by purpose. `field` is what to change if it is too much.
+    """What `count` like processes or GPUs need: bytes of each, by purpose. `field` is what to change if it is too much.
 
     share: of its GPU, which it may take.
     """
@@ -70,7 +70,8 @@ class Need:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """From a model's `config.json`. Raises ConfigError where it lacks what a language model says of itself."""
+    """The shape from a model's `config.json`. Raises ConfigError where it lacks what a language model says of
+    itself."""
     told = json.loads((folder / "config.json").read_text())
     told = told.get("text_config", told)
     try:
@@ -93,7 +94,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need]:
-    """Of every kind of process, and of every kind of GPU where `device` is `cuda`.
+    """The needs of every kind of process, and of every kind of GPU where `device` is `cuda`.
 
     `model` None (it is simulated, or not here yet): only what does not depend on it.
     """
@@ -185,7 +186,7 @@ def _samples(config: Config) -> Need:
 
 
 def _engine(config: Config, model: ModelShape) -> dict[str, int]:
-    """Of one device of an engine."""
+    """The bytes of one device of an engine, by purpose."""
     generator = config.generator
     context = generator.max_model_len * _kv_bytes_per_token(config, model)
     return {
@@ -196,7 +197,7 @@ def _engine(config: Config, model: ModelShape) -> dict[str, int]:
 
 
 def _learner(config: Config, model: ModelShape) -> dict[str, int]:
-    """Of one rank; everything but activations is divided among the ranks."""
+    """The bytes of one rank, by purpose; everything but activations is divided among the ranks."""
     learner = config.learner
     copies = 1 + config.algo.critic.enabled  # each with gradients and two moments
     frozen = bool(config.algo.kl.coef)

@@ -57,7 +57,8 @@ def gpus_needed(config: Config) -> int:
 
 
 def _learner_computes(config: Config) -> bool:
-    """Without a step to train, as in `fresco eval`, it only hands out weights and needs no GPU."""
+    """Whether the learner computes: without a step to train, as in `fresco eval`, it only hands out weights and needs
+    no GPU."""
     return config.learner.kind == "fsdp" and config.steps > 0
 
 

@@ -49,7 +49,8 @@ from rollout.proxy.core import ProxyCore
 
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 _locks: dict[Path, FileLock] = {}
-"""By folder: of the runs that this process made. The kernel lets go of them when it ends, however it ends."""
+"""The locks, by folder, of the runs that this process made. The kernel lets go of them when it ends, however it
+ends."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _check_folders(config: Config, dry: bool) -> None:
 
 
 def _check_options(config: Config) -> None:
-    """Those of engine and learner; the environment's are checked with its tasks."""
+    """Check the options of engine and learner; the environment's are checked with its tasks."""
     engine = engine_options(config.generator)
     validated(LEARNER_OPTIONS[config.learner.kind], config.learner.options, "learner.options")
 
@@ -306,7 +307,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
 
 @contextlib.contextmanager
 def _only_start(folder: Path) -> Iterator[None]:
-    """Of starts of one name at once the first goes on; the others end as if its run had begun.
+    """Let one start go on: of starts of one name at once the first goes on; the others end as if its run had begun.
 
     The lock in the run's folder cannot decide between them: it comes after the folder, and moves with an earlier one.
     """
@@ -321,7 +322,7 @@ def _only_start(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, name: str) -> FileLock:
-    """Of a run of this name that is going on. Raises ConfigError when another process has it."""
+    """The lock of a run of this name while it goes on. Raises ConfigError when another process has it."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)

@@ -71,7 +71,8 @@ def needs_validation(config: Config) -> bool:
 
 
 def _run_child(arguments: list[str], files: Files, begin: Begin) -> int | None:
-    """Its exit code. A terminal's Ctrl-C reaches this process alone, which tells the child once."""
+    """Run a child to its end; returns its exit code. A terminal's Ctrl-C reaches this process alone, which tells the
+    child once."""
     child = begin("launch.prepare", arguments, files, imports=PREPARE_IMPORTS)
     try:
         return child.wait()
@@ -136,7 +137,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _weight_bytes(folder: Path, dtype: str) -> int:
-    """Of one version, as engines get it."""
+    """The bytes of one version, as engines get it."""
     from rl.models.loading import exported_elements
 
     return exported_elements(_weight_files(folder)) * (4 if dtype == "float32" else 2)

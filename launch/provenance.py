@@ -24,7 +24,7 @@ class Provenance(msgspec.Struct):
     recipe: str = ""
     """Its path as the user wrote it; empty where there is none."""
     differences: dict[str, tuple[Any, Any]] = {}
-    """By dotted field: the recipe's value and the run's."""
+    """The differences by dotted field: the recipe's value and the run's."""
     versions: dict[str, str] = {}
     machine: dict[str, str] = {}
 
@@ -40,7 +40,7 @@ def write_provenance(folder: Path, recipe: Path, config: Config) -> None:
 
 
 def read_provenance(folder: Path, config: Config) -> Provenance:
-    """Of a run that has no such file (an evaluation, say): how it differs from the defaults."""
+    """What the run's file says; of a run that has none (an evaluation, say), how it differs from the defaults."""
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Provenance)
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def read_provenance(folder: Path, config: Config) -> Provenance:
 
 
 def differences(base: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """By dotted field: both values, where they differ."""
+    """The differences by dotted field: both values, where they differ."""
     ours = flat(config.model_dump(mode="json"))
     theirs = flat(base.model_dump(mode="json"))
     return {

@@ -1,9 +1,10 @@
 """The supervisor: starts every process of the plan, watches, restarts, tears down, reports.
 
 It is the one fence of a run: a process is dead when its handle says so (`launch/launcher`), and only then do its peers
-hear `PeerDied`. What died is started again in its place, and all others go on. A Python exception is a death as
-well, unless the process had done nothing before, or it is one that would come again (`rl/config/failures.py`): that
-ends the run with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared memory.
+hear `PeerDied`. What died is started again in its place, and all others go on. A Python exception is a death as well,
+unless the process had done nothing before, or it is one that would come again (`rl/config/failures.py`). Such an
+exception ends the run with the first cause. Every end - success, failure, Ctrl-C - leaves no process, socket or shared
+memory.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _has_finished(self, role: str) -> bool:
-        """It has said its last word, and not because of an exception: then its successor will."""
+        """Whether it has said its last word, and not because of an exception: then its successor will."""
         return role in self._reports and self._children[role, 0].last_words is None
 
     def _drain(self, patience_s: float = 0.0) -> None:

@@ -102,7 +102,7 @@ _EMPTIED = {"rl.core", "rollout.broker.policies"}
 
 
 class _Moved(MetaPathFinder):
-    """It is asked last, and so only for what no folder has."""
+    """A finder of modules that is asked last, and so only for what no folder has."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -115,5 +115,5 @@ class _Moved(MetaPathFinder):
 
 
 def name_what_moved() -> None:
-    """From now on, in this process."""
+    """Name what moved from now on, in this process."""
     sys.meta_path.append(_Moved())

@@ -26,7 +26,7 @@ class Answer:
     text: str
     calls: list[ToolCall]
     own: Any
-    """As the SDK has it."""
+    """The client as the SDK has it."""
 
 
 class Client(ABC):

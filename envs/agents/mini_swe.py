@@ -98,7 +98,7 @@ class MiniSweFamily(SweFamily):
         return MiniSwe(self)
 
     def open_sandbox(self, task: SweTask) -> tuple[Checkout, Sandbox]:
-        """As that of `swe`, with mini-swe-agent in it."""
+        """A sandbox like that of `swe`, with mini-swe-agent in it."""
         backend = self.sandboxes.backend
         checkout = self._checkouts.prepare(task, images=False)
         template = replace(checkout.template, visible=self.command.visible_folders())

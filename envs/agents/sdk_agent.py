@@ -20,7 +20,7 @@ from rollout.episodes.environment import Demonstration, Endpoint, EnvironmentFam
 
 class SdkAgentOptions(ToolLoopOptions):
     client: Literal["openai", "anthropic"] = "openai"
-    """Whose SDK the agent is written against."""
+    """The client whose SDK the agent is written against."""
     tokens: int = Field(96, ge=1)
     """Longest answer that the agent asks for."""
 

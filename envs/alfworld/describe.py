@@ -27,7 +27,8 @@ _OBJECT = re.compile(r"\(objectType [^?]")
 
 @dataclass(frozen=True)
 class Split:
-    """Of the games of one split: per game receptacles, objects and commands of the walkthrough (0: none is kept)."""
+    """What is counted in the games of one split: per game receptacles, objects and commands of the walkthrough (0: none
+    is kept)."""
 
     types: Counter[str]
     scenes: frozenset[int]

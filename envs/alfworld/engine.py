@@ -31,13 +31,14 @@ from envs.alfworld.translation import GameFile, Translation, kept_translation, r
 
 NOTHING = "Nothing happens."
 FACTS_REMEMBERED = 100_000
-"""By TextWorld, which keeps every fact of every game for ever: some 2 000 of a room of usual size, 1 MB."""
+"""How many facts TextWorld may remember. It keeps every fact of every game for ever: some 2 000 of a room of usual
+size, 1 MB."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """After a reset or a step: the game's text, the commands it admits now (sorted), whether the goal holds, and
-    whether the command was admissible."""
+    """What is seen after a reset or a step: the game's text, the commands it admits now (sorted), whether the goal
+    holds, and whether the command was admissible."""
 
     text: str
     commands: tuple[str, ...]
@@ -72,7 +73,7 @@ class PreparedGame:
         self._atoms: dict[bytes, tuple[Proposition, Proposition, bool]] = {}
 
     def begin(self, atoms: list[bytes]) -> None:
-        """Once, with the planner's initial state: facts and the names of everything."""
+        """To be called once, with the planner's initial state: facts and the names of everything."""
         if len(mementos._memento_cache) > FACTS_REMEMBERED:
             mementos._memento_cache.clear()  # it saves time, no more: facts are compared by what they say
         translated = self.translation.facts
@@ -127,7 +128,7 @@ class PreparedGame:
 
 
 class GameCache:
-    """The `capacity` games played last, by path. One per process."""
+    """The `capacity` games played last, by path. There is one for each process."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -171,7 +172,7 @@ class Engine:
         return self._observe(text)
 
     def step(self, command: str) -> Observation:
-        """One command; what is not admissible now changes nothing and answers NOTHING."""
+        """Play one command; what is not admissible now changes nothing and answers NOTHING."""
         game = self._game
         library = self._library
         assert game is not None, "load() comes before step()"

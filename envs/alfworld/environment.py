@@ -34,7 +34,7 @@ class AlfworldOptions(BaseModel):
     task_types: tuple[str, ...] | None = None
     """Only games of these types; None: all that there are."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     action: Literal["line", "tag"] = "line"
     """Where the command stands in what the model writes: the last line, or between <action> tags."""
     admissible: bool = False
@@ -214,7 +214,7 @@ def _is_admissible(reply: GameReply) -> bool:
 
 
 def _cut(text: str, words: int | None) -> str:
-    """At most that many words, with their line breaks."""
+    """The text, cut to at most that many words, with their line breaks."""
     if words is None:
         return text
     ends = [match.end() for match in re.finditer(r"\S+", text)]

@@ -1,8 +1,9 @@
 """A demonstrator that plays as the agent must: it reads the printed text and nothing else.
 
 It does not know where anything is. It looks for the object in the receptacles that can hold it, in the order in which
-the room lists them, opens what is closed, remembers what it saw on the way, and then does what the task asks. It needs
-no planner and no state of the engine; that it finds a solution in every solvable game is tested on the real engine.
+the room lists them. It opens what is closed, remembers what it saw on the way, and then does what the task asks. It
+needs no planner and no state of the engine; that it finds a solution in every solvable game is tested on the real
+engine.
 
     explorer = Explorer(text_of_the_first_observation)
     while not done:

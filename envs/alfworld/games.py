@@ -62,7 +62,7 @@ class GameRecipe(BaseModel):
     """Games in the scenes that training never sees."""
     seed: int = 0
     task_types: tuple[str, ...] = TASK_TYPES
-    """In turn; any of the six."""
+    """The types of tasks, in turn; any of the six."""
     max_receptacles: int | None = Field(None, ge=2)
     """Receptacles of a room; None: all of the floor plan."""
     clutter: tuple[int, int] = (12, 30)
@@ -225,7 +225,7 @@ def _begin_worker(parent: int) -> None:
 
 
 def _prove_and_write(folder: Path, drawn: list[tuple[str, Problem]]) -> list[bool]:
-    """In a worker: which of these games were won, and so written."""
+    """To be called in a worker; returns which of these games were won, and so written."""
     return [_write_proven(folder / split, problem) for split, problem in drawn]
 
 

@@ -1,6 +1,6 @@
 """Draws ALFWorld problems from the 120 floor plans and the object tables that the `alfworld` package ships.
 
-A floor plan gives the objects a room can have and the real places of its openable receptacles; the tables say what may
+A floor plan gives the objects a room can have and the real places of its openable receptacles. The tables say what may
 stand where and what can be cleaned, heated or cooled. Receptacles that a plan names without a place get a drawn one.
 Training and unseen scenes are the package's own lists, which share no scene.
 """
@@ -163,7 +163,7 @@ class _Room:
         self._objects: dict[str, tuple[str, str]] = {}  # id: (type, receptacle)
 
     def place(self, kind: str, stands: set[str]) -> None:
-        """One more object, on or in a receptacle of one of these types. Raises Infeasible."""
+        """Place one more object, on or in a receptacle of one of these types. Raises Infeasible."""
         spots = sorted(name for name, (type_, _) in self._receptacles.items() if type_ in stands)
         if not spots:
             raise Infeasible(f"nowhere to put a {kind}")
@@ -218,7 +218,8 @@ class _Room:
         return "\n".join(lines)
 
     def _add(self, name: str, kind: str, x: int, z: int, turn: int, horizon: int) -> None:
-        """At this place or, if something stands there, one beside it: `go to` names one receptacle per location."""
+        """Add it at this place or, if something stands there, one beside it: `go to` names one receptacle per
+        location."""
         taken = {place for _, place in self._receptacles.values()}
         while (place := f"loc|{x}|{z}|{turn}|{horizon}") in taken:
             x += self._rng.choice((-1, 1))

@@ -111,7 +111,7 @@ def translate(game: GameFile) -> Translation:
 
 
 def _fact(atom: object, type_of: dict[str, str]) -> tuple[str, list[Named]] | None:
-    """As the stock engine reads the problem's initial state: equality, costs and distances are no facts."""
+    """The fact as the stock engine reads the problem's initial state: equality, costs and distances are no facts."""
     from fast_downward.translate.pddl.conditions import Atom  # not before pddl2sas: importing it parses sys.argv
     from fast_downward.translate.pddl.f_expression import Assign
 

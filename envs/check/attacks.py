@@ -16,7 +16,7 @@ class Any:
 """
 
 Attack = Callable[[str], str]
-"""From the conversation so far to a turn."""
+"""A function from the conversation so far to a turn."""
 
 
 def always(text: str) -> Attack:

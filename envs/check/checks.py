@@ -36,7 +36,7 @@ class Scope:
     episodes: int = 1000
     """Episodes over which nothing may grow."""
     deadline_s: float = 3600.0
-    """Of the whole check."""
+    """The deadline of the whole check."""
 
 
 SHORT = Scope(tasks=4, openings=24, episodes=60, deadline_s=300.0)
@@ -57,7 +57,7 @@ class Lab:
         return self.spread("train", self.scope.tasks)
 
     def spread(self, split: str, count: int) -> list[int]:
-        """That many tasks, evenly spread."""
+        """The indices of that many tasks, evenly spread."""
         there = self.player.family.task_count(split)
         count = min(there, count)
         return [index * there // count for index in range(count)]
@@ -236,7 +236,7 @@ def _always(said: Said) -> Agent:
 
 
 def _difference(indices: list[int], first: list[PlayResult], second: list[PlayResult]) -> str:
-    """Where the same was done and something else came of it."""
+    """What differs where the same was done and something else came of it."""
     for index, one, other in zip(indices, first, second, strict=True):
         if one.what_happened == other.what_happened:
             continue
@@ -259,7 +259,7 @@ def _gold_is_wrong(gold: Earned, others: list[Earned]) -> str:
 
 
 async def _gold(lab: Lab) -> tuple[Earned | None, Earned | None]:
-    """Of the solution, and of what it was in the task before; None where nobody knows one."""
+    """What the solution earns, and what that of the task before earns; None where nobody knows one."""
     written: dict[int, list[str]] = {}
 
     async def recorded(view: View) -> Said:

@@ -100,7 +100,7 @@ class Player:
         self.config = config.model_copy(update=limits)
 
     async def play(self, index: int, agent: Agent, split: str = "train") -> PlayResult:
-        """One episode of this task. Raises what the agent raises."""
+        """Play one episode of this task. Raises what the agent raises."""
         try:
             task = self.family.task(split, index)
             environment = self.family.make()
@@ -117,7 +117,7 @@ class Player:
             return PlayResult(error=str(error).removeprefix("environment: "))
 
     async def play_all(self, indices: Sequence[int], agent: Agent, together: bool = False) -> list[PlayResult]:
-        """One after another, or all of them at once."""
+        """Play these tasks one after another, or all of them at once."""
         if together:
             return list(await asyncio.gather(*(self.play(index, agent) for index in indices)))
         return [await self.play(index, agent) for index in indices]

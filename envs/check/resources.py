@@ -39,7 +39,7 @@ class Held:
 
 
 def held(temporary: Path) -> Held:
-    """Now; `temporary`: the folder for temporary files that only this check uses."""
+    """What is held now; `temporary` is the folder for temporary files that only this check uses."""
     gc.collect()
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]

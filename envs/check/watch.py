@@ -58,7 +58,7 @@ class LoopWatch:
             self._over.wait(LOOK_S)
 
     def _wait(self, alive: threading.Event) -> None:
-        """Until the sign of life comes; counts the seconds in which one function computes or sleeps."""
+        """Wait until the sign of life comes; counts the seconds in which one function computes or sleeps."""
         place = ""
         taken_s = computed_s = 0.0
         while not alive.wait(LOOK_S) and not self._over.is_set():

@@ -30,9 +30,9 @@ class CodeOptions(SourceOptions):
     reward: Literal["all", "fraction"] = "all"
     """`all`: 1 if every test passes, else 0. `fraction`: the share of tests that pass."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     instruction: str = "\nAnswer with one Python code block."
-    """Appended to each question."""
+    """A text that is appended to each question."""
     sandbox: BackendName = "auto"
     """`bubblewrap` or `auto`; code runs on the host's Python, so `docker` cannot serve."""
     threads: int = Field(4, ge=1)
@@ -40,11 +40,11 @@ class CodeOptions(SourceOptions):
     cpu_s: int = Field(4, ge=1)
     """CPU seconds of a solution, or of a program for one input: what decides, however busy the machine is."""
     timeout_s: float = Field(25.0, gt=0)
-    """Of all tests of one solution, by the clock: for what waits."""
+    """The time for all tests of one solution, by the clock: for what waits."""
     case_s: float = Field(15.0, gt=0)
-    """Of one input of a program, by the clock."""
+    """The time for one input of a program, by the clock."""
     memory_mb: int = Field(512, ge=32)
-    """Of a solution and whatever it starts."""
+    """The memory of a solution and whatever it starts."""
 
 
 class CodeFamily:

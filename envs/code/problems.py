@@ -9,13 +9,13 @@ from typing import Any
 from envs.rows import Row, RowError, read_rows
 
 MAX_CASES = 64
-"""Of one problem. APPS has problems with hundreds of cases, of which these many are taken evenly."""
+"""The most cases of one problem. APPS has problems with hundreds of cases, of which these many are taken evenly."""
 
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """Scored by `asserts` (statements), by `calls` (an expression, the values that are right) or by `cases` (input,
-    expected output)."""
+    """A problem, scored by `asserts` (statements), by `calls` (an expression, the values that are right) or by `cases`
+    (input, expected output)."""
 
     problem_id: str
     question: str

@@ -140,7 +140,7 @@ def _refuse(_: int) -> NoReturn:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Equal up to blanks at the ends of lines and blank lines at the end."""
+    """Whether they are equal up to blanks at the ends of lines and blank lines at the end."""
     return _lines(got) == _lines(expected)
 
 

@@ -2,7 +2,7 @@
 
     env.name=dataset env.options.source=rows.jsonl env.options.reward=my_module:my_reward
 
-A reward function that hangs or kills its process over a response gives 0, and so does one that raises: a ticket that
+A reward function that hangs or kills its process over a response gives 0, and so does one that raises. A ticket that
 failed instead would be tried again, and the model would be spared its bad response. How often that happens is reported
 (`reward_failed`), and a function that raises for the first row is refused at the start.
 """
@@ -41,13 +41,13 @@ class DatasetOptions(SourceOptions):
     answer_field: str = "answer"
     """Field of the gold answer, if there is one: for `exact`, for the judge, and for `fresco env check`."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     instruction: str = ""
-    """Appended to the prompt on a line of its own."""
+    """A text that is appended to the prompt on a line of its own."""
     success_reward: float = 1.0
     """A task counts as solved if the reward named first is at least this, before its weight."""
     judge: JudgeOptions | None = None
-    """Of the reward `judge`."""
+    """The options of the reward `judge`."""
     workers: int = Field(1, ge=1)
     """Processes per server that run reward functions."""
     reward_deadline_s: float = Field(10.0, gt=0)
@@ -135,7 +135,7 @@ class DatasetFamily:
             await self.judge.stop()
 
     async def score(self, response: str, row: str) -> ScoreReply:
-        """By the reward functions. Raises WorkerNotStarted."""
+        """The score by the reward functions. Raises WorkerNotStarted."""
         if not self.functions:
             return ScoreReply([])
         session = self.pool.open()

@@ -41,9 +41,9 @@ class JudgeOptions(BaseModel):
     url: str
     """Base address of the endpoint, such as `http://127.0.0.1:8000/v1`."""
     model: str
-    """Its name there."""
+    """The name of the model at the endpoint."""
     prompt: str = PROMPT
-    """With the places {task}, {reference} and {response}."""
+    """The prompt, with the places {task}, {reference} and {response}."""
     pattern: str = r"<score>\s*(-?\d+(?:\.\d+)?)\s*</score>"
     """Regular expression whose only group is the score in what the judge wrote; its last match counts."""
     best: float = Field(10.0, gt=0)
@@ -55,9 +55,9 @@ class JudgeOptions(BaseModel):
     concurrent: int = Field(16, ge=1)
     """Requests at once, of one server."""
     deadline_s: float = Field(60.0, gt=0)
-    """Of one judgement, further tries included; past it the episode fails."""
+    """The time for one judgement, further tries included; past it the episode fails."""
     tries: int = Field(3, ge=1)
-    """Of a request that the endpoint refuses for the moment or does not answer."""
+    """How often a request is tried that the endpoint refuses for the moment or does not answer."""
     keep: bool = True
     """Keep answers in `judge.sqlite` of Fresco's cache folder."""
     gold: str | None = None
@@ -134,7 +134,7 @@ class Judge:
         return Judgement(min(1.0, max(0.0, score)), bool(found), known is not None)
 
     def _prompt(self, task: str, reference: str, response: str) -> str:
-        """One pass over the prompt: what a response says in braces is never a place."""
+        """The prompt, filled in one pass: what a response says in braces is never a place."""
         values = {"task": task, "reference": reference, "response": response.replace("</response>", "")}
         parts = re.split(r"\{(task|reference|response)\}", self.options.prompt)
         filled = [values[part] if place % 2 else part for place, part in enumerate(parts)]

@@ -46,5 +46,5 @@ def score(function: RewardFunction, response: str, row: dict[str, Any]) -> float
 
 
 def row_as_json(values: Mapping[str, Any]) -> str:
-    """For the way to a worker: what JSON does not know, such as a date, becomes text."""
+    """The row as JSON, for the way to a worker: what JSON does not know, such as a date, becomes text."""
     return json.dumps(dict(values), default=str, ensure_ascii=False)

@@ -1,8 +1,8 @@
 """An agent that is a program of its own, such as a harness in its own virtual environment.
 
-It gets the address of the model in its environment (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-ANTHROPIC_API_KEY), the task as JSON on its standard input, and an empty folder as HOME and working folder. The last
-line of its output is the outcome as JSON: {"reward": 1.0, "success": true, "rewards": {...}, "info": {...}}.
+It gets the address of the model in its environment: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+ANTHROPIC_API_KEY. It gets the task as JSON on its standard input, and an empty folder as HOME and working folder. The
+last line of its output is the outcome as JSON: {"reward": 1.0, "success": true, "rewards": {...}, "info": {...}}.
 
 It runs in a sandbox (`envs/sandbox`): it sees the system's programs, its own virtual environment and its folder, and
 can reach the gateway and nothing else. When it ends, or is cancelled, all that it has started is killed, and what it
@@ -49,13 +49,13 @@ class Command:
     arguments: Sequence[str]
     deadline_s: float = 300.0
     memory_bytes: int = 4 << 30
-    """Of all its processes; without a sandbox of each."""
+    """The memory of all its processes; without a sandbox of each."""
     file_bytes: int = 1 << 30
     """Largest file."""
     disk_bytes: int = 1 << 30
     """All that it writes."""
     processes: int = 256
-    """Threads included."""
+    """The number of processes, threads included."""
     output_bytes: int = 1 << 20
     variables: Mapping[str, str] = field(default_factory=dict)
     visible: Sequence[str | Path] = ()
@@ -119,7 +119,7 @@ class Command:
             raise CommandFailed(f"it ran past its deadline of {self.deadline_s:g} s") from None
 
     def limits(self) -> Limits:
-        """Of its sandbox."""
+        """The limits of its sandbox."""
         return Limits(
             timeout_s=self.deadline_s,
             memory_bytes=self.memory_bytes,
@@ -131,13 +131,13 @@ class Command:
         )
 
     def visible_folders(self) -> tuple[Path, ...]:
-        """Those that are named, and the virtual environment whose interpreter the program is."""
+        """The folders that are named, and the virtual environment whose interpreter the program is."""
         venv = Path(self.arguments[0]).parent.parent
         own = [venv] if (venv / "pyvenv.cfg").is_file() else []
         return tuple(dict.fromkeys([*own, *map(Path, self.visible)]))
 
     def environment(self, endpoint: Endpoint, folder: str) -> dict[str, str]:
-        """Of the program; `folder` is its own."""
+        """The environment of the program; `folder` is its own."""
         given = {
             "PATH": _PATH if self.sandbox else os.environ.get("PATH", _PATH),
             "LANG": "C.UTF-8",
@@ -156,7 +156,7 @@ _services: list[SandboxService] = []
 
 
 def _service() -> SandboxService:
-    """That of this process, made at the first call. Raises SandboxError, one line, where no sandbox can run."""
+    """The service of this process, made at the first call. Raises SandboxError, one line, where no sandbox can run."""
     with _lock:
         if not _services:
             made = SandboxService("bubblewrap", _SLOTS, _SLOTS)

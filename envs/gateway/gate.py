@@ -79,7 +79,7 @@ class _Relay:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until one side has ended: the other one must see that, because it ends a generation."""
+    """Pass bytes on until one side has ended: the other one must see that, because it ends a generation."""
     try:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK_BYTES):

@@ -175,7 +175,7 @@ async def _body(request: web.Request) -> Body:
 
 
 def _levels(value: Any) -> int:
-    """Of nested lists and objects; a number or a text has none."""
+    """The levels of nested lists and objects; a number or a text has none."""
     levels = 0
     found = [value]
     while found := [each for each in found if isinstance(each, dict | list)]:

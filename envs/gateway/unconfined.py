@@ -20,7 +20,7 @@ from rl.wire.process import die_with_parent
 
 
 class Limited(Protocol):
-    """Of `envs.gateway.command.Command` what is read here."""
+    """What is read here of `envs.gateway.command.Command`."""
 
     @property
     def arguments(self) -> Sequence[str]: ...
@@ -73,7 +73,7 @@ async def run_unconfined(
 
 
 def _limit(command: Limited, parent: int) -> None:
-    """In the child, before the program."""
+    """Set the limits, in the child, before the program."""
     die_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_AS, (command.memory_bytes, command.memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (command.file_bytes, command.file_bytes))

@@ -26,7 +26,7 @@ MOST_RULES = 600  # characters of each part of a documentation that is used as r
 class GymnasiumOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     id: str
-    """As `gymnasium.make` takes it: `FrozenLake-v1`, or `my_module:MyGame-v0`."""
+    """The game as `gymnasium.make` takes it: `FrozenLake-v1`, or `my_module:MyGame-v0`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `gymnasium.make`."""
     tasks: int = Field(10_000, ge=1, lt=1 << 30)
@@ -232,7 +232,7 @@ def _documented(env: Any) -> str:
 
 
 def _first_paragraphs(text: str) -> str:
-    """As many as MOST_RULES allows, and the first in any case."""
+    """As many paragraphs as MOST_RULES allows, and the first in any case."""
     first, *others = re.split(r"\n\s*\n", text.strip())
     kept = first[: 2 * MOST_RULES]
     for each in others:

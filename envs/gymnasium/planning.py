@@ -13,7 +13,7 @@ SWEEPS = 10_000
 TOLERANCE = 1e-9
 
 Table = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
-"""Of each state and action: (probability, next state, reward, whether it ends)."""
+"""For each state and action: (probability, next state, reward, whether it ends)."""
 
 
 def best_actions(table: Table, discount: float) -> np.ndarray:
@@ -44,7 +44,7 @@ def best_actions(table: Table, discount: float) -> np.ndarray:
 
 
 def table_of(env: Any) -> Table | None:
-    """None where the game shows no table, or one that is not of this form."""
+    """The table of a game; None where the game shows no table, or one that is not of this form."""
     table = getattr(env.unwrapped, "P", None)
     discrete = type(env.observation_space).__name__ == type(env.action_space).__name__ == "Discrete"
     if not isinstance(table, dict) or not discrete or sorted(table) != list(range(len(table))):

@@ -14,7 +14,7 @@ _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white
 
 
 def plain(text: str) -> str:
-    """Without terminal codes, without blank lines around it and spaces at the ends of lines."""
+    """The text without terminal codes, without blank lines around it and spaces at the ends of lines."""
     marked = _COLOURED.sub(_mark, text)
     lines = (line.rstrip() for line in _CODE.sub("", marked).strip("\n").splitlines())
     return "\n".join(lines)

@@ -7,9 +7,9 @@ one. An answer is the content of the **last** `\\boxed{…}` with balanced brace
 refusing the forms in which that library accepts wrong answers:
 
 * what that library drops unread (`\\approx 7`, `\\ldots`, primes) or does not know is compared as a string, and so are
-  names of points (`ABC`); an answer may not bring in letters, in either case, that the gold does not have;
-* a gold number is matched by a *literal* number only: `\\boxed{12+30}` or `\\frac{84}{2}` restate the question; so does
-  `\\binom52` in the place of 10 in a tuple or list of numbers;
+  names of points (`ABC`). An answer may not bring in letters, in either case, that the gold does not have;
+* a gold number is matched by a *literal* number only. `\\boxed{12+30}` or `\\frac{84}{2}` restate the question, and so
+  does `\\binom52` in the place of 10 in a tuple or list of numbers;
 * numbers are equal or not: `0.333333333333` is not 1/3, however many digits it has, also inside an expression;
 * a percent sign stands in both or in neither (`50\\%` is not 50, nor 0.5);
 * text in an answer must be the gold's (`5\\text{ million}`); a textual gold is compared as a string;
@@ -225,7 +225,7 @@ def _restates_nothing(gold: str, answer: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """Of a tuple, a set or a bare list; of anything else the text itself."""
+    """The elements of a tuple, a set or a bare list; of anything else the text itself."""
     if text.startswith("\\{") and text.endswith("\\}"):
         text = text[2:-2]
     elif _brackets(text):
@@ -259,7 +259,7 @@ def _letters(text: str) -> set[str]:
 
 
 def _plain_text(text: str) -> str:
-    """Without text commands; case matters. A choice is its letter."""
+    """The text without text commands; case matters. A choice is its letter."""
     return _choice(text) or " ".join(re.sub(r"_\{(\w+)\}", r"_\1", _PLAIN.sub(r"\1", text)).split())
 
 

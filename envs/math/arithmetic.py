@@ -3,10 +3,10 @@
 `problem(split, index, seed)` is deterministic and needs no files. The splits are disjoint in the strictest
 sense: (kind, numbers) is hashed, and a held-out combination of numbers occurs in training under no wording.
 
-`demonstrate` is what the tiny model's warm start imitates: a student who mostly answers after the first
-step, sometimes writes the working down, and sometimes picks the wrong operation on the way. A model that
-imitates it is right about one time in three, although it has seen everything needed to be right nearly
-always: what to do more of, and what to stop doing, is left to reinforcement learning.
+`demonstrate` is what the tiny model's warm start imitates. It is a student who mostly answers after the first step,
+sometimes writes the working down, and sometimes picks the wrong operation on the way. A model that imitates it is right
+about one time in three, although it has seen everything needed to be right nearly always. What to do more of, and what
+to stop doing, is left to reinforcement learning.
 """
 
 from __future__ import annotations

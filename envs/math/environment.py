@@ -38,9 +38,9 @@ class MathOptions(BaseModel):
     eval_count: int = Field(256, ge=0)
     """Held-out problems: generated, or the last rows of the training source where there is no other."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     instruction: str | None = None
-    """Appended to each question on a line of its own; None: asks for a box, nothing for `arithmetic`."""
+    """A text that is appended to each question on a line of its own; None: asks for a box, nothing for `arithmetic`."""
     verifier_workers: int = Field(1, ge=1)
     """Processes per server for symbolic answers; they start when the first such answer comes."""
     verify_cpu_s: float = Field(2.0, gt=0)

@@ -1,6 +1,6 @@
 """Right or wrong, for a response in full: extraction, the fast path, and a pool of processes for symbolic answers.
 
-An answer that uses up its CPU time, or kills a fresh worker too, is wrong (`unverifiable`): failing the ticket instead
+An answer that uses up its CPU time, or kills a fresh worker too, is wrong (`unverifiable`). Failing the ticket instead
 would let a model escape its own bad answers by trying again. A worker that does not answer and uses no CPU time either
 is the machine's fault, and fails the ticket. Neither is remembered. Workers start when the first answer needs one.
 """
@@ -62,7 +62,7 @@ class Verifier:
         await self.pool.stop()
 
     async def _ask(self, question: Symbolic) -> bool | None:
-        """None: unverifiable."""
+        """The answer of a worker; None if it is unverifiable."""
         self.symbolic += 1
         self.pool.begin()
         async with self._free:  # bounded by the step deadline of the episode that waits

@@ -2,7 +2,7 @@
 
 A comparison may use so many CPU seconds of its process: a verdict must not depend on what else the machine does. Then
 the kernel ends the process, because a parser or an algebra system that is interrupted anywhere may answer wrong later.
-math-verify's own alarms, which count by the clock, are off.
+The alarms of math-verify, which count by the clock, are off.
 """
 
 from __future__ import annotations

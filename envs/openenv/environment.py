@@ -1,6 +1,6 @@
 """An OpenEnv server behind the Environment protocol: actions and observations are the JSON of its schema.
 
-A server with MCP tools lists them, and an action is a call of one; any other server has a schema of actions, and an
+A server with MCP tools lists them, and an action is a call of one. Any other server has a schema of actions, and an
 action is an object that fits it. A task is a seed, which the server's `reset` gets.
 """
 
@@ -26,7 +26,7 @@ LISTING = {"type": "list_tools"}
 class OpenEnvOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     url: str = Field(pattern=r"^https?://[^\s]+$")
-    """Of the server, such as `http://127.0.0.1:8000`."""
+    """The URL of the server, such as `http://127.0.0.1:8000`."""
     sessions: int = Field(1, ge=1)
     """Sessions that the server takes at once from one of our environment servers, as it declares (its
     `max_concurrent_envs`, 1 if it says nothing); `env.episodes_per_server` may not be more."""
@@ -108,7 +108,7 @@ class OpenEnvFamily:
         return Connection(self._http, self.url)
 
     async def _list_tools(self) -> list[dict[str, Any]]:
-        """Of an MCP environment; another one refuses the question."""
+        """The tools of an MCP environment; another one refuses the question."""
         connection = self.connect()
         try:
             async with asyncio.timeout(self.options.deadline_s):

@@ -35,9 +35,9 @@ class ReasoningGymOptions(BaseModel):
     eval_tasks: int = Field(64, ge=0, lt=APART)
     """Held-out tasks."""
     system_prompt: str = ""
-    """Empty: none."""
+    """The system prompt; none if it is empty."""
     instruction: str = INSTRUCTION
-    """Appended to each question on a line of its own."""
+    """A text that is appended to each question on a line of its own."""
     success_score: float = Field(1.0, gt=0, le=1)
     """Score from which on a task counts as solved. The reward is the score itself: some data sets give parts of it."""
     workers: int = Field(1, ge=1)

@@ -40,7 +40,7 @@ def main(descriptor: int, name: str, config: dict[str, Any], size: int) -> None:
 
 
 def _score(data_set: Any, answer: str, entry: dict[str, Any]) -> float:
-    """In [0, 1]; an answer that the data set's own parser cannot take is wrong."""
+    """The score, in [0, 1]; an answer that the data set's own parser cannot take is wrong."""
     try:
         return min(1.0, max(0.0, float(data_set.score_answer(answer, entry))))
     except Exception:

@@ -1,7 +1,13 @@
 """What a sandbox is, whatever makes it: a private copy of a file tree in which hostile commands run.
 
-Invariants every backend keeps: the template is never written; no network; nothing of the host is readable but the
-runtime; when `run` returns, no process that it started is alive; a sandbox that is closed leaves nothing behind.
+Every backend keeps these invariants:
+
+* the template is never written;
+* there is no network;
+* nothing of the host is readable but the runtime;
+* when `run` returns, no process that it started is alive;
+* a sandbox that is closed leaves nothing behind.
+
 Everything that comes out of a sandbox (output, file contents, diffs) is hostile input.
 """
 
@@ -22,22 +28,22 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox; bytes and seconds."""
+    """The limits of one sandbox, in bytes and seconds."""
 
     timeout_s: float = 30.0
-    """Of one command, unless the command says less."""
+    """The time of one command, unless the command says less."""
     cpu_s: int | None = None
     """CPU seconds of each of its processes; bubblewrap only. What ends by it ends so on a busy machine as well."""
     memory_bytes: int = 1 << 30
-    """Of the whole process tree."""
+    """The memory of the whole process tree."""
     processes: int = 64
-    """Threads included."""
+    """The number of processes, threads included."""
     file_bytes: int = 64 << 20
     """Largest file that a command may write."""
     disk_bytes: int = 256 << 20
     """Everything written, /tmp included."""
     output_bytes: int = 64 << 10
-    """Kept of each stream; the middle is left out."""
+    """The bytes that are kept of each stream; the middle is left out."""
     open_files: int = 256
 
 
@@ -50,7 +56,7 @@ class Result:
     output: bytes
     stderr: bytes = b""
     left_out_bytes: int = 0
-    """Of the middle of both streams."""
+    """The bytes that were left out of the middle of both streams."""
     seconds: float = 0.0
     timed_out: bool = False
     out_of_memory: bool = False
@@ -72,7 +78,7 @@ class Template:
     workspace: str = WORKSPACE
     """Where the repository stands inside an image."""
     visible: tuple[Path, ...] = ()
-    """Further folders of the host, read-only at their own paths: a virtual environment. Bubblewrap only."""
+    """Further folders of the host, read-only at their own paths: a virtual environment. Only bubblewrap has this."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,15 @@ class Command:
     argv: Sequence[str]
     stdin: bytes = b""
     timeout_s: float | None = None
-    """None: the sandbox's limit, which it can never exceed."""
+    """The time of this command; None: the sandbox's limit, which it can never exceed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     separate_stderr: bool = False
     read_only: Sequence[str] = ()
     """Files of the workspace that cannot change while it runs, nor the names of the folders they are in; links are left
-    out. Bubblewrap only."""
+    out. Only bubblewrap has this."""
     run_folder: Path | None = None
-    """A folder of the host that is shown as /run, read-only: sockets in it can be connected to. Bubblewrap only."""
+    """A folder of the host that is shown as /run, read-only: sockets in it can be connected to. Only bubblewrap has
+    this."""
 
     def deadline_s(self, limits: Limits) -> float:
         return min(limits.timeout_s, self.timeout_s or limits.timeout_s)
@@ -103,7 +110,7 @@ class Sandbox(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what runs, drop all changes. Idempotent."""
+        """Kill what runs, drop all changes. It may be called again."""
         ...
 
 
@@ -117,7 +124,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every sandbox and release the host's resources. Idempotent."""
+        """Close every sandbox and release the host's resources. It may be called again."""
         ...
 
 

@@ -4,11 +4,11 @@
                                              run:     sh → prlimit → setpriv (uid) → bwrap → command
                                              close:   kill, drop the mounts
 
-Mounts are made by threads in namespaces of their own: the backend's holds the runtime and the templates, each slot's is
-a copy of it with the slot's two mounts, so that a command pays for its own mounts only. They are invisible to the host
-and end with this process, however it ends. Commands die with it too (PR_SET_PDEATHSIG at each step of the chain).
-Why root and not a user namespace: root mounts the overlay, then gives up everything *before* bubblewrap starts, so
-that what bubblewrap maps in is readable to the slot's uid only.
+Mounts are made by threads in namespaces of their own. The backend's holds the runtime and the templates; each slot's is
+a copy of it with the slot's two mounts. So a command pays for its own mounts only. They are invisible to the host and
+end with this process, however it ends. Commands die with it too (PR_SET_PDEATHSIG at each step of the chain). Root does
+this, not a user namespace: it mounts the overlay, then gives up everything *before* bubblewrap starts. So what
+bubblewrap maps in is readable to the slot's uid only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from envs.sandbox.runtime import HOME, UID, build_root, default_runtime
 STATE = Path("/run/fresco-sandbox")
 """Where the root folder, the templates and the slots are mounted, unseen by the host."""
 _FIRST_UID = 1_879_048_192
-"""Far above what systems and containers hand out."""
+"""The first user id, far above what systems and containers hand out."""
 _UIDS_PER_PROCESS = 4096
 _PROCESSES = 64
 _SLOT_DEADLINE_S = 600.0
@@ -179,7 +179,7 @@ class BubblewrapBackend:
 
 
 class BubblewrapSandbox:
-    """Made and used through the backend's threads."""
+    """A sandbox that is made and used through the backend's threads."""
 
     def __init__(
         self, backend: BubblewrapBackend, slot: int, template: Path, limits: Limits, visible: Sequence[Path] = ()
@@ -212,7 +212,7 @@ class BubblewrapSandbox:
             return self._backend.run_in_thread(lambda: self._run(command))
 
     def kill(self) -> None:
-        """From any thread: end what runs, and let nothing begin any more."""
+        """To be called from any thread: end what runs, and let nothing begin any more."""
         self._ending = True
         memory.kill_tree(self._tree)
 

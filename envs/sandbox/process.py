@@ -56,7 +56,7 @@ def _marker(left_out: int) -> bytes:
 
 
 def cut_middle(data: bytes, limit: int, left_out: int = 0) -> str:
-    """As text, cut to `limit` bytes and one line that says what is missing.
+    """The output as text, cut to `limit` bytes and one line that says what is missing.
 
     `left_out`: bytes that are missing already, with their line in the middle.
     """

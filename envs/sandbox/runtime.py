@@ -1,6 +1,6 @@
-"""What a sandbox sees of the host: system libraries and tools, a Python, and the test harness. Nothing else.
+"""What a sandbox sees of the host: system libraries and tools, a Python, and the test harness. It sees nothing else.
 
-Inside, the interpreter stands at its path on the host (a relocated Python would look for its libraries there), and
+Inside, the interpreter stands at its path on the host, because a relocated Python would look for its libraries there.
 `HARNESS` holds pytest with what it needs, copied from the environment that runs Fresco, and the families' scripts.
 """
 
@@ -22,9 +22,10 @@ _LIBRARIES = ("/usr/lib/python3", "/usr/local/lib/python3.11", "/usr/lib/python3
 _INSTALLED = tuple(f"{prefix}/{name}-packages" for prefix in _LIBRARIES for name in ("site", "dist"))
 _PACKAGES = ("pytest", "pluggy", "iniconfig", "packaging", "Pygments")
 HARNESS_FOLDERS = sorted(Path(__file__).parents[1].glob("*/harness"))
-"""On the host: the scripts that a family of environments runs inside its sandboxes lie in its folder `harness`."""
+"""Folders on the host: the scripts that a family of environments runs inside its sandboxes lie in its folder
+`harness`."""
 UID = 1000
-"""Inside a sandbox; outside, each slot has its own."""
+"""The user id inside a sandbox; outside, each slot has its own."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Runtime:
     """Folders inside that appear empty: packages which happen to be on the host."""
 
     def environment(self) -> dict[str, str]:
-        """Of every command; nothing is inherited from the host."""
+        """The environment of every command; nothing is inherited from the host."""
         folder = str(Path(self.python).parent)
         path = ":".join(dict.fromkeys([folder, "/usr/local/bin", "/usr/bin", "/bin"]))
         identity = {"PATH": path, "HOME": HOME, "USER": USER, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}

@@ -29,11 +29,11 @@ class SandboxService:
         return self._backend
 
     def open(self) -> None:
-        """Blocks. Raises SandboxError, one line, where no sandbox can run."""
+        """Start, which blocks. Raises SandboxError, one line, where no sandbox can run."""
         self._backend = make_backend(self._name, self._slots, self._thread_count)
 
     async def start(self) -> None:
-        """As `open`."""
+        """The same as `open`, without blocking the loop."""
         await asyncio.to_thread(self.open)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -41,7 +41,7 @@ class SandboxService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def entered(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-        """As `run`; what work has made although the caller was cancelled meanwhile is undone."""
+        """The same as `run`; what work has made although the caller was cancelled meanwhile is undone."""
         making = asyncio.ensure_future(self.run(work))
         try:
             return await asyncio.shield(making)
@@ -57,5 +57,5 @@ class SandboxService:
             self._backend.close()
 
     async def stop(self) -> None:
-        """As `close`."""
+        """The same as `close`, without blocking the loop."""
         await asyncio.to_thread(self.close)

@@ -55,8 +55,8 @@ def join_mount_namespace(descriptor: int) -> None:
 
 
 def adopt_orphans(users: int) -> None:
-    """Descendants whose parent is gone become this process's children, not the host's first process's, which may
-    reap rarely or never: while anyone asked for it with 1 and has not taken it back with -1."""
+    """While anyone has asked for it with 1 and not taken it back with -1, descendants whose parent is gone become this
+    process's children. Else they become the host's first process's, which may reap rarely or never."""
     global _adopting
     with _adopting_lock:
         _adopting += users

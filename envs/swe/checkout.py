@@ -33,7 +33,7 @@ GIT_ENVIRONMENT = {
     **{f"GIT_CONFIG_KEY_{n}": key for n, key in enumerate(_GIT_CONFIG)},
     **{f"GIT_CONFIG_VALUE_{n}": value for n, value in enumerate(_GIT_CONFIG.values())},
 }
-"""For commits that are the same wherever and whenever they are made."""
+"""The variables for commits that are the same wherever and whenever they are made."""
 _BEGIN_HISTORY = """set -e
 find . -name .git -prune -exec rm -rf -- {} +
 git init --quiet
@@ -52,7 +52,7 @@ class Checkout:
     python_path: tuple[str, ...] = (".",)
     python: str = field(default_factory=lambda: default_runtime().python)
     bug_patch: str | None = None
-    """Applied, perhaps empty, as a sandbox opens; None: the template is ready as it is."""
+    """The patch that is applied, perhaps empty, as a sandbox opens; None: the template is ready as it is."""
 
 
 def open_checkout(backend: Backend, checkout: Checkout, limits: Limits) -> tuple[Checkout, Sandbox]:

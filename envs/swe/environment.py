@@ -48,7 +48,7 @@ class SweOptions(SourceOptions):
     sandbox: BackendName = "auto"
     """`bubblewrap`, `docker` (images per task, as SWE-bench publishes them), or what this machine has."""
     sandboxes: int = Field(64, ge=1)
-    """Alive at once in one server: one for each episode."""
+    """How many sandboxes are alive at once in one server: one for each episode."""
     threads: int = Field(4, ge=1)
     """Commands and evaluations running at once in one server."""
     partial_reward: bool = False
@@ -60,7 +60,7 @@ class SweOptions(SourceOptions):
     test_s: float = Field(300.0, gt=0)
     """Longest run of the tests, that of the copies which must fail included."""
     memory_mb: int = Field(2048, ge=64)
-    """Of all processes of one sandbox."""
+    """The memory of all processes of one sandbox."""
     statement_chars: int = Field(20_000, ge=100)
     """Longest problem statement; the middle is left out."""
 
@@ -129,7 +129,8 @@ class SweFamily:
         await self.sandboxes.stop()
 
     def open_sandbox(self, task: SweTask) -> tuple[Checkout, Sandbox]:
-        """Blocks. Raises PackageError or SandboxError where the repository cannot be had."""
+        """Open a sandbox on the task's repository, which blocks. Raises PackageError or SandboxError where the
+        repository cannot be had."""
         backend = self.sandboxes.backend
         checkout = self._checkouts.prepare(task, images=backend.name != "bubblewrap")
         return open_checkout(backend, checkout, self._limits)
@@ -194,7 +195,8 @@ class SweEnvironment:
             self._family.episode_slots.release()
 
     def _open_sandbox(self, task: SweTask) -> tuple[Checkout, Sandbox]:
-        """In a thread, which goes on when the episode is cancelled meanwhile: then nobody else closes the sandbox."""
+        """To be called in a thread, which goes on when the episode is cancelled meanwhile: then nobody else closes the
+        sandbox."""
         checkout, sandbox = self._family.open_sandbox(task)
         self._sandbox = sandbox
         if self._closed:
@@ -250,7 +252,7 @@ def _load(source: str, subset: str | None, split: str) -> list[SweTask]:
 
 
 def _playable(source: str, tasks: list[SweTask]) -> list[SweTask]:
-    """Without those whose fix would be put back before the tests run: nobody could ever solve them."""
+    """The tasks without those whose fix would be put back before the tests run: nobody could ever solve them."""
     left_out = {task.instance_id: path for task in tasks if (path := put_back_of_fix(task.gold_patch))}
     if left_out:
         name, path = next(iter(left_out.items()))

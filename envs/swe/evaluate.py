@@ -60,7 +60,8 @@ class DiffResult:
         return self.applied and self.fail_to_pass == 1 and self.pass_to_pass == 1
 
     def reward(self, *, partial: bool) -> float:
-        """1 if resolved, else 0; `partial`: the share of FAIL_TO_PASS, if every PASS_TO_PASS still passes."""
+        """The reward: 1 if resolved, else 0; with `partial`, the share of FAIL_TO_PASS, if every PASS_TO_PASS still
+        passes."""
         if partial and self.pass_to_pass == 1:
             return self.fail_to_pass
         return float(self.resolved)
@@ -162,8 +163,8 @@ def _run_unchanged(
 
 
 def _vanished(run: TestRun, counted: TestRun, tests: Sequence[str]) -> bool:
-    """Whether one that passed where it is counted is not even there now, as when code changes tests while they are
-    collected: which of the two runs it meets in time is luck.
+    """Whether a test that passed where it is counted is not even there now. This is so when code changes tests while
+    they are collected: which of the two runs it meets in time is luck.
     """
     pairs = zip(outcomes_of(run.outcomes, tests), outcomes_of(counted.outcomes, tests), strict=True)
     return any(now is None and before == "passed" for now, before in pairs)

@@ -2,10 +2,10 @@
 
     python -m envs.swe.generate --out tasks.jsonl [--count 48] [--seed 0] [--packages toolz cachetools]
 
-A candidate becomes a task if it breaks at least one test and at most half of them, if undoing it passes all (verified
-through `evaluate`, like a submission), if doing nothing fixes and breaks nothing, and if no earlier task of the same
-function breaks the same tests. Flaky tests are left out: those whose outcomes differ between runs of the untouched
-package under different hash seeds. The output is SWE-smith's schema (`patch` introduces the bug).
+A candidate becomes a task if it breaks at least one test and at most half of them. No earlier task of the same function
+may break the same tests. Undoing it must pass all (verified through `evaluate`, like a submission), and doing nothing
+must fix and break nothing. Flaky tests are left out: those whose outcomes differ between runs of the untouched package
+under different hash seeds. The output is SWE-smith's schema (`patch` introduces the bug).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Baseline:
     flaky: tuple[str, ...]
     """Tests that differ between runs."""
     timeout_s: float
-    """Of a mutant's run, which may never end by itself."""
+    """The time of a mutant's run, which may never end by itself."""
 
 
 def generated_tasks(

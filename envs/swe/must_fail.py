@@ -2,8 +2,8 @@
 
 The copies have the paths and the names of the tests that are counted, so that code which makes exactly those pass, or
 whose objects equal everything, gives itself away. A test of FAIL_TO_PASS that is sure to reach an equality
-(`assert a == b`, `self.assertEqual(a, b)`) keeps its body, and one side of each such equality is changed to another
-value of its type. Any other test fails at its first statement, and so costs no time.
+(`assert a == b`, `self.assertEqual(a, b)`) keeps its body. One side of each such equality is changed to another value
+of its type. Any other test fails at its first statement, and so costs no time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class MustFail:
 
 
 def must_fail_copy(source: str, fail_to_pass: Collection[str], pass_to_pass: Collection[str] = ()) -> MustFail:
-    """Of all tests whose names begin with `test` or are listed. A file that is no Python 3 stays as it is."""
+    """A copy that must fail in all tests whose names begin with `test` or are listed. A file that is no Python 3 stays
+    as it is."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):

@@ -28,7 +28,7 @@ class Package:
     name: str
     version: str
     sha256: str
-    """Of the source distribution."""
+    """The hash of the source distribution."""
     sources: tuple[str, ...]
     """Folders or files that may be mutated."""
     tests: tuple[str, ...]

@@ -31,7 +31,7 @@ class TestRunner:
     """How the tests of a repository are run in a sandbox."""
 
     script: str
-    """In envs/swe/harness."""
+    """The name of the script in envs/swe/harness."""
     canaries: int
     """Tests of the script's own that must all fail."""
     machinery: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ RUNNERS: dict[RunnerName, TestRunner] = {
 
 
 def runner_of(repo: str) -> RunnerName:
-    """Of a repository whose tests are named without files."""
+    """The runner of a repository whose tests are named without files."""
     return _REPOSITORIES.get(repo, "pytest")
 
 
@@ -91,8 +91,8 @@ def changed_paths(patch: str) -> list[str]:
 def protected_paths(
     runner: RunnerName, gold_patch: str, test_files: Sequence[str] = (), test_patch: str = ""
 ) -> list[str]:
-    """What a diff cannot change, unless that is what the task is about: the runner's machinery, the files that the task
-    names or brings, and the folders of such files whose own names do not show that they are tests."""
+    """What a diff cannot change, unless that is what the task is about. It is the runner's machinery, the files that
+    the task names or brings, and the folders of such files whose own names do not show that they are tests."""
     named = [*test_files, *changed_paths(test_patch)]
     folders = [f"{path.rpartition('/')[0]}/" for path in test_files if "/" in path and not is_test_file(path)]
     changed = changed_paths(gold_patch)
@@ -122,12 +122,13 @@ def must_fail_name(test: str) -> str:
 
 
 def share_passed(outcomes: Mapping[str, str], tests: Sequence[str]) -> float:
-    """Of `tests`; 1 of none."""
+    """The share of `tests` that passed; 1 if there are none."""
     return sum(each == "passed" for each in outcomes_of(outcomes, tests)) / len(tests) if tests else 1.0
 
 
 def outcomes_of(outcomes: Mapping[str, str], tests: Sequence[str]) -> list[str | None]:
-    """Of `tests`, by the names that the harness gave or that SWE-bench's parsers make of them; None: it was not run."""
+    """The outcomes of `tests`, by the names that the harness gave or that SWE-bench's parsers make of them; None: it
+    was not run."""
     by_published_name: dict[str, str] = {}
     if any(test not in outcomes for test in tests):
         for name in filter(has_file, outcomes):

@@ -41,7 +41,7 @@ class SweTask:
     base_commit: str = ""
     image: str | None = None
     package: str = ""
-    """Of a generated task: a name in envs/swe/packages.py."""
+    """The package of a generated task: a name in envs/swe/packages.py."""
     runner: RunnerName = "pytest"
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rollout.episodes.parsing import HermesParser, answer_of
 
 MAX_CALLS = 8
-"""Of one turn."""
+"""The most calls of one turn."""
 _PARSER = HermesParser()
 _BEGIN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -50,7 +50,7 @@ class Tool:
     parameters: dict[str, tuple[str, str, bool]]
 
     def schema(self) -> dict[str, object]:
-        """As OpenAI's function schema, which Hermes and Qwen templates show in their system message."""
+        """The tool as OpenAI's function schema, which Hermes and Qwen templates show in their system message."""
         properties = {name: {"type": kind, "description": text} for name, (kind, text, _) in self.parameters.items()}
         required = [name for name, (_, _, needed) in self.parameters.items() if needed]
         parameters = {"type": "object", "properties": properties, "required": required}

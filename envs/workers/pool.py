@@ -1,14 +1,14 @@
 """Sessions over worker processes. A worker that hangs or dies is replaced, and its sessions are restored by replay.
 
 A worker answers requests in order and says which one it works on. If it hangs, or uses up the CPU time that it allows a
-request (SIGPROF), the session of that request is lost, as RequestLost, and no other; if it dies, the session is tried
-once more, since the worker may have been killed from outside. Of every other session of the worker the requests that it
-remembers are made again in a new process, and its waiting request is sent again; the caller notices only the time.
+request (SIGPROF), the session of that request is lost, as RequestLost, and no other. If it dies, the session is tried
+once more, since the worker may have been killed from outside. For every other session of the worker, the requests that
+it remembers are made again in a new process, and its waiting request is sent again. The caller notices only the time.
 Answers must depend on a session's requests alone.
 
 A process is there from `start` or from the first request on; one that ends is replaced once there is a session. One
-that cannot be started is tried again for as long as the pool is there; after a few times those who wait are told, and
-until it serves new sessions go elsewhere.
+that cannot be started is tried again for as long as the pool is there. After a few times those who wait are told; until
+it serves, new sessions go elsewhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pool(Generic[Body, Result]):
         self._opened = 0
 
     def begin(self) -> None:
-        """From now on requests are taken; processes start with the first."""
+        """Take requests from now on; processes start with the first."""
         for worker in self.workers:
             worker.begin()
 
@@ -115,7 +115,7 @@ class Worker(Generic[Body, Result]):
 
     @property
     def pid(self) -> int | None:
-        """None while no process serves."""
+        """The process's id; None while no process serves."""
         return self._process.pid if self._process is not None else None
 
     def begin(self) -> None:
@@ -157,7 +157,7 @@ class Worker(Generic[Body, Result]):
             self._send(_Pending(session, None))
 
     def _send(self, pending: _Pending[Body, Result]) -> None:
-        """At once where a process serves; else it waits for the next one."""
+        """Send it at once where a process serves; else it waits for the next one."""
         self._number += 1
         self._pending[self._number] = pending
         if self._process is not None:
@@ -190,7 +190,7 @@ class Worker(Generic[Body, Result]):
             self._alarm = asyncio.get_running_loop().call_later(self._kind.deadline_s, self._expire)
 
     def _expire(self) -> None:
-        """One timer at a time: it asks again when the request that is now the oldest would be due."""
+        """Set one timer at a time: it asks again when the request that is now the oldest would be due."""
         self._alarm = None
         if not self._pending or self._process is None:
             return
@@ -238,7 +238,7 @@ class Worker(Generic[Body, Result]):
                 self._needed.clear()
 
     async def _wait_after(self, failure: WorkerNotStarted) -> None:
-        """Before the next start. Sessions keep their place through the first few failures."""
+        """Wait before the next start. Sessions keep their place through the first few failures."""
         self._failed_starts += 1
         if self._failed_starts >= START_TRIES:
             self._failure = failure
@@ -248,7 +248,7 @@ class Worker(Generic[Body, Result]):
         await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
 
     def _restore(self) -> None:
-        """Every session's remembered requests again, then the one that waits."""
+        """Send every session's remembered requests again, then the one that waits."""
         waiting = {each.session.number: each for each in self._pending.values() if each.answer is not None}
         self._pending.clear()
 

@@ -21,7 +21,7 @@ class RequestLost(RuntimeError):
 
 
 class WorkerHung(RequestLost):
-    """It did not answer in time, which may be the machine's fault."""
+    """The worker did not answer in time, which may be the machine's fault."""
 
 
 class WorkerNotStarted(RequestLost):
@@ -63,7 +63,7 @@ class WorkerProcess(Generic[Body, Result]):
 
     @property
     def exit_code(self) -> int | None:
-        """Once it is closed; a signal's number below 0."""
+        """The exit code, once it is closed; a signal's number below 0."""
         return self._process.returncode if self._process is not None else None
 
     async def start(self) -> None:
@@ -104,8 +104,9 @@ class WorkerProcess(Generic[Body, Result]):
     def clock(self) -> float:
         """Seconds that stand still while the process is ready to run and has no core.
 
-        So a deadline by it follows what the process does: on a crowded machine it ends one that sleeps, or that never
-        comes to an end, and not one that is kept from its work. Where the kernel does not count it, the plain clock.
+        So a deadline by it follows what the process does. On a crowded machine it ends a process that sleeps, or that
+        never comes to an end, and not one that is kept from its work. Where the kernel does not count this, it is the
+        plain clock.
         """
         if self._schedule >= 0:
             with contextlib.suppress(ProcessLookupError):  # it is dead: what was counted last
@@ -114,7 +115,8 @@ class WorkerProcess(Generic[Body, Result]):
         return asyncio.get_running_loop().time() - self._queued_s
 
     def kill(self) -> None:
-        """By the kernel's handle: asyncio's `kill` may reap a dead process itself, and its exit code is lost then."""
+        """Kill it by the kernel's handle: asyncio's `kill` may reap a dead process itself, and its exit code is lost
+        then."""
         if self._handle >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -155,7 +157,7 @@ class WorkerProcess(Generic[Body, Result]):
 
 
 def _open_schedule(pid: int) -> int:
-    """Below 0 where the kernel was built without it."""
+    """A descriptor, or a number below 0 where the kernel was built without it."""
     try:
         return os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
     except FileNotFoundError:

@@ -34,7 +34,7 @@ def serve(
 
     `descriptor`: of the page that both share, the first argument of the process. `answer(session, request)`: None is
     the end of the session; what it raises fails this request alone. `grouped`: while requests wait, replies leave a
-    few at a time. Every write wakes the server, which costs both; but a held reply ages in the eyes of the server, so
+    few at a time. Every write wakes the server, which costs both. But a held reply ages in the eyes of the server, so
     this is for requests that are far shorter than the deadline.
     """
     current = CurrentRequest(descriptor)

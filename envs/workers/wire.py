@@ -33,7 +33,8 @@ class WorkerRequest(msgspec.Struct, Generic[Body], array_like=True):
 
 
 class WorkerReply(msgspec.Struct, Generic[Result], array_like=True):
-    """To the request of this number, in order; number 0: the worker is ready. `error`: why there is no result."""
+    """The reply to the request of this number, in order; number 0: the worker is ready. `error`: why there is no
+    result."""
 
     number: int
     result: Result | None = None
@@ -44,7 +45,7 @@ _CODEC: Codec[Any] = Codec(Any)
 
 
 def frame(message: WorkerRequest[Any] | WorkerReply[Any]) -> bytes:
-    """Without arrays: one frame of the codec, after its length."""
+    """The message, which has no arrays, as one frame of the codec, after its length."""
     (body,) = _CODEC.encode(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -89,7 +90,7 @@ class CurrentRequest:
         self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
 
     def close_descriptor(self) -> None:
-        """Once the worker has inherited it; the page stays."""
+        """To be called once the worker has inherited it; the page stays."""
         os.close(self.descriptor)
 
     def set(self, number: int) -> None:

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Every run that is not there yet, until the time is up, and the page after each."""
+    """Make every run that is not there yet, until the time is up, and the page after each."""
     study = load(arguments.study)
     out = arguments.out or RESULTS / arguments.study.stem
     path = out / "runs.jsonl"

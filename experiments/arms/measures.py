@@ -15,7 +15,7 @@ from launch.intervals import paired_bootstrap, wilson
 ALL = "all"
 MARK = "*"
 _MOST = 700.0
-"""Of a logarithm: the interval of one seed has no end."""
+"""The largest value of a logarithm: the interval of one seed has no end."""
 # Two-sided 95 % quantiles of Student's t by degrees of freedom.
 _T95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
@@ -53,12 +53,12 @@ def smoothed(scores: Sequence[float], window: int) -> list[float]:
 
 
 def final_score(record: Record, window: int) -> float:
-    """Of the last steps."""
+    """The score of the last steps."""
     return smoothed(record.scores, window)[-1]
 
 
 def final_accuracy(record: Record, window: int) -> float:
-    """Of held-out tasks, the mean of the last evaluations."""
+    """The accuracy in held-out tasks, as the mean of the last evaluations."""
     last = sorted(record.accuracy, key=int)[-window:]
     return statistics.fmean(record.accuracy[step] for step in last)
 
@@ -116,7 +116,7 @@ def sooner(records: Sequence[Record], arm: str, study: Study) -> Sooner | None:
 
 
 def pairs(before: Won, after: Won, kind: str = ALL) -> tuple[list[float], list[float]]:
-    """Of the tasks that both have answered, of one kind or of all. Raises ValueError for other tasks."""
+    """The outcomes of the tasks that both have answered, of one kind or of all. Raises ValueError for other tasks."""
     kinds = before if kind == ALL else [kind]
     both = [(x, y) for each in kinds for x, y in zip(before[each], after[each], strict=True) if "-" not in (x, y)]
     return [float(x) for x, _ in both], [float(y) for _, y in both]
@@ -131,7 +131,7 @@ def gained(
 
 
 def share(values: Sequence[float]) -> str:
-    """In percent, with Wilson's interval."""
+    """The share in percent, with Wilson's interval."""
     low, high = wilson(sum(values), len(values))
     return f"{100 * sum(values) / len(values):.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 

@@ -14,7 +14,7 @@ _TITLES = {"cpu_s": "CPU s", "wall_s": "wall s", "others": "used by others", "sc
 
 
 def page(study: Study, records: Sequence[Record], command: str) -> str:
-    """Markdown."""
+    """The text of the page, as Markdown."""
     parts = [f"# {study.title}", f"`{command}`", study.about.strip(), *_conditions(study, records)]
     trained = [record for record in records if not record.how]
     if trained:

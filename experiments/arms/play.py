@@ -130,7 +130,7 @@ def _add_steps(
 
 
 def means_of(study: Study, trained: Sequence[Metrics]) -> dict[str, float]:
-    """Of each metric that the study names, after the first quarter of training."""
+    """The mean of each metric that the study names, after the first quarter of training."""
     late = trained[len(trained) // 4 :]
     return {name: statistics.fmean(row[metric] for row in late) for name, metric in study.means.items()}
 

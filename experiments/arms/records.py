@@ -10,7 +10,7 @@ from experiments.arms.study import Cell, Study, StudyError
 from experiments.compare.job import read_lines
 
 Won = dict[str, str]
-"""By kind of task, in the order of the tasks: 1 is won, 0 is lost, - has no answer."""
+"""What was won, by kind of task, in the order of the tasks: 1 is won, 0 is lost, - has no answer."""
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -32,9 +32,9 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """When the step had been trained, since the command."""
     scores: list[float] = []
     samples: list[int] = []
-    """Trained so far."""
+    """The samples that were trained so far."""
     accuracy: dict[str, float] = {}
-    """By step, of held-out tasks during training."""
+    """The accuracy by step, of held-out tasks during training."""
     facts: dict[str, float] = {}
     won: Won = {}
 
@@ -49,7 +49,7 @@ def read(path: Path) -> list[Record]:
 
 
 def append(path: Path, record: Record) -> None:
-    """One line at the end of the file, which is made with its folder."""
+    """Append one line at the end of the file, which is made with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(msgspec.json.encode(record) + b"\n")

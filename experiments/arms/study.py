@@ -34,7 +34,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     set: list[str] = []
     recipe: str = ""
-    """Instead of the study's."""
+    """The recipe of this arm instead of the study's."""
     lag: int = 0
     """Versions between sampling and training, in one process (`loop: plain`)."""
 
@@ -82,13 +82,13 @@ class Study(msgspec.Struct, forbid_unknown_fields=True):
     goal: float = 0.0
     """A score to which the seconds are counted."""
     evaluate: dict[str, list[str]] = {}
-    """By name, overrides of an evaluation of the start model and of each arm's last checkpoint."""
+    """The evaluations by name: overrides of an evaluation of the start model and of each arm's last checkpoint."""
     means: dict[str, str] = {}
-    """By name, a metric whose mean after the first quarter of training is kept."""
+    """The metrics, by name, whose means after the first quarter of training are kept."""
 
     @property
     def every_arm(self) -> dict[str, Arm]:
-        """Those that are written down, then those of the grid."""
+        """The arms that are written down, then those of the grid."""
         found = {name: arm if isinstance(arm, Arm) else Arm(arm) for name, arm in self.arms.items()}
         for values in itertools.product(*self.grid.values()) if self.grid else ():
             chosen = dict(zip(self.grid, values, strict=True))

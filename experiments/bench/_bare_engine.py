@@ -23,7 +23,7 @@ from rl.wire.process import die_with_parent
 from rl.wire.run import ProcessContext, RunFile
 
 Request = tuple[list[int], int]
-"""Its prompt, and the tokens of its answer."""
+"""A request: its prompt, and the tokens of its answer."""
 
 
 def measure(work: Work) -> float:
@@ -54,7 +54,7 @@ def measure(work: Work) -> float:
 
 
 def requests_of(work: Work, vocabulary: int, seed: int) -> list[Request]:
-    """Of all steps, in order."""
+    """The requests of all steps, in order."""
     random = np.random.default_rng(seed)
     found = []
     for step in work.steps:
@@ -65,7 +65,8 @@ def requests_of(work: Work, vocabulary: int, seed: int) -> list[Request]:
 
 
 def _engine(run: RunFile) -> Any:
-    """As the run's generator has it, but for what only a trainer needs: loads of new weights, priorities, a process."""
+    """The engine as the run's generator has it, but for what only a trainer needs: loads of new weights, priorities, a
+    process."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rollout.generator.engines.cpu.unpacked import heed_environment

@@ -57,7 +57,7 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def _cpu_s(loop: BareLoop, batch_parts: Sequence[BatchPart], packed: Callable[[BatchPart], list[Pack]]) -> float:
-    """Of one step on each batch part, without one on the first, which warms up."""
+    """The CPU seconds of one step on each batch part, without one on the first, which warms up."""
     made = ((batch_part, [_with_advantages(pack) for pack in packed(batch_part)]) for batch_part in batch_parts)
     batches = [(loop.prepared(packs), batch_part.loss_tokens) for batch_part, packs in made]
 

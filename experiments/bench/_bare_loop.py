@@ -81,7 +81,7 @@ class BareLoop:
 
 
 def _model(run: RunFile, attention: str) -> Any:
-    """With float32 weights, as the learner's, on the run's device."""
+    """The model with float32 weights, as the learner's, on the run's device."""
     folder = str(run.model_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     return model.to(run.device)

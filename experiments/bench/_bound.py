@@ -49,9 +49,9 @@ class Step:
     """The samples of one training step; those of a group stand side by side."""
 
     prompt: int
-    """Tokens of each."""
+    """Tokens of each prompt."""
     answers: list[int]
-    """Tokens of each."""
+    """Tokens of each answer."""
 
     @property
     def tokens(self) -> int:
@@ -81,14 +81,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Bound:
-    """Of one run. CPU seconds for the samples of all its steps."""
+    """The bound of one run. CPU seconds for the samples of all its steps."""
 
     start_s: float
-    """By the clock."""
+    """The seconds of the start, by the clock."""
     stock_s: float
-    """Of the learner that pads."""
+    """The seconds of the learner that pads."""
     shared_s: float
-    """Of the learner that has each prompt once."""
+    """The seconds of the learner that has each prompt once."""
     engine_s: float
     every: int
     """Every how many-th step was measured."""
@@ -107,7 +107,8 @@ class Bound:
 
 
 def bound_of(job: Job, steps: int, start_s: float) -> Bound:
-    """Of the run of Fresco in `job.folder`, up to so many steps. Raises SystemExit where a bare side fails."""
+    """The bound of the run of Fresco in `job.folder`, up to so many steps. Raises SystemExit where a bare side
+    fails."""
     every, work = work_of(job, steps)
     chosen = work.steps[every // 2 :: every]
     of_all, measured = _tokens(work.steps), _tokens(chosen)
@@ -130,7 +131,7 @@ def work_of(job: Job, steps: int) -> tuple[int, Work]:
 
 
 def every_of(steps: Sequence[Step]) -> int:
-    """So that at most 40 steps are measured, and of long ones fewer."""
+    """Every how many-th step is measured, so that at most 40 are, and of long ones fewer."""
     tokens, _answers = _tokens(steps)
     return min(len(steps), max(-(-len(steps) // _MOST_STEPS), -(-tokens // _MOST_TOKENS)))
 

@@ -18,7 +18,8 @@ from experiments.bench._ratios import Idle, Ratio, Spread, ratio_of
 STOCK = "fresco over bound"
 SHARED = "fresco over bound, each prompt once"
 _UNEVEN = 1.1
-"""Of Fresco's learner over the bare one that does the same work: highest over lowest that is not worth a line."""
+"""The ratio of Fresco's learner to the bare one that does the same work may spread by so much, highest over lowest,
+without being worth a line."""
 
 
 def bound_report(runs: Sequence[RunResult], idle: Idle) -> tuple[dict[str, Any], dict[str, Ratio]]:
@@ -97,13 +98,14 @@ def _print_table(runs: Sequence[RunResult], bounds: Sequence[Bound]) -> None:
 
 
 def _beaten(name: str, ours: Sequence[Timing], bare: Sequence[Timing]) -> list[str]:
-    """That a run was faster than its bound: then it is none."""
+    """Says that a run was faster than its bound: then it is none."""
     faster = sum(run.wall_s < bound.wall_s for run, bound in zip(ours, bare, strict=True))
     return [f"{name}: the bound is wrong, in {faster} of {len(ours)} pairs Fresco was below it"] if faster else []
 
 
 def _learner_does_less(runs: Sequence[RunResult], bounds: Sequence[Bound]) -> list[str]:
-    """That a learner which computes shared prompts once needs less than a stock one, whose bound it may then beat."""
+    """Says that a learner which computes shared prompts once needs less than a stock one, whose bound it may then
+    beat."""
     ours = statistics.median(cpu_by_side(run)["learner"] for run in runs)
     stock = statistics.median(bound.stock_s for bound in bounds)
     if ours >= stock:
@@ -116,7 +118,8 @@ def _learner_does_less(runs: Sequence[RunResult], bounds: Sequence[Bound]) -> li
 
 
 def _uneven(runs: Sequence[RunResult], bounds: Sequence[Bound]) -> list[str]:
-    """That one work cost otherwise in a run than in its bound, minutes later, as where other guests share the host.
+    """Says that one work cost otherwise in a run than in its bound, minutes later, as where other guests share the
+    host.
 
     The kernel's books do not show it: no time is stolen, each second does less. The bound measures some of the steps,
     which may differ from the rest, too.

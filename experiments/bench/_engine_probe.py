@@ -45,7 +45,7 @@ class Updates:
         self._asked = 0
 
     async def block(self, *, probe: bool) -> Timing:
-        """Of one round; CPU of this process and of those below it."""
+        """The time of one round; CPU of this process and of those below it."""
         began_s = time.perf_counter()
         began_cpu_s = family_cpu_s()
         for number in range(_ROUNDS):
@@ -53,7 +53,7 @@ class Updates:
         return Timing((time.perf_counter() - began_s) / _ROUNDS, (family_cpu_s() - began_cpu_s) / _ROUNDS)
 
     async def _round(self, number: int, probe: bool) -> None:
-        """With the same texts in every block."""
+        """Play one round, with the same texts in every block."""
         await self.core.pause("keep", clear_cache=True)
         chosen = [self._texts[(number + place) % len(self._texts)] for place in range(_REQUESTS)]
         asked = []

@@ -28,7 +28,7 @@ Name = TypeVar("Name")
 
 
 class Timing(NamedTuple):
-    """Of one call, in seconds; CPU of this process and of the children it has reaped."""
+    """The time of one call, in seconds; CPU of this process and of the children it has reaped."""
 
     wall_s: float
     cpu_s: float
@@ -46,7 +46,7 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def write(out: Path | None, result: Mapping[str, Any]) -> None:
-    """As indented JSON, if there is a path."""
+    """Write the result as indented JSON, if there is a path."""
     if out is not None:
         out.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -62,7 +62,7 @@ def report(measured: dict[str, float], bounds: str, out: Path | None) -> None:
 
 
 def timed(work: Work) -> Timing:
-    """One call."""
+    """The time of one call."""
     cpu = _cpu_s()
     begin = time.perf_counter()
     work()
@@ -71,7 +71,7 @@ def timed(work: Work) -> Timing:
 
 
 def alternate(works: Mapping[str, Work], rounds: int, warm_up: int = 0) -> dict[str, list[Timing]]:
-    """Each work once a round, in turns and every other round backwards, so that all see the same machine."""
+    """Run each work once a round, in turns and every other round backwards, so that all see the same machine."""
     measured: dict[str, list[Timing]] = {name: [] for name in works}
 
     for number, name in in_turns(works, rounds, warm_up):

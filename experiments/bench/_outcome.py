@@ -21,23 +21,24 @@ class RunResult:
     cpu_s: float
     processes: Mapping[str, Used]
     bound: Bound | None = None
-    """Of a run of Fresco's that reached the target."""
+    """The bound of a run of Fresco's that reached the target."""
     given_up_s: float | None = None
     """Where it was stopped because it took too long: after how many seconds. It would have needed more."""
 
     @property
     def wall_s(self) -> float:
-        """To the target; of a run that did not get there, to its last step, or to where it was stopped."""
+        """The seconds to the target; of a run that did not get there, to its last step, or to where it was stopped."""
         if self.given_up_s is not None:
             return self.given_up_s
         return self.rows[(self.reached or len(self.rows)) - 1].time - self.origin
 
     def is_ahead_of(self, other: RunResult) -> bool:
-        """It reached the target, and the other had not by then, or had made all of its steps in vain later."""
+        """Whether it reached the target, and the other had not by then, or had made all of its steps in vain later."""
         return self.reached is not None and self.wall_s < other.wall_s
 
     def seconds(self) -> dict[str, float]:
-        """Where they went: the start, then each part by the trainer's own name, then what no part accounts for."""
+        """Where the seconds went: the start, then each part by the trainer's own name, then what no part accounts
+        for."""
         rows = self.rows[: self.reached]
         parts: dict[str, float] = {}
         for row in rows:

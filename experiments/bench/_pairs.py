@@ -22,11 +22,11 @@ class Pair:
     others: float
     """Share of the machine's cores that others used meanwhile."""
     runs: Mapping[str, RunResult]
-    """By the trainer's name."""
+    """The runs by the trainer's name."""
 
 
 def pairs_of(count: int, make: Callable[[int], Pair], settings: Mapping[str, str], path: Path | None) -> list[Pair]:
-    """Those of the seeds from 0 on, by `make` where the file has none yet.
+    """The pairs of the seeds from 0 on, by `make` where the file has none yet.
 
     Each is appended to the file, one JSON line, as soon as it has been made; without a path nothing is kept. Raises
     SystemExit, before anything is made, if the file's pairs were made with other settings.

@@ -26,7 +26,7 @@ _END_S = 60.0
 
 @dataclass
 class Used:
-    """By one process so far, or by all of one name."""
+    """What was used by one process so far, or by all of one name."""
 
     began_s: float
     """Seconds since the command."""
@@ -70,7 +70,7 @@ class Watched:
 
     @property
     def used(self) -> dict[str, Used]:
-        """By name; processes of one name together."""
+        """What was used, by name; processes of one name together."""
         found: dict[str, Used] = {}
         for seen in list(self._seen.values()):
             known = found.setdefault(seen.name, Used(seen.used.began_s))

@@ -34,7 +34,7 @@ Clock = Literal["cpu", "wall"]
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the pairs' ratios."""
+    """The spread of the pairs' ratios."""
 
     median: float
     low: float
@@ -52,7 +52,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of two works that took turns: by CPU seconds and by the clock on the wall."""
+    """The ratio of two works that took turns: by CPU seconds and by the clock on the wall."""
 
     cpu: Spread
     wall: Spread
@@ -105,7 +105,7 @@ class Idle:
         return ""
 
     def told(self, pairs: int) -> str:
-        """Of figures without an aim, what stands beside them."""
+        """What stands beside figures that have no aim."""
         refusal = self.refusal(pairs)
         return f"no verdict: {refusal}" if refusal else "the machine was ours"
 

@@ -108,7 +108,7 @@ class Life:
 
 
 def write_trace(run: Path, events: int, seed: int = 0) -> int:
-    """So many events in `<run>/trace`, whose folder must not exist yet. Returns how many."""
+    """Write so many events in `<run>/trace`, whose folder must not exist yet. Returns how many."""
     (run / FOLDER).mkdir(parents=True)
     wall = time.time()
     boot = boot_id()

@@ -76,7 +76,7 @@ def _overrides(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _step(name: str, overrides: tuple[str, ...]) -> Timing:
-    """Of one run, the mean."""
+    """The mean time of a step of one run."""
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
         measured, cpus = measure(overrides, Path(folder), WARM_UP)
     print(f"{name}: {measured:.2f} s a step, {cpus:.2f} CPUs", flush=True)

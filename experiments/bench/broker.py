@@ -92,7 +92,7 @@ class Encoded:
         self.header = bytes(header)
 
     def send(self, socket: zmq.Socket[bytes], ticket: Ticket, seq: int) -> None:
-        """Its frames, with the ticket's ids and the sequence number written into the header."""
+        """Send its frames, with the ticket's ids and the sequence number written into the header."""
         header = self.header
         own = (ticket.ticket_id, ticket.sample_id, ticket.group_id, ticket.task_index, seq)
         for mark, value in zip(self.MARKS, own, strict=True):

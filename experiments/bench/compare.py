@@ -59,7 +59,7 @@ _WINDOW = 5
 _TUNING_SEED = 1000
 _LOOK_S = 0.5  # rows carry their own time: a look is seldom, because it takes a core from what it looks at
 _AT_MOST = {"addition": 0.5, "long": 0.1}
-"""Of the other trainer's seconds."""
+"""The most that may be needed, as a share of the other trainer's seconds."""
 _BARE = tuple(f"experiments/bench/{name}.py" for name in ("_bare_engine", "_bare_learner", "_bare_loop", "_bound"))
 _RUN = ("algos", "envs", "experiments/compare", f"experiments/{RECIPE}.yaml", "launch", "requirements", "rl", "rollout")
 
@@ -172,7 +172,8 @@ def _python(trainer: Trainer) -> Path:
 
 
 def _train(trainer: Trainer, job: Job, python: str, target: float, limit_s: float) -> RunResult:
-    """Until the target is reached, all steps are done, or a step ends too late. Raises SystemExit if it ends before."""
+    """Train until the target is reached, all steps are done, or a step ends too late. Raises SystemExit if it ends
+    before."""
     environment = free_of_threads() | {"PYTHONPATH": str(_ROOT)}
     output = job.folder.with_suffix(".log")
     given_up_s = None

@@ -60,17 +60,17 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Spent:
-    """For a training step, on average."""
+    """What was spent for a training step, on average."""
 
     wall_s: float
     cpu_s: float
     learner_s: float
     """CPU seconds."""
     generator_s: float
-    """Likewise, with its engine."""
+    """CPU seconds of the generator, with its engine."""
 
     def share(self, cores: int) -> float:
-        """Of the cores, that was used."""
+        """The share of the cores that was used."""
         return self.cpu_s / (self.wall_s * cores)
 
 
@@ -106,7 +106,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _train(arm: Arm, cores: Sequence[int], seed: int, options: argparse.Namespace) -> Spent:
-    """One run, ended when it has made its steps. Raises SystemExit if it ends before."""
+    """Train one run, ended when it has made its steps. Raises SystemExit if it ends before."""
     task = TASKS[options.task]
     pinned = ["taskset", "-c", ",".join(map(str, cores[: arm.cores]))]
 
@@ -133,11 +133,11 @@ class _Look:
     """Unix time at the end of the last row."""
     elapsed_s: float
     cpu_s: tuple[float, float, float]
-    """Of the run, of its learner and of its generator."""
+    """The CPU seconds of the run, of its learner and of its generator."""
 
 
 def _look(watch: Watched, job: Job, least: int) -> _Look:
-    """At the run, once it has made so many steps."""
+    """Look at the run, once it has made so many steps."""
     watch.until(lambda: len(fresco.rows(job)) >= least)
     rows = fresco.rows(job)
     watch.look()

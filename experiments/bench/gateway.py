@@ -54,7 +54,7 @@ Play = Callable[[int, list[float]], Awaitable[None]]
 
 @dataclass
 class Round:
-    """Of one path: the time of all sessions, of each turn, and the CPU's, clients included."""
+    """The times of one path: the time of all sessions, of each turn, and the CPU's, clients included."""
 
     seconds: float = 0.0
     turns: list[float] = field(default_factory=list)
@@ -164,7 +164,7 @@ async def _round(play: Play, sessions: int, answer_s: float) -> Round:
 
 
 def _compared(name: str, rounds: list[dict[str, Round]]) -> dict[str, float]:
-    """With the native path of the same round; the median of the rounds."""
+    """The figures compared with the native path of the same round; the median of the rounds."""
     pairs = [(each["native"], each[name]) for each in rounds]
     compared = {
         "tokens_per_s_ratio": [native.seconds / other.seconds for native, other in pairs],

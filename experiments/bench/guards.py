@@ -88,7 +88,7 @@ def since(begin: Timing) -> Timing:
 def guarded_step(
     learner: Learner, broker: BatchGuards, batch: EmitBatch, batch_part: BatchPart, watch: Stopwatch
 ) -> None:
-    """As `rl.learner.process.train` does it, and what is done elsewhere for the same batch."""
+    """A step as `rl.learner.process.train` does it, and what is done elsewhere for the same batch."""
     for group_id in dict.fromkeys(row.group_id for row in batch_part.rows):
         watch(broker.ended, GroupRecord(group_id, group_id, "trained", 0, 0, [], 0.0))
     watch(broker.batch, batch, Statistics())

@@ -47,7 +47,7 @@ TARGET = 1.05
 _VOCAB = 1024
 _GROUP_SIZE = {"equal": 64, "mixed": 8, "prompts": 8}
 _TOKENS = {"equal": (6, (4, 4)), "mixed": (64, (32, 128)), "prompts": (48, (4, 12))}
-"""Of a prompt, and the range of an answer's."""
+"""The tokens of a prompt, and the range of an answer's."""
 
 
 def run_fields(folder: Path, arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
 
 
 def resident_mb(run: RunFile, control: zmq.Socket[bytes], role: str) -> float:
-    """Of the role's process at its second heartbeat, which comes from a running main loop."""
+    """The memory of the role's process at its second heartbeat, which comes from a running main loop."""
     process = subprocess.Popen([sys.executable, "-m", MODULES[role], "--run", str(run.folder)])
     try:
         while True:

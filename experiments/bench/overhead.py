@@ -41,7 +41,7 @@ _ENOUGH_RATE = 0.9
 
 @dataclass(frozen=True)
 class Reading:
-    """Since the start, at one moment."""
+    """What was used since the start, at one moment."""
 
     time_s: float
     cpu_s: dict[str, float]

@@ -97,7 +97,7 @@ def learner_logp(policy: Policy, probes: Probes) -> np.ndarray:
 
 
 def apart(engine: np.ndarray, learner: np.ndarray) -> dict[str, float]:
-    """Of |difference|: single tokens, and means over probes."""
+    """Figures of |difference|, of single tokens and of means over probes."""
     tokens = np.abs(engine - learner)
     means = tokens.mean(1)
     return {

@@ -84,7 +84,7 @@ class Measured:
         return {name: statistics.median(values) for name, values in vars(self).items()}
 
     def timings(self) -> list[Timing]:
-        """Of one token, all processes together."""
+        """The times of one token, all processes together."""
         columns = zip(self.tokens_per_s, self.engine_cpu_us, self.other_cpu_us, strict=True)
         return [Timing(1 / rate, 1e-6 * (engine + other)) for rate, engine, other in columns]
 

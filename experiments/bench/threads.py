@@ -73,7 +73,7 @@ def _report(ratios: dict[str, Ratio], idle: Idle, options: argparse.Namespace) -
 
 
 def _in_turns(counts: list[int], cores: list[int], options: argparse.Namespace) -> dict[int, list[Timing]]:
-    """Of each number of threads, the steps that were measured."""
+    """For each number of threads, the steps that were measured."""
     measured: dict[int, list[Timing]] = {count: [] for count in counts}
     size = ["--groups", str(options.groups), "--hidden", str(options.hidden), "--layers", str(options.layers)]
 
@@ -115,7 +115,7 @@ def _started(arguments: list[str], cores: list[int]) -> Iterator[subprocess.Pope
 
 
 def _compute() -> None:
-    """As an engine at full load: one thread that never waits, until the input ends."""
+    """Compute as an engine does at full load: one thread that never waits, until the input ends."""
     die_with_parent()
     torch.set_num_threads(1)
     matrix = torch.ones(256, 256)

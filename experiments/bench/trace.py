@@ -32,7 +32,7 @@ from rl.observe import trace_events
 from rl.observe.trace import FOLDER, NO_TRACE, Source, TraceRecord, read_trace
 
 TARGET = 1.0
-"""Per cent."""
+"""The target in per cent."""
 _CALLS = 100_000
 
 
@@ -71,7 +71,7 @@ def run_traced(recipe: Path, overrides: list[str], run: Path) -> float:
 
 
 def cost(events: Iterator[TraceRecord], cpu_s: float) -> dict[str, float]:
-    """Of a run that took so many CPU seconds."""
+    """The cost of a run that took so many CPU seconds."""
     written: dict[Source, float] = {}
     tokens: dict[int, int] = {}
     trained = 0
@@ -98,7 +98,7 @@ def cost(events: Iterator[TraceRecord], cpu_s: float) -> dict[str, float]:
 
 
 def seconds_of_a_call() -> float:
-    """That writes nothing: a moment is made, and dropped at once."""
+    """The seconds of a call that writes nothing: a moment is made, and dropped at once."""
     begin = time.process_time()
     for number in range(_CALLS):
         NO_TRACE.add(trace_events.Answered(number, 1, 0, 20, "stop"))

@@ -136,7 +136,7 @@ def _borrowed(pid: int, descriptor: int) -> Iterator[socket.socket | None]:
 
 
 def _is_connection(one: socket.socket) -> bool:
-    """Of ZeroMQ, to a named endpoint: a file of the run, or a port."""
+    """Whether it is a connection of ZeroMQ to a named endpoint: a file of the run, or a port."""
     if one.type != socket.SOCK_STREAM or one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return False
     with contextlib.suppress(OSError):

@@ -35,18 +35,18 @@ class Played:
     steps: list[float] = field(default_factory=list)
     """When each step was trained for the first time."""
     faults: list[tuple[float, Fault, str]] = field(default_factory=list)
-    """When, which, and what was done."""
+    """The faults: when, which, and what was done."""
     violations: list[str] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
 
     @property
     def full_disk(self) -> bool:
-        """It was full at a time, and nothing that comes after it has to happen."""
+        """Whether the disk was full at a time, and nothing that comes after it has to happen."""
         return any(fault.kind == "disk" for _, fault, _ in self.faults)
 
     @property
     def seconds(self) -> float:
-        """From the first step to the last."""
+        """The seconds from the first step to the last."""
         return self.steps[-1] - self.steps[0]
 
 
@@ -91,7 +91,7 @@ def _names_full_disk(line: str) -> bool:
 
 
 class _Watch:
-    """Over one run, from its start until it has ended."""
+    """A watch over one run, from its start until it has ended."""
 
     def __init__(self, process: psutil.Popen, runs: Path, schedule: list[Fault], played: Played) -> None:
         self.processes: set[psutil.Process] = {process}  # all that the run ever had

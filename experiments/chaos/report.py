@@ -13,7 +13,7 @@ from launch.intervals import wilson
 
 
 def costs(played: Played, free: Played) -> dict[str, dict[str, float]]:
-    """By kind and role: how many faults, and the seconds each one lost (mean and worst).
+    """The costs by kind and role: how many faults, and the seconds each one lost (mean and worst).
 
     The time from a fault to the next one, or to the end, less what the steps trained in it take without faults.
     """
@@ -79,7 +79,7 @@ def interval(played: Played, tasks: int) -> tuple[float, float]:
 
 
 def table(by_group: dict[str, dict[str, float]]) -> str:
-    """Markdown."""
+    """The table, as Markdown."""
     lines = ["| fault | number | lost, mean s | lost, worst s |", "|---|---|---|---|"]
     rows = (
         f"| {group} | {each['faults']} | {each['mean_s']} | {each['worst_s']} |" for group, each in by_group.items()

@@ -34,7 +34,7 @@ EVERYWHERE = tuple(role for role in MODULES if role != "parsers")
 
 @dataclass(frozen=True)
 class Fault:
-    """At `step`, or as soon after it as it finds a process of `role`; `draw` in [0, 1) chooses among those."""
+    """A fault at `step`, or as soon after it as it finds a process of `role`; `draw` in [0, 1) chooses among those."""
 
     step: float
     kind: Kind

@@ -13,7 +13,7 @@ class Job:
     """One training run. Paths are absolute."""
 
     folder: Path
-    """Of this run alone; not there yet."""
+    """The folder of this run alone; not there yet."""
     model: Path
     """The start model, as transformers and vLLM read it."""
     questions: Path
@@ -21,13 +21,13 @@ class Job:
     seed: int
     lr: float
     steps: int
-    """At most; whoever started the run ends it when it has seen enough."""
+    """The most steps; whoever started the run ends it when it has seen enough."""
     groups: int
     """Questions in one training step."""
     group_size: int
-    """Answers to each."""
+    """Answers to each question."""
     max_tokens: int
-    """Of an answer."""
+    """The most tokens of an answer."""
     rows_at_once: int
     """Samples in one forward pass, where a trainer pads them to one length."""
 
@@ -49,9 +49,9 @@ class Row:
     time: float
     """When it had ended, in seconds of Unix time."""
     accuracy: float
-    """Of its samples."""
+    """The accuracy of its samples."""
     tokens: int
-    """Generated in it."""
+    """The tokens generated in it."""
     parts: dict[str, float] = field(default_factory=dict)
     """Where its seconds went, by the trainer's own names."""
 

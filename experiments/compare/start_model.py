@@ -26,7 +26,7 @@ what comes after thinking is learnt at a fraction of the cost."""
 
 
 def ensure_start_model(task: Task) -> Path:
-    """Its folder; made first if it is not there."""
+    """The folder of the start model, which is made first if it is not there."""
     recipe = TinyRecipe(max_length=task.max_tokens + _PROMPT_TOKENS)
     fingerprint = digest(f"{astuple(task)} {recipe.model_dump_json()}", __file__, tasks.__file__)
     return made_once(cache_folder() / f"compare-{fingerprint}", lambda draft: _make(task, recipe, draft))

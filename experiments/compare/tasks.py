@@ -34,11 +34,11 @@ class Task:
     answer is near to it whatever was thought: a model of two layers does not learn to add over a distance."""
     max_tokens: int
     rows_at_once: int
-    """That a trainer that pads can hold."""
+    """The rows that a trainer that pads can hold."""
     sft_steps: int
     sft_batch: int
     sft_parts: int = 1
-    """Of a batch, side by side. Another number gives another model."""
+    """The parts of a batch, side by side. Another number gives another model."""
     groups: int = 16
     group_size: int = 8
 
@@ -77,7 +77,7 @@ TASKS = {
 
 
 def most_steps(task: Task) -> int:
-    """With new questions in each."""
+    """The most steps with new questions in each."""
     return (len(_OPERANDS) ** 2 - HELD_OUT) // task.groups
 
 

@@ -57,7 +57,7 @@ class Agent:
             history = await self._one(history)
 
     async def _one(self, history: list[ChatMessage]) -> list[ChatMessage]:
-        """One thing that agents do; the history to go on with."""
+        """Does one thing that agents do; returns the history to go on with."""
         chance = self._chance
         deed = chance.choices(
             ["append", "siblings", "parallel", "retry", "abandon", "edit", "compact", "subagent", "tools", "stop"],

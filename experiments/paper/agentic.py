@@ -34,7 +34,7 @@ class Agentic(Struct, frozen=True):
     measured: int = 12
 
     def stages(self) -> dict[str, Scenario]:
-        """By name, the baseline first."""
+        """The stages by name, the baseline first."""
         colocated = Scenario(
             broker=steady_rules(
                 self.groups,

@@ -2,8 +2,8 @@
 
     python -m experiments.paper alfworld
 
-Not published: turns, tokens a turn, latencies, batch, GPUs. The choice below takes turns of the benchmark's own
-limit (30) and latencies of a game server with a slow tail; the sweep moves one at a time.
+The paper does not publish turns, tokens a turn, latencies, batch and GPUs. The choice below takes turns of the
+benchmark's own limit (30) and latencies of a game server with a slow tail; the sweep moves one at a time.
 """
 
 from __future__ import annotations

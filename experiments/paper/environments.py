@@ -44,7 +44,7 @@ def scenario(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENT
 
 
 def line(sigma_s: float, turns: int = TURNS, environments: int = ENVIRONMENTS) -> dict[str, Any]:
-    """Without the per-turn barrier, against the same with it."""
+    """One line: without the per-turn barrier, against the same with it."""
     free = scenario(sigma_s, turns, environments)
     baseline = simulate(free.with_broker(hooks=["turn_barrier"]))
     result = simulate(free)

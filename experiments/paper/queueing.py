@@ -2,8 +2,9 @@
 
     python -m experiments.paper queueing
 
-Baseline: rounds of 8 prompts with a barrier, until 8 groups with signal are there. Not published: how many groups are
-constant, lengths, GPUs. The sweep moves them. Taking the first 8 of 24 prompts prefers short ones: see kept and drawn.
+Baseline: rounds of 8 prompts with a barrier, until 8 groups with signal are there. The paper does not publish how many
+groups are constant, lengths, GPUs. The sweep moves them. Taking the first 8 of 24 prompts prefers short ones: see kept
+and drawn.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def scenario(
 
 
 def constant_share(result: SimulationResult) -> float:
-    """Of the groups that were completed."""
+    """The share of constant groups among those that were completed."""
     samples: dict[str, int] = result.report["ledger"]["samples"]
     return samples["filtered"] / max(1, samples["filtered"] + samples["trained"])
 

@@ -63,7 +63,7 @@ def sweep_line(shape: tuple[int, int], gpus: int, sigma: float, share: float, co
 
 
 def ranges(sweep: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each shape on so many GPUs: the range over what is not published, and how many lines reach the report."""
+    """For each shape on so many GPUs: the range over what is not published, and how many lines reach the report."""
     found = []
     for (shape, reported), gpus in product(SHAPES.items(), SWEPT_GPUS):
         name = f"{shape[0]} x {shape[1]}"

@@ -3,8 +3,8 @@
     python -m experiments.paper rlvr
 
 Synchronous: all GPUs generate, then all train. Asynchronous: a part generates, the rest trains, alpha = 2; the split
-is chosen by its useful tokens per second. Not published: the lengths' distribution, batch and costs; the sweep
-shows how much they matter.
+is chosen by its useful tokens per second. The paper does not publish the lengths' distribution, batch and costs; the
+sweep shows how much they matter.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ SEATS = 256  # sequences, vLLM's own limit
 
 
 def steady_rules(groups: int, size: int, **changes: object) -> Rules:
-    """Of a broker that does not wind down while it is measured; its deadlines never bind."""
+    """The rules of a broker that does not wind down while it is measured; its deadlines never bind."""
     rules = Rules(
         steps=ENDLESS,
         groups_per_batch=groups,
@@ -71,7 +71,7 @@ def fitting_seats(generators: Generators) -> int:
 
 
 def without_kv_limit(generators: Generators) -> Generators:
-    """As many seats as fit by their mean context; their KV memory never binds."""
+    """Generators with as many seats as fit by their mean context; their KV memory never binds."""
     return replace(generators, kv_tokens=0, max_num_seqs=fitting_seats(generators))
 
 

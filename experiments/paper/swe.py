@@ -2,8 +2,9 @@
 
     python -m experiments.paper swe
 
-Not published: turns, tokens a turn, latencies, batch, GPUs. Longer turns and heavier training than ALFWorld; sandboxes
-take half a minute to start and their commands a few seconds, sometimes minutes (tests). The sweep moves one at a time.
+The paper does not publish turns, tokens a turn, latencies, batch and GPUs. Longer turns and heavier training than
+ALFWorld; sandboxes take half a minute to start and their commands a few seconds, sometimes minutes (tests). The sweep
+moves one at a time.
 """
 
 from __future__ import annotations

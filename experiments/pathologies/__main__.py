@@ -40,7 +40,7 @@ _SPOILT = "experiments.pathologies.spoilt"
 
 
 def play(case: Case, runs: Path) -> dict[str, Any]:
-    """One run; what it raised, in order."""
+    """Play one run; returns what it raised, in order."""
     name = RUNS.get(case.name, case.name)
     settings = (*case.overrides, f"runs={runs}", f"name={name}", "tracking.wandb=disabled")
     config = load_config(find_recipe(case.recipe), list(settings))
@@ -69,7 +69,7 @@ def play(case: Case, runs: Path) -> dict[str, Any]:
 
 
 def _run(case: Case, config: Config, runs: Path, begin_child: Begin, begin: float) -> int:
-    """As `fresco run` does it, with what is wrong in its place. Returns the exit code."""
+    """Run as `fresco run` does, with what is wrong in its place. Returns the exit code."""
     checked = check(config, dry=False, begin=begin_child)
     if case.name in RUNS and checked.prepared.folder is not None:  # all of them, or the folder's name would tell
         config = _with_template(config, checked, runs / f"model-{config.name}", case.template)
@@ -98,7 +98,7 @@ def _spoilt(spec: ProcessSpec, case: Case) -> ProcessSpec:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The table, as Markdown."""
     lines = ["| pathology | what is wrong | named by | after step | also raised |", "|---|---|---|---|---|"]
     for result in results:
         named = result.get("named")
@@ -109,7 +109,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def clean_table(results: list[dict[str, Any]]) -> str:
-    """Markdown, of runs in which nothing is wrong."""
+    """The table, as Markdown, of runs in which nothing is wrong."""
     lines = ["| run | recipe | steps | samples | raised | seconds | load |", "|---|---|---|---|---|---|---|"]
     for result in results:
         changed = [each for each in result["overrides"] if not each.startswith("tracking.")]
@@ -159,7 +159,7 @@ def main() -> int:
 
 
 def _merged(path: Path, result: dict[str, Any], order: list[str]) -> list[dict[str, Any]]:
-    """With those that stand there already, in the order of the cases."""
+    """The result with those that stand there already, in the order of the cases."""
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {each["pathology"]: each for each in json.loads(path.read_text())} if path.exists() else {}
     known[result["pathology"]] = result

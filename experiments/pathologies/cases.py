@@ -40,7 +40,7 @@ class Case:
     alarms: tuple[str, ...]
     spoilt: tuple[str, int, str] | None = None
     template: str = ""
-    """In the place of the model's own chat template."""
+    """A template in the place of the model's own chat template."""
 
 
 _FOREIGN = "{% for message in messages %}### {{ message.role }}: {{ message.content }}\n{% endfor %}<|im_end|>"

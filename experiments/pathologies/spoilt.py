@@ -30,7 +30,7 @@ def slow_server() -> None:
 
 
 def dead_generator() -> None:
-    """Not that of the first evaluation: it dies whenever it has lived for a while."""
+    """A generator, but not that of the first evaluation, dies whenever it has lived for a while."""
 
     def die() -> None:
         time.sleep(_LIFE_S)

@@ -34,9 +34,9 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
     figure: str
     command: str
     file: str = ""
-    """Below `experiments/results/`; `STUDY/runs.jsonl` is a study's. Empty: a test asserts the figure."""
+    """The file below `experiments/results/`; `STUDY/runs.jsonl` is a study's. Empty: a test asserts the figure."""
     pick: dict[str, dict[str, Any]] = {}
-    """Of a list in the file, the entry with these values is the content."""
+    """Which entry of a list in the file is the content: the one with these values."""
     readme: str = ""
     """What the row is called in the README; empty where it is not there."""
 
@@ -91,7 +91,7 @@ def content(file: str) -> Mapping[str, Any]:
 
 
 def of_study(study: Study, records: list[Record]) -> Mapping[str, Any]:
-    """By arm what a table of the study says, and gains in points by seed."""
+    """What, by arm, a table of the study says, and gains in points by seed."""
     trained = [record for record in records if not record.how]
     by_arm = {arm: [record for record in trained if record.arm == arm] for arm in study.every_arm}
     gains = {
@@ -111,7 +111,7 @@ def of_study(study: Study, records: list[Record]) -> Mapping[str, Any]:
 
 
 def _points(records: list[Record], seed: int, arm: str, how: str) -> dict[str, float]:
-    """In points, as a spread."""
+    """The difference in points, as a spread."""
     gain = gained(records, seed, arm, how)
     if gain is None:
         raise KeyError(f"seed {seed} of {arm}, {how}")
@@ -137,7 +137,7 @@ def told(row: Row) -> tuple[str, str]:
 
 
 def _machine(said: Any) -> str:
-    """In a few words; a study's runs may have been on several."""
+    """The machine in a few words; a study's runs may have been on several."""
     if isinstance(said, dict):
         return f"{said['cores']} cores"
     if isinstance(said, list):
@@ -147,7 +147,7 @@ def _machine(said: Any) -> str:
 
 
 def page(measured: Measured) -> str:
-    """docs/results.md."""
+    """The text of docs/results.md."""
     parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
     for section in measured.sections:
         lines = ["| what | measured | machine, date | how |", "|---|---|---|---|"]

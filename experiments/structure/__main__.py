@@ -65,7 +65,7 @@ def folder_rows(columns: list[dict[str, tuple[int, int]]]) -> list[Row]:
 
 
 def number(value: float) -> str:
-    """Whole numbers in groups of three digits, others with one decimal."""
+    """The number as text: whole numbers in groups of three digits, others with one decimal."""
     return f"{value:.1f}" if isinstance(value, float) else f"{value:,}".replace(",", " ")
 
 

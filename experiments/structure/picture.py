@@ -17,7 +17,7 @@ from experiments.structure.checkout import FLOORS, Module, folder_graph, modules
 
 FILL = ("#dbe9f6", "#d9f0e3", "#fdf1cf", "#fde2d5", "#eadff3", "#ececec")
 INK = ("#2f6ea5", "#2b8a57", "#a87c00", "#c0552b", "#7b4ea3", "#5f5f5f")
-"""Of each floor's band, and of the arrows that leave it."""
+"""The colours of each floor's band, and of the arrows that leave it."""
 STYLE = """
     graph [rankdir=TB, newrank=true, nodesep=0.22, ranksep=0.42, pad=0.2, fontname="Helvetica-Bold", fontsize=17]
     node [shape=box, style="filled,rounded", fillcolor=white, fontname="Helvetica", fontsize=11, margin="0.14,0.08"]

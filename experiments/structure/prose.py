@@ -74,7 +74,8 @@ def _quoted(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Without links, pictures, tags and quoted code; a link may begin a sentence, whatever its text begins with."""
+    """The text without links, pictures, tags and quoted code; a link may begin a sentence, whatever its text begins
+    with."""
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", _quoted(text))
     text = re.sub(r"\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])", lambda link: link[1][:1].upper() + link[1][1:], text)
     text = re.sub(
@@ -120,7 +121,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def long_sentences(tree: ast.Module) -> list[str]:
-    """Of docstrings, with their lines."""
+    """The long sentences of docstrings, with their lines."""
     return [
         f"{line}: {words(sentence)} words: {sentence}"
         for line, text in docstrings(tree)

@@ -37,7 +37,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def matching(samples: Iterable[Sample], wanted: argparse.Namespace) -> Iterator[Sample]:
-    """Those that fit every filter that is set."""
+    """The samples that fit every filter that is set."""
     for sample in samples:
         newest = max(sample.versions, default=-1)
         fits = (

@@ -102,7 +102,7 @@ class Watched:
         return ", ".join(queue) or ("busy" if self._pulses[-1][1].busy else "idle")
 
     def waits(self) -> str:
-        """For whom, as a share of the last seconds."""
+        """For whom it waits, as a share of the last seconds."""
         if not self._pulses:
             return ""
         whom = sorted(self._pulses[-1][1].waits)
@@ -113,7 +113,7 @@ class Watched:
         return f"{self._rate([pulse.cpu_s for _, pulse in self._pulses]):.0%}"
 
     def _rate(self, values: list[float]) -> float:
-        """By how much a number that only grows has grown in a second, lately."""
+        """How much a number that only grows has grown in a second, lately."""
         if len(values) < 2:
             return 0.0
         return (values[-1] - values[0]) / (self._pulses[-1][0] - self._pulses[0][0])
@@ -186,7 +186,7 @@ def _order(watched: Watched) -> tuple[int, int, int]:
 
 
 def _last_row(path: Path) -> dict[str, float]:
-    """Of a trained batch, if it is among the last ones."""
+    """The row of a trained batch, if one is among the last rows."""
     if not path.exists():
         return {}
     with path.open("rb") as file:
@@ -201,7 +201,7 @@ def _last_row(path: Path) -> dict[str, float]:
 
 
 def top(arguments: argparse.Namespace) -> int:
-    """Until the run ends, or q. Raises ConfigError."""
+    """Show the run until it ends, or until q is pressed. Raises ConfigError."""
     watch = Watch(arguments.run)
     watch.read_on()
     console = Console(highlight=False)

@@ -1,10 +1,10 @@
 """`fresco trace RUN`: the run's life as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
 One process of the picture is one process of the run. An environment server has a lane for each episode that it plays at
-once, with reset, generations and steps inside the episode's bar; a generator one for each request that it runs at once,
-its weight loads, and counters; the learner its phases and waits. Arrows lead from requests to the generators that
-answer them. What has not ended (yet, or because its process died) is a bar up to there with `unfinished` among its
-arguments.
+once, with reset, generations and steps inside the episode's bar. A generator has a lane for each request that it runs
+at once, its weight loads, and counters. The learner has its phases and waits. Arrows lead from requests to the
+generators that answer them. What has not ended (yet, or because its process died) is a bar up to there with
+`unfinished` among its arguments.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class ChromeTrace:
             yield row | {"dur": self._microseconds(self._now) - row["ts"], "args": bar.arguments | arguments}
 
     def _cut(self, process: _Process) -> Iterator[Row]:
-        """Its open bars end here, the innermost first."""
+        """End its open bars here, the innermost first."""
         for key in reversed(list(process.open)):
             yield from self._end(process, key, unfinished=True)
 
@@ -212,8 +212,8 @@ class ChromeTrace:
         return {"ph": phase, "pid": process.threads[0], "tid": process.threads[lane], "ts": at_us, "name": name}
 
     def _microseconds(self, time: float) -> float:
-        """Since the start, in eighths: sums of them are exact, and whole nanoseconds. Perfetto drops a bar that reaches
-        beyond the one around it, by however little.
+        """Microseconds since the start, in eighths: sums of them are exact, and whole nanoseconds. Perfetto drops a bar
+        that reaches beyond the one around it, by however little.
         """
         return round(8e6 * (time - (self._start or 0.0))) / 8
 

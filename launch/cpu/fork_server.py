@@ -7,8 +7,8 @@ dies later begins as a copy as well, so it is back in the time that its own work
 
 * A copy is the child of whoever asked for it, not of the server: it dies with its parent, and its parent hears how it
   ended. That parent is a subreaper, and the process between the two ends at once.
-* A copy begins its work when its parent says that it knows it, and ends if that will never be said: the server may have
-  hung or died before it could answer.
+* A copy begins its work when its parent says that it knows it. It ends if that will never be said, because the server
+  may have hung or died before it could answer.
 * The server has one thread and starts no computation, because neither a thread nor the workers of OpenMP are copied.
   It waits for threads that an import has used; if one stays, it makes no copies at all.
 * Without a server, or after its death, every process is started by its own command line and does the same.
@@ -58,7 +58,7 @@ class Request:
     module: str
     arguments: list[str]
     environment: dict[str, str]
-    """Beside the server's own."""
+    """Variables beside the server's own."""
     imports: list[str]
     """What must be there before the copy is made."""
     parent: int

@@ -21,7 +21,7 @@ class AddressBook:
         self._deaths: list[PeerDied] = []
 
     def register(self, peer: bytes, register: Register) -> Told:
-        """It is there, or says more than before."""
+        """A peer is there, or says more than before."""
         before = self._present.get(peer)
         self._present[peer] = register
         told: Told = [(peer, death) for death in self._deaths]

@@ -59,7 +59,8 @@ def begin_process(
     environment: dict[str, str] | None = None,
     imports: Sequence[str] = (),
 ) -> Begun:
-    """By its command line. `files`: its standard input, output and error; `imports`: it sees to them itself."""
+    """Start a process by its command line. `files`: its standard input, output and error; `imports`: it sees to them
+    itself."""
     stdin, stdout, stderr = files
     return psutil.Popen(
         [sys.executable, "-m", module, *arguments],
@@ -83,7 +84,7 @@ class LocalLauncher:
         self._environment = {"TMPDIR": str(run.socket_folder), "PYTHONUNBUFFERED": "1"}
 
     def place(self, role: str, index: int) -> Node:
-        """There is one machine."""
+        """This machine, for every process."""
         return self._node
 
     def start(self, spec: Spec, node: Node) -> LocalHandle:
@@ -115,7 +116,7 @@ class LocalHandle:
         return self._begun.poll()
 
     def kill(self) -> None:
-        """Its whole process group, also where only the leader has ended."""
+        """Kill its whole process group, also where only the leader has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._begun.pid, signal.SIGKILL)
 

@@ -33,18 +33,18 @@ class Spec:
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
-    """Beside the node's own."""
+    """Variables beside the node's own."""
     log: Path
-    """For standard output and error."""
+    """The file for standard output and error."""
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES names them, where it stands as well."""
+    """The GPUs as CUDA_VISIBLE_DEVICES names them, where it stands as well."""
     cores: tuple[int, ...] = ()
-    """Those that it may use; empty: all."""
+    """The cores that it may use; empty: all."""
     imports: tuple[str, ...] = field(default=(), kw_only=True)
     """What takes seconds to import. A launcher may have it ready."""
 
     def command(self) -> list[str]:
-        """As it would be typed."""
+        """The command as it would be typed."""
         return [sys.executable, "-m", self.module, *self.arguments]
 
 
@@ -52,16 +52,17 @@ class Handle(Protocol):
     """A process that was started."""
 
     def poll(self) -> int | None:
-        """None while it runs; then its exit code, or minus the signal that ended it."""
+        """Returns None while it runs; then its exit code, or minus the signal that ended it."""
 
     def kill(self) -> None:
         """End it by force, with all that it has begun; also what it left behind. Returns at once."""
 
     def wait(self, timeout_s: float) -> int | None:
-        """As `poll`, which it asks until the process has ended or the time is over."""
+        """The same as `poll`, which it asks until the process has ended or the time is over."""
 
     def fileno(self) -> int:
-        """Readable once the process has ended; -1 where nobody can say: the supervisor looks four times a second."""
+        """A descriptor that is readable once the process has ended; -1 where nobody can say: the supervisor looks four
+        times a second."""
 
 
 class Launcher(Protocol):
@@ -74,4 +75,4 @@ class Launcher(Protocol):
         """Returns at once. A process that cannot be started has a handle as well, which says that it ended."""
 
     def close(self) -> None:
-        """At the end of the run: whatever was begun and still runs is killed."""
+        """End what is left at the end of the run: whatever was begun and still runs is killed."""

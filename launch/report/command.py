@@ -17,7 +17,8 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
-    """Of runs in whatever state: `out`, else `report.html` in the folder of the first. Raises ConfigError."""
+    """Write a report of runs in whatever state to `out`, else `report.html` in the folder of the first. Raises
+    ConfigError."""
     missing = [str(folder) for folder in folders if not (folder / "run.json").exists()]
     if missing:
         raise ConfigError(f"{missing[0]!r} is no folder of a run (no run.json)")

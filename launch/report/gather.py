@@ -37,7 +37,8 @@ class RunPage:
 
 
 def gather(folder: Path) -> RunPage:
-    """Of a run that has ended in any way, or goes on. Raises ConfigError if its run.json cannot be read."""
+    """What the report shows of a run that has ended in any way, or goes on. Raises ConfigError if its run.json cannot
+    be read."""
     try:
         run = RunFile.load(folder)
     except ValueError as error:
@@ -104,13 +105,14 @@ def state(folder: Path, run: RunFile, summary: dict[str, Any], last: Row) -> str
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Whole lines only: a killed supervisor may have left half of one."""
+    """The rows of whole lines only: a killed supervisor may have left half of one."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
 
 
 def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:
-    """By name, an entry for each row; `reward/low` and `reward/high` are the 95 % interval of a batch's mean reward."""
+    """The columns by name, with an entry for each row; `reward/low` and `reward/high` are the 95 % interval of a
+    batch's mean reward."""
     for row in rows:
         row["seconds"] = row["time"] - run.started_at
         if rewards := row.get("histogram/reward"):
@@ -121,7 +123,8 @@ def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:
 
 
 def reward_interval(rewards: Sequence[float], group_size: int) -> Row:
-    """By the spread between groups: members of a group share a task and are not independent."""
+    """The interval of the mean reward by the spread between groups: members of a group share a task and are not
+    independent."""
     groups = np.asarray(rewards[: len(rewards) // group_size * group_size], np.float64).reshape(-1, group_size).mean(1)
     if len(groups) < 2:
         return {}
@@ -130,7 +133,7 @@ def reward_interval(rewards: Sequence[float], group_size: int) -> Row:
 
 
 def histograms(rows: Sequence[Row]) -> dict[str, Any]:
-    """By name: the common edges, and the counts of each row."""
+    """The histograms by name: the common edges, and the counts of each row."""
     found: dict[str, Any] = {"steps": [row["step"] for row in rows]}
     for name in sorted({name for row in rows for name in row if name.startswith("histogram/")}):
         every = np.concatenate([np.asarray(row.get(name, []), np.float64) for row in rows])
@@ -141,7 +144,7 @@ def histograms(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def evaluations(rows: Sequence[Row], run: RunFile) -> list[Row]:
-    """Each with Wilson's 95 % interval over its tasks."""
+    """The evaluations, each with Wilson's 95 % interval over its tasks."""
     found = []
     for row in rows:
         if "eval/accuracy" not in row:
@@ -168,7 +171,7 @@ def gain(path: Path) -> list[float] | None:
 
 
 def ledger(last: Row, steps: int, run: RunFile) -> dict[str, dict[str, float]] | None:
-    """Of a run that could not close its books: the samples as its last row has them."""
+    """The samples by state; of a run that could not close its books, the samples as its last row has them."""
     if not last:
         return None
     counts = {name: last.get(f"queue/{name}", 0) for name in ("queued", "running", "waiting", "batched")}
@@ -189,7 +192,7 @@ def _since(run: RunFile, rows: Sequence[Row]) -> float:
 
 
 def _thinned(rows: list[Row], most: int) -> list[Row]:
-    """Evenly spread, the last one included."""
+    """Entries that are evenly spread, the last one included."""
     if len(rows) <= most:
         return rows
     return [rows[place] for place in np.linspace(0, len(rows) - 1, most).astype(int)]

@@ -30,7 +30,8 @@ class SamplePage:
 
 
 def gather_samples(folder: Path, run: RunFile) -> SamplePage:
-    """Of the episodes that were kept as many as fit, in whole groups, evenly spread over the run."""
+    """The samples to show: of the episodes that were kept as many as fit, in whole groups, evenly spread over the
+    run."""
     every = list(read_samples(folder))
     shown = chosen(every, MOST_TOKENS)
     trained = read_trained(folder)

@@ -39,13 +39,14 @@ class Timeline:
     facts: dict[str, Any] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=dict)
     waits: list[dict[str, Any]] = field(default_factory=list)
-    """Of each process: its seconds, and how many of them it waited, by whom it waited for."""
+    """The waits of each process: its seconds, and how many of them it waited, by whom it waited for."""
     failures: list[tuple[str, int, list[int]]] = field(default_factory=list)
     """The most frequent reasons, how many tickets each ended, and of which tasks, the most frequent ones first."""
 
 
 def gather_timeline(folder: Path, started: float, alarms: Sequence[RaisedAlarm] = ()) -> Timeline:
-    """Without lanes where no trace was kept. started: seconds of Unix time, where the timeline begins.
+    """The timeline of a run; it has no lanes where no trace was kept. started: seconds of Unix time, where the timeline
+    begins.
 
     Alarms come from their own file: it is complete where the supervisor's trace is missing or was cut.
     """
@@ -94,7 +95,7 @@ class Bars:
         self.ref.append(bar.ref)
 
     def arrays(self, name: str, offsets: dict[Lane, int], rows: int, tick_s: float) -> tuple[Arrays, int]:
-        """By row and time, and how many of the shortest had to be left out.
+        """The bars by row and time, and how many of the shortest had to be left out.
 
         Within a row, a begin is told by its distance to the one before.
         """
@@ -319,7 +320,7 @@ class Builder:
         ]
 
     def _work(self, names: list[tuple[str, int]]) -> list[dict[str, Any]]:
-        """Of each lane, by kind of part: how many, their mean and the longest in seconds."""
+        """The work of each lane, by kind of part: how many, their mean and the longest in seconds."""
         parts = self._parts
         numbers = {self._lanes[name]: number for number, name in enumerate(names)}
         lane = np.array([numbers[lane] for lane in parts.lane])
@@ -336,7 +337,7 @@ class Builder:
         return max(0.0, min(bars.begin, default=self._last))
 
     def _waits(self) -> list[dict[str, Any]]:
-        """Over all incarnations of a process."""
+        """The waits over all incarnations of a process."""
         found: dict[str, dict[str, Any]] = {}
         for source, pulse in self._pulses.items():
             first, last = self._seen[source]

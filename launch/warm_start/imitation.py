@@ -1,9 +1,9 @@
 """Warm start: supervised training of any model on an environment's demonstrations, as one cached step before RL.
 
 `warm_started(config, base)` returns a folder that transformers and vLLM load like any other. It is made once and kept
-under the hash of everything it depends on: the section `model.warm_start`, the environment and its options, the model
-it begins with, and the sources that make it. Demonstrations are encoded by the very `Conversation` of an episode, so
-the model is trained on the ids that it will see and has to write.
+under the hash of everything it depends on. That is the section `model.warm_start`, the environment and its options, the
+model it begins with, and the sources that make it. Demonstrations are encoded by the very `Conversation` of an episode,
+so the model is trained on the ids that it will see and has to write.
 
 With `model.path=tiny` the model is new: the shape of `tiny.py`, and a tokenizer made of the demonstrations.
 """

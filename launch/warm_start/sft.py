@@ -70,8 +70,8 @@ class SupervisedOptions:
     """Weight of the mean loss on the environment's text, beside that on what is imitated. Its answers repeat names from
     the commands: a small model learns to copy from them."""
     parts: int = 1
-    """Parts of a batch whose gradients are computed side by side, a thread each, and added in order: the result depends
-    on the number of parts, not on that of cores."""
+    """Parts of a batch whose gradients are computed side by side, a thread each, and added in order. So the result
+    depends on the number of parts, not on that of cores."""
 
 
 def pack_rows(examples: Sequence[Example], width: int | None, device: torch.device | str = "cpu") -> Rows:
@@ -121,7 +121,8 @@ def supervised_loss(model: Any, rows: Rows, read_weight: float = 0.0, batch: Seq
 
 
 def split_examples(examples: Sequence[Example], parts: int) -> list[list[Example]]:
-    """At most `parts` lists of about equally many tokens: longest first, each to the list with the fewest."""
+    """The examples in at most `parts` lists of about equally many tokens: longest first, each to the list with the
+    fewest."""
     lists: list[list[Example]] = [[] for _ in range(min(parts, len(examples)))]
     for example in sorted(examples, key=len, reverse=True):
         min(lists, key=lambda each: sum(map(len, each))).append(example)

@@ -47,7 +47,7 @@ class TinyRecipe(BaseModel):
     max_length: int = Field(512, ge=64)
     """Longest context, in tokens."""
     seed: int = 0
-    """Of the initial weights and of the demonstrations."""
+    """The seed of the initial weights and of the demonstrations."""
     sft_steps: int = Field(500, ge=0)
     sft_batch: int = Field(64, ge=1)
     """Demonstrations of one step."""

@@ -1,8 +1,8 @@
 """A tokenizer for small models: frequent pieces of a corpus are single tokens, every other text falls back to bytes.
 
 Pieces are words with their spaces, punctuation, LaTeX commands with their brace, and whole numbers up to three
-digits. The vocabulary is the 256 bytes and every piece of the corpus; there are no merges (`ignore_merges`, as in
-Llama 3, takes a piece that is in the vocabulary whole), so any text is encoded, and decoding gives it back exactly.
+digits. The vocabulary is the 256 bytes and every piece of the corpus, so any text is encoded, and decoding gives it
+back exactly. There are no merges: `ignore_merges`, as in Llama 3, takes a piece that is in the vocabulary whole.
 """
 
 from __future__ import annotations

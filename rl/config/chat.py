@@ -12,7 +12,7 @@ _VLLM = "vllm:"
 
 
 class VllmNames(NamedTuple):
-    """Of parsers in vLLM's registries; an empty one: there is none."""
+    """The names of parsers in vLLM's registries; an empty one: there is none."""
 
     tool: str
     reasoning: str

@@ -12,9 +12,9 @@ class EndsRun(Exception):
     """Base of errors that a process which is started again would meet again, and of verdicts on the run as a whole."""
 
     one_line = False
-    """Its message says all; a traceback would only hide it."""
+    """Whether one line tells of it: its message says all; a traceback would only hide it."""
 
 
 def ends_run(error: BaseException) -> bool:
-    """Whoever is started again would meet it again."""
+    """Whether whoever is started again would meet the error again."""
     return isinstance(error, EndsRun) or (isinstance(error, OSError) and error.errno in CANNOT_WRITE)

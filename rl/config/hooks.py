@@ -36,7 +36,7 @@ class Hook:
 
 
 def make_hooks(role: Role, named: Sequence[NamedHook], *parts: Any) -> list[Any]:
-    """Those of this role, in the order of their names. Raises ConfigError, also for a fault of another role's."""
+    """The hooks of this role, in the order of their names. Raises ConfigError, also for a fault of another role's."""
     made = []
     for name, kind, options in list(_chosen(named)):
         if kind.role == role:

@@ -1,7 +1,7 @@
 """Plug-ins (losses, environments, ...) by name, everywhere with one syntax: registered, or `package.module:Name`.
 
 A plug-in of a user's own may stand in the folder where Fresco is started. That folder is searched last: a user's
-`envs/__init__.py` can never take the place of ours. No torch here.
+`envs/__init__.py` can never take the place of ours. It imports no torch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> An
 
 
 def own_packages_first() -> None:
-    """Once, where a command starts: neither this process nor its children take our packages from the working folder."""
+    """To be called once, where a command starts: from then on neither this process nor its children take our packages
+    from the working folder."""
     elsewhere = [path for path in sys.path if not _is_working_folder(path)]
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not _is_working_folder(path)]
 
@@ -98,7 +99,7 @@ def own_packages_first() -> None:
 
 
 def search_working_folder() -> None:
-    """Last of all, so that a name of ours is always ours."""
+    """Search the working folder last of all, so that a name of ours is always ours."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 

@@ -53,4 +53,4 @@ REMOVED: dict[str, str] = {
     "network.base_port": "nothing, ports are free ones",
     "chat.abort_grace_s": "nothing, it is 5 s",
 }
-"""By the old dotted name: what to write instead. A whole section of before may stand for its fields."""
+"""What to write instead, by the old dotted name. A whole section of before may stand for its fields."""

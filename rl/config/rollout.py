@@ -14,7 +14,7 @@ NamedHook = str | dict[str, dict[str, Any]]
 
 
 def split_hook(named: NamedHook) -> tuple[str, dict[str, Any]]:
-    """Its name and its options. Raises ValueError for what is neither form."""
+    """The hook's name and its options. Raises ValueError for what is neither form."""
     if isinstance(named, str):
         return named, {}
     if not isinstance(named, dict) or len(named) != 1:

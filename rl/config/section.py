@@ -8,7 +8,8 @@ from typing import Any, ClassVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 LARGEST = 1 << 53
-"""Of any number: beyond it JSON and other readers of a run would round it, and a message could not carry it."""
+"""The largest value of any number: beyond it JSON and other readers of a run would round it, and a message could not
+carry it."""
 LONGEST_S = 1e9
 """Thirty years: beyond that the kernel's clocks overflow."""
 
@@ -51,7 +52,7 @@ class Section(BaseModel):
 
 
 class NoOptions(Section):
-    """Of a plug-in that has none."""
+    """The options of a plug-in that has none."""
 
 
 def refuse_flag(model: type[BaseModel], field: str, value: Any) -> None:

@@ -21,7 +21,7 @@ OPTIONS_OF = {
     "generator.engine": "generator.options",
     "learner.kind": "learner.options",
 }
-"""By the field that names a plug-in: where its options are. Another plug-in does not inherit them."""
+"""Where a plug-in's options are, by the field that names it. Another plug-in does not inherit them."""
 
 
 def nearest(key: str, valid: list[str]) -> str:
@@ -60,7 +60,7 @@ def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any
 
 
 def forget_options(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Of the plug-in that `name` names in the tree, where `value` names another one."""
+    """Drop the options of the plug-in that `name` names in the tree, where `value` names another one."""
     if value is None or _value(tree, name) in (None, value):
         return
     section, _, options = OPTIONS_OF[name].partition(".")

@@ -21,7 +21,7 @@ from rl.wire.columns import BUILT_IN, COLUMNS, register_configured
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the section `algo` means. Made by `make_algorithm`."""
+    """What the section `algo` means. It is made by `make_algorithm`."""
 
     loss: Loss
     correction: Correction
@@ -141,6 +141,6 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
-    """Of an entry of each registered column. Where the model is not known yet, one stands for its numbers."""
+    """The shape of an entry of each registered column. Where the model is not known yet, one stands for its numbers."""
     further = [column for name, column in COLUMNS.items() if name not in BUILT_IN]
     return {each.name: tuple(1 if isinstance(size, str) else size for size in each.shape) for each in further}

@@ -85,7 +85,7 @@ def _of_rows(batch_part: BatchPart) -> str:
 
 
 def _check_freshness(batch_part: BatchPart, step: int, staleness_bound: int) -> None:
-    """By what the rows of the whole batch say, and by each token of this rank's own samples."""
+    """Check the batch by what the rows of the whole batch say, and by each token of this rank's own samples."""
     oldest = step - staleness_bound
     versions = [row.version for row in batch_part.rows]
     old_tokens = (batch_part.loss_mask != 0) & (batch_part.policy_version < oldest)

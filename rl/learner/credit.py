@@ -1,7 +1,7 @@
-"""From rewards to the advantage, weight and return of every token of a batch.
+"""Turns rewards into the advantage, weight and return of every token of a batch.
 
-What spans the batch (shaping, group statistics, the mean of an advantage, the weights of an aggregation) comes from
-`batch_part.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.
+What spans the batch is shaping, group statistics, the mean of an advantage and the weights of an aggregation. It comes
+from `batch_part.rows` or from sums over all ranks, so every rank computes the same numbers whatever samples it holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Minibatch:
 
 
 def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Over all ranks, in place; nothing without a process group."""
+    """Combine the values over all ranks, in place; nothing without a process group."""
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
     return values

@@ -92,7 +92,7 @@ class Diagnostics:
     def metrics(self) -> dict[str, float]:
         """Means over generated tokens, as `loss/...`; `loss/ess` is (sum r)^2 / (T sum r^2), 1 when on-policy.
 
-        `loss/ratio_p95` and its like are quantiles of the ratio, `loss/<name>_fraction_positive` is over tokens of
+        `loss/ratio_p95` and its like are quantiles of the ratio. `loss/<name>_fraction_positive` is over tokens of
         positive advantage only, and `stale_2/...` over tokens of that staleness (a bucket without tokens is left out).
         """
         table = {name: value.cpu() for name, value in self.sums.items()}
@@ -122,7 +122,7 @@ class Diagnostics:
 
 
 def surprise(logp: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-    """By name, what shows whether this very policy drew the tokens: their surprise is 0 on average. All (T,)."""
+    """What shows, by name, whether this very policy drew the tokens: their surprise is 0 on average. All (T,)."""
     surplus = -logp - entropy
     return {
         "surprise": surplus,
@@ -134,9 +134,12 @@ def surprise(logp: Tensor, entropy: Tensor) -> dict[str, Tensor]:
 def _least_variance(logp: Tensor, entropy: Tensor) -> Tensor:
     """(generated tokens,) what the variance of -log p under the policy is at least, where one token's `logp` is known.
 
-    The other tokens share the probability q = 1 - p and, on average, the surprise that the entropy leaves them:
-    p (-log p - H)^2 + q (s - H)^2 with s = (H + p log p) / q. Of tokens that are nearly certain it is nearly all, and a
-    sample without any of the rare ones would show none of it.
+    The other tokens share the probability q = 1 - p and, on average, the surprise that the entropy leaves them, s:
+
+        p (-log p - H)^2 + q (s - H)^2 with s = (H + p log p) / q
+
+    For tokens that are nearly certain this is nearly all of the variance, and a sample without any of the rare ones
+    would show none of it.
     """
     other = (-torch.expm1(logp)).clamp_min(1e-12)
     share = ((entropy + logp.exp() * logp) / other).clamp_max(LOG_RATIO_BOUND).maximum(-other.log())
@@ -144,7 +147,7 @@ def _least_variance(logp: Tensor, entropy: Tensor) -> Tensor:
 
 
 def _means(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Of the tokens that were summed; `histogram` (bins,) gives quantiles."""
+    """The means of the tokens that were summed; `histogram` (bins,) gives quantiles."""
     totals = {name: float(value) for name, value in sums.items() if not value.ndim}
     tokens = totals.pop("tokens")
     square = totals.pop("ratio_square")
@@ -163,7 +166,7 @@ def _means(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _quantiles(histogram: Tensor, wanted: Sequence[float]) -> list[float]:
-    """Of the ratio, from the counts (bins,) of its logarithm."""
+    """The quantiles of the ratio, from the counts (bins,) of its logarithm."""
     reached = histogram.cumsum(0) / histogram.sum()
     places = torch.searchsorted(reached, torch.tensor(wanted, dtype=torch.float64) - 1e-12)
     centres = _FINEST * torch.sinh(_SPREAD * (2 * places.double() / (_BINS - 1) - 1))

@@ -20,7 +20,7 @@ from rl.observe.alarms import Alarms
 
 
 class ExactCheck:
-    """Of one rank; all ranks call `batch` together."""
+    """The check of one rank; all ranks call `batch` together."""
 
     def __init__(self, policy: PolicyModel, config: Config, alarms: Alarms) -> None:
         self._policy = policy
@@ -32,7 +32,7 @@ class ExactCheck:
 
     @torch.no_grad()
     def batch(self, step: int, minibatches: list[Minibatch]) -> dict[str, float]:
-        """Before the first optimizer step of a batch, when the weights are those of version `step`.
+        """To be called before the first optimizer step of a batch, when the weights are those of version `step`.
 
         Metrics over all ranks: `exact/max` (nats, largest difference of a token), `exact/tokens` (compared),
         `exact/unknown` (sampled by a version from before this process began), `exact/versions`. Raises RunAlarm beyond
@@ -89,5 +89,5 @@ class ExactCheck:
 
 
 def _of_age(pack: Pack, age: int) -> Pack:
-    """Of whose tokens only those count that are `age` versions old."""
+    """The pack, of whose tokens only those count that are `age` versions old."""
     return pack.with_columns(loss_mask=pack.mask & (pack.staleness == age))

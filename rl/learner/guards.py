@@ -35,7 +35,7 @@ _NOTABLE = 0.1  # of the limit: a log-ratio below that may grow
 
 
 class StepGuards:
-    """Of one rank; all ranks call the same methods in the same order."""
+    """The guards of one rank; all ranks call the same methods in the same order."""
 
     def __init__(self, trainer: Trainer, config: Config, alarms: Alarms, *, first_step: int) -> None:
         self._trainer = trainer
@@ -82,7 +82,8 @@ class StepGuards:
         self._before = self._matrices.entries()
 
     def updated(self, minibatch: Minibatch, stats: UpdateStats) -> None:
-        """After each optimizer step; the first one of a batch still shows the weights that it began with."""
+        """To be called after each optimizer step; the first one of a batch still shows the weights that it began
+        with."""
         self._updates += 1
         counted = self._counted_steps() - self._steps
         self._alarms.check(

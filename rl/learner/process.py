@@ -1,7 +1,7 @@
 """The learner: one process per FSDP rank (`python -m rl.learner.process --run DIR --index RANK --incarnation K`).
 
-`train` is the algorithm. What a rank needs for it stands in `Learner`, its conversation with the rest of the
-run in `rl.learner.run_client`: batches are requested one ahead, so they are assembled and sent during training.
+`train` is the algorithm. What a rank needs for it stands in `Learner`, its conversation with the rest of the run in
+`rl.learner.run_client`. Batches are requested one ahead, so they are assembled and sent during training.
 
 Models and their update are `rl.learner.trainer`'s. Metrics are all-reduced: `train/loss` is the mean over the batch's
 generated tokens.
@@ -34,7 +34,7 @@ from rl.wire.run import context_from_command_line, numeric
 
 
 def train(learner: Learner, client: RunClient) -> None:
-    """From the first weights to the closing report; returns when the supervisor says stop."""
+    """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
     for batch_part in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
@@ -109,7 +109,8 @@ class Learner:
         self.exact = ExactCheck(self.policy, self.config, process.alarms)
 
     def _advance(self, *_: object) -> None:
-        """Before every forward: one pack is the grain at which a hang is noticed and a stop is obeyed."""
+        """Count progress and obey a stop before every forward: one pack is the grain at which a hang is noticed and a
+        stop is obeyed."""
         self._process.progress += 1
         if self._process.stopping:
             raise Stopped("told to stop during training")
@@ -135,7 +136,7 @@ class Learner:
 def join_ranks(process: Process) -> DeviceMesh | None:
     """Join the process group of this incarnation of the ranks.
 
-    None where there is nothing to shard and nothing to cast: wrapping costs a single rank 4 % of its time.
+    None where there is nothing to batch part and nothing to cast: wrapping costs a single rank 4 % of its time.
     A rank may wait as long as another one waits for its batch, and then some: that wait is the one to report.
     """
     run = process.run
@@ -151,7 +152,8 @@ def join_ranks(process: Process) -> DeviceMesh | None:
 
 
 def _meeting_place(process: Process) -> dist.Store:
-    """On one machine a file that only its owner can open; between machines rank 0 serves it, and says where."""
+    """Where the ranks meet: on one machine a file that only its owner can open; between machines rank 0 serves it, and
+    says where."""
     run = process.run
     ranks = run.config.learner.ranks
     if ranks == 1:

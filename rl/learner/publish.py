@@ -1,8 +1,8 @@
-"""From a sharded policy to a version on the wire: every rank copies its own rows, and a probe travels along.
+"""Turns a sharded policy into a version on the wire: every rank copies its own rows, and a probe travels along.
 
 The log-probabilities of the probe, a short prompt, are computed by all ranks and go out with the version; every
 engine computes them again after loading. Wrong weights differ at once. From the first batch on the probe is a text of
-the run: rounding does to it what it does to all that is trained, which is not so for ids that no text has. The first
+the run. Rounding does to it what it does to all that is trained, which is not so for ids that no text has. The first
 version is tried with a fixed text, in the words of the model's own tokenizer.
 """
 

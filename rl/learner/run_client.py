@@ -111,7 +111,7 @@ class RunClient:
 
     @property
     def timeline(self) -> int:
-        """Of what rank 0 publishes now."""
+        """The timeline of what rank 0 publishes now."""
         return self._publications.timeline
 
     # ------------------------------------------------------------ batches
@@ -148,7 +148,7 @@ class RunClient:
             self._broker.tell(EvalRequest(Version(self.timeline, step), self.config.eval.tasks))
 
     def _request(self, step: int) -> None:
-        """Once each."""
+        """Ask for the batch of this step, unless it has been asked for."""
         if self._broker is not None and self._requested < step < self.last_step:
             self._requested = step
             self._broker.tell(BatchRequest(step))

@@ -2,8 +2,8 @@
 
 `python -m rl.learner.simulated --run DIR --index RANK --incarnation K`
 
-For timing and fault tests of everything around the learner. It sleeps `learner.options.step_s` per batch;
-weights are a function of their version, the loss is a function of the batch.
+It is for timing and fault tests of everything around the learner. It sleeps `learner.options.step_s` per batch; weights
+are a function of their version, the loss is a function of the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPTIONS: dict[str, type[Section]] = {"fsdp": NoOptions, "simulated": SimulatedOp
 
 
 def simulated_options(config: LearnerConfig) -> SimulatedOptions:
-    """Those of this recipe; of another kind of learner, what they are where nothing is said."""
+    """The options of this recipe; of another kind of learner, what they are where nothing is said."""
     given = config.options if config.kind == "simulated" else {}
     options: SimulatedOptions = validated(SimulatedOptions, given, "learner.options")
     return options
@@ -85,7 +85,7 @@ def save(process: Process, client: RunClient, step: int) -> None:
 
 
 def train(process: Process, client: RunClient, entry: Entry) -> None:
-    """As `rl.learner.process.train`, with a sleep in the place of training."""
+    """Does what `rl.learner.process.train` does, with a sleep in the place of training."""
     config = process.config.learner
     step_s = simulated_options(config).step_s
 

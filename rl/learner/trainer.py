@@ -1,4 +1,4 @@
-"""What one rank trains: policy, frozen reference and critic, and how a batch changes them. No sockets.
+"""What one rank trains: policy, frozen reference and critic, and how a batch changes them. The module has no sockets.
 
 The learner drives it with batch parts of the broker, `experiments/plain_loop.py` with batches sampled in the same
 process.

@@ -25,7 +25,7 @@ Observer = Callable[[Pack, LossInputs, LossResult], None]
 
 @dataclass
 class UpdateStats:
-    """Of one rank until `all_reduce`; then of all, identically."""
+    """The sums of one rank until `all_reduce`; then of all, identically."""
 
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     critic: CriticStats = field(default_factory=CriticStats)
@@ -66,11 +66,11 @@ def accumulate_gradients(
 ) -> UpdateStats:
     """Add this rank's part of the minibatch's gradient to `policy`.
 
-    first_step: the weights are still those before the batch's first optimizer step, so that the proximal policy is the
-    current one and costs no forward of its own.
+    first_step: whether the weights are still those before the batch's first optimizer step. Then the proximal policy is
+    the current one and costs no forward of its own.
     global_tokens: loss tokens of the minibatch over all ranks. Under FSDP every rank needs equally many packs
     (`pad_packs`).
-    observe: called with each pack, without its gradient.
+    observe: is called with each pack, without its gradient.
     """
     stats = UpdateStats()
     for pack in packs:
@@ -94,7 +94,7 @@ def with_logp(policy: PolicyModel, packs: Iterable[Pack], column: str, *, temper
 
     column: `logp_proximal` (the trust region's anchor: before the first step), `logp_reference`, or a registered
     column of the learner (`rl.wire.columns`).
-    Not under inference_mode: parameters gathered there could not be trained afterwards.
+    It does not run under inference_mode: parameters gathered there could not be trained afterwards.
     """
     packs = list(packs)
     found = [policy(pack.to(policy.device), temperature=temperature).logp for pack in packs]

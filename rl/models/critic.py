@@ -35,7 +35,7 @@ class Critic(PackedModel):
         device: str = "cpu",
         options: ModelOptions = ModelOptions(),
     ) -> Critic:
-        """On the decoder of the model in `folder`; see `rl.models.protocol`."""
+        """The critic on the decoder of the model in `folder`; see `rl.models.protocol`."""
         attention = options.attention
         return load_packed(folder, lambda model: Critic(Policy(model).decoder, attention), mesh, device, options)
 

@@ -47,7 +47,7 @@ FAMILIES = {
     "starcoder2": Family("StarCoder2"),
     "seed_oss": Family("Seed-OSS"),
 }
-"""By `model_type`."""
+"""The families by `model_type`."""
 
 REFUSED = {
     "gpt2": _LAYERS,
@@ -113,7 +113,8 @@ def check_layers(model: Any) -> None:
 
 
 def logit_divisor(config: Any) -> float:
-    """By what a family divides `hidden @ lm_head.weight.T`: as a temperature does. `config` is the model's own.
+    """The number by which a family divides `hidden @ lm_head.weight.T`: as a temperature does. `config` is the model's
+    own.
 
     Raises ValueError where its logits are changed in any other way.
     """

@@ -139,12 +139,13 @@ def saved(before: Entries, own: Entries) -> int:
 
 
 def in_order(sequences: Sequence[Entries]) -> list[int]:
-    """Their indices so that each one's longest common beginning with any before is that with the one before."""
+    """The sequences' indices, ordered so that each one's longest common beginning with any before is that with the one
+    before."""
     return sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
 
 
 def _forest(sequences: Sequence[Entries]) -> tuple[list[Ids], list[int]]:
-    """Of each sequence: which computed token each of its tokens is, in the order that they are made; its context."""
+    """For each sequence: which computed token each of its tokens is, in the order that they are made; its context."""
     rows = [np.zeros(0, np.int64)] * len(sequences)
     contexts = [0] * len(sequences)
     made = 0

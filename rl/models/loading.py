@@ -119,7 +119,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def exported_elements(files: Mapping[str, Path]) -> int:
-    """Of all tensors of `weight_files`, and of the head that engines of tied models get."""
+    """The number of elements of all tensors of `weight_files`, and of the head that engines of tied models get."""
     sizes: dict[str, int] = {}
     for path in sorted({*files.values()}):
         with safe_open(path, "numpy") as opened:
@@ -129,7 +129,7 @@ def exported_elements(files: Mapping[str, Path]) -> int:
 
 
 def _on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """None keeps it: a parameter that two modules share must stay one."""
+    """The parameter on the meta device, or None, which keeps it: a parameter that two modules share must stay one."""
     return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
 

@@ -1,7 +1,7 @@
 """Samples of a batch part as packs: flat, padding-free token axes of bounded length, one forward each.
 
-Whatever is normalised over the batch (`rl.learner.credit`: advantages, token weights, the token count) is computed from
-the whole batch, so how samples are spread over packs, ranks and minibatches changes no gradient.
+Advantages, token weights and the token count are normalised over the batch, so they are computed from the whole batch
+(`rl.learner.credit`). How samples are spread over packs, ranks and minibatches changes no gradient.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ class Pack:
         return int(self.mask.sum())
 
     def with_columns(self, **columns: Tensor) -> Pack:
-        """With these columns (T, ...) added or replaced. Raises ValueError for one that is not in the table."""
+        """The pack with these columns (T, ...) added or replaced. Raises ValueError for one that is not in the
+        table."""
         for name in columns:
             declared(name)
         kept = self.layout if columns.keys().isdisjoint((*_read(), "loss_mask")) else None
         return replace(self, columns=self.columns | columns, layout=kept)
 
     def laid_out(self) -> Pack:
-        """With its layout. Raises ValueError where the pack has left the host without one."""
+        """The pack with its layout. Raises ValueError where the pack has left the host without one."""
         if self.layout is not None:
             return self
         if self.token_ids.device.type != "cpu":
@@ -83,7 +84,7 @@ class Pack:
         return replace(self, layout=lay_out(read, self.position_ids.numpy(), self.mask.numpy()))
 
     def to(self, device: torch.device | str) -> Pack:
-        """On the device, with its layout."""
+        """The pack on the device, with its layout."""
         laid_out = self.laid_out()
         assert laid_out.layout is not None
         place = methodcaller("to", device, non_blocking=True)
@@ -106,8 +107,9 @@ def _read() -> tuple[str, ...]:
 def make_packs(batch_part: BatchPart, max_tokens: int, version: int) -> list[Pack]:
     """This rank's samples in packs of at most `max_tokens`; a longer sample gets a pack of its own.
 
-    `version` is the version being trained. Deterministic. Advantages are 0 and token weights 1 until `credit.assign`.
-    Samples with the same prompt stay together, and what they share counts once, because it is computed once.
+    `version` is the version being trained. The packs are deterministic. Advantages are 0 and token weights 1 until
+    `credit.assign`. Samples with the same prompt stay together, and what they share counts once, because it is computed
+    once.
     """
     columns = _spread(batch_part)
     ends = np.cumsum(batch_part.lengths, dtype=np.int64)

@@ -16,7 +16,8 @@ from rl.models.packed_attention import NAME, check_layers
 
 
 def load_stock(folder: str | Path, *, packed: bool) -> Any:
-    """In float32 on the CPU. packed: its attention reads one row of sequences, instead of rows with padding."""
+    """The stock model, in float32 on the CPU. `packed`: its attention reads one row of sequences, instead of rows with
+    padding."""
     options = {"attn_implementation": NAME} if packed else {}
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **options)
     if packed:
@@ -42,7 +43,7 @@ def logits(model: Any, hidden: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def padded_attention(model: Any) -> Iterator[None]:
-    """Within, a model that reads packs takes rows with padding, a mask and a cache."""
+    """While this is entered, a model that reads packs takes rows with padding, a mask and a cache."""
     own = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:

@@ -34,14 +34,14 @@ class RaisedAlarm(msgspec.Struct, tag="raised"):
         return cls(time.time(), step, name, who, detail, alarm.cause, alarm.change, step)
 
     def again(self, step: int) -> RaisedAgain:
-        """It was raised once more, by the same process."""
+        """Note that it was raised once more, by the same process."""
         self.last_step = step
         self.count += 1
         return RaisedAgain(self.name, step)
 
     @property
     def when(self) -> str:
-        """For people."""
+        """When it was raised, for people."""
         again = f", {self.count} times up to step {self.last_step}" if self.count > 1 else ""
         return f"after step {self.step}{again}"
 
@@ -60,7 +60,7 @@ def keep_alarm(run: Path, alarm: RaisedAlarm | RaisedAgain) -> None:
 
 
 def read_alarms(run: Path) -> list[RaisedAlarm]:
-    """One for each name, in the order in which they were raised; a line that was being written is left out."""
+    """One alarm for each name, in the order in which they were raised; a line that was being written is left out."""
     path = run / _NAME
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     raised: dict[str, RaisedAlarm] = {}

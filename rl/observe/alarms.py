@@ -45,7 +45,7 @@ class Alarm:
 
     @property
     def limits(self) -> Mapping[str, Limit]:
-        """By name, as `alarms.limits` names them."""
+        """The limits by name, as `alarms.limits` names them."""
         return {**self.own_limits, **(_PATIENCE if self.patient else {})}
 
 
@@ -384,7 +384,7 @@ def _known(field: str, alarm: str) -> Alarm:
 
 
 class Alarms:
-    """Those of one process; `tell(name, detail)` hears of each that does not stop, each time."""
+    """The alarms of one process; `tell(name, detail)` hears of each that does not stop, each time."""
 
     def __init__(self, config: AlarmsConfig, tell: Callable[[str, str], None]) -> None:
         self._config = config
@@ -395,7 +395,7 @@ class Alarms:
         return limit(self._config, alarm, name)
 
     def check(self, name: str, wrong: bool, detail: str) -> None:
-        """Once per step for a patient alarm. Raises RunAlarm if this is one that stops."""
+        """To be called once per step for a patient alarm. Raises RunAlarm if this is one that stops."""
         alarm = ALARMS[name]
         self._in_a_row[name] = self._in_a_row[name] + 1 if wrong else 0
         if not wrong or (alarm.patient and self._in_a_row[name] < self.limit(name, "steps")):

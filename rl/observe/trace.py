@@ -58,7 +58,7 @@ class TraceRecord(NamedTuple):
 
 
 def encode_record(at: float, event: TraceEvent | TraceHeader) -> bytes:
-    """As it stands in a file, with its time on the file's clock."""
+    """The record as it stands in a file, with its time on the file's clock."""
     content = _ENCODER.encode(event)
     return _HEAD.pack(at, len(content)) + content
 
@@ -87,7 +87,7 @@ class Trace:
         self._write([TraceHeader(FORMAT, role, index, incarnation, os.getpid(), *clocks, boot_id())])
 
     def add(self, *events: TraceEvent) -> None:
-        """They happen now, together: one `write` for all of them."""
+        """Write events that happen now, together: one `write` for all of them."""
         if self._file < 0:
             return
         self._calls += 1
@@ -136,7 +136,7 @@ class Trace:
 
 
 NO_TRACE = Trace(Path(), "none", 0, 0, level="off")
-"""For whoever has nothing to tell to."""
+"""The trace of whoever has none to write to."""
 
 
 class TraceFile:
@@ -186,7 +186,7 @@ class TraceFile:
 
 
 def trace_files(run: Path) -> list[TraceFile]:
-    """Of every process that has begun so far."""
+    """The files of every process that has begun so far."""
     found: list[TraceFile] = []
     for path in sorted((run / FOLDER).glob(f"*{SUFFIX}")):
         with contextlib.suppress(EOFError):
@@ -225,7 +225,7 @@ def _time(record: TraceRecord) -> float:
 
 
 def boot_id() -> str:
-    """Of this machine, since it was started."""
+    """The id that this machine has had since it was started."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # a container may hide it

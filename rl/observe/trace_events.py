@@ -38,11 +38,11 @@ class TraceEvent(Struct, frozen=True, array_like=True):
 
 
 class StepEvent(TraceEvent, frozen=True):
-    """Told from `tracking.trace=steps` on."""
+    """An event that is told from `tracking.trace=steps` on."""
 
 
 class TicketEvent(TraceEvent, frozen=True):
-    """Told with `tracking.trace=full` only."""
+    """An event that is told with `tracking.trace=full` only."""
 
 
 # ---------------------------------------------------------------- tickets: told by the broker
@@ -62,7 +62,7 @@ class Issued(TicketEvent, frozen=True, tag=1):
 
 
 class Delivered(TicketEvent, frozen=True, tag=2):
-    """Its trajectory has come and was found valid. It may be late: then its TicketEnded came before."""
+    """A ticket's trajectory has come and was found valid. It may be late: then its TicketEnded came before."""
 
     ticket: int
     tokens: int  # generated, as the trajectory says
@@ -212,7 +212,7 @@ class Published(StepEvent, frozen=True, tag=32):
 
 
 class Pulse(StepEvent, frozen=True, tag=40):
-    """With a heartbeat, once a second at most. All numbers count since the process began."""
+    """What is told with a heartbeat, once a second at most. All numbers count since the process began."""
 
     busy: bool
     progress: int
@@ -233,7 +233,7 @@ class ProcessStarted(StepEvent, frozen=True, tag=50):
 
 
 class ProcessDied(StepEvent, frozen=True, tag=51):
-    """It was fenced, and is replaced or ends the run."""
+    """A process was fenced, and is replaced or ends the run."""
 
     role: str
     index: int

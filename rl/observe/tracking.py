@@ -27,7 +27,7 @@ class Dashboard(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """For `summary.json`: what was dropped, and why."""
+        """What stands in `summary.json`: what was dropped, and why."""
         ...
 
 

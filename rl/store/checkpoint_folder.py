@@ -103,7 +103,8 @@ def commit(folder: Path, meta: Meta, journal: bytes, keep: int) -> Path:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Also where somebody has put a copy of one beside them, as `step-120-best`, which is none of ours."""
+    """The complete checkpoints, also where somebody has put a copy of one beside them, as `step-120-best`, which is
+    none of ours."""
     found = [path for path in folder.glob("step-*") if path.name[len("step-") :].isdecimal()]
     complete = [path for path in found if (path / "meta.json").exists()]
     return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))

@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 DIGESTS = "digests.json"
-"""Of a folder's files, in the folder."""
+"""The name of the file, in a folder, with the digests of its files."""
 _ALL = "*"
 
 
@@ -34,7 +34,7 @@ def write_digests(target: Path, kept: Path) -> None:
 
 
 def damage(target: Path, kept: Path) -> Path | None:
-    """None if every file is as it was written; else the first that is not, which may be `kept` itself.
+    """Returns None if every file is as it was written; else the first that is not, which may be `kept` itself.
 
     Files that came later are not looked at.
     """

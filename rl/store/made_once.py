@@ -3,7 +3,7 @@
     folder = cache_folder() / f"tiny-{digest(recipe.model_dump_json(), __file__)}"
     made_once(folder, lambda draft: train(recipe, draft))
 
-Invariants: what stands under the final name is whole, because it appears there by one rename, and is as it was made:
+Invariants: what stands under the final name is whole, because it appears there by one rename. It is as it was made:
 digests of its files stand beside it, and what was damaged since is made again. What a killed maker has left is removed
 by the next one.
 """

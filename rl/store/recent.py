@@ -11,8 +11,8 @@ V = TypeVar("V")
 class Recent(OrderedDict[int, V]):
     """The `limit` entries used last, at constant cost.
 
-    Not a plain dict: to find the first key of one it walks over all the keys deleted before it, which made the proxy's
-    cost per answer three times as large with 100 000 sessions as with 10 000.
+    This is not a plain dict: to find its first key, a dict walks over all the keys deleted before it. That made the
+    proxy's cost per answer three times as large with 100 000 sessions as with 10 000.
     """
 
     def __init__(self, limit: int) -> None:

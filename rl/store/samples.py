@@ -41,7 +41,7 @@ class Sample(msgspec.Struct):
     """Per-token lists have one entry for each of the T tokens; prompts and observations have version -1."""
 
     time: float
-    """Of its end, seconds of Unix time."""
+    """The time of its end, in seconds of Unix time."""
     kind: str
     """`train` or `eval`."""
     ticket_id: int
@@ -53,7 +53,7 @@ class Sample(msgspec.Struct):
     seconds: float
     token_ids: list[int]
     logp: list[float]
-    """Of what was generated, under the policy that sampled it; 0 elsewhere."""
+    """The log-probabilities of what was generated, under the policy that sampled it; 0 elsewhere."""
     versions: list[int]
     turns: list[SampleTurn]
     starts: list[int] = msgspec.field(default_factory=lambda: [0])
@@ -71,7 +71,7 @@ class Trained(msgspec.Struct):
     log_ratio: list[float]
     """Current policy against the one that sampled, in nats."""
     entropy: list[float]
-    """Of the current policy, in nats."""
+    """The entropy of the current policy, in nats."""
     clipped: list[int]
     """Places among the L where a bound of the loss or of the correction took effect."""
 
@@ -144,13 +144,13 @@ def sample_of(trajectory: Trajectory) -> Sample:
 
 
 def read_samples(run: Path) -> Iterator[Sample]:
-    """Of every server, in the order in which they ended, also of a run that was killed or goes on."""
+    """The samples of every server, in the order in which they ended, also of a run that was killed or goes on."""
     found = _lines(run / FOLDER, Sample)
     yield from sorted(found, key=lambda sample: sample.time)
 
 
 def read_trained(run: Path) -> dict[int, Trained]:
-    """By ticket; of one that was trained again after the learner's death, the last time."""
+    """What was trained, by ticket; of one that was trained again after the learner's death, the last time."""
     found = _lines(run / FOLDER / TRAINED, Trained)
     return {trained.ticket_id: trained for trained in sorted(found, key=lambda trained: trained.step)}
 

@@ -63,7 +63,8 @@ class Wait(Protocol):
 
 
 class Sender(ABC):
-    """One on each rank of the learner. All ranks offer the same versions in the same order, in one thread."""
+    """The learner's end of the channel, one on each rank of the learner. All ranks offer the same versions in the same
+    order, in one thread."""
 
     def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
         self.run = run
@@ -82,7 +83,7 @@ class Sender(ABC):
         """
 
     def receipt(self, n: int) -> int | None:
-        """On rank 0: the checksum of version `n`, once all ranks have offered it.
+        """To be called on rank 0: the checksum of version `n`, once all ranks have offered it.
 
         None where no host sees the bytes. The probe alone then shows that they arrive, and a learner that comes back
         begins a new timeline.
@@ -91,7 +92,7 @@ class Sender(ABC):
 
     @abstractmethod
     def announce(self, version: Version) -> None:
-        """On rank 0: engines may take what was offered as `version.n`, and know it by this name."""
+        """To be called on rank 0: engines may take what was offered as `version.n`, and know it by this name."""
 
     def receiver_died(self, name: str, incarnation: int) -> None:  # noqa: B027
         """The receivers `name-...` of this or an earlier incarnation are dead: of all ranks of one engine.
@@ -100,14 +101,15 @@ class Sender(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """Free what `open` made; nothing if it is not open."""
+        """Free what `open` made; does nothing if it is not open."""
 
     def _wait_alone(self, what: str, ask: Callable[[float], T]) -> T:
         return ask(self.run.config.weights.deadline_s)
 
 
 class Receiver(ABC):
-    """One on each tensor-parallel rank of an engine. Its methods are called from several threads, one at a time.
+    """The engine's end of the channel, one on each tensor-parallel rank of an engine. Its methods are called from
+    several threads, one at a time.
 
     Only `receipt` is called while the tensors are read: each may take as long as the bytes need.
     """
@@ -155,5 +157,5 @@ def label(version: Version) -> str:
 
 
 def bytes_of(entries: Iterable[Entry]) -> int:
-    """Of one version in the engine's dtype."""
+    """The bytes of one version in the engine's dtype."""
     return sum(math.prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in entries)

@@ -1,9 +1,12 @@
 """Proof of a load: is what an engine loaded what the learner published?
 
-Three tests, from gross to fine: the checksum of the bytes received; log-probabilities of a fixed prompt against
-the learner's within a tolerance (the bytes may be right and the engine's tensors wrong); and closeness: the
-engine must be nearer to learner(n) than to an older learner(n - k), because at a small learning rate a missed
-update hides below the tolerance.
+There are three tests, from gross to fine:
+
+* the checksum of the bytes received;
+* log-probabilities of a fixed prompt against the learner's, within a tolerance: the bytes may be right and the engine's
+  tensors wrong;
+* closeness: the engine must be nearer to learner(n) than to an older learner(n - k), because at a small learning rate a
+  missed update hides below the tolerance.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Nats, mean |difference| over the probe, by the engine's dtype.
 
 In bfloat16 the largest of 200 probes with equal weights is 0.031, and a single matrix of before the warm start moves
-each of ten by 0.138 or more; in float32 it is 2.5e-6 and 0.104 (`python -m experiments.bench probe`). The
-tolerance stands between."""
+each of ten by 0.138 or more. In float32 it is 2.5e-6 and 0.104 (`python -m experiments.bench probe`). The tolerance
+stands between."""
 PROBE_TOKENS = 64
 EXACT_PROBE_TOKENS = 16
-"""Of later versions where both sides compute in float32: there is hardly a rounding that more would average out, and
-each token costs a whole model."""
+"""The probe's length for later versions where both sides compute in float32: there is hardly a rounding that more would
+average out, and each token costs a whole model."""
 LONG_PROBES = 3
 """Versions that a learner announces with the long one in any case. These show whether engine and learner compute the
 same, and some differences grow with the position (a cast of the rotary frequencies); later ones show that new weights
@@ -64,7 +67,8 @@ class LoadProof:
         return version in self._expected
 
     def fault(self, status: WeightStatus) -> str | None:
-        """None if the load that `status` reports is proven; else one line: generator, version, expected, got, fix."""
+        """Returns None if the load that `status` reports is proven; else one line: generator, version, expected, got,
+        fix."""
         expected = self._expected[status.version]
         who = f"generator {status.generator}, weights {label(status.version)}"
         if status.checksum != expected.checksum:

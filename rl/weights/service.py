@@ -6,11 +6,10 @@
     service.raise_if_failed()                                   # in the main loop, and in its waits
 
 `notices` is one PUSH per generator (a PUSH connected to several hands each message to one of them),
-`weight_status` a ROUTER on which generators report. A PUSH is connected when its generator first reports: by then it
-listens, and what is sent cannot go into the connection of an earlier incarnation, whose end is yet to be noticed.
-A failure (weights that did not arrive as published) is kept in `failed`, raised in the main
-thread, and told to the supervisor (`Fatal`) from the service's thread, so that it is known while the main thread waits
-or computes.
+`weight_status` a ROUTER on which generators report. A PUSH is connected when its generator first reports. By then it
+listens, and what is sent cannot go into the connection of an earlier incarnation, whose end is yet to be noticed. A
+failure is weights that did not arrive as published. It is kept in `failed` and raised in the main thread. The service's
+thread tells the supervisor (`Fatal`), so that it is known while the main thread waits or computes.
 """
 
 from __future__ import annotations
@@ -174,7 +173,8 @@ class UpdaterService:
         self._sums = self._sums | {name: self._sums[name] + value for name, value in more.items()}
 
     def _fail(self, message: str) -> None:
-        """Kept for the main thread, and told to the supervisor at once: the main thread may be computing."""
+        """Keep the failure for the main thread, and tell it to the supervisor at once: the main thread may be
+        computing."""
         if self.failed is None:
             self.failed = message
             state = "\n".join(f"generator {index}: {text}" for index, text in self._core.waiting_for().items())

@@ -1,8 +1,8 @@
 """Who is told to load weights, and when: a state machine without sockets, clock or threads.
 
-Events go in (`publish`, `status`, `peer_died`), actions come out. It is level-triggered: statuses arrive
-with every heartbeat and say which version each generator *has*; whoever is behind the newest version, or on
-another timeline, is told to load the newest, versions between are skipped. Invariants:
+Events go in (`publish`, `status`, `peer_died`), actions come out. It is level-triggered: statuses arrive with every
+heartbeat and say which version each generator *has*. Whoever is behind the newest version, or on another timeline, is
+told to load the newest; versions between are skipped. Invariants:
 
 * nobody is told any version but the newest at that moment, nor told twice while it loads;
 * `rolling`: of the generators that already serve this timeline at most one loads at a time, the one furthest behind

@@ -15,7 +15,7 @@ from rl.wire.messages import PeerDied, PeerListens
 
 
 class Addresses:
-    """Of one process. From any thread."""
+    """The addresses that one process knows. Any thread may use them."""
 
     def __init__(self) -> None:
         self.host: str | None = None
@@ -74,7 +74,7 @@ class Addresses:
         self._asks = call
 
     def questions(self) -> tuple[dict[str, str], list[str]]:
-        """For `Register`: the sockets of this process, and those that it looks for."""
+        """What `Register` says: the sockets of this process, and those that it looks for."""
         with self._lock:
             return dict(self._own), sorted(self._needs)
 
@@ -85,7 +85,8 @@ class Addresses:
         self._changed()
 
     def forget(self, died: PeerDied) -> None:
-        """Nobody listens where that process did, and whoever connects anew waits for its successor."""
+        """Forget the addresses of a dead process: nobody listens where that process did, and whoever connects anew
+        waits for its successor."""
         with self._lock:
             self._known = {name: known for name, known in self._known.items() if not _is_of(known[0], died)}
         self._changed()

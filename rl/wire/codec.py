@@ -1,10 +1,10 @@
 """Typed structs as frames of a multipart ZeroMQ message: a MessagePack header, then the arrays. Nothing is pickled.
 
 What goes to one peer at one time goes together, as a list: a message for each struct would cost more than its content.
-The header (msgspec, validated on decode, with the protocol version) is followed by one frame with all smaller arrays
-and one frame per array that is large, or has large entries. Array fields are annotated `np.ndarray`, also within a
-mapping; in the header they stand as `(frame index, offset, dtype, shape)`. Decoded arrays are read-only views of the
-received frames: copying is the receiver's decision.
+The header is msgspec, validated on decode, and has the protocol version. One frame with all smaller arrays follows, and
+one frame per array that is large, or has large entries. Array fields are annotated `np.ndarray`, also within a mapping;
+in the header they stand as `(frame index, offset, dtype, shape)`. Decoded arrays are read-only views of the received
+frames: copying is the receiver's decision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _LARGE_ENTRY_BYTES = 64  # of one token, say; the built-in columns of a token ha
 SHARED_FRAMES = 2  # the header and the smaller arrays; what follows are large arrays, one a frame
 _ALIGNMENT = 8
 MAX_FRAME_BYTES = 1 << 30
-"""Of one frame. The largest is one column of a rank's shard (256 M tokens of 4 bytes); a chunk of weights has 4 MB."""
+"""The limit of one frame. The largest is one column of a rank's shard (256 M tokens of 4 bytes); a chunk of weights has
+4 MB."""
 
 Frames = Sequence[bytes | memoryview]
 T = TypeVar("T")

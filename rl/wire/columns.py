@@ -6,7 +6,7 @@ what the table says and name no column themselves. To add one, declare it in a m
     TEACHER_LOGP = Column("teacher_logp", "float32", masked=0.0, producer="generator")
 
 and name it in the recipe: `algo.columns: [my_columns:TEACHER_LOGP]`. The run file tells every process of the run, which
-puts the column into its table at start; broker and environment servers do so too, hence no torch in that module. Then
+puts the column into its table at start. Broker and environment servers do so too, hence no torch in that module. Then
 
 * a generator's engine answers it in `Sampled.columns["teacher_logp"]`, one entry per sampled token; with
   `covers="context"` also in `Sampled.context["teacher_logp"]`, one entry per token of the prompt that it is asked for;
@@ -46,13 +46,15 @@ WIRE_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "|u1", "<u
 
 @dataclass(frozen=True)
 class Column:
-    """One declaration. Raises ValueError for what no trajectory could carry.
+    """The declaration of one column. Raises ValueError for what no trajectory could carry.
 
-    producer: a `learner` column is added to packs and never crosses a socket. scope: what has one entry of `shape`.
-    masked: the entry of a token that nobody has filled (`token_ids` apart: the prompt's ids stand there).
-    covers: a `sampled` column has entries for generated tokens. A `context` column of the generators has them for
-    prompts and observations as well, each filled by the engine that read the token. reads: what uses it at the learner.
-    shape: of one entry. A name stands for the field of the model's config.json that holds the number.
+    * `producer`: a `learner` column is added to packs and never crosses a socket.
+    * `scope` is what has one entry of `shape`.
+    * `masked` is the entry of a token that nobody has filled (`token_ids` apart: the prompt's ids stand there).
+    * `covers`: a `sampled` column has entries for generated tokens. A `context` column of the generators has them for
+      prompts and observations as well, each filled by the engine that read the token.
+    * `reads` is what uses it at the learner.
+    * `shape` is that of one entry. A name stands for the field of the model's config.json that holds the number.
     """
 
     name: str
@@ -95,14 +97,14 @@ class Column:
 
     @property
     def entry_shape(self) -> tuple[int, ...]:
-        """Of one entry, in numbers. Raises ValueError where the model, which has them, is not known here."""
+        """The shape of one entry, in numbers. Raises ValueError where the model, which has them, is not known here."""
         sizes = tuple(size for size in self.shape if not isinstance(size, str))
         if len(sizes) < len(self.shape):
             raise ValueError(f"column {self.name!r}: its shape {self.shape} comes from a model, and none is known here")
         return sizes
 
     def of_model(self, config: Mapping[str, Any]) -> Column:
-        """With the numbers of this model. Raises ValueError for a field that is missing or holds no size."""
+        """The column with the numbers of this model. Raises ValueError for a field that is missing or holds no size."""
         sizes: list[int] = []
         for named in self.shape:
             size = config.get(named) if isinstance(named, str) else named
@@ -229,7 +231,7 @@ def mismatch(columns: Mapping[str, np.ndarray], entries: Mapping[Scope, int], pr
 
 
 def context_mismatch(context: Mapping[str, np.ndarray], entries: int) -> str:
-    """Likewise of context columns for so many tokens that a generator has read."""
+    """What is wrong with the context columns of so many tokens that a generator has read."""
     wrong = _mismatch(context, dict.fromkeys(context_columns(), entries))
     return wrong and f"of what it has read: {wrong}"
 
@@ -260,7 +262,7 @@ class Accessor(Generic[T]):
 
 
 class OptionalAccessor(Accessor[T | None]):
-    """Likewise, or None where there is no such column."""
+    """An `Accessor` that gives None where there is no such column."""
 
     def __get__(self, holder: Any, owner: type) -> T | None:
         value: T | None = holder.columns.get(self._name)

@@ -12,9 +12,10 @@ FORKED_VARIABLE = "FRESCO_FORKED"
 def wake_without_pushing() -> None:
     """What wakes up waits until whoever has the core has no more to do, or its time is over (Linux, SCHED_BATCH).
 
-    Of this thread, and of the threads and children that it begins later. For processes that share few cores: there the
-    reader of a message else takes the core from the writer of the next ones, an engine runs a step for each request
-    instead of one for all of them, and every process pays for a turn of its loop for each message.
+    This holds for this thread, and for the threads and children that it begins later. It is for processes that share
+    few cores. There the reader of a message else takes the core from the writer of the next ones. An engine then runs a
+    step for each request instead of one for all of them, and every process pays for a turn of its loop for each
+    message.
     """
     with contextlib.suppress(PermissionError):  # a container may forbid it, and nothing depends on it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -86,7 +86,7 @@ class PeerListens(Struct, frozen=True, tag="peer_listens"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """From a thread; `progress` is counted by the main loop, so a hung loop is noticed."""
+    """A sign of life from a thread of its own; `progress` is counted by the main loop, so a hung loop is noticed."""
 
     role: str
     index: int
@@ -242,7 +242,7 @@ class Trajectory(Struct, frozen=True, tag="trajectory"):
 
     @property
     def turns(self) -> list[Turn]:
-        """Of all sequences."""
+        """The turns of all sequences."""
         return [turn for sequence in self.sequences for turn in sequence.turns]
 
 
@@ -293,7 +293,7 @@ class Generated(TokenColumns, frozen=True, kw_only=True, tag="generated"):
 
 
 Growth = dict[int, tuple[int, dict[str, np.ndarray]]]
-"""By request id: the place of the first new token in the response, and the columns of the new ones."""
+"""What has grown, by request id: the place of the first new token in the response, and the columns of the new ones."""
 
 
 class Grown(Struct, frozen=True, tag="grown"):
@@ -369,7 +369,7 @@ class ParseTurn(Struct, frozen=True, tag="parse_turn"):
 
 
 class TurnParsed(Struct, frozen=True, tag="turn_parsed"):
-    """Or not, and `failed` says why."""
+    """The parts of a parsed turn. If it could not be parsed, `failed` says why."""
 
     request_id: int
     content: str = ""
@@ -386,7 +386,7 @@ class BatchRequest(Struct, frozen=True, tag="batch_request"):
 
 
 class BatchUnderway(Struct, frozen=True, tag="batch_underway"):
-    """To a learner that waits: answers have begun, grown or ended since it was last told, or episodes have."""
+    """Tells a learner that waits that answers have begun, grown or ended since it was last told, or episodes have."""
 
     step: int
 
@@ -452,7 +452,7 @@ class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
     over: float = 0.0  # share of the run's time; from 1 on there is no batch after this one
 
     def entries(self) -> dict[Scope, list[int]]:
-        """Of each scope: how many entries each sequence has."""
+        """For each scope, how many entries each sequence has."""
         one_each = [1] * len(self.members)
         turns = [len(starts) for starts in self.turn_starts]
         return {"token": self.lengths, "turn": turns, "sequence": one_each, "sample": one_each}

@@ -172,7 +172,7 @@ class Process:
             os._exit(0 if self.stopping else 1)  # threads of libraries must not keep a failed process alive
 
     def send(self, message: Metrics | Fatal | AlarmRaised | Done) -> None:
-        """To the supervisor; from any thread."""
+        """Send to the supervisor; any thread may call it."""
         self._outbox.put(replace(message, seq=next(self._tellings)))
         os.eventfd_write(self._outbox_fd, 1)
 

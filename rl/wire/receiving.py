@@ -61,8 +61,8 @@ class Receiver(Generic[M]):
             receiver.drain()
 
     `wake_fd` ends a wait as well; its owner reads it. At most `limit` messages of each socket are handled in a turn.
-    again: of sockets that connect, whether they receive or not: called when their connection has been made again.
-    codec: of the messages on these sockets, where they are not those of `rl.wire.messages`.
+    `again` is for sockets that connect, whether they receive or not: it is called when their connection has been made
+    again. `codec` is that of the messages on these sockets, where they are not those of `rl.wire.messages`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Receiver(Generic[M]):
             self._poller.register(connection.news, zmq.POLLIN)
 
     def wait(self, seconds: float) -> bool:
-        """Until a message has arrived, `wake_fd` is readable or the time is over (then False)."""
+        """Wait until a message has arrived, `wake_fd` is readable or the time is over (then False)."""
         return bool(self._poller.poll(int(1000 * seconds)))
 
     def drain(self) -> None:
@@ -106,7 +106,7 @@ class Receiver(Generic[M]):
 
 
 class Outgoing:
-    """To one peer, on the asyncio loop: what is sent within one turn of the loop leaves as one, at its end.
+    """Messages to one peer, on the asyncio loop: what is sent within one turn of the loop leaves as one, at its end.
 
     What the socket raises goes to `failed`. `left` is called after each time that something has left.
     """
@@ -196,7 +196,7 @@ class Port:
         self._outgoing.close(peer_died=peer_died)
 
     def _hear(self) -> None:
-        """Called by another thread; the loop may have ended meanwhile."""
+        """To be called by another thread; the loop may have ended meanwhile."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._follow)
 

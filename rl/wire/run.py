@@ -53,19 +53,20 @@ class RunFile(BaseModel):
         return run
 
     def save(self) -> None:
-        """Whoever looks meanwhile reads the one before, or none: never a part."""
+        """Write the file. Whoever looks meanwhile reads the one before, or none: never a part."""
         partial = self.folder / "run.json.part"
         partial.write_text(self.model_dump_json(indent=2))
         partial.replace(self.folder / "run.json")
 
     @property
     def learner_device(self) -> str:
-        """Without a step to train the learner only hands out weights: it leaves the GPUs to the engines."""
+        """Where the learner computes. Without a step to train it only hands out weights, and leaves the GPUs to the
+        engines."""
         return self.device if self.config.steps else "cpu"
 
     @property
     def addresses(self) -> Addresses:
-        """Of the run's sockets, as far as this process knows them. Not part of the file."""
+        """The addresses of the run's sockets, as far as this process knows them. They are not part of the file."""
         return self._addresses
 
     @property
@@ -90,11 +91,16 @@ class RunFile(BaseModel):
     def socket_names(self) -> list[str]:
         """Single sockets, and those that each receiver has for itself.
 
-        control (supervisor ROUTER), tickets (broker ROUTER, environment servers), trajectories (broker PULL), usage
-        (broker PULL, from the proxy), steps (broker ROUTER, learner rank 0), frontend (proxy ROUTER, environment
-        servers), backend (proxy ROUTER, generators), weight_status (learner rank 0 ROUTER, generators), parsers
-        (parsers ROUTER, environment servers); batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight
-        frames).
+        * control (supervisor ROUTER)
+        * tickets (broker ROUTER, environment servers)
+        * trajectories (broker PULL)
+        * usage (broker PULL, from the proxy)
+        * steps (broker ROUTER, learner rank 0)
+        * frontend (proxy ROUTER, environment servers)
+        * backend (proxy ROUTER, generators)
+        * weight_status (learner rank 0 ROUTER, generators)
+        * parsers (parsers ROUTER, environment servers)
+        * of each receiver: batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight frames)
         """
         ranks = range(self.config.learner.ranks)
         names = [*_SINGLE, *(f"batches.{rank}" for rank in ranks), *(f"blobs.{rank}" for rank in ranks)]
@@ -103,7 +109,7 @@ class RunFile(BaseModel):
 
 
 def socket_name(name: str, index: int | None = None) -> str:
-    """Of one of several sockets that are called alike, the `index`-th."""
+    """The name of a socket; of several that are called alike, of the `index`-th."""
     return name if index is None else f"{name}.{index}"
 
 

@@ -1,7 +1,7 @@
 """ZeroMQ sockets as every process opens them: limits, linger, heartbeats, the run's key, and typed messages.
 
-A run has one CURVE key pair, in a file that only its owner can read. Both ends of every connection use it, over ipc
-and tcp: who does not have it is refused in the handshake, before any message, and can neither read nor pose as a peer.
+A run has one CURVE key pair, in a file that only its owner can read. Both ends of every connection use it, over ipc and
+tcp. Who does not have it is refused in the handshake, before any message, and can neither read nor pose as a peer.
 Within the run a ROUTER knows its peers by their identities, which `sender` reads.
 
 Payload goes over PUSH/PULL (one pair per receiver: a PUSH to many hands each message to one of them);
@@ -9,7 +9,7 @@ what needs an address or an answer over ROUTER/DEALER. PULL of a dead process lo
 so whatever must not be lost is acknowledged and sent again by its sender.
 
 A connection that breaks is made again by ZeroMQ, which tells nobody; what was on its way in either direction is lost.
-So every socket that connects counts its handshakes (`made_again`), and whoever owns it says anew what it holds and
+So every socket that connects counts its handshakes (`made_again`). Then whoever owns it says anew what it holds and
 asks for, as it does to the successor of a process that died.
 """
 
@@ -76,12 +76,12 @@ class Connection(zmq.Socket[bytes]):
     _changes = -1  # of the addresses, when it looked
     _held: list[Frames]
     addresses: Addresses
-    """Whose changes it follows."""
+    """The addresses whose changes it follows."""
     news: zmq.SyncSocket
-    """Readable when `made_again` may have something to say."""
+    """A socket that is readable when `made_again` may have something to say."""
 
     def reach(self, run: RunFile, name: str) -> None:
-        """From now on, the socket of this name."""
+        """Send from now on to the socket of this name."""
         self._run = run
         self._name = name
         self._held = []
@@ -116,7 +116,7 @@ class Connection(zmq.Socket[bytes]):
         return self._endpoint is None
 
     def count_handshakes(self) -> None:
-        """From now on; before it connects."""
+        """Count handshakes from now on; to be called before it connects."""
         address = f"inproc://handshakes-{next(_UNIQUE)}"
         self.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.news = self.context.socket(zmq.PAIR)
@@ -197,7 +197,7 @@ def close_at_once(socket: zmq.SyncSocket) -> None:
 
 
 def made_again(socket: zmq.SyncSocket) -> bool:
-    """Of a socket that connects: whether its connection broke and was made again since the last call."""
+    """Whether a connecting socket's connection broke and was made again since the last call."""
     return isinstance(socket, Connection) and socket.made_again()
 
 
@@ -252,7 +252,7 @@ def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:
 
 
 def follow(socket: zmq.SyncSocket) -> None:
-    """Of a socket that connects: to where its peer is by now."""
+    """Connect a socket to where its peer is by now."""
     if isinstance(socket, Connection):
         socket.follow()
 
@@ -267,7 +267,8 @@ def send_frames(socket: zmq.SyncSocket, frames: Frames) -> None:
 
 
 def receive_frames(socket: zmq.SyncSocket) -> list[bytes | memoryview]:
-    """As `recv_multipart`, which asks the socket after every frame whether more follow: three times the cost."""
+    """The frames of one message. `recv_multipart` does the same, but asks the socket after every frame whether more
+    follow: three times the cost."""
     frames: list[bytes | memoryview] = []
     while True:
         frame = socket.recv(_DONTWAIT, copy=False)

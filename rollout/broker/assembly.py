@@ -1,4 +1,4 @@
-"""From trajectories to the learner's batch parts."""
+"""Turns trajectories into the learner's batch parts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchP
 
 
 def no_batch(step: int, last_step: int, timeline: int, rank: int) -> BatchPart:
-    """In the place of batch `step`: there is none, and none after it. From `last_step` on the run is over."""
+    """What takes the place of batch `step`: there is none, and none after it. From `last_step` on the run is over."""
     nothing: Any = {"rows": [], "members": [], "lengths": [], "turn_starts": [], "loss_tokens": 0}
     return BatchPart(
         step=step, rank=rank, timeline=timeline, columns=_joined([]), over=float(step >= last_step), **nothing

@@ -71,7 +71,7 @@ class BatchBarrier(BrokerHook):
         return not self.servers.outstanding and not self.ledger.samples[State.QUEUED]
 
     def may_admit(self) -> bool:
-        """As one round, once their tickets can go out."""
+        """Whether new groups may begin: as one round, once their tickets can go out."""
         return self.may_assemble() and self.groups.n >= self.groups.oldest_useful
 
 
@@ -147,7 +147,7 @@ def wants_copy(attempt: Attempt) -> bool:
 
 @dataclass(slots=True)
 class Health:
-    """Of one server, over its incarnations."""
+    """The health of one server, over its incarnations."""
 
     failures: int = 0  # in a row
     quarantines: int = 0  # in a row
@@ -159,7 +159,7 @@ class QuarantineOptions(Section):
     failures: int = Field(5, ge=1)
     """Failures in a row after which a server gets no tickets for a while."""
     seconds: float = Field(30.0, gt=0)
-    """Of the first quarantine of a server."""
+    """How long the first quarantine of a server lasts."""
 
 
 class Quarantine(BrokerHook):
@@ -212,7 +212,7 @@ class Quarantine(BrokerHook):
         return self._release(now) if self._releases and self._releases[0][0] <= now else ()
 
     def _release(self, now: float) -> Proposals:
-        """Whose quarantine is over may have tickets again."""
+        """Servers whose quarantine is over may have tickets again."""
         while self._releases and self._releases[0][0] <= now:
             _, server = heapq.heappop(self._releases)
             health = self.health[server]

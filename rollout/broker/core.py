@@ -14,9 +14,9 @@ n = published version = batches trained; e = the next step to be assembled (n <=
 
 * **F1** `Groups.admit`: `Rules.admitted(n)` whole groups.
 * **F2** `Tickets.issue`: tickets carry the version at which they go out; none goes out while n < e - S.
-* **F3** `Groups.set_version`, `Groups.cut_off`: an unbatched group with v < e - S fits no later batch and ends `stale`,
-  its task in front again with one more cut-off. e >= n, so this is F3's bound n - S, applied as soon as it is certain
-  (at assembly), not only at publication.
+* **F3** `Groups.set_version`, `Groups.cut_off`: an unbatched group with v < e - S fits no later batch and ends `stale`.
+  Its task goes in front again with one more cut-off. As e >= n, this is F3's bound n - S, applied as soon as it is
+  certain (at assembly), not only at publication.
 * **F4** `Batches.assemble`: B ready groups, by v, at the learner's request for step e.
 * **F5** `Batches.is_held`: a batch waits for groups that were cut off P times, at most `hold_deadline_s` from when it
   had its B groups and was requested.
@@ -170,7 +170,7 @@ class BrokerCore:
         return self._after_event(now) if self._end_without_result(ticket_id, reason, now, turns) else []
 
     def refused(self, ticket_id: int, reason: str, now: float) -> list[Action]:
-        """Its trajectory cannot be true (`validation.fault`): the ticket has failed."""
+        """A ticket's trajectory cannot be true (`validation.fault`): the ticket has failed."""
         if self.ticket(ticket_id) is None:
             self.stats.duplicates += 1
             return []
@@ -304,7 +304,7 @@ class BrokerCore:
                 self.batches.add(group) if is_whole else self.groups.first.widen(group)
 
     def _end_without_result(self, ticket_id: int, reason: str, now: float, turns: int | None = None) -> bool:
-        """False if it had ended before."""
+        """End an attempt; False if it had ended before."""
         if ticket_id in self.evaluations.running:
             self._out += self.evaluations.end(ticket_id, None, now)
             return True
@@ -427,14 +427,14 @@ class Copies:
         self.ledger = tickets.ledger
 
     def start(self, slow: Attempt, n: int, oldest_useful: int, now: float) -> list[IssueTicket]:
-        """Of a running sample, on another server, if one has a free seat (F2 as for any ticket)."""
+        """Start a copy of a running sample on another server, if one has a free seat (F2 as for any ticket)."""
         server = self.tickets.servers.next(avoid=slow.server)
         if server is None or n < oldest_useful:
             return []
         return [self.tickets.start(slow.sample, server, n, now)]
 
     def settle(self, attempt: Attempt) -> None:
-        """Its sample has its result."""
+        """Note that the attempt's sample has its result."""
         sample = attempt.sample
         other = sample.attempt if attempt is sample.spare else sample.spare
         if attempt is sample.spare:
@@ -443,7 +443,7 @@ class Copies:
             self.tickets.revoke(other, State.REDUNDANT)
 
     def go_on(self, attempt: Attempt) -> bool:
-        """It has failed, or is overdue: whether the other copy of its sample goes on."""
+        """Whether, after this attempt has failed or is overdue, the other copy of its sample goes on."""
         sample = attempt.sample
         if not attempt.is_running or sample.spare is None:
             return False

@@ -1,4 +1,4 @@
-"""By when a ticket must have ended, and how long the learner may wait for a batch. Pure, like the core."""
+"""When a ticket must have ended, and how long the learner may wait for a batch. The module is pure, like the core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKSTOP_S = 30.0  # an environment server ends its own overdue episodes; after 
 
 
 class Deadlines:
-    """By when tickets must have ended. All have the same time, so they stand in the order of their issue."""
+    """When tickets must have ended. All have the same time, so they stand in the order of their issue."""
 
     def __init__(self, ledger: Ledger, seconds: float) -> None:
         self.ledger = ledger
@@ -41,10 +41,12 @@ class Deadlines:
 class Patience:
     """How long the learner may wait for a batch: as long as it comes nearer.
 
-    patience = Patience(deadline_s, now)
-    patience.advanced(now)           # an answer has begun, grown or ended, or an episode has
-    patience.has_run_out(asked, now) # nothing of this for the deadline, since the learner asked
-    patience.must_be_told(now)       # the learner, which has the same deadline and does not see what advances
+        patience = Patience(deadline_s, now)
+        patience.advanced(now)           # an answer has begun, grown or ended, or an episode has
+        patience.has_run_out(asked, now) # nothing of this for the deadline, since the learner asked
+        patience.must_be_told(now)       # whether the learner must hear of it
+
+    The learner has the same deadline and does not see what advances, so it is told.
     """
 
     def __init__(self, deadline_s: float, now: float) -> None:
@@ -59,7 +61,7 @@ class Patience:
         return now - max(asked, self._advanced) > self.deadline_s
 
     def must_be_told(self, now: float) -> bool:
-        """Something has advanced since it was last told, at most four times within the deadline.
+        """Whether something has advanced since it was last told, at most four times within the deadline.
 
         What it hears comes later than what it is told of: its own deadline never ends before ours.
         """

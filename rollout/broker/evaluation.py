@@ -72,7 +72,8 @@ class Evaluations:
         self.queue.extend(EvalAttempt(evaluation, task) for task in range(tasks))
 
     def roll_back(self, version: Version) -> None:
-        """From `version` on all are others now: their evaluations are dropped, earlier ones go on in its timeline."""
+        """Note that from `version` on all versions are others now: their evaluations are dropped, earlier ones go on in
+        its timeline."""
         self.requested = {n for n in self.requested if n < version.n}
         self.pending = [each for each in self.pending if each.version.n < version.n]
         self.queue = deque(attempt for attempt in self.queue if attempt.evaluation in self.pending)
@@ -148,7 +149,7 @@ class Ending:
         self.has_come = False
 
     def comes(self, now: float) -> bool:
-        """True once: it comes now."""
+        """Whether it comes now, which is true once."""
         rules = self.rules
         awaited = rules.eval_tasks > 0 and self.evaluations.groups.run.steps not in self.evaluations.requested
         if self.has_come or awaited or self.evaluations.pending:

@@ -27,7 +27,7 @@ class Ages:
             self._count(group, 1)
 
     def remove(self, group: Group) -> None:
-        """Before its version or phase changes; without effect on a group that is not here."""
+        """Take a group out, before its version or phase changes; without effect on a group that is not here."""
         if group.version is None or group.phase not in (Phase.UNFINISHED, Phase.READY):
             return
         groups = self._by_version[group.version]
@@ -37,7 +37,7 @@ class Ages:
         self._count(group, -1)
 
     def older_than(self, version: int) -> list[Group]:
-        """In the order of their issue."""
+        """The older groups, in the order of their issue."""
         found = [group for v, groups in self._by_version.items() if v < version for group in groups.values()]
         return sorted(found, key=lambda group: group.group_id)
 
@@ -71,15 +71,15 @@ class FirstEpisodes:
         self._add(group, self.count)
 
     def widen(self, group: Group) -> None:
-        """They have differed: the rest begins."""
+        """Begin the rest of a group whose results have differed."""
         self._add(group, self.members - len(group.members))
 
     def replace(self, group: Group) -> None:
-        """One has failed for good: the next begins, if the group has one that has not."""
+        """Begin the next sample of a group in which one has failed for good, if the group has one that has not."""
         self._add(group, min(1, self.members - len(group.members)))
 
     def have_answered(self, group: Group) -> bool:
-        """Their results are in, and the rest has not begun."""
+        """Whether the results of those that began are in, and the rest has not begun."""
         return group.done == self.count and len(group.members) < self.members
 
     def _add(self, group: Group, count: int) -> None:

@@ -111,7 +111,7 @@ class Groups:
     # ------------------------------------------------------------ ends
 
     def cut_off(self, now: float) -> list[GroupRecord]:
-        """After an assembly: groups that fit no later batch end, all of them after the last one.
+        """End, after an assembly, the groups that fit no later batch, all of them after the last one.
 
         With R > 0 that is what redundancy was for: so many of them count as redundant.
         """
@@ -126,7 +126,8 @@ class Groups:
         return records
 
     def end(self, group: Group, end: State, now: float) -> list[GroupRecord]:
-        """As a whole, at once: its tickets are revoked; the task of one that was cut off goes back in front."""
+        """End a group as a whole, at once: its tickets are revoked; the task of one that was cut off goes back in
+        front."""
         for member in group.members:
             if member.state not in ENDS:
                 self._end_sample(member, end)

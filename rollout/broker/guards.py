@@ -1,7 +1,7 @@
-"""What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md). Pure.
+"""What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md).
 
-An environment takes part by two names in its `info`: `success_<type>` is 1 or 0 and names the type of its task,
-`invalid_share` is the share of an episode's answers that it could not use.
+The module is pure. An environment takes part by two names in its `info`. `success_<type>` is 1 or 0 and names the type
+of its task; `invalid_share` is the share of an episode's answers that it could not use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_TURNS = 64  # of a process in one batch; more would say no more
 
 
 class BatchGuards:
-    """Of one run: every batch and every evaluation, in order."""
+    """The guards of one run hear every batch and every evaluation, in order."""
 
     def __init__(self, rules: Rules, alarms: Alarms) -> None:
         self._alarms = alarms
@@ -56,7 +56,7 @@ class BatchGuards:
         self._failed = 0
 
     def restored(self, core: BrokerCore) -> None:
-        """After a journal: every group that was trained had drawn a task."""
+        """Go on after a journal: every group that was trained had drawn a task."""
         groups = core.ledger.samples[State.TRAINED] // core.rules.group_size
         drawn = core.groups.tasks.source.snapshot() if self._shuffled else groups
         self._alarms.check(
@@ -114,7 +114,7 @@ class BatchGuards:
         self._alarms.check("truncated", share > limit, f"{share:.0%} of the episodes of step {batch.step}")
 
     def _tasks(self, step: int, tasks: list[int]) -> None:
-        """With a seeded order: a task comes again only after the others."""
+        """Check the tasks of a seeded order: a task comes again only after the others."""
         again = sum(task in self._trained for task in tasks) / len(tasks)
         repeated = self._shuffled and again > self._alarms.limit("data-repeated", "share")
         self._alarms.check(
@@ -133,7 +133,7 @@ class BatchGuards:
 
 
 def _all(recent: deque[bool]) -> bool:
-    """Of a window that is full."""
+    """Whether all are true of a window that is full."""
     return len(recent) == recent.maxlen and all(recent)
 
 
@@ -165,7 +165,7 @@ class _Type:
     samples_since: int = 0
 
     def add(self, succeeded: list[bool]) -> None:
-        """One group."""
+        """Add one group."""
         if any(succeeded):
             self.samples += self.samples_since + len(succeeded)
             self.successes += sum(succeeded)
@@ -185,7 +185,7 @@ class _Type:
 class TaskGuards:
     """What batches say about types of tasks, about the form of answers, and about what redundancy cuts.
 
-    Of one run: every batch and every group's end, in order.
+    They are those of one run, and hear every batch and every group's end, in order.
     """
 
     def __init__(self, alarms: Alarms) -> None:
@@ -256,7 +256,8 @@ class TaskGuards:
         self._alarms.check("answers-cut", share > limit, f"{share:.0%} of those of step {step}")
 
     def _check_cut(self, step: int, stats: Statistics) -> None:
-        """Those cut while they ran count with what they had by then: longer ones are certain to be missed."""
+        """Compare the lengths of what was cut. Those cut while they ran count with what they had by then: longer ones
+        are certain to be missed."""
         cut = stats.cut.get(NAMES[State.REDUNDANT])
         kept = stats.kept
         if cut is None or not kept.episodes or cut.finished.episodes + cut.running < _LEAST_CUT:
@@ -278,7 +279,7 @@ class TaskGuards:
 
 @dataclass
 class _Turns:
-    """Of one batch, by process."""
+    """The turns of one batch, by process."""
 
     servers: dict[int, list[float]] = field(default_factory=dict)  # seconds of a turn
     generators: dict[int, list[float]] = field(default_factory=dict)  # seconds of a token
@@ -296,8 +297,8 @@ class Outliers:
     """One environment server or generator that is much slower than its like, by the turns of trained episodes.
 
     A busy machine makes any process stand still for a while, and what stands still delays all that it holds: up to
-    1 + alpha batches. So a process counts as slow only if even the fastest quarter of its turns is slow, over so many
-    batches that one or two such stalls are less than three quarters of them.
+    1 + alpha batches. So a process counts as slow only if even the fastest quarter of its turns is slow. That is judged
+    over so many batches that one or two such stalls are less than three quarters of them.
     """
 
     def __init__(self, alarms: Alarms, alpha: float) -> None:

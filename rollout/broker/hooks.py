@@ -72,7 +72,7 @@ class BrokerHook(Hook):
         return ()
 
     def server_left(self, now: float, server: int, held: bool) -> Proposals:
-        """It is dead; `held`: with episodes."""
+        """A server is dead; `held` says whether it had episodes."""
         return ()
 
     def completed(self, now: float, group: Group) -> Proposals:

@@ -1,6 +1,6 @@
-"""From messages to events of the core, in their order: the part of the broker that its write-ahead log keeps.
+"""Turns messages into events of the core, in their order: the part of the broker that its write-ahead log keeps.
 
-No sockets and no clock. The same messages at the same times lead to the same state and the same actions.
+It has no sockets and no clock. The same messages at the same times lead to the same state and the same actions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Intake:
         self._orders: defaultdict[tuple[int, int], Reorder[ServerMessage]] = defaultdict(Reorder)  # by incarnation
 
     def take(self, message: Message | None, now: float) -> list[Action]:
-        """None: a deadline has passed. Raises ProtocolError for what makes no sense from its sender."""
+        """Take one message; None says that a deadline has passed. Raises ProtocolError for what makes no sense from its
+        sender."""
         core = self.core
         match message:
             case None:
@@ -110,7 +111,7 @@ class Intake:
                 return core.server_joined(server, incarnation, capacity, now, held)
 
     def knows(self, server: int, incarnation: int) -> bool:
-        """It has said hello, and may have died since."""
+        """Whether this server has said hello, and may have died since."""
         return (server, incarnation) in self._orders or self.core.servers.is_dead(server, incarnation)
 
     def awaited(self) -> str:

@@ -11,15 +11,15 @@ After the death of the learner batched and trained ones may end stale (`history.
 Invariants (`check`):
 * samples issued = sum over all states;
 * tokens generated = sum over the states + lost. Tokens are what generators report per ticket (`usage`, before or
-  after the trajectory). A ticket's tokens stand in the state of its sample while it is the sample's
-  current attempt; those of an attempt that failed stand under `failed`, also when the sample is tried again
-  and trained, so that `trained` is exactly the useful tokens. A queued sample therefore has no tokens.
-  Tokens of a generator that died stand under `lost`, whatever became of the ticket;
+  after the trajectory). A ticket's tokens stand in the state of its sample while it is the sample's current attempt.
+  Those of an attempt that failed stand under `failed`, also when the sample is tried again and trained. So `trained` is
+  exactly the useful tokens. A queued sample therefore has no tokens. Tokens of a generator that died stand under
+  `lost`, whatever became of the ticket;
 * a second copy of a slow episode is booked under `redundant` from its first token, and changes places with the first
   copy when it becomes the sample's current attempt (`promote`);
-* double entry: a trajectory's own `tokens_generated` equals the sum of its ticket's usage that was not lost. Only for
-  tickets that were at hand when broker or proxy died, or a connection broke, the trajectory's count stands alone, and
-  from then on what is reported of tickets that are over is lost.
+* double entry: a trajectory's own `tokens_generated` equals the sum of its ticket's usage that was not lost. This does
+  not hold for tickets that were at hand when broker or proxy died, or a connection broke. There the trajectory's count
+  stands alone, and from then on what is reported of tickets that are over is lost.
 
 All transitions pass through `move`, the only place that changes a state.
 """
@@ -189,7 +189,7 @@ class Ledger:
             self.first_mismatch = ""
 
     def give_up_waiting(self) -> None:
-        """At the end of the run: usage that has not arrived by now is missing."""
+        """Stop waiting at the end of the run: usage that has not arrived by now is missing."""
         for attempt in list(self.attempts.values()):
             if attempt.claimed >= 0:
                 self._reconcile(attempt, is_last=True)
@@ -276,7 +276,7 @@ class Ledger:
 
 
 def state_of(attempt: Attempt) -> State:
-    """Under which its tokens are booked."""
+    """The state under which the attempt's tokens are booked."""
     if attempt.spare:
         return State.REDUNDANT
     return attempt.sample.state if attempt.sample.attempt is attempt else State.FAILED

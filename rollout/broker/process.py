@@ -1,8 +1,8 @@
 """The broker process: BrokerCore behind its sockets (`python -m rollout.broker.process --run DIR`).
 
-One poll loop. Each turn drains every socket, turns messages into events of the core, writes these to the log, carries
-out its actions, and sends the servers their tickets, with one message each that acknowledges what was taken. Payloads
-stay where they were received: the core passes them through, and a batch concatenates them once.
+It has one poll loop. Each turn drains every socket, turns messages into events of the core, writes these to the log,
+and carries out its actions. Then it sends each server its tickets, in one message that also acknowledges what was
+taken. Payloads stay where they were received: the core passes them through, and a batch concatenates them once.
 
 What peers send is not trusted: what is no message, or not its sender's to say, is counted and dropped; a trajectory
 that cannot be true fails its ticket. A peer that is gone is the supervisor's to announce; until then its tickets stay
@@ -248,7 +248,8 @@ class Broker:
                 send_to(self.steps, self._learner, messages.Journal(request.version, state))
 
     def _send_again(self, step: int) -> None:
-        """To a learner that trains the batches since its checkpoint again; it drops what it does not await."""
+        """Send batches again to a learner that trains those since its checkpoint again; it drops what it does not
+        await."""
         for rank, socket in enumerate(self.batches):
             send(socket, read_batch_part(self.process.run.folder, step, rank))
 
@@ -297,7 +298,7 @@ class Broker:
             self.log.begin(self.intake)
 
     def _trace(self, events: Iterable[TraceEvent]) -> None:
-        """Only what the log has: nothing else may be told twice, by this incarnation and by the next."""
+        """Trace only what the log has: nothing else may be told twice, by this incarnation and by the next."""
         self.process.trace.add(*events)
 
     def _carry_out_later(self) -> None:
@@ -326,7 +327,7 @@ class Broker:
                     self.process.send_closing_report()
 
     def _keep_episodes(self, report: actions.EvalReport) -> None:
-        """One line per evaluated episode, in the order of the tasks."""
+        """Keep one line per evaluated episode, in the order of the tasks."""
         rows = [{"version": report.version.n, **msgspec.structs.asdict(episode)} for episode in report.episodes]
         with self._evals.open("ab") as file:
             file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -392,7 +393,7 @@ def _eval_metrics(report: actions.EvalReport) -> dict[str, float]:
 
 
 def tune_memory() -> None:
-    """For a process where tens of megabytes of received arrays come and go every second.
+    """Tune the allocator for a process where tens of megabytes of received arrays come and go every second.
 
     Call once everything is imported, before any socket exists (whose thread would get a heap of its own).
 

@@ -51,7 +51,7 @@ class Sample:
     outcome: EpisodeOutcome | None = None
 
     def take_payload(self) -> BatchSample:
-        """For its batch; the outcome stays without it."""
+        """The payload for its batch; the outcome stays without it."""
         group = self.group
         outcome = self.outcome
         assert outcome is not None and group.version is not None
@@ -85,7 +85,7 @@ class Attempt:
 
     @property
     def is_running(self) -> bool:
-        """Its sample waits for it: for the current attempt, or for a spare copy."""
+        """Whether its sample waits for it: for the current attempt, or for a spare copy."""
         sample = self.sample
         return sample.state is State.RUNNING and (sample.attempt is self or sample.spare is self)
 

@@ -22,12 +22,12 @@ class Rules(RolloutConfig):
     seed: int = _DEFAULTS.seed
     temperature: float = _DEFAULTS.sampling.temperature
     eval_tasks: int = _DEFAULTS.eval.tasks
-    """More than 0: the end waits for the evaluation of the last version."""
+    """If this is more than 0, the end waits for the evaluation of the last version."""
     eval_temperature: float = _DEFAULTS.eval.temperature
     drain_deadline_s: float = 20.0
     """Longest wait, at the end, for cancelled tickets and late usage."""
     max_groups_given_up: int = 64
-    """So many in a row, without any episode finishing, stop the run."""
+    """So many groups given up in a row, without any episode finishing, stop the run."""
 
     @classmethod
     def of(cls, config: Config, train_tasks: int, start_step: int = 0) -> Rules:

@@ -37,7 +37,7 @@ class Servers:
         return incarnation <= self._dead.get(index, -1)
 
     def join(self, index: int, incarnation: int, capacity: int) -> bool:
-        """True if it is new. It gets tickets once it has been offered."""
+        """Add a server; True if it is new. It gets tickets once it has been offered."""
         server = self.by_index.get(index)
         if server is not None:
             server.capacity = capacity

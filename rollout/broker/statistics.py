@@ -39,9 +39,9 @@ class Tally(Struct):
 class Cut(Struct):
     """Episodes that were not trained, by the end for which.
 
-    Of those that had finished everything is known; of those that were still running (cancelled, or failed: then it is
-    one attempt of perhaps several) how far they had come by then, which is at most what they would have had. The losing
-    copy of a slow episode is a `redundant` one.
+    Everything is known of those that had finished. Of those that were still running it is known how far they had come
+    by then, which is at most what they would have had. These were cancelled, or failed: then it is one attempt of
+    perhaps several. The losing copy of a slow episode is a `redundant` one.
     """
 
     finished: Tally = field(default_factory=Tally)
@@ -157,8 +157,8 @@ class Statistics(Struct):
 
         What failed was not cut: nobody decided against it, and what it had generated is mostly not told.
 
-        Those cut while they ran count with what they had by then, so a mean above that of the kept ones is certain
-        evidence of a bias against long episodes; whether they would have succeeded is known of nobody.
+        Those cut while they ran count with what they had by then. So a mean above that of the kept ones is certain
+        evidence of a bias against long episodes. Nobody knows whether they would have succeeded.
         """
         cuts = [cut for end, cut in self.cut.items() if end != NAMES[State.FAILED]]
         lost: dict[str, list[tuple[float, int]]] = {
@@ -197,7 +197,7 @@ def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
 
 
 def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisode]) -> dict[str, float]:
-    """Of each environment, where a run plays several: its episodes, and their means."""
+    """The metrics of each environment, where a run plays several: its episodes, and their means."""
     metrics: dict[str, float] = {}
     for label in sorted({each.label for each in episodes} - {""}):
         chosen = [each for each in episodes if each.label == label]

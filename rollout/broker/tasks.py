@@ -127,11 +127,11 @@ class Priority(Protocol):
     """
 
     def issue(self, task: DrawnTask) -> float:
-        """Of a group that is about to be queued."""
+        """The priority of a group that is about to be queued."""
         ...
 
     def consume(self, version: int, task: DrawnTask) -> float:
-        """Of a finished group with v(group) = `version`."""
+        """The priority of a finished group with v(group) = `version`."""
         ...
 
 
@@ -192,17 +192,17 @@ class Calibration:
 class SuccessWeighted:
     """New tasks in the shuffled order, and between them tasks that were tried before and will likely teach something.
 
-    A group teaches where some of its episodes win and some lose. The chance of that is `mixed_chance` under the
-    task's posterior: Beta(strength * m, strength * (1 - m)) before its first group, m the recent success of all tasks,
-    plus what its own groups won and lost, each counted `decay` times less with every later one: the policy changes.
-    The posterior knows nothing of a policy that learns a task by playing it. So the chances of known tasks, and that of
-    new ones, are corrected by what became of those before them (`Calibration`).
+    A group teaches where some of its episodes win and some lose. The chance of that is `mixed_chance` under the task's
+    posterior. Before its first group that is Beta(strength * m, strength * (1 - m)), where m is the recent success of
+    all tasks. What its own groups won and lost is added, each counted `decay` times less with every later one, because
+    the policy changes. The posterior knows nothing of a policy that learns a task by playing it. So the chances of
+    known tasks, and that of new ones, are corrected by what became of those before them (`Calibration`).
 
-    While less than `target` of the recent groups were mixed, the task that was tried longest ago, at least `rest`
-    draws before, comes again if its chance is above that of a new task, at most in a share `repeat` of the draws: a
-    policy that plays the same tasks over and over learns them by heart. Else the shuffled order goes on. In a later
-    pass over the data a known task is taken with its chance, and never less often than with `floor`. The draws are a
-    function of run seed and position, so a resumed run goes on as the uninterrupted one.
+    While less than `target` of the recent groups were mixed, the task that was tried longest ago, at least `rest` draws
+    before, may come again. It does if its chance is above that of a new task, and at most in a share `repeat` of the
+    draws. A policy that plays the same tasks over and over learns them by heart. Else the shuffled order goes on. In a
+    later pass over the data a known task is taken with its chance, and never less often than with `floor`. The draws
+    are a function of run seed and position, so a resumed run goes on as the uninterrupted one.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class SuccessWeighted:
         self._resting: deque[tuple[int, int]] = deque()  # (draw from which on it may come again, task), in that order
 
     def chance(self, task_index: int) -> float:
-        """That the next group of this task is mixed."""
+        """The chance that the next group of this task is mixed."""
         return self._calibration(task_index).of(self._posterior(task_index))
 
     def _calibration(self, task_index: int) -> Calibration:

@@ -10,7 +10,7 @@
 A record is a head (length, xxh3 of the content, xxh3 of both) and its content. The first holds the state, pickled:
 plug-ins keep what they like, and nobody but this process's successor reads it. The others hold a time and the frames of
 a message. What is written survives the process at once. It is synced to the disk in groups, a second's records each, by
-a thread beside the loop: of a machine's death the run recovers from a checkpoint, and the disk is not waited for.
+a thread beside the loop. Nobody waits for the disk: after a machine's death the run recovers from a checkpoint.
 
 Large arrays, such as columns with hundreds of bytes a token, stay out of the log. They stand in a file beside it, which
 only grows: the record says where, and what they hash to. They are written before their record, so that a record that
@@ -139,7 +139,7 @@ class WriteAheadLog:
             self._is_synced = True
 
     def _put_beside(self, arrays: Sequence[bytes | memoryview]) -> _Beside | None:
-        """For the next `flush`."""
+        """Put large arrays beside the log, for the next `flush`."""
         if not arrays:
             return None
         hashed = xxh3_64()
@@ -205,7 +205,7 @@ class WriteAheadLog:
         return self._path.with_name(f"{self._path.stem}.columns.{number}")
 
     def _files_beside(self) -> list[int]:
-        """Their numbers: one, and two where a process died as it began a log."""
+        """The numbers of the files beside the log: one, and two where a process died as it began a log."""
         return [int(path.suffix[1:]) for path in self._path.parent.glob(f"{self._path.stem}.columns.*")]
 
 

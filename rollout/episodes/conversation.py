@@ -2,8 +2,8 @@
 
     prompt · generated · glue · generated · glue · … · generated
 
-Glue is everything between two turns: the end of the turn where the model did not write it (cut by length),
-the environment's messages and the opening of the next turn. `GrowingSequence` says what holds for the ids.
+Glue is everything between two turns. It is the end of the turn where the model did not write it (cut by length), the
+environment's messages and the opening of the next turn. `GrowingSequence` says what holds for the ids.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Conversation(GrowingSequence):
 
 
 class ToolConversation(Conversation):
-    """Likewise with tools: turns are parsed, and what follows a turn depends on what it called."""
+    """A conversation with tools: turns are parsed, and what follows a turn depends on what it called."""
 
     def __init__(self, reader: TurnReader, opening: Opening) -> None:
         self.reader = reader

@@ -28,13 +28,13 @@ class ChatMessage:
     role: str
     content: str = ""
     reasoning: str = ""
-    """Of an assistant: what it thought before it answered."""
+    """What an assistant thought before it answered."""
     calls: tuple[ToolCall, ...] = ()
-    """Of an assistant."""
+    """The tools that an assistant calls."""
     call_id: str = ""
-    """Of a tool: the call that it answers."""
+    """The call that a tool's message answers."""
     name: str = ""
-    """Of a tool: its name, where the client says it."""
+    """The name of a tool, where the client says it."""
 
 
 class TurnText(str):
@@ -44,7 +44,7 @@ class TurnText(str):
 
 
 Tools = Sequence[Mapping[str, Any]]
-"""As OpenAI writes them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+"""Tools as OpenAI writes them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class EpisodeTerms:
     """
 
     label: str = ""
-    """Under which its metrics stand beside those of all: `rollout/<label>/reward`, `eval/<label>/accuracy`."""
+    """The name under which its metrics stand beside those of all: `rollout/<label>/reward`, `eval/<label>/accuracy`."""
     max_turns: int | None = None
     max_tokens: int | None = None
-    """Of one turn."""
+    """The most tokens of one turn."""
     eval_temperature: float | None = None
-    """Of evaluations. Training has one temperature, by which the learner divides its logits."""
+    """The temperature of evaluations. Training has one temperature, by which the learner divides its logits."""
 
 
 @runtime_checkable
@@ -161,7 +161,8 @@ class Solvable(Environment, Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Of one ticket. Clients of OpenAI take `base_url` + "/v1", those of Anthropic `base_url`; both take `api_key`."""
+    """The endpoint of one ticket. Clients of OpenAI take `base_url` + "/v1", those of Anthropic `base_url`; both take
+    `api_key`."""
 
     base_url: str
     api_key: str
@@ -209,7 +210,7 @@ class Needs:
     turns: int = 1
     """The fewest turns in which a task can be solved."""
     episodes: int | None = None
-    """As many as a server can run at once, where more would wait for room within their `reset`."""
+    """The most episodes that a server can run at once, where more would wait for room within their `reset`."""
     room: str = ""
     """The option behind `episodes`, with its value."""
     tokens: int = 1

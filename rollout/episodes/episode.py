@@ -5,9 +5,9 @@ Stop reasons of a trajectory: `done` (the environment said so), `length` (it sai
 `sampling.max_tokens`), `context` (`generator.max_model_len` is full), `max_turns`. Before the last two an environment
 that judges on demand is asked to (`FinishedOnDemand`).
 
-The environment is foreign code: each call runs in a task of its own with a deadline, and whatever it does (raise,
-hang, swallow its cancellation, answer nonsense) fails this episode only, as EpisodeFailed. It is closed exactly once,
-also after a failure or a cancel.
+The environment is foreign code, so each call runs in a task of its own with a deadline. Whatever it does (raise, hang,
+swallow its cancellation, answer nonsense) fails this episode only, as EpisodeFailed. It is closed exactly once, also
+after a failure or a cancel.
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ class _Episode:
         return Step([], step.reward + end.reward, True, end.success, info, columns)
 
     async def _wait_for_hooks(self, phase: int) -> None:
-        """Until every hook lets it go on: with a per-turn barrier, when the server's other episodes are there too."""
+        """Wait until every hook lets it go on: with a per-turn barrier, when the server's other episodes are there
+        too."""
         if self.context.hooks:
             released = asyncio.Event()
             self.context.hooks.arrive(self.ticket.ticket_id, phase, released.set)

@@ -1,4 +1,4 @@
-"""The requests of an agent that owns its loop, as a forest of token sequences. A pure state machine.
+"""The requests of an agent that owns its loop, as a forest of token sequences. This is a pure state machine.
 
 An agent sends its whole history as text with every request. Encoding that text again would train tokens that nobody
 sampled. So each request is attached to what was sampled:
@@ -11,8 +11,8 @@ sampled. So each request is attached to what was sampled:
   where the client sends it. It goes on with the ids of the bridge (`rollout/episodes/bridge.py`).
 * What repeats nothing opens a new root, whose ids are all read and never trained. `forks` counts why: `edited` (an
   assistant's message that was not sampled there), `compacted` (no assistant's message is left), `subagent` (another
-  first message), `tools` (other tools), `bridge` (it was refused), `thinking` (the template drops old reasoning, and
-  `thinking="template"` follows it).
+  first message) or `tools` (other tools). The others are `bridge` (it was refused) and `thinking` (the template drops
+  old reasoning, and `thinking="template"` follows it).
 * A turn that was aborted, or that nobody was answered with, is no part of any sequence.
 
     forest = Forest(reader)
@@ -76,7 +76,7 @@ class ForestTurn:
 
     @property
     def path(self) -> list[ForestTurn]:
-        """From the root to this turn."""
+        """The turns from the root to this turn."""
         found: list[ForestTurn] = []
         turn: ForestTurn | None = self
         while turn is not None:
@@ -91,7 +91,7 @@ class ForestTurn:
 
 
 class Forest:
-    """Of one ticket. `limit`: the longest context, in tokens."""
+    """The forest of one ticket. `limit`: the longest context, in tokens."""
 
     def __init__(
         self,
@@ -135,13 +135,13 @@ class Forest:
         return ForestTurn(self._begun, history, tools, parent, prompt[len(before) :], growing, len(prompt))
 
     def count_tokens(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> int:
-        """Of the prompt of such a request. Raises RequestRefused."""
+        """The number of tokens in the prompt of such a request. Raises RequestRefused."""
         _check(messages)
         parent, ids, _ = self._place(tuple(messages), tools)
         return len(ids) + (len(parent.context) if parent else 0)
 
     def live(self, turn: ForestTurn, stop: Sequence[str] = ()) -> LiveTurn:
-        """To read this turn along while it is being sampled."""
+        """A reader of this turn while it is being sampled."""
         return LiveTurn(self.reader, self._begun_by_prompt(turn), stop)
 
     def end(
@@ -273,7 +273,7 @@ class Forest:
         return self._tokenizer.bridge(turn.message.calls, new, last_id, tools)
 
     def _keeps_reasoning(self, turn: ForestTurn, new: Sequence[ChatMessage], tools: Tools) -> bool:
-        """With `thinking="template"`: whether the template still writes the reasoning of all turns before."""
+        """Whether, with `thinking="template"`, the template still writes the reasoning of all turns before."""
         thoughts = [each.message.reasoning for each in turn.path if each.message and each.message.reasoning]
         if self._thinking == "keep" or not thoughts:
             return True
@@ -352,7 +352,7 @@ def _tools_key(tools: Tools) -> bytes:
 
 
 def _digests(messages: Sequence[ChatMessage], start: bytes) -> list[bytes]:
-    """Of every beginning of a history; reasoning is left out, which clients may drop."""
+    """Digests of every beginning of a history; reasoning is left out, which clients may drop."""
     state = blake2b(start, digest_size=16)
     found = []
     for message in messages:

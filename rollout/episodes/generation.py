@@ -4,7 +4,7 @@ Sans sockets: messages leave through `send`, answers come in through `answered`.
 is forgotten only when its answer has arrived, so a cancelled episode ends after its generation has ended. It is asked
 again when the proxy has died, or the connection to it broke (`ask_again`).
 
-Somebody may read along (`Generate.stream`). What has been read is not taken back: a request whose answer may be lost
+Somebody may read along (`Generate.stream`). What has been read is not taken back. A request whose answer may be lost
 ends with what was read of it, like one that a generator has aborted, and whoever asked goes on from there.
 """
 
@@ -79,8 +79,8 @@ class GenerationClient:
     ) -> Generated:
         """The answer to this request, under a fresh id. Cancelled: aborts it and waits for the answer first.
 
-        ending: once it is done the request is aborted, and answered with what it had sampled by then.
-        read: is told of the tokens while they are sampled, where `request.stream` asks for them.
+        Once `ending` is done the request is aborted, and answered with what it had sampled by then. `read` is told of
+        the tokens while they are sampled, where `request.stream` asks for them.
         Raises WaitExpired if an abort is not answered within `abort_deadline_s`: the server cannot go on.
         """
         request_id = self._next_id

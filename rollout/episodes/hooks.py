@@ -33,14 +33,14 @@ class EpisodeHook(Hook):
         """An episode has begun, with its reset."""
 
     def arrive(self, ticket_id: int, phase: int, go_on: Call) -> None:
-        """It waits to do what `phase` says (STEP or GENERATE): call `go_on` once, now or later.
+        """An episode waits to do what `phase` says (STEP or GENERATE): call `go_on` once, now or later.
 
         An episode that ends meanwhile leaves; a later `go_on` is harmless then.
         """
         go_on()
 
     def leave(self, ticket_id: int) -> None:
-        """It has ended, however it did. This may be told twice."""
+        """An episode has ended, however it did. This may be told twice."""
 
 
 class EpisodeHooks(list[EpisodeHook]):

@@ -1,7 +1,7 @@
 """The text of a turn while it is being sampled: what of its reasoning and its content is certain already.
 
-Nothing is taken back: no half of a character, no beginning of a stop text or of a marker is told, and the text that
-was put together here, piece by piece, is the turn's text to the end.
+Nothing is taken back: no half of a character, no beginning of a stop text or of a marker is told. The text that was put
+together here, piece by piece, is the turn's text to the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LiveTurn:
         return len(told.reasoning) + len(told.content) > before
 
     def text(self) -> str:
-        """Of the whole turn."""
+        """The text of the whole turn."""
         self._decode(ended=True)
         return self._text
 

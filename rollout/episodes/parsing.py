@@ -1,4 +1,4 @@
-"""From the text of a sampled turn to reasoning, content and tool calls. No torch, no model: text in, parts out.
+"""Turns the text of a sampled turn into reasoning, content and tool calls. No torch, no model: text in, parts out.
 
 A parser never fails on what a model wrote: what is no call stays content.
 """
@@ -66,7 +66,8 @@ class LiveParser(TurnParser, Protocol):
     """A parser that can be read along."""
 
     def so_far(self, text: str) -> ParsedTurn:
-        """Of a turn that goes on: beginnings of the reasoning and the content that `parse` gives, whatever follows.
+        """What is known of a turn that goes on: beginnings of the reasoning and the content that `parse` gives,
+        whatever follows.
 
         Nothing that may yet become a marker is told; calls are read when the turn is complete.
         """
@@ -74,13 +75,13 @@ class LiveParser(TurnParser, Protocol):
 
 
 class DistantParser(ABC):
-    """One in another process. It has an `opener` too, and streams are sent when the turn is complete."""
+    """A parser in another process. It has an `opener` too, and streams are sent when the turn is complete."""
 
     opener = ""
 
     @abstractmethod
     async def parsed(self, turn: SampledText) -> ParsedTurn:
-        """Within its deadline, whatever happens there: what could not be read stays content."""
+        """Parse it within its deadline, whatever happens there: what could not be read stays content."""
 
 
 def answer_of(text: str) -> str:

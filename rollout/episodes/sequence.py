@@ -2,8 +2,9 @@
 
     read · generated · read · generated · …
 
-Invariants: generated ids stand exactly as the engine sampled them (nothing is ever tokenised again); `loss_mask` is 1
-on them and nowhere else; what else the generator answered stands beside them, and each column's masked value elsewhere.
+Invariants: generated ids stand exactly as the engine sampled them (nothing is ever tokenised again), and `loss_mask` is
+1 on them and nowhere else. What else the generator answered stands beside them, and each column's masked value
+elsewhere.
 
 A context column (`rl/wire/columns.py`) also has entries for what was read. They come with the answer that follows it:
 each brings those of the tokens since the answer before, `known` says how far they reach, and nothing comes twice.
@@ -128,7 +129,8 @@ class GrowingSequence:
         return {column.name: self._entries(column) for column in carried(scopes)}
 
     def _entries(self, column: Column, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Those of the column's scope from `start` to `end`; masked ones stand where a context column has none yet."""
+        """The entries of the column's scope from `start` to `end`; masked ones stand where a context column has none
+        yet."""
         parts = _cut(self._parts[column.name], start, end)
         if column.covers == "context":
             parts.append(column.full((self._length if end is None else end) - start - sum(map(len, parts))))

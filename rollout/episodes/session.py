@@ -91,7 +91,7 @@ class _Generation:
 
 
 class Session:
-    """Of one ticket, on one event loop."""
+    """The session of one ticket, on one event loop."""
 
     def __init__(self, sampler: TurnSampler, forest: Forest, *, grace_s: float, stop: Sequence[str] = ()) -> None:
         self.sampler = sampler

@@ -66,7 +66,8 @@ class AgentTokenizer(ConversationTokenizer, Protocol):
         ...
 
     def turn_text(self, ids: Sequence[int]) -> str:
-        """Likewise with special tokens (markers of tool calls are some), but without the one that ended the turn."""
+        """The text of a turn with special tokens (markers of tool calls are some), but without the one that ended the
+        turn."""
         ...
 
     def bridge(
@@ -203,7 +204,7 @@ class ChatTokenizer:
 
 
 class IdTokenizer:
-    """For runs without a model: a message's content is its ids, separated by spaces; turns have no glue."""
+    """A tokenizer for runs without a model: a message's content is its ids, separated by spaces; turns have no glue."""
 
     def __init__(self) -> None:
         self.stop_ids: list[int] = []
@@ -243,7 +244,7 @@ def load_tokenizer(model_folder: Path | None, template_options: Mapping[str, Any
 
 
 def _template_message(message: ChatMessage, plain: Callable[[str], str], as_text: bool) -> dict[str, Any]:
-    """As transformers and templates write messages; what a message does not have is left out."""
+    """A message as transformers and templates write messages; what a message does not have is left out."""
     made: dict[str, Any] = {"role": message.role, "content": plain(message.content)}
     if message.reasoning:
         made["reasoning_content"] = plain(message.reasoning)
@@ -310,7 +311,7 @@ class _GenerationBlock(Extension):
 
 
 def _compile(source: str) -> jinja2.Template:
-    """As transformers compiles chat templates: sandboxed, trimmed blocks, its three helpers."""
+    """Compile as transformers compiles chat templates: sandboxed, trimmed blocks, its three helpers."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)

@@ -36,7 +36,7 @@ class TurnBarrier(EpisodeHook):
         self._joins += 1
 
     def leave(self, ticket_id: int) -> None:
-        """It has ended, however it did; harmless if it has left before."""
+        """An episode has ended, however it did; harmless if it has left before."""
         self._awaited.discard(ticket_id)
         for waiting in self._waiting:
             waiting.pop(ticket_id, None)

@@ -47,7 +47,7 @@ class _Reading:
 
 
 class TurnSampler:
-    """Of one ticket. `during` wraps every wait for a generator (`Activity.during`)."""
+    """The sampler of one ticket's turns. `during` wraps every wait for a generator (`Activity.during`)."""
 
     def __init__(
         self,
@@ -85,9 +85,12 @@ class TurnSampler:
         """Generate one turn into the sequence; the last answer, and whether the context ended it.
 
         A turn aborted on the generators' side (at a weight update) keeps what it has and goes on from there.
-        max_tokens: `self.max_tokens` where there is none, and never more. ending: once it is done the
-        turn is aborted, with what it has. tell: gets the ids while they are sampled, each once. stop: texts that end
-        the turn where they end, as far as the engine reads text. Raises EpisodeFailed.
+        * `max_tokens` is `self.max_tokens` where there is none, and never more.
+        * Once `ending` is done the turn is aborted, with what it has.
+        * `tell` gets the ids while they are sampled, each once.
+        * `stop` is texts that end the turn where they end, as far as the engine reads text.
+
+        Raises EpisodeFailed.
         """
         limit = self._config.generator.max_model_len
         wanted = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)
@@ -165,7 +168,7 @@ class TurnSampler:
 
 
 def _check_context(sequence: GrowingSequence, last: Generated) -> None:
-    """At the end of a turn every token has its context columns. Raises EpisodeFailed."""
+    """Check that at the end of a turn every token has its context columns. Raises EpisodeFailed."""
     if sequence.lacks_context:
         names = ", ".join(column.name for column in context_columns())
         raise EpisodeFailed(

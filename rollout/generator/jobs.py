@@ -72,14 +72,14 @@ class Streams:
         self._next = 0.0  # time of the loop from which on a message may leave
 
     def grew(self, job: Job) -> None:
-        """It has new tokens and goes on."""
+        """A job has new tokens and goes on."""
         self._grown[job.request.request_id] = job
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(self._next, loop.time()), self._tell, loop)
 
     def forget(self, request_id: int) -> None:
-        """It is answered."""
+        """Forget a request that is answered."""
         self._grown.pop(request_id, None)
 
     def close(self) -> None:

@@ -112,7 +112,8 @@ class GeneratorServer:
         return Port(socket, self._from_proxy, self._malformed, self._fail, again=self._greet)
 
     def _greet(self) -> None:
-        """Also after the connection broke: what had been delivered by then may be lost, and is delivered again."""
+        """Say hello, also after the connection broke: what had been delivered by then may be lost, and is delivered
+        again."""
         info = self._limits
         if info is not None:
             for job in self._jobs.values():
@@ -143,7 +144,8 @@ class GeneratorServer:
             self._ended.set_result(None)
 
     def _meet_new_proxy(self) -> None:
-        """Over a new socket: the old one may still send into the dead one's. Clients ask again for what they need."""
+        """Meet it over a new socket: the old one may still send into the dead one's. Clients ask again for what they
+        need."""
         self._backend.close(peer_died=True)
         self._backend = self._open_backend()
         self._greet()

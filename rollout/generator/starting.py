@@ -22,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Effort:
-    """Of the thread that made it and of the processes below this one."""
+    """The effort of the thread that made it and of the processes below this one."""
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -46,8 +46,8 @@ class Effort:
 
 @contextlib.contextmanager
 def watched_start(process: Process) -> Iterator[None]:
-    """Inside, `process` is busy, and its progress counts below 0 as long as the calling thread or a process below this
-    one advances: a process that fails now has not worked yet. Afterwards it is as it was.
+    """Inside, `process` is busy. As long as the calling thread or a process below this one advances, its progress
+    counts below 0: a process that fails now has not worked yet. Afterwards it is as it was.
     """
     effort = Effort()
     over = threading.Event()

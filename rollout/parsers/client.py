@@ -38,7 +38,7 @@ class _Asked:
 
 
 class ParserClient(DistantParser):
-    """On the running event loop. failed: hears of what the server cannot go on after."""
+    """Asks the parser process, on the running event loop. `failed` hears of what the server cannot go on after."""
 
     def __init__(self, process: Process, malformed: Malformed, failed: Callable[[Exception], None]) -> None:
         self.stats = {"parse_failures": 0, "parse_wait_s": 0.0}  # turns that were not read; of all turns
@@ -120,7 +120,7 @@ class ParserClient(DistantParser):
         return Port(socket, self._from_parsers, self._malformed, self._failed, self._greet)
 
     def _greet(self) -> None:
-        """Also after the connection broke: what was asked may be lost, or its answer."""
+        """Say hello, also after the connection broke: what was asked may be lost, or its answer."""
         self._port.send(ClientHello(self._process.index, self._process.incarnation))
         for asked in self._asked.values():
             if not asked.answer.done():
@@ -145,7 +145,7 @@ class ParserClient(DistantParser):
 def open_reader(
     process: Process, tokenizer: AgentTokenizer, malformed: Malformed, failed: Callable[[Exception], None]
 ) -> TurnReader:
-    """With the parser that `chat.parser` names. Raises ConfigError or TokenizerError as `make_reader` does."""
+    """A reader with the parser that `chat.parser` names. Raises ConfigError or TokenizerError as `make_reader` does."""
     if process.config.chat.vllm_names is None:
         return make_reader(process.config, tokenizer)
     return TurnReader(tokenizer, ParserClient(process, malformed, failed))

@@ -93,7 +93,7 @@ def _parsed(parse: Parse, text: str, chat: ChatConfig) -> ParsedTurn:
 
 
 def _is(parsed: ParsedTurn, example: ChatMessage, *, reasons: bool) -> bool:
-    """But for white space. Who has no parser for reasoning finds it in the content."""
+    """Whether this is the example, but for white space. Who has no parser for reasoning finds it in the content."""
     try:
         calls = [(name, json.loads(arguments)) for name, arguments in parsed.calls]
     except ValueError:

@@ -29,7 +29,7 @@ _SHARE = 0.1  # of `chat.parse_deadline_s`: so that a parse that is interrupted 
 
 
 class Overran(BaseException):
-    """A parse took its time. No Exception: parsers catch those."""
+    """A parse took its time. It is no Exception: parsers catch those."""
 
 
 class Parsers:
@@ -46,7 +46,7 @@ class Parsers:
         self._socket = open_socket(zmq.ROUTER, process.run, "parsers", bind=True)
 
     def serve(self) -> None:
-        """Until the supervisor says stop."""
+        """Serve until the supervisor says stop."""
         process = self._process
         receiver = Receiver({self._socket: self._from_client}, self._malformed, process.wake_fd)
         while not process.stopping:
@@ -72,7 +72,7 @@ class Parsers:
                 raise ProtocolError(f"{type(message).__name__} from client {peer!r}")
 
     def _parse_next(self) -> None:
-        """One turn that somebody still waits for: those behind hostile ones would all be read too late."""
+        """Parse one turn that somebody still waits for: those behind hostile ones would all be read too late."""
         while self._waiting:
             until, peer, asked = self._waiting.popleft()
             if time.monotonic() < until:
@@ -120,7 +120,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def make_parser(run: RunFile) -> tuple[VllmParser, str]:
-    """With its opener. Raises ParserRefused."""
+    """The parser with its opener. Raises ParserRefused."""
     chat = run.config.chat
     folder = run.model_folder
     if folder is None:

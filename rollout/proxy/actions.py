@@ -40,14 +40,14 @@ class Forget(Struct, frozen=True):
 
 
 class GoOn(Struct, frozen=True):
-    """Of the request `key`, `tokens` were delivered before its generator died: it is sent again without them."""
+    """`tokens` of the request `key` were delivered before its generator died: it is sent again without them."""
 
     key: int
     tokens: int
 
 
 class ReportFirstToken(Struct, frozen=True):
-    """First token of a training session's first turn; again if that turn was sent again."""
+    """The first token of a training session's first turn; again if that turn was sent again."""
 
     key: int
     session: int

@@ -15,9 +15,9 @@ INFINITE_LOAD = 1 << 62
 class LoadTree:
     """Generators by (load, free KV tokens): a binary tree whose nodes hold the least load and the most room below.
 
-    `set` costs O(log G) and stops at the first unchanged ancestor. `best` descends towards the least
-    load, pruning what has no room; after a fixed number of visits it settles for the best seen so far, or for
-    the generator with the most room (rare: load and room go together).
+    `set` costs O(log G) and stops at the first unchanged ancestor. `best` descends towards the least load, pruning what
+    has no room. After a fixed number of visits it settles for the best seen so far, or for the generator with the most
+    room (rare: load and room go together).
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class PriorityQueue(Generic[T]):
         return self._heap[0][2] if self._heap else None
 
     def set_head_aside(self) -> None:
-        """It blocks nobody until `recall`."""
+        """Take the head of the queue aside: it blocks nobody until `recall`."""
         self._aside.append(heapq.heappop(self._heap))
 
     def recall(self) -> None:

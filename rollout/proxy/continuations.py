@@ -18,7 +18,7 @@ _ALWAYS = ("token_ids", "logp_behavior", "policy_version")
 
 
 class Continuations:
-    """By the core's key; what `answer` or `sent` has ended is forgotten."""
+    """What goes on after a death, by the core's key; what `answer` or `sent` has ended is forgotten."""
 
     def __init__(self) -> None:
         self._delivered: dict[int, Columns] = {}  # by the generator that runs the request

@@ -3,8 +3,8 @@
 Invariants, for any interleaving of events:
 
 * Every request is answered exactly once, unless its client is dead: by its generator, or by the proxy.
-* Nothing is sent to a generator that is not up; work of a generator is sent again only after its death
-  is certain (the supervisor has fenced it), and late messages of a dead incarnation change nothing.
+* Nothing is sent to a generator that is not up. Work of a generator is sent again only after its death is certain (the
+  supervisor has fenced it), and late messages of a dead incarnation change nothing.
 * What is sent fits into the KV tokens of its generator that are not reserved, and into its sequence limit; the rest
   waits here by (priority, arrival). A live request reserves its prompt and what `kv_admission` says of its response.
 * Tokens reported for a session are those its generators reported; `lost` are those not delivered when they died.
@@ -49,12 +49,12 @@ from rollout.proxy.state import GeneratorState, Limits, RoutedRequest
 class ProxyCore:
     """`now` is in seconds on any clock; every event method returns the actions to carry out, in order.
 
-    cache_survives_update: prefix caches outlive a weight update (`on_update=keep`).
-    hooks: as `rollout.hooks` names them; those of the proxy may place requests (`hooks.py`).
-    max_deaths: generators that may die under one request before it is answered with an error.
-    max_overtakes: requests with a cached prefix that may pass the head of the queue (no starvation).
-    remembered: sessions and prompts whose place in a cache is known.
-    kv_admission: what a request reserves (`admission.py`); with `expected` engines must pre-empt.
+    * `cache_survives_update`: prefix caches outlive a weight update (`on_update=keep`).
+    * `hooks`: as `rollout.hooks` names them; those of the proxy may place requests (`hooks.py`).
+    * `max_deaths`: how many generators may die under one request before it is answered with an error.
+    * `max_overtakes`: how many requests with a cached prefix may pass the head of the queue (no starvation).
+    * `remembered`: of how many sessions and prompts, each, it is known in which cache they stand.
+    * `kv_admission`: what a request reserves (`admission.py`); with `expected` engines must pre-empt.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class ProxyCore:
         return self._take_actions()
 
     def generator_again(self, now: float, index: int, incarnation: int, requests: Collection[int]) -> list[Action]:
-        """Its connection broke and was made again. It holds these requests; others are sent again, maybe elsewhere."""
+        """A generator's connection broke and was made again. It holds these requests; others are sent again, maybe
+        elsewhere."""
         generator = self._generators.get(index)
         if generator is None or generator.incarnation != incarnation:
             return self._ignore()
@@ -242,7 +243,7 @@ class ProxyCore:
         return self._drain(now)
 
     def client_died(self, now: float, client: Client) -> list[Action]:
-        """Its requests are aborted; their tokens are still reported, their answers are for nobody."""
+        """Abort the requests of a client that died; their tokens are still reported, their answers are for nobody."""
         self._dead_clients.add(client)
         for request in self._clients.pop(client, {}).values():
             request.orphan = True
@@ -304,7 +305,7 @@ class ProxyCore:
         self._send_queued(now)
 
     def _take_back(self, now: float, request: RoutedRequest) -> None:
-        """From a generator that has died or lost it."""
+        """Take a request back from a generator that has died or lost it."""
         kept, lost = request.leave_generator()
         if kept:
             self._actions.append(GoOn(request.key, kept))
@@ -358,9 +359,9 @@ class ProxyCore:
     def _send_queued(self, now: float, freed: GeneratorState | None = None) -> None:
         """Send from the head of the queue until it fits nowhere.
 
-        A larger request at the head is not passed by smaller ones, or it could starve. Exceptions: on the generator
-        that was just freed, a request that saves more prefill there goes first, at most `max_overtakes` times; and
-        what only a dead generator could take stands aside until a generator comes up.
+        A larger request at the head is not passed by smaller ones, or it could starve. There are two exceptions. On the
+        generator that was just freed, a request that saves more prefill there goes first, at most `max_overtakes`
+        times. What only a dead generator could take stands aside until a generator comes up.
         """
         while (head := self._queue.head()) is not None:
             if error := self._limits.refuse(head):

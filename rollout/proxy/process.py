@@ -2,10 +2,10 @@
 
     python -m rollout.proxy.process --run DIR
 
-`ProxyCore` decides; this shell keeps each request's message by the core's key (request ids are unique per
-client only, keys are unique here) until it is answered, so that it can be sent again after a generator's death.
-After the proxy's own death the clients ask the next one again. Array frames are passed on as they came. No torch;
-one plain poll loop that drains every socket in turn.
+`ProxyCore` decides. This shell keeps each request's message until it is answered, so that it can be sent again after a
+generator's death. It keeps it by the core's key: request ids are unique per client only, keys are unique here. After
+the proxy's own death the clients ask the next one again. Array frames are passed on as they came. No torch; one plain
+poll loop that drains every socket in turn.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Proxy:
         self._next_stats = 0.0
 
     def serve(self) -> None:
-        """Until the supervisor says stop."""
+        """Serve until the supervisor says stop."""
         process = self._process
         # Generators first: their answers free room for requests.
         handlers = {self._backend: self._from_generator, self._frontend: self._from_client}
@@ -309,7 +309,7 @@ class Proxy:
 
 
 def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generated:
-    """Of a request that no generator answers."""
+    """The answer to a request that no generator answers."""
     return messages.Generated(
         request_id=reply.request_id,
         session=request.session,

@@ -46,7 +46,8 @@ class RoutedRequest:
         return self.prompt_len + self.max_tokens
 
     def leave_generator(self) -> tuple[int, int]:
-        """It died or lost this request: how many tokens are kept (the end of its prompt from now on) and lost."""
+        """Note that its generator died or lost this request; returns how many tokens are kept (the end of its prompt
+        from now on) and lost."""
         kept = min(self.delivered, self.max_tokens - 1)  # one is left to sample
         lost = max(0, self.tokens - kept)
         self.kept += kept
@@ -94,7 +95,7 @@ class GeneratorState:
     prompts: Recent[None] = field(default_factory=lambda: Recent(REMEMBERED_PROMPTS))  # hashes of those cached here
 
     def release(self, request: RoutedRequest) -> None:
-        """It does not run here any more."""
+        """Note that a request does not run here any more."""
         del self.live[request.key]
         self.reserved -= request.need
         self.load -= request.work
@@ -106,7 +107,7 @@ class GeneratorState:
         return -1 if full else self.kv_tokens - self.reserved
 
     def takes(self, request: RoutedRequest) -> bool:
-        """There is room for what it reserves, and all of its memory would do for the longest response."""
+        """Whether there is room for what it reserves, and all of its memory would do for the longest response."""
         return self.room >= request.need and self.kv_tokens >= request.whole
 
 

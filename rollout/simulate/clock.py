@@ -19,9 +19,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds."""
+        """The time, in seconds."""
         self.events = 0
-        """Delivered so far."""
+        """The events that were delivered so far."""
         self.over = False
         """Set by a handler to end `run`."""
         self._heap: list[tuple[float, int, Handle, tuple[Any, ...]]] = []

@@ -1,6 +1,6 @@
 """Distributions as inverse cumulative functions, so that every draw is a pure function of a seed.
 
-A sample keeps its length, whatever the schedule does with it: two scenarios are compared on the same work, and a
+A sample keeps its length, whatever the schedule does with it. So two scenarios are compared on the same work, and a
 sample that is cut off and tried again is as long as it was.
 """
 
@@ -53,7 +53,7 @@ class Gaussian(Struct, frozen=True, tag="gaussian"):
 
     @property
     def mean(self) -> float:
-        """Of the clipped distribution."""
+        """The mean of the clipped distribution."""
         if self.sigma == 0:
             return self.mu
         ratio = self.mu / self.sigma

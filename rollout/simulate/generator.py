@@ -30,7 +30,7 @@ class SimulatedRequest:
     length: int
     """Tokens of the response."""
     prompt_hash: int
-    """Of the group: its members begin with the same prompt."""
+    """The hash of the group's prompt: its members begin with the same prompt."""
     oldest: int = -1
     """Version of its first token."""
     newest: int = -1
@@ -50,7 +50,7 @@ class GeneratorEvents(Protocol):
 
 
 class SimulatedGenerator:
-    """One incarnation. What it answers is posted to `listener` as it would go to the proxy."""
+    """One incarnation of a generator. What it answers is posted to `listener` as it would go to the proxy."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SimulatedGenerator:
         self._gate: Gate[int] = Gate()
 
         self._requests: dict[int, SimulatedRequest] = {}
-        """Held or running, by key."""
+        """The requests that are held or running, by key."""
         self._cached: Recent[int] = Recent(_SESSIONS_CACHED)
         """Tokens of context by session."""
 

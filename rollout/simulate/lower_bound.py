@@ -1,15 +1,16 @@
 """A lower bound on the time of a simulated run: no schedule of the same trained episodes on this machine undercuts it.
 
-Counted is only what was trained, with the lengths and latencies it had: cut-off and redundant episodes, prefills,
+Only what was trained is counted, with the lengths and latencies it had. Cut-off and redundant episodes, prefills,
 weight loads and messages are left out, so the bound holds with redundancy and failures too. With t(n) the publication
 of version n, S the bound on staleness, and train(s) the training of batch s:
 
 * generators: tokens / (generators x best rate of one) <= t(end);
 * environments: the sum of the episodes' shortest times / episodes at once <= t(end);
 * learner: the sum of train(s) <= t(end), one after the other;
-* chains: an episode of batch s samples its first token at version s - S or later, so after t(s - S), and ends before
-  batch s is trained: t(s + 1) - t(s - S) >= train(s) + the largest of its longest episode and its work / capacity of
-  generators and of environments. Steps S + 1 apart do not overlap, so their sum is a bound, in each of S + 1 phases.
+* chains: t(s + 1) - t(s - S) >= train(s) + the largest of the batch's longest episode and its work / capacity of
+  generators and of environments. For an episode of batch s samples its first token at version s - S or later, so after
+  t(s - S), and ends before batch s is trained. Steps S + 1 apart do not overlap, so their sum is a bound, in each of S
+  + 1 phases.
 """
 
 from __future__ import annotations

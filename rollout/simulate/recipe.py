@@ -1,4 +1,4 @@
-"""From a recipe's configuration, with or without a finished run's measurements, to what is simulated."""
+"""Turns a recipe's configuration, with or without a finished run's measurements, into what is simulated."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rollout.simulate.scenario import EnvServers, Generators, Scenario, Training
 SHORTEST_S = 1e-6
 PROMPT_TOKENS = 16
 OBSERVATION_TOKENS = 4
-"""Where neither a run nor the recipe says how many."""
+"""The tokens of an observation where neither a run nor the recipe says how many."""
 GUESSED_SIGMA = 0.6
-"""Of the logarithm of a turn's length."""
+"""The standard deviation of the logarithm of a turn's length."""
 WITHOUT_BATCHES = (
     f"the spread of lengths (log-normal, sigma {GUESSED_SIGMA}), equal numbers of turns, and tokens of prompts and "
     "observations (tracking.save_batches=true saves them)",
@@ -44,9 +44,9 @@ class Measured(Struct, frozen=True):
     """Tokens of one turn, of trained samples."""
     turns: Distribution
     step_s: Distribution
-    """Environment, after each turn."""
+    """Seconds of the environment after each turn."""
     train_s: float
-    """Of one step with `ranks` ranks."""
+    """The seconds of one step with `ranks` ranks."""
     ranks: int
     publish_s: float
     load_s: float
@@ -54,7 +54,7 @@ class Measured(Struct, frozen=True):
     decode_per_seq_s: float
     tasks: int
     seconds_per_step: float
-    """As the run took, for comparison."""
+    """The seconds that the run took for a step, for comparison."""
     prompt_tokens: int | None = None
     observation_tokens: int | None = None
     guessed: tuple[str, ...] = ()
@@ -65,10 +65,10 @@ class Given(Struct, frozen=True):
     """What the command line says of times and lengths; None: nothing."""
 
     train_s: float | None = None
-    """Of one step with the recipe's ranks."""
+    """The seconds of one step with the recipe's ranks."""
     env_s: Distribution | None = None
     decode_s: tuple[float, float] | None = None
-    """Of one decode step, and what each further sequence adds."""
+    """The seconds of one decode step, and what each further sequence adds."""
     answer: LogNormal | None = None
     """Tokens of one turn."""
 
@@ -191,9 +191,9 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
     """Fit the distributions of a finished run. Raises ConfigError if the folder holds no training steps.
 
     Lengths of turns, prompts and observations, and the number of turns, come from its saved batches
-    (`tracking.save_batches=true`); else from the means of its metrics, and `guessed` names what they do not say.
-    Environment latency: mean and spread of the batch means, which understate hangs. Decoding: seconds per token against
-    the sequences that ran at once, over the steps.
+    (`tracking.save_batches=true`). Without these they come from the means of its metrics, and `guessed` names what they
+    do not say. Environment latency: mean and spread of the batch means, which understate hangs. Decoding: seconds per
+    token against the sequences that ran at once, over the steps.
     """
     path = folder / "metrics.jsonl"
     if not path.exists():
@@ -252,7 +252,7 @@ class BatchSizes(Struct, frozen=True):
     """Tokens of one turn."""
     turns: Distribution
     prompt_tokens: int
-    """Mean, like the next."""
+    """The mean number, like the next."""
     observation_tokens: int
 
 

@@ -61,7 +61,7 @@ class Recorder:
 
     def __init__(self, scenario: Scenario, clock: Clock) -> None:
         self.times: list[float] = []
-        """Of the publication of each version, in seconds."""
+        """The time at which each version was published, in seconds."""
         self.batches: list[EmitBatch] = []
         self.issued_episodes = 0
         self.issued_tokens = 0
@@ -99,7 +99,7 @@ class Recorder:
         self._dead.append(generator)
 
     def environments(self, change: int) -> None:
-        """So many more, or fewer, episodes are inside an environment call from now on."""
+        """Note that so many more, or fewer, episodes are inside an environment call from now on."""
         now = self._clock.now
         self._environment_s += self._live_environments * (now - self._environments_since)
         self._live_environments += change

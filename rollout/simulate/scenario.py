@@ -32,9 +32,9 @@ class Generators(Struct, frozen=True):
     decode_per_seq_s: float = 0.0
     prefill_tokens_per_s: float = SimulatedOptions().prefill_tokens_per_s
     copy_s: float = 0.0
-    """Of a weight update, while decoding goes on."""
+    """The seconds of a weight update while decoding goes on."""
     load_s: float = 0.0
-    """Of a weight update, while nothing is decoded."""
+    """The seconds of a weight update while nothing is decoded."""
     on_update: Literal["recompute", "keep"] = "recompute"
     rolling: bool = True
     """One generator after the other is updated; False: all at once, as with alpha = 0."""
@@ -48,7 +48,7 @@ class Generators(Struct, frozen=True):
         return self.kv_tokens or self.max_num_seqs * self.max_model_len
 
     def timing(self) -> SimulatedOptions:
-        """As the simulated engine reads it."""
+        """The timing as the simulated engine reads it."""
         return SimulatedOptions(
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_base_s=self.decode_base_s,
@@ -62,9 +62,9 @@ class Work(Struct, frozen=True):
     length: Distribution
     """Tokens of one turn."""
     task_share: float = 0.0
-    """Of the variance of z that the samples of a task have in common."""
+    """The share of the variance of z that the samples of a task have in common."""
     max_tokens: int = 32_768
-    """Of one turn."""
+    """The most tokens of one turn."""
     turns: Distribution = Constant(1)
     prompt_tokens: int = 512
     observation_tokens: int = 0
@@ -72,9 +72,9 @@ class Work(Struct, frozen=True):
     step_s: Distribution = Constant(0)
     """Environment and reward, after each turn."""
     hang_probability: float = 0.0
-    """Of a step that never answers."""
+    """The probability of a step that never answers."""
     fail_probability: float = 0.0
-    """Of a step that raises."""
+    """The probability of a step that raises."""
     step_deadline_s: float = 600.0
     success: float = 0.5
     """Mean chance of reward 1."""
@@ -94,7 +94,7 @@ class Work(Struct, frozen=True):
         ]
 
     def reward(self, task: int, seed: int) -> float:
-        """1 or 0; the chance of 1 is its task's."""
+        """The reward, 1 or 0; the chance of 1 is its task's."""
         odds = math.log(self.success / (1 - self.success)) if 0 < self.success < 1 else 50.0 * (self.success - 0.5)
         odds += self.success_spread * normal(task * 104_729 + 5, 1)
 
@@ -127,7 +127,7 @@ class TrainingCost(Struct, frozen=True):
     publish_s: float = 0.0
 
     def seconds(self, batch: EmitBatch) -> float:
-        """Of one step, without the publication."""
+        """The seconds of one step, without the publication."""
         tokens = sum(sample.outcome.length for sample in batch.samples)
 
         return self.step_s + self.per_sample_s * len(batch.samples) + self.per_token_s * tokens
@@ -142,9 +142,9 @@ class Scenario(Struct, frozen=True):
     servers: EnvServers = EnvServers()
     training: TrainingCost = TrainingCost()
     cancellation: bool = True
-    """False: cancelled episodes go on to their end, as in the published implementation."""
+    """If this is False, cancelled episodes go on to their end, as in the published implementation."""
     hop_s: float = 0.0
-    """Of one message between an environment server and a generator."""
+    """The seconds of one message between an environment server and a generator."""
     status_s: float = 0.0
     """Period of the generators' statuses; 0: only after weight loads."""
     seed: int = 0

@@ -26,7 +26,7 @@ class SimulatedEpisode:
     lengths: list[int]
     """Tokens of each turn."""
     began: float
-    """When, in seconds."""
+    """When it began, in seconds."""
     context: int
     """Tokens so far, of prompt, responses and observations."""
     turn: int = 0
@@ -34,22 +34,22 @@ class SimulatedEpisode:
     begun: int = 0
     """Turns whose generation was asked for."""
     tokens: int = 0
-    """Sampled so far."""
+    """The tokens that were sampled so far."""
     environment_s: float = 0.0
-    """In steps that answered."""
+    """The seconds in steps that answered."""
     oldest_version: int = -1
     newest_version: int = -1
-    """Of the tokens so far; -1: there are none."""
+    """The newest version of the tokens so far; -1 if there are none."""
     request_id: int = -1
-    """Of the running generation; -1: in the environment."""
+    """The request of the running generation; -1 while in the environment."""
     key: int = -1
     """The proxy's, of that request."""
     ended: bool = False
-    """Also when it only waits for the answer to its abort."""
+    """Whether it has ended, also when it only waits for the answer to its abort."""
 
     @property
     def stream(self) -> int:
-        """Of the draws of this attempt's environment (`distributions.uniform`)."""
+        """The stream of the draws of this attempt's environment (`distributions.uniform`)."""
         return 2 * self.ticket.ticket_id  # twice, so that the recorded results stay what they are
 
 
@@ -87,9 +87,9 @@ class SimulatedServer:
         self.client = (index, incarnation)
         self.alive = True
         self.episodes: dict[int, SimulatedEpisode] = {}
-        """By ticket."""
+        """The episodes by ticket."""
         self.requests: dict[int, SimulatedEpisode] = {}
-        """By request id."""
+        """The episodes that wait for a generation, by request id."""
 
         self._clock = clock
         self._listener = listener
@@ -153,7 +153,7 @@ class SimulatedServer:
             self._with_hooks(episode, STEP, self._step)
 
     def die(self) -> None:
-        """With all episodes; whoever asked for a generation does not hear of it."""
+        """Die with all episodes; whoever asked for a generation does not hear of it."""
         self.alive = False
         for episode in list(self.episodes.values()):
             self._end(episode)

@@ -67,7 +67,7 @@ class Simulation:
 
         self._timing = Timing(machines.timing())
         self._requests: dict[int, SimulatedRequest] = {}
-        """By the proxy's key."""
+        """The requests by the proxy's key."""
         self._batches: deque[EmitBatch] = deque()
         self._training = False
         self._tick_at = math.inf

@@ -1,11 +1,12 @@
 """Judges a solution inside a sandbox (`python -I -S run_code.py`): a JSON job on stdin, one JSON line on stdout.
 
 Job: {"key", "code", "prelude", "functions", "tests": [[kind, text]...]} or {"key", "code", "case_s", "inputs": [...]}.
-The line is `key` and a list: for an `assert` whether it held, for any other test what the expression gave, for an input
-what the program printed (null where it failed or ran too long).
+The line is `key` and a list with an entry for each test or input. For an `assert` it says whether it held, for any
+other test what the expression gave, for an input what the program printed. It is null where that failed or ran too
+long.
 
 There are two processes. The solution runs in a child, forked before the job was read, so that it never holds the key or
-the tests. Statements run here, where nothing of the solution ever does; the functions that they call are asked for over
+the tests. Statements run here, where nothing of the solution ever does. The functions that they call are asked for over
 a pipe, and what comes back is JSON, of which `decoded` makes exact builtin values. What is neither a plain value nor an
 iterator stays in the child and is a `Remote` here: it can be called and passed back, and equals nothing but itself.
 Expected values of expressions and of inputs are not even in this process.
@@ -60,7 +61,7 @@ def hide_memory() -> None:
 
 
 def result_of(solution: Solution, job: dict[str, Any], kind: str, text: str) -> object:
-    """Of one test, on its own, in the namespace that the solution left."""
+    """The result of one test, on its own, in the namespace that the solution left."""
     if kind != "assert":
         return solution.ask("value", text)
     try:
@@ -176,7 +177,7 @@ def number_of_remote(value: object) -> int:
 
 
 def encoded(value: object, number: Callable[[object], int]) -> object:
-    """As JSON: scalars as they are, others as [kind, items]; what is no plain value as its `number`."""
+    """The value as JSON: scalars as they are, others as [kind, items]; what is no plain value as its `number`."""
     if value is None or type(value) in _SCALARS:
         return value
     for kind in (list, tuple, set, frozenset):

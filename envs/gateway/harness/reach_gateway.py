@@ -1,4 +1,5 @@
-"""In a sandbox without a network: 127.0.0.1:PORT leads to the gateway, through a socket of the host, and nowhere else.
+"""Runs in a sandbox without a network: there 127.0.0.1:PORT leads to the gateway, through a socket of the host, and
+nowhere else.
 
     python -IS reach_gateway.py PORT PROGRAM [ARGUMENT ...]
 

@@ -1,4 +1,5 @@
-"""In a sandbox, with the Python of mini-swe-agent's own environment: one task from standard input, played to its end.
+"""Runs in a sandbox, with the Python of mini-swe-agent's own environment: one task from standard input, played to its
+end.
 
 The agent, its model and its environment are the package's own classes. What is written here are its settings.
 """

@@ -1,10 +1,13 @@
 """Applies a submitted diff in a fresh sandbox, then puts back what an agent has no say in (`python -s apply_diff.py`).
 
-A JSON job on stdin: {"base": commit, "diff": text, "test_patch": text, "import_roots": [folders], "machinery": [paths
-and folders that end with a slash], "fixed": [paths that the true fix changes]}; JSON on stdout: {"applied": bool,
-"restored": [paths], "kept": [Python files that a diff cannot change], "error": text}. Nothing hostile has run in this
-sandbox yet, so git and the repository can be trusted here; whatever the diff's text does to a parser, what counts is
-the tree that git made of it.
+A JSON job is read from stdin, and JSON is written to stdout:
+
+    {"base": commit, "diff": text, "test_patch": text, "import_roots": [folders],
+     "machinery": [paths and folders that end with a slash], "fixed": [paths that the true fix changes]}
+    {"applied": bool, "restored": [paths], "kept": [Python files that a diff cannot change], "error": text}
+
+Nothing hostile has run in this sandbox yet, so git and the repository can be trusted here. Whatever the diff's text
+does to a parser, what counts is the tree that git made of it.
 """
 
 import json
@@ -28,14 +31,14 @@ _TEST_NAME = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$")
 
 
 def is_test_file(path: str) -> bool:
-    """By the usual names: below a `test` or `tests` folder, `test_*.py`, `*_test.py`."""
+    """Whether it is one by the usual names: below a `test` or `tests` folder, `test_*.py`, `*_test.py`."""
     *folders, name = path.split("/")
     return any(folder.lower() in ("test", "tests") for folder in folders) or bool(_TEST_NAME.match(name))
 
 
 def is_test_material(path: str, fixed: "Sequence[str]") -> bool:
-    """Below a folder with a word for tests in its name (`test-data`, `_testing`), or a file with one (`testing.py`),
-    unless the true fix changes it, or something in there, as well."""
+    """Whether it is below a folder with a word for tests in its name (`test-data`, `_testing`), or is a file with one
+    (`testing.py`). It is not if the true fix changes it, or something in there, as well."""
     parts = path.split("/")
     for place, part in enumerate(parts, 1):
         if _TEST_WORDS & set(re.split("[-_.]", part.lower())):

@@ -1,7 +1,7 @@
 """How a test run is reported: a job from stdin, one line at the end that has its key.
 
-SWE-bench's images bring Pythons as old as 3.5 (of Django before 3.0) and 3.6 (of the others): this module,
-apply_diff.py and run_django.py use nothing newer than the first, the other runners nothing newer than the second.
+SWE-bench's images bring Pythons as old as 3.5 (of Django before 3.0) and 3.6 (of the others). So this module,
+apply_diff.py and run_django.py use nothing newer than the first, and the other runners nothing newer than the second.
 """
 
 import builtins
@@ -48,7 +48,8 @@ class Canaries:
         if all_raise([(getattr(self, name), *given) for name, *given in ASSERTIONS], AssertionError, ValueError):
             raise AssertionError
 """
-"""Of unittest: source of a class whose tests must all fail; the last one passes if a single assertion does not fail."""
+"""The assertions of unittest: source of a class whose tests must all fail; the last one passes if a single assertion
+does not fail."""
 _WORST_FIRST = ("failed", "skipped", "xfailed", "passed")
 
 
@@ -77,5 +78,5 @@ class Report:
 
 
 def worst(*outcomes: str) -> str:
-    """Of one test, or of all tests of one name: passed only if each of them passed."""
+    """The outcome of one test, or of all tests of one name: passed only if each of them passed."""
     return min(outcomes, key=_WORST_FIRST.index)

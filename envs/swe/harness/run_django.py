@@ -6,7 +6,7 @@ notes the outcomes. What is printed counts for nothing. Each test is reported by
 have for it (`unittest.TextTestResult.getDescription`): `test_a (module.Class)`, `test_a (module.Class.test_a)` since
 Python 3.11, or the first line of its docstring. A name of several tests passed only if each of them passed.
 
-The canaries go the same way as the tests, one of each kind of test class: code that makes a kind of test pass, or an
+The canaries go the same way as the tests, one of each kind of test class. So code that makes a kind of test pass, or an
 assertion, makes a canary pass.
 """
 
@@ -68,7 +68,7 @@ class Record:
         self._tests[key] = worst(outcome, self._tests.get(key) or outcome)
 
     def outcomes(self, name: str) -> "tuple[list[str], dict[str, str]]":
-        """Those of the tests of module `name`, and those of all others by their names."""
+        """The outcomes of the tests of module `name`, and those of all others by their names."""
         canaries = []
         others = {}  # type: dict[str, str]
         for (module, owner, method, description), outcome in self._tests.items():
@@ -144,7 +144,7 @@ def key_of(test: "unittest.TestCase") -> "tuple[str, str, str, str]":
 
 
 def labels(files: "list[str]") -> "list[str]":
-    """Of the files that are still there; those at the top of tests/ have no tests."""
+    """The labels of the files that are still there; those at the top of tests/ have no tests."""
     there = [path for path in files if path.startswith("tests/") and path.count("/") > 1 and os.path.exists(path)]
     return [path[len("tests/") : -len(".py")].replace("/", ".") for path in there]
 

@@ -1,9 +1,9 @@
 """Runs test files of SymPy in a fresh sandbox (`python -s run_sympy.py`), as its `bin/test -C` does: plain functions.
 
 Job and report as in run_tests.py; outcomes by the functions' names, since that is all that published rows have. A name
-that several files define passed only if it passed in each. SymPy's images have no pytest, and nothing else is needed:
-https://github.com/sympy/sympy/blob/master/sympy/testing/runtests.py (`SymPyTests.test_file`) calls each function under
-a context that turns deprecations into errors, and takes Skipped, XFail and XPass for outcomes.
+that several files define passed only if it passed in each. SymPy's images have no pytest, and nothing else is needed.
+Its own runner (`SymPyTests.test_file` in https://github.com/sympy/sympy/blob/master/sympy/testing/runtests.py) calls
+each function under a context that turns deprecations into errors, and takes Skipped, XFail and XPass for outcomes.
 """
 
 import ast
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def file_outcomes(path: str) -> "dict[str, str]":
-    """By name; what the file defines and what was not run counts as failed."""
+    """The outcomes by name; what the file defines and what was not run counts as failed."""
     with open(path, "rb") as file:
         defined = [node.name for node in ast.parse(file.read()).body if isinstance(node, ast.FunctionDef)]
     outcomes = {name: "failed" for name in defined if name.startswith("test_")}
@@ -52,7 +52,7 @@ def file_outcomes(path: str) -> "dict[str, str]":
 
 
 def outcome_of(function: "Any") -> str:
-    """Of calling a test function, or each test that a generator function yields."""
+    """The outcome of calling a test function, or each test that a generator function yields."""
     random.seed(0)
     try:
         with strict():

@@ -1,8 +1,8 @@
 """Runs tests in a fresh sandbox (`python -s run_tests.py`): a JSON job on stdin, pytest's output and a JSON line.
 
-Job: {"key", "files": [...], "python_path": [...]}. The line, last and with the key, has each test's outcome. pytest is
-imported before anything of the repository, from a read-only folder (in a task's own image, from its environment).
-Beside the repository's tests run canaries of our own that must fail: code that makes every test pass, or every use of
+Job: {"key", "files": [...], "python_path": [...]}. The line, last and with the key, has each test's outcome. The runner
+imports pytest before anything of the repository, from a read-only folder (in a task's own image, from its environment).
+Beside the repository's tests run canaries of our own that must fail. Code that makes every test pass, or every use of
 an assertion of pytest, unittest or unittest.mock, makes a canary pass, and gives itself away.
 """
 

@@ -11,12 +11,12 @@ from rl.weights.host.shm_file import check_space, remove_slots, sweep_stale
 
 
 def make_room(config: Config, version_bytes: int) -> None:
-    """Before a run: remove what dead runs left, and raise ConfigError if so many bytes a version find no room."""
+    """Remove, before a run, what dead runs left, and raise ConfigError if so many bytes a version find no room."""
     sweep_stale()
     if config.weights.transport == "shm" and version_bytes:
         check_space(version_bytes, config.weights.slots)
 
 
 def clean_up(run_id: str) -> None:
-    """After a run, when all its processes have ended."""
+    """Remove what the run left, when all its processes have ended."""
     remove_slots(run_id)

@@ -69,7 +69,7 @@ class Slots(Protocol):
     """Memory for several versions, and the table that says what is in it."""
 
     table: SlotTable
-    """To be changed under `lock` only; what messages say about it may be read without."""
+    """The table of slots, to be changed under `lock` only; what messages say about it may be read without."""
 
     def lock(self) -> AbstractContextManager[SlotTable]:
         """The table, to this process and thread alone."""
@@ -146,7 +146,7 @@ class HostSender(Sender):
         self._writing = None
 
     def checksum(self, version: Version, deadline_s: float) -> int:
-        """`combined_checksum` of `version`, once all ranks have committed it. For rank 0, before the next `begin`.
+        """`combined_checksum` of `version`, once all ranks have committed it. Rank 0 calls it before the next `begin`.
 
         Raises WaitExpired naming the ranks that have not.
         """
@@ -208,7 +208,7 @@ class HostReceiver(Receiver):
 
     @property
     def manifest(self) -> Manifest:
-        """Known once opened."""
+        """The manifest, which is known once opened."""
         if self._manifest is None:
             raise WeightsError(f"the weight receiver {self.name} is not open")
         return self._manifest

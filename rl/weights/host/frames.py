@@ -103,7 +103,7 @@ class PrivateSlots:
             self.release(peer)
 
     def close(self) -> None:
-        """Nothing: the memory goes with the last view of it."""
+        """Does nothing: the memory goes with the last view of it."""
 
 
 class _Server:

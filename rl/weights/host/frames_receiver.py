@@ -44,7 +44,7 @@ class _Stream:
         return not self._coming
 
     def receive(self) -> int:
-        """One message, which is there; how many bytes it brought."""
+        """Take one message, which is there; returns how many bytes it brought."""
         chunk = self.connection.receive()
         if not isinstance(chunk, wire.Chunk):
             return 0

@@ -75,7 +75,7 @@ class Manifest(Struct, frozen=True):
         return msgspec.msgpack.decode(data, type=cls)
 
     def encode(self) -> bytes:
-        """As MessagePack, for a file or a message."""
+        """The manifest as MessagePack, for a file or a message."""
         return msgspec.msgpack.encode(self)
 
     def spans(self) -> npt.NDArray[np.int64]:

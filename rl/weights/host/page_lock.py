@@ -1,8 +1,9 @@
 """Slots that a GPU reads and writes by itself: their pages are locked, once for each slot and process.
 
-From memory that may be paged out the driver copies through a buffer of its own, on the CPU: a few GB/s, which is what
-an update of a large model stops generation for. Where locking is refused (a driver that cannot lock what is mapped for
-reading only, a limit on locked memory) copies go on as they would without it, and the log says so once.
+From memory that may be paged out the driver copies through a buffer of its own, on the CPU. That is a few GB/s, and
+generation stops for as long as an update of a large model takes. Locking may be refused, by a driver that cannot lock
+what is mapped for reading only, or by a limit on locked memory. Then copies go on as they would without it, and the log
+says so once.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def sweep_stale() -> list[Path]:
 
 
 def _read_head(descriptor: int) -> np.void | None:
-    """None if the file has none yet."""
+    """The head of the file; None if it has none yet."""
     raw = os.pread(descriptor, _HEAD.itemsize, 0)
     return np.frombuffer(raw, _HEAD, 1)[0] if len(raw) == _HEAD.itemsize else None
 

@@ -145,8 +145,8 @@ class SlotTable:
     def commit(self, slot: int, rank: int, segments: Iterable[Segment]) -> bool:
         """Rank `rank` has written its byte ranges; true if that made the slot ready.
 
-        Raises WeightsError if the slot is not being written, there are too many ranges, or all ranks are done
-        and their ranges overlap or leave a byte of a tensor unwritten (the slot then stays unready).
+        Raises WeightsError if the slot is not being written or there are too many ranges. It also does if all ranks are
+        done and their ranges overlap or leave a byte of a tensor unwritten; the slot then stays unready.
         """
         row = self._slots[slot]
         if not self.sequence(slot) % 2 or row["done"][rank]:
@@ -254,7 +254,7 @@ class SlotTable:
                 self._end(name)
 
     def end_dead(self, alive: Callable[[int, int], bool]) -> list[str]:
-        """Free what readers whose `(pid, started)` is no longer alive hold; their names."""
+        """Free what readers whose `(pid, started)` is no longer alive hold; returns their names."""
         dead = [self._name(e) for e in self._leases[self._held()] if not alive(int(e["pid"]), int(e["started"]))]
         for name in dead:
             self._end(name)

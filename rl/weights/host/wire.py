@@ -25,7 +25,7 @@ _LOOK_MS = 200
 
 
 class Describe(Struct, frozen=True, tag="describe"):
-    """Which tensors are exported? Answer: Layout."""
+    """Which tensors are exported? The answer is Layout."""
 
 
 class Layout(Struct, frozen=True, tag="layout"):
@@ -35,13 +35,13 @@ class Layout(Struct, frozen=True, tag="layout"):
 
 
 class FindSlot(Struct, frozen=True, tag="find_slot"):
-    """A writing rank asks where `version` is to be written. Answer: Slot."""
+    """A writing rank asks where `version` is to be written. The answer is Slot."""
 
     version: Version
 
 
 class Commit(Struct, frozen=True, tag="commit"):
-    """A writing rank has written its segments into the slot. Answer: Slot."""
+    """A writing rank has written its segments into the slot. The answer is Slot."""
 
     rank: int
     slot: int
@@ -55,7 +55,7 @@ class Slot(Struct, frozen=True, tag="slot"):
 
 
 class AskLease(Struct, frozen=True, tag="ask_lease"):
-    """A reader wants the newest version. Answer: Granted."""
+    """A reader wants the newest version. The answer is Granted."""
 
     reader: str
     incarnation: int
@@ -71,7 +71,7 @@ class Granted(Struct, frozen=True, tag="granted"):
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):
-    """A reader wants bytes of a leased slot that this rank wrote. Answer: Chunk."""
+    """A reader wants bytes of a leased slot that this rank wrote. The answer is Chunk."""
 
     slot: int
     offset: int
@@ -86,7 +86,7 @@ class Chunk(Struct, frozen=True, tag="chunk"):
 
 
 class Release(Struct, frozen=True, tag="release"):
-    """A reader ends its lease. Answer: Released."""
+    """A reader ends its lease. The answer is Released."""
 
 
 class Released(Struct, frozen=True, tag="released"):
@@ -124,7 +124,7 @@ codec: Codec[Numbered] = Codec(Numbered)
 
 
 class Connection:
-    """To the server of one rank, from this incarnation of the process `name`."""
+    """The connection to the server of one rank, from this incarnation of the process `name`."""
 
     def __init__(self, run: RunFile, rank: int, name: str, incarnation: int = 0) -> None:
         self.rank = rank
@@ -185,5 +185,5 @@ class Connection:
 
 
 def milliseconds_to(until: float) -> int:
-    """From now until then (monotonic seconds); 0 if that is past."""
+    """The time from now until then (monotonic seconds); 0 if that is past."""
     return max(0, int((until - time.monotonic()) * 1000))

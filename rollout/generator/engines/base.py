@@ -32,10 +32,11 @@ class Sampled:
     finish_reason: str = ""  # stop | length | abort
     tokens_generated: int = 0  # also counts tokens that an `abort` update discarded
     columns: dict[str, Any] = field(default_factory=dict)
-    """Of further columns that generators make (`rl/wire/columns.py`): a list as long as `token_ids`, or one entry."""
+    """The entries of further columns that generators make (`rl/wire/columns.py`): a list as long as `token_ids`, or one
+    entry."""
     context: dict[str, Any] = field(default_factory=dict)
-    """Of each context column an entry for every token of the prompt from `Generate.known` on. At the end, or never for
-    a request that was aborted: whoever goes on with it reads these tokens again."""
+    """For each context column an entry for every token of the prompt from `Generate.known` on. They come at the end, or
+    never for a request that was aborted: whoever goes on with it reads these tokens again."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """`Generated.columns`. Raises ValueError for a column that is not registered."""

@@ -11,7 +11,7 @@ OWNER_VARIABLE = "FRESCO_GENERATOR_PID"
 
 
 def die_with_owner() -> None:
-    """In a process below the generator, as early as can be; in any other process nothing."""
+    """To be called in a process below the generator, as early as can be; in any other process it does nothing."""
     owner = os.environ.get(OWNER_VARIABLE)
     if owner is not None and int(owner) != os.getpid():
         threading.Thread(target=_watch, args=(int(owner),), name="owner", daemon=True).start()

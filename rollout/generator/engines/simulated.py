@@ -1,9 +1,9 @@
 """An engine that only takes the time: no model, no torch, but the protocol and the update semantics of a real one.
 
 What a request yields (length, ids, log-probabilities) depends on its seed alone (`request.seed`, or a hash of
-prompt and session), never on what else runs; only the policy versions of its tokens depend on when it ran.
-One loop task moves the batch in ticks of several milliseconds, many decode steps each, so that a thousand
-running sequences cost a few percent of a core.
+prompt and session), never on what else runs. Only the policy versions of its tokens depend on when it ran. One loop
+task moves the batch in ticks of several milliseconds, many decode steps each, so that a thousand running sequences cost
+a few percent of a core.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class SimulatedEngine:
                 return loaded, receipt, taken
 
     async def _drain(self) -> None:
-        """Until nothing runs, at most `drain_deadline_s`; arrivals wait for the new weights."""
+        """Go on until nothing runs, at most `drain_deadline_s`; arrivals wait for the new weights."""
         self._parked = []
         self._drained.clear()
         if len(self._model):

@@ -3,9 +3,9 @@
 `BatchModel` knows sequences only by key, prompt tokens to prefill and response length. The simulated
 engine drives it with the wall clock, the virtual-time simulator with `next_event`; neither changes what it does.
 
-The model: prefills run one after another, ahead of decoding (as an engine without chunked prefill schedules
-them), and yield the first token; then every decode step gives each running sequence one token and takes
-`decode_base_s + decode_per_seq_s * (n - 1)` seconds. A weight load stalls everything.
+In the model, prefills run one after another, ahead of decoding (as an engine without chunked prefill schedules them),
+and yield the first token. Then every decode step gives each running sequence one token and takes `decode_base_s +
+decode_per_seq_s * (n - 1)` seconds. A weight load stalls everything.
 
 Where KV memory is limited, a sequence is prefilled once its context fits. When what runs has outgrown the memory, the
 newest is pre-empted and waits, ahead of all others, until its context fits again and is computed again, as vLLM does.
@@ -62,7 +62,7 @@ class Timing:
         return tokens / self._config.prefill_tokens_per_s
 
     def decode_step_s(self, batch: int) -> float:
-        """One step of a batch of `batch` >= 1 sequences."""
+        """The seconds of one step of a batch of `batch` >= 1 sequences."""
         step = self._config.decode_base_s + self._config.decode_per_seq_s * (batch - 1)
         return max(step, _SHORTEST_STEP_S)
 
@@ -181,7 +181,7 @@ class BatchModel:
         return events
 
     def _decode(self, left: float, events: list[Event]) -> bool:
-        """Up to the next end or pre-emption, or for the `left` seconds (then False)."""
+        """Advance up to the next end or pre-emption, or for the `left` seconds (then False)."""
         end = self._next_change()
         if end is None:
             return False
@@ -230,7 +230,7 @@ class BatchModel:
         self.preempted += 1
 
     def _leave(self, sequence: _Sequence) -> None:
-        """It runs no more."""
+        """Take out a sequence that runs no more."""
         assert sequence.joined is not None
         self._running -= 1
         self._held -= sequence.prompt_len + 1 - sequence.joined

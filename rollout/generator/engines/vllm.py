@@ -2,11 +2,11 @@
 
 Invariants
 * `logp` is of the distribution sampled from (temperature and top-p applied): `processed_logprobs`.
-* A token's `policy_version` is that of the weights that sampled it. vLLM's engine process stamps every step's
-  outputs with the weight version it was last told; we tell it while it is paused, between the loads of the old
-  and of the new version, so the boundary is exact however far the consumer lags behind.
-* No prefix cache of an older version serves a new episode: an update empties the cache (`recompute`, `abort`,
-  `drain`), or the cache is salted with the version under which the episode began (`keep`).
+* A token's `policy_version` is that of the weights that sampled it. The engine process of vLLM stamps every step's
+  outputs with the weight version it was last told. We tell it while it is paused, between the loads of the old and of
+  the new version, so the boundary is exact however far the consumer lags behind.
+* No prefix cache of an older version serves a new episode. An update empties the cache (`recompute`, `abort`, `drain`),
+  or the cache is salted with the version under which the episode began (`keep`).
 * Weights arrive through `load` only, version 0 included; the model starts with dummy weights.
 
 Where vLLM's core runs, in a child process or in a thread, is the matter of `vllm_core.py`. Sources: vllm 0.32,
@@ -311,7 +311,7 @@ class VllmEngine:
 
 
 def make_core(run: RunFile, arguments: AsyncEngineArgs) -> Core:
-    """In the form that `generator.options.own_process` asks for; not started."""
+    """The core in the form that `generator.options.own_process` asks for; not started."""
     return OwnProcess(arguments) if in_own_process(run) else OwnThread(arguments, run.config.generator.threads)
 
 

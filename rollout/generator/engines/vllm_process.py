@@ -47,7 +47,7 @@ class Stream:
 
 
 class OwnProcess:
-    """Built, called and awaited in one asyncio loop."""
+    """A core that is built, called and awaited in one asyncio loop."""
 
     def __init__(self, arguments: AsyncEngineArgs) -> None:
         self._arguments = arguments

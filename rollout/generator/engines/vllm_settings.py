@@ -52,8 +52,8 @@ def sampling_params(request: Generate) -> SamplingParams:
 def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     """vLLM's arguments for this generator, and whether a tied model was given its own head.
 
-    Tied embeddings are always untied: where vLLM's CPU linear layers are packed, they keep a copy of the head, which
-    an update of the embedding does not reach (7 nats wrong).
+    Tied embeddings are always untied. Where vLLM's CPU linear layers are packed, they keep a copy of the head, which an
+    update of the embedding does not reach (7 nats wrong).
     """
     from transformers import AutoConfig
 

@@ -52,7 +52,8 @@ class LoadsWeights:
     rank: int
 
     def weights_open(self, run_folder: str, index: int, incarnation: int, untied: bool, progress: str) -> None:
-        """Before any other call. `untied`: the engine gave a tied model its own head; `progress`: the file for it."""
+        """To be called before any other. `untied`: whether the engine gave a tied model its own head; `progress`: the
+        file for it."""
         run = RunFile.load(run_folder)
         device = str(self.model_runner.device)
         self._weights_receiver = make_receiver(run, f"generator-{index}-{self.rank}", incarnation, device)
@@ -71,7 +72,7 @@ class LoadsWeights:
         self._weights_thread.start()
 
     def weights_fetched(self, addresses: dict[str, str]) -> dict[str, Any]:
-        """Empty while it is awaited; then its version and the seconds waited, or `error`."""
+        """What was fetched. It is empty while it is awaited; then its version and the seconds waited, or `error`."""
         self._weights_receiver.run.addresses.give(addresses)
         self._weights_report()
         return self._weights_outcome
@@ -129,9 +130,9 @@ class LoadsWeights:
 def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load every parameter of the model in place.
 
-    Where layers compute with something that was made of their parameters, vLLM reloads layer by layer:
-    `reload_weights` restores each layer's checkpoint shape, loads it and repeats the post-processing. vLLM only warns
-    about parameters that got no weights; here that is an error, because they would keep an older version.
+    Where layers compute with something that was made of their parameters, vLLM reloads layer by layer: `reload_weights`
+    restores each layer's checkpoint shape, loads it and repeats the post-processing. About parameters that got no
+    weights vLLM only warns. Here that is an error, because they would keep an older version.
     """
     model = model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}  # packed names: qkv_proj, gate_up_proj

@@ -11,7 +11,8 @@ from rl.wire.cpu import FORKED_VARIABLE
 
 
 def begin_as_copy(engine_processes: int, in_child: Callable[[], None]) -> None:
-    """Before vLLM starts its processes: one that is alone begins as a copy of this one, and with `in_child`.
+    """To be called before vLLM starts its processes: one that is alone then begins as a copy of this one, and with
+    `in_child`.
 
     A copy is as good where this process is one of a fork server: no thread of OpenMP has run in it. More threads, or
     workers below the engine, need the environment of a new process.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl.config.schema import Config
 
 UNPACKED_VARIABLE = "FRESCO_UNPACKED_WEIGHTS"
-"""Not empty: linear layers keep their weights as they are loaded (`unpacked.heed_environment`)."""
+"""If this variable is not empty, linear layers keep their weights as they are loaded (`unpacked.heed_environment`)."""
 
 VLLM_IMPORTS = (
     "rollout.generator.engines.vllm",
@@ -17,7 +17,7 @@ VLLM_IMPORTS = (
 
 
 def vllm_variables(config: Config) -> dict[str, str]:
-    """Those that an engine on GPUs has not."""
+    """The variables that an engine on GPUs has not."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker shares the engine core's process
         "OMP_NUM_THREADS": str(config.generator.threads),

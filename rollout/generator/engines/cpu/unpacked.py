@@ -22,7 +22,8 @@ _NOTHING_PREPARED = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMe
 
 
 def heed_environment() -> None:
-    """Before a model is built. UNPACKED_VARIABLE: let linear layers multiply with their weights as they are.
+    """To be called before a model is built. If UNPACKED_VARIABLE is set, let linear layers multiply with their weights
+    as they are.
 
     On a CPU vLLM packs them for oneDNN and takes their parameters away: every load has to give them back, fill them and
     pack them again. Without that a load writes into the parameters. It is for float32, where torch's own product was
@@ -61,9 +62,9 @@ def write_into_parameters(model_runner: Any, pairs: Iterable[tuple[str, torch.Te
 
 
 def forget_packed_experts(model: Any) -> None:
-    """Before weights are loaded again on a CPU: let every layer of experts pack its weights anew.
+    """To be called before weights are loaded again on a CPU: let every layer of experts pack its weights anew.
 
-    The CPU kernel keeps a packed copy of the experts, made when the kernel is; a reload writes the parameters and
+    The CPU kernel keeps a packed copy of the experts, made when the kernel is. A reload writes the parameters and
     leaves the copy as it was, so the layer goes on with the old experts. A layer without a kernel makes one, and packs.
     On GPUs the kernel reads the parameters themselves, whose addresses CUDA graphs hold: it must stay.
     """

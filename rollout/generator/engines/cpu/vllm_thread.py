@@ -31,7 +31,8 @@ _set_num_threads = torch.set_num_threads  # vLLM puts a function that does nothi
 
 
 class Mailbox:
-    """One request. vLLM's output processor puts into it, in the core's thread; `next` takes, in the loop's."""
+    """The answers to one request. vLLM's output processor puts into it, in the core's thread; `next` takes, in the
+    loop's."""
 
     def __init__(self, core: OwnThread, request_id: str) -> None:
         self.spans: list[tuple[str, int]] = []
@@ -44,7 +45,7 @@ class Mailbox:
         self._core.outputs.append((self, output))
 
     def delivered(self, output: RequestOutput) -> None:
-        """In the loop's thread."""
+        """Take one output, in the loop's thread."""
         self._outputs.append(output)
         self.wake()
 
@@ -68,7 +69,7 @@ class Mailbox:
 
 
 class OwnThread:
-    """Built, called and awaited in one asyncio loop."""
+    """A core that is built, called and awaited in one asyncio loop."""
 
     def __init__(self, arguments: AsyncEngineArgs, threads: int) -> None:
         """threads: of OpenMP, for a step."""

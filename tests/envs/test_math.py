@@ -1,4 +1,4 @@
-"""Answers, the verifier's processes, and the sources of problems. Each trap of math-verify has its case."""
+"""Answers, the verifier's processes, and the sources of problems. Each trap of a parser of LaTeX has its case."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ from envs.workers.process import WorkerHung
         ("\\boxed{\\boxed{7}}", "7"),
         ("\\boxed {5}", "5"),
         ("the answer is 42", None),
+        ("\\boxed{5}, in \\boxed{} as asked", "5"),
+        ("\\boxed{5}. I put it in a \\boxed.", "5"),
+        ("\\boxed{5} stands in \\boxed{...}", "5"),
         ("\\boxed{5} or \\boxed{3", None),  # the last box is what counts, and it is not closed
         ("\\boxed 5", None),
         ("\\boxed{" * 2000, None),
@@ -106,7 +109,7 @@ UNREAD = [
     "\\lor 7", "\\mid 7", "\\ldots", "\\ldots 7", "\\cdots", "...", "'", "^\\circ", "^{\\dagger}", "?", "; 7",
     "\\bmod 7", "\\phantom{7}", "\\bullet 7", "\\checkmark", "\\tag{7}", "+C",
 ]  # fmt: skip
-"""Of most of these math-verify reads nothing; each changes what is said."""
+"""A lenient parser reads nothing of most of these; each changes what is said."""
 
 
 @pytest.mark.parametrize(
@@ -236,13 +239,13 @@ def test_workers_judge_survive_and_are_replaced() -> None:
             assert await verifier.verify("42", "42") == Verdict(False, boxed=False)
             assert [worker.pid for worker in verifier.pool.workers] == [None]  # the fast path starts nothing
             for gold, answer, right in SYMBOLIC:
-                assert isinstance(judge(gold, answer), Symbolic)
                 verdict = await verifier.verify(gold, f"\\boxed{{{answer}}}")
                 assert verdict.correct is right, (gold, answer, verdict)
 
             asked = verifier.symbolic
             await verifier.verify(*("2\\sqrt{3}", "\\boxed{\\sqrt{12}}"))
-            assert verifier.symbolic == asked == len(SYMBOLIC)  # known from before
+            needed = [each for each in SYMBOLIC if isinstance(judge(*each[:2]), Symbolic)]
+            assert verifier.symbolic == asked == len(needed) > 5  # known from before
         finally:
             await asyncio.wait_for(verifier.stop(), 60)
 
@@ -384,7 +387,7 @@ def test_one_turn() -> None:
         assert system.content == "Be brief." and user.content == f"{problem.question}\n{INSTRUCTION}"
         step = await environment.step(f"\\boxed{{{problem.answer}}}")
         assert (step.reward, step.done, step.messages) == (1.0, True, [])
-        verdict = {"correct": 0.0, "boxed": 0.0, "unverifiable": 0.0}
+        verdict = {"correct": 0.0, "boxed": 0.0, "unverifiable": 0.0, "cut_off": 0.0}
         kind = f"success_{problem.kind}"
         assert (await environment.step("no")).info == verdict | {"invalid_share": 1.0, kind: 0.0}
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.math.answers import MAX_ANSWER_CHARS, Symbolic, judge, last_box
+from envs.math.answers import MAX_ANSWER_CHARS, Symbolic, judge, last_box, typed
 from envs.math.arithmetic import ArithmeticProblem
 from envs.math.datasets import Source, gold_answer, load_problems
 from envs.math.environment import INSTRUCTION, MathFamily, MathOptions
@@ -390,5 +390,71 @@ def test_one_turn() -> None:
         verdict = {"correct": 0.0, "boxed": 0.0, "unverifiable": 0.0, "cut_off": 0.0}
         kind = f"success_{problem.kind}"
         assert (await environment.step("no")).info == verdict | {"invalid_share": 1.0, kind: 0.0}
+
+    asyncio.run(scenario())
+
+
+TYPES = [
+    ("42", "number"),
+    ("1{,}000", "number"),
+    ("12\\%", "percentage"),
+    ("[0,1)", "interval"),
+    ("(0,\\infty)", "interval"),
+    ("[0,1]\\cup\\{2\\}", "union"),
+    ("\\{1,2\\}", "set"),
+    ("100, 200", "list"),
+    ("(1,2)", "tuple"),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "matrix"),
+    ("2\\sqrt3", "expression"),
+    ("x+y=1", "equation"),
+    ("x>2", "inequality"),
+    ("5\\text{ cm}", "unit"),
+    ("5\\text{ lakh}", "text"),
+    ("2024-01-05", "text"),
+]
+
+
+@pytest.mark.parametrize(("gold", "kind"), TYPES)
+def test_a_gold_answer_shows_its_type(gold: str, kind: str) -> None:
+    assert typed(gold).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("gold", "asked", "answer", "right"),
+    [
+        ("1,2", "ordered list", "1, 2", True),
+        ("1,2", "ordered list", "2, 1", False),
+        ("(x-1)(x+1)", "same form", "x^2-1", False),
+        ("(x-1)(x+1)", "same form", "(x+1)(x-1)", True),
+        ("x^2-1", "expression, same form", "-1+x^2", True),
+        ("x^2-1", "expression, same form", "(x+1)(x-1)", False),
+        ("(1,2)", "interval", "(1,2)", True),
+        ("\\text{even}", "text", "Even", True),
+    ],
+)
+def test_the_data_may_say_the_type_and_the_form(gold: str, asked: str, answer: str, right: bool) -> None:
+    assert judge(gold, answer, asked) is right
+
+
+def test_a_row_may_say_the_type(tmp_path: Path) -> None:
+    rows = [{"question": "?", "answer": "1,2", "type": "ordered list"}, {"question": "?", "answer": "x"}]
+    source = write(tmp_path / "p.jsonl", *rows)
+    assert [each.asked for each in load_problems(Source(source, type_field="type"))] == ["ordered list", ""]
+    family = MathFamily(MathOptions(source=source, type_field="type", eval_count=0), seed=0)
+    assert family.answer_types() == {"ordered list": ["1,2"], "expression": ["x"]}
+
+    for wrong, message in (("vector", "'vector' is no type"), ("matrix", "'1' is read as number, not as matrix")):
+        write(tmp_path / "p.jsonl", {"question": "?", "answer": 1, "type": wrong})
+        with pytest.raises(RowError, match=rf"row 1, field 'type': {message}"):
+            load_problems(Source(source, type_field="type"))
+
+
+def test_an_answer_that_is_cut_off_is_marked() -> None:
+    async def scenario() -> None:
+        environment = MathFamily(MathOptions(), seed=3).make()
+        await environment.reset(Problem("?", "\\frac12"))
+        said = ["\\boxed{\\frac12}", "so \\boxed{\\frac1", "so"]
+        marks = [(await environment.step(each)).info["cut_off"] for each in said]
+        assert [*marks, (await environment.step("so", truncated=True)).info["cut_off"]] == [0, 1, 0, 1]
 
     asyncio.run(scenario())

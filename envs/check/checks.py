@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from envs.check import agents
 from envs.check.attacks import HOSTILE
@@ -61,6 +61,15 @@ class Lab:
         there = self.player.family.task_count(split)
         count = min(there, count)
         return [index * there // count for index in range(count)]
+
+
+@runtime_checkable
+class HasAnswerTypes(Protocol):
+    """A family whose gold answers are read in types."""
+
+    def answer_types(self) -> dict[str, list[str]]:
+        """The training tasks' gold answers by their type."""
+        ...
 
 
 Check = Callable[[Lab], Coroutine[Any, Any, None]]
@@ -148,6 +157,17 @@ async def _meets(lab: Lab) -> dict[str, list[tuple[object, ...]]]:
     return {each: [what for (split, _), what in met.items() if split == each] for each in ("train", "eval")}
 
 
+async def answer_types(lab: Lab) -> None:
+    """Where gold answers have types, which they are: what is a text is matched by the same text only."""
+    family: object = lab.player.family
+    if not isinstance(family, HasAnswerTypes):
+        return
+    found = sorted(family.answer_types().items(), key=lambda each: -len(each[1]))
+    said = ", ".join(f"{len(golds)} {kind} ({golds[0][:SHOWN]})" for kind, golds in found)
+    texts = "; a text is matched by the same text only" if any(kind == "text" for kind, _ in found) else ""
+    lab.page.add("answer types", said + texts if texts else "", said, note=True)
+
+
 async def bad_output(lab: Lab) -> None:
     """Whatever a model writes, the step answers."""
     broken = []
@@ -221,6 +241,7 @@ CHECKS: tuple[Check, ...] = (
     neighbours,
     ends,
     tasks_differ,
+    answer_types,
     bad_output,
     who_earns,
     flat,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from decimal import Decimal
 
-from envs.math.answers import MAX_ANSWER_CHARS, last_box
+from envs.math.answers import MAX_ANSWER_CHARS, last_box, typed
 from envs.math.problems import Problem
 from envs.rows import Row, RowError, read_rows
 
@@ -20,11 +20,12 @@ class Source:
     answer_field: str = "answer"
     subset: str | None = None
     split: str = "train"
+    type_field: str | None = None
 
 
 def load_problems(source: Source) -> list[Problem]:
     """All problems of a source, in its order. Raises RowError, naming the row and the field."""
-    columns = [source.question_field, source.answer_field]
+    columns = [source.question_field, source.answer_field, *([source.type_field] if source.type_field else [])]
     problems = [_problem(row, *columns) for row in read_rows(source.name, source.subset, source.split, columns)]
     if not problems:
         raise RowError(f"{source.name} has no rows")
@@ -50,13 +51,20 @@ def gold_answer(text: str) -> str:
     return answer
 
 
-def _problem(row: Row, question_field: str, answer_field: str) -> Problem:
+def _problem(row: Row, question_field: str, answer_field: str, type_field: str = "") -> Problem:
     question = _text(row, question_field)
-    answer = _text(row, answer_field)
+    text = _text(row, answer_field)
+    asked = row.text(type_field, default="") if type_field else ""
     try:
-        return Problem(question, gold_answer(answer))
+        answer = gold_answer(text)
     except ValueError as error:
         row.fail(answer_field, str(error))
+
+    try:
+        typed(answer, asked)
+    except ValueError as error:
+        row.fail(type_field, str(error))
+    return Problem(question, answer, asked=asked)
 
 
 def _text(row: Row, field: str) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.math import arithmetic
+from envs.math.answers import typed
 from envs.math.datasets import Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
@@ -29,6 +30,8 @@ class MathOptions(BaseModel):
     question_field: str = "question"
     answer_field: str = "answer"
     """Gold answer: bare, after `####`, or a solution whose last `\\boxed{}` holds it."""
+    type_field: str | None = None
+    """Field that says the type of the answer (`ordered list`; `expression, same form`); None: the answer shows it."""
     eval_source: str | None = None
     """Held-out problems: another path or hub name; None: `eval_split` of a hub source, rows held out of a file."""
     eval_split: str = "test"
@@ -77,6 +80,14 @@ class MathFamily:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
 
+    def answer_types(self) -> dict[str, list[str]]:
+        """The training tasks' gold answers by their type."""
+        found: dict[str, list[str]] = {}
+        for index in range(self._count["train"]):
+            problem = self._problem["train"](index)
+            found.setdefault(typed(problem.answer, problem.asked).kind, []).append(problem.answer)
+        return found
+
     async def start(self) -> None:
         pass
 
@@ -99,8 +110,9 @@ class MathEnvironment:
         return [*opening, ChatMessage("user", task.question + self._family.suffix)]
 
     async def step(self, action: str, truncated: bool = False) -> Step:
-        verdict = await self._family.verifier.verify(self._task.answer, action)
+        verdict = await self._family.verifier.verify(self._task.answer, action, self._task.asked)
         info = {name: float(value) for name, value in asdict(verdict).items()}
+        info["cut_off"] = float(truncated or verdict.cut_off)
         info["invalid_share"] = float(not verdict.boxed)
         if self._kind:
             info[f"success_{self._kind}"] = info["correct"]
@@ -117,7 +129,9 @@ class MathEnvironment:
 
 def _load(options: MathOptions) -> tuple[Sequence[Problem], Sequence[Problem]]:
     """(train, held-out) problems of a file or a hub. Raises RowError."""
-    source = Source(options.source, options.question_field, options.answer_field, options.subset, options.split)
+    source = Source(
+        options.source, options.question_field, options.answer_field, options.subset, options.split, options.type_field
+    )
     train = load_problems(source)
     is_file = options.source.endswith((".jsonl", ".parquet"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,3 +11,5 @@ class Problem:
 
     question: str
     answer: str
+    asked: str = field(default="", kw_only=True)
+    """What the data say of the answer's type, as in `answers.typed`; empty: the answer shows it."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from envs.answers import answer_of
-from envs.math.answers import Symbolic, judge, last_box
+from envs.math.answers import Symbolic, cut_off, judge, last_box
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
 
@@ -24,6 +24,7 @@ class Verdict:
     correct: bool
     boxed: bool  # there was a complete last box
     unverifiable: bool = False  # it needed too much CPU time, or crashed the verifier
+    cut_off: bool = False  # it ends within its last box
 
 
 class Verifier:
@@ -37,12 +38,16 @@ class Verifier:
         self._free = asyncio.Semaphore(workers)
         self._cache: OrderedDict[Symbolic, bool] = OrderedDict()
 
-    async def verify(self, gold: str, response: str) -> Verdict:
-        """Whether the last box of the answer in `response` holds `gold`. Raises WorkerNotStarted or WorkerHung."""
-        answer = last_box(answer_of(response))
+    async def verify(self, gold: str, response: str, asked: str = "") -> Verdict:
+        """Whether the last box of the answer in `response` holds `gold`. Raises WorkerNotStarted or WorkerHung.
+
+        `asked`: what the data say of the gold's type, as in `answers.typed`.
+        """
+        said = answer_of(response)
+        answer = last_box(said)
         if answer is None:
-            return Verdict(False, boxed=False)
-        question = judge(gold, answer)
+            return Verdict(False, boxed=False, cut_off=cut_off(said))
+        question = judge(gold, answer, asked)
         if isinstance(question, bool):
             return Verdict(question, boxed=True)
 

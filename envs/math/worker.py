@@ -1,8 +1,7 @@
-"""A verifier: math-verify, two bare LaTeX expressions in, a bool out.
+"""A verifier: two answers in, a bool out, by SymPy's exact algebra.
 
 A comparison may use so many CPU seconds of its process: a verdict must not depend on what else the machine does. Then
-the kernel ends the process, because a parser or an algebra system that is interrupted anywhere may answer wrong later.
-The alarms of math-verify, which count by the clock, are off.
+the kernel ends the process, because an algebra system that is interrupted anywhere may answer wrong later.
 """
 
 from __future__ import annotations
@@ -11,33 +10,25 @@ import logging
 import resource
 import signal
 import sys
-from typing import Any
 
-from envs.math.answers import Symbolic
+from envs.math.answers import Symbolic, decide, typed
+from envs.math.values import Judge
 from envs.workers.serving import begin_worker, serve
 
 MEMORY_BYTES = 4 << 30  # address space of a worker: a bomb ends as MemoryError, a wrong answer
-DIGITS = 12  # decimals that must agree where one side is a decimal number
 
 
 def main(descriptor: int, cpu_s: float) -> None:
     replies = begin_worker()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.disable(logging.CRITICAL)
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    untimed: dict[str, Any] = {"parsing_timeout": None}  # typed as an int there
-    extraction = [LatexExtractionConfig(boxed_match_priority=0)]
-
-    def parsed(text: str) -> list[Any]:
-        found: list[Any] = parse(f"\\boxed{{{text}}}", extraction, fallback_mode="no_fallback", **untimed)
-        return found
+    from envs.math import algebra
 
     def equal(question: Symbolic) -> bool:
         try:
-            gold = parsed(question.gold)
-            answer = parsed(question.answer)
-            return bool(gold and answer) and verify(gold, answer, float_rounding=DIGITS, timeout_seconds=None)
+            same_form = typed(question.gold, question.asked).same_form
+            by = Judge(algebra.equal, algebra.proportional, same_form)
+            return decide(question.gold, question.answer, by, question.asked) is True
         except Exception:
             return False
 

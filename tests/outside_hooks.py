@@ -18,6 +18,7 @@ from rollout.proxy.state import GeneratorState, RoutedRequest
 
 class AwayOptions(Section):
     server: int = Field(ge=0)
+    """The environment server that gets no tickets."""
 
 
 class Away(BrokerHook):

@@ -56,7 +56,6 @@ RECIPE = (
     "env.max_turns=1",
     "env.options={prompt_tokens: 8, vocab_size: 64}",
     "learner.lr=3e-3",
-    "generator.options.vocab_size=64",
     "eval.tasks=0",
     "tracking.save_batches=true",
     "tracking.wandb=disabled",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
-from rl.config.schema import Config, validate
+from rl.config.schema import Config, ConfigError, validate
 from rl.wire.addresses import Addresses
 from rl.wire.columns import register_configured, shape_by_model
 
@@ -47,6 +47,8 @@ class RunFile(BaseModel):
     def load(cls, folder: str | Path) -> RunFile:
         """Raises ConfigError where a version with other fields wrote it."""
         tree = json.loads((Path(folder) / "run.json").read_text())
+        if "config" not in tree:
+            raise ConfigError(f"{folder}/run.json has no configuration: it is damaged, or no run's")
         run = cls.model_validate(tree | {"config": validate(tree["config"])})
         register_configured(run.config.algo.columns)
         shape_by_model(run.model_folder)

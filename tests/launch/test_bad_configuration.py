@@ -97,7 +97,7 @@ BAD = [
     (
         "simulated",
         'rollout.hooks=[{"turn_barrier":{"x":1}}]',
-        "'rollout.hooks.turn_barrier.x'; known: none",
+        "'rollout.hooks.turn_barrier.x'; there are none here",
     ),
     ("simulated", "rollout.hooks=[tests.launch.test_bad_configuration:UnkeptHook]", "the broker's log cannot keep"),
     ("simulated", "rollout.hooks=[tests.launch.test_bad_configuration:Unmade]", "cannot be made: it never can"),

@@ -127,7 +127,7 @@ def test_what_is_imported_is_declared() -> None:
     distributions = packages_distributions()
 
     for module in imported_modules() - set(PACKAGES) - sys.stdlib_module_names:
-        names = {canonicalize_name(name) for name in distributions.get(module, [])}
+        names = {canonicalize_name(name) for name in distributions.get(module, [module])}
         assert names & declared, f"{module} is imported, and pyproject.toml does not name {names or 'its package'}"
 
 

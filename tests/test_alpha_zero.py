@@ -189,7 +189,7 @@ def check_equal(
 
 
 def test_simulated_engine(tmp_path: Path, model_folder: Path, make_run: MakeRun) -> None:
-    engine = ("generator.engine=simulated", "learner.ranks=1")
+    engine = ("generator.engine=simulated", "generator.options.vocab_size=64", "learner.ranks=1")
     batch_parts, rows = run_system(tmp_path, model_folder, *engine)
     run = make_run(*RECIPE, *engine, model_folder=model_folder, train_tasks=1000)
     check_equal(batch_parts, rows, run_plain_loop(run, model_folder), logp=0)

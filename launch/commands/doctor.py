@@ -16,7 +16,7 @@ from launch.gpus import visible_gpus
 _REQUIRED = ("torch", "transformers", "zmq", "msgspec", "pydantic", "wandb", "rich", "xxhash")
 _OPTIONAL = {
     "vllm": "the real engine",
-    "math_verify": "the maths environment",
+    "sympy": "the maths environment",
     "alfworld": "the ALFWorld environment",
     "textworld": "the ALFWorld environment",
     "datasets": "data sets from a hub",

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.models.packed_attention import Kernel
 from rl.models.packing import Pack
-from rl.models.policy import PackedModel, Policy, at_targets, load_packed
+from rl.models.policy import DEFAULTS, PackedModel, Policy, at_targets, load_packed
 from rl.models.protocol import ModelOptions
 
 
 class Critic(PackedModel):
     """`model` is a decoder without a head (transformers' `get_decoder()`)."""
 
-    def __init__(self, decoder: nn.Module, attention: Kernel = "auto") -> None:
+    def __init__(self, decoder: nn.Module, attention: Kernel = DEFAULTS.attention) -> None:
         super().__init__(decoder, attention)
         self.head = nn.Linear(self.model.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)

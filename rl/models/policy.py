@@ -41,7 +41,7 @@ class PackedModel(nn.Module):
     families: Iterable[str] = families.FAMILIES
     reads: Collection[str] = ()
 
-    def __init__(self, model: nn.Module, attention: Kernel = "auto") -> None:
+    def __init__(self, model: nn.Module, attention: Kernel = DEFAULTS.attention) -> None:
         super().__init__()
         self.model = model
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
@@ -103,7 +103,7 @@ class Policy(PackedModel):
     """`model` is a causal language model of transformers whose logits are `hidden @ lm_head.weight.T`, or so scaled."""
 
     def __init__(
-        self, model: nn.Module, *, logprob_chunk: int = DEFAULTS.logprob_chunk, attention: Kernel = "auto"
+        self, model: nn.Module, *, logprob_chunk: int = DEFAULTS.logprob_chunk, attention: Kernel = DEFAULTS.attention
     ) -> None:
         super().__init__(model, attention)
         self.logprob_chunk = logprob_chunk

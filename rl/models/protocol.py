@@ -34,7 +34,7 @@ class ModelOptions:
     dtype: torch.dtype = torch.float32  # of forward and backward; weights and gradients are float32
     activation_checkpointing: bool = False
     logprob_chunk: int = LearnerConfig().logprob_chunk
-    attention: Kernel = "auto"
+    attention: Kernel = LearnerConfig().attention
 
 
 class PolicyOutput(NamedTuple):

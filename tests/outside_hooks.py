@@ -52,6 +52,7 @@ class Last(ProxyHook):
 
 class NotesOptions(Section):
     folder: Path
+    """Folder that the notes are written into."""
 
 
 class Notes(EpisodeHook):

@@ -151,6 +151,7 @@ def backward(
     """Fresh gradients and statistics of these packs."""
     policy.zero_grad(set_to_none=True)
     algorithm = algorithm_of(make_loss(loss, options or {}))
+
     stats = accumulate_gradients(
         policy,
         packs,
@@ -160,6 +161,7 @@ def backward(
         world_size=world_size,
         first_step=first_step,
     )
+
     return gradients(policy), stats
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from algos.registry import loss_names
+from algos.registry import registered
 from rl.config.schema import load_config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import assign
@@ -88,7 +88,7 @@ def packs_for(folder: Path, *settings: str) -> list[Pack]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("loss", loss_names())
+@pytest.mark.parametrize("loss", registered("loss"))
 def test_of_the_policy(folder: Path, tmp_path: Path, loss: str, checkpointing: bool) -> None:
     correction = "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}"
     algorithm = make_algorithm(

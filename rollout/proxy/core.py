@@ -27,11 +27,9 @@ from collections.abc import Collection, Hashable, Sequence
 from rl.config.rollout import NamedHook
 from rl.wire.messages import ReportsLost, StillSampling, Usage
 from rollout.proxy.actions import AbortAt, Action, Client, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
-from rollout.proxy.admission import Admission, KvAdmission
 from rollout.proxy.balance import LoadTree, PriorityQueue
 from rollout.proxy.choice import Choice
-from rollout.proxy.prefixes import PrefixIndex
-from rollout.proxy.state import GeneratorState, Limits, RoutedRequest
+from rollout.proxy.state import Admission, GeneratorState, KvAdmission, Limits, PrefixIndex, RoutedRequest
 
 
 class ProxyCore:
@@ -42,7 +40,7 @@ class ProxyCore:
     * `max_deaths`: how many generators may die under one request before it is answered with an error.
     * `max_overtakes`: how many requests with a cached prefix may pass the head of the queue (no starvation).
     * `remembered`: of how many sessions and prompts, each, it is known in which cache they stand.
-    * `kv_admission`: what a request reserves (`admission.py`); with `expected` engines must pre-empt.
+    * `kv_admission`: what a request reserves (`Admission`); with `expected` engines must pre-empt.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rl.wire.messages import ReportsLost, StillSampling, Usage
 from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
-from rollout.proxy.admission import KvAdmission
 from rollout.proxy.core import ProxyCore
+from rollout.proxy.state import KvAdmission
 
 SEATS = 3
 CONTEXT = 80

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from envs.registry import make_family
-from launch.warm_start.sampling import Sampled, sample
+from experiments.sampling import Sampled, sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import Config, load_config
 from rl.config.seeds import sample_seed, task_order, turn_seed

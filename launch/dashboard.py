@@ -14,14 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch.conversations import COLUMNS, recent_conversations
+import msgspec
+
 from rl.config.schema import TrackingConfig
 from rl.observe.charts import charts
-from rl.observe.tracking import Dashboard, NoDashboard
+from rl.observe.tracking import Dashboard
+from rl.store.samples import FOLDER, Sample
 from rl.wire.run import RunFile
+from rollout.episodes.tokenizer import load_tokenizer
 
 _MOST_WAITING = 10_000
 _ID = "wandb-id"
+COLUMNS = ("kind", "version", "task", "group", "reward", "success", "ended by", "tokens", "conversation")
+_OF_EACH_KIND = 8
+_TAIL_BYTES = 1 << 18  # read of each file: a long run has kept gigabytes
+_LONGEST = 8_000  # characters
 
 Job = Callable[[Any], None]
 
@@ -31,7 +38,7 @@ def open_dashboard(run: RunFile) -> Dashboard:
     tracking = run.config.tracking
     mode = wandb_mode(tracking.wandb)
     if mode == "disabled":
-        return NoDashboard()
+        return Dashboard()
 
     run_id = continued_id(run.config.resume)
     (run.folder / _ID).write_text(run_id)
@@ -80,7 +87,7 @@ def _open(tracking: TrackingConfig, mode: str, run: RunFile, run_id: str) -> Any
     return opened
 
 
-class WandbThread:
+class WandbThread(Dashboard):
     """`open_run` gives wandb's run; jobs are carried out in order, each by itself."""
 
     def __init__(self, open_run: Callable[[], Any], folder: Path, most_waiting: int = _MOST_WAITING) -> None:
@@ -170,3 +177,41 @@ def _finish(run: Any) -> None:
 
     run.finish()
     wandb.teardown()  # its service ends now, in order, not at exit when it has been killed
+
+
+def recent_conversations(run: Path) -> list[list[str | float | bool]]:
+    """Rows of COLUMNS: the newest training episodes, then the newest evaluated ones."""
+    tokenizer = load_tokenizer(RunFile.load(run).model_folder)
+    samples = sorted(_newest(run), key=lambda sample: sample.time)
+    chosen = [
+        sample for kind in ("train", "eval") for sample in [s for s in samples if s.kind == kind][-_OF_EACH_KIND:]
+    ]
+
+    return [
+        [
+            sample.kind,
+            max(sample.versions, default=-1),
+            sample.task_index,
+            sample.group_id,
+            sample.reward,
+            sample.success,
+            sample.stop_reason,
+            len(sample.token_ids),
+            tokenizer.decode(sample.token_ids)[:_LONGEST],
+        ]
+        for sample in chosen
+    ]
+
+
+def _newest(run: Path) -> list[Sample]:
+    """The samples at the end of every file; the first line there, and one that is being written, may be a part."""
+    found = []
+    for path in (run / FOLDER).glob("env_server.*.jsonl"):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+
+        whole = lines if size <= _TAIL_BYTES else lines[1:]
+        found += [msgspec.json.decode(line, type=Sample) for line in whole]
+    return found

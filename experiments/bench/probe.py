@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from envs.math import arithmetic
 from experiments.bench._measuring import parser_of, write
-from launch.warm_start.sampling import sample
+from experiments.sampling import sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
 from rl.config.schema import load_config
 from rl.learner.publish import probe_logp

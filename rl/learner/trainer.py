@@ -18,12 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl.config.schema import Config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
-from rl.learner.critic import accumulate_critic, with_values
 from rl.learner.optimizer import Optimizer
-from rl.learner.update import Observer, UpdateStats, accumulate_gradients, unobserved, with_logp
-from rl.models.critic import Critic
+from rl.learner.update import (
+    Observer,
+    UpdateStats,
+    accumulate_critic,
+    accumulate_gradients,
+    unobserved,
+    with_logp,
+    with_values,
+)
 from rl.models.packing import make_packs, pad_packs, split_minibatches
-from rl.models.policy import Policy
+from rl.models.policy import Critic, Policy
 from rl.models.protocol import Model, ModelOptions
 from rl.wire.columns import forward_columns
 from rl.wire.messages import BatchPart

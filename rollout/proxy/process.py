@@ -26,19 +26,7 @@ from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext, context_from_command_line
 from rl.wire.sockets import PeerGone, identity, open_socket, send_all, sender
-from rollout.proxy.actions import (
-    AbortAt,
-    Action,
-    Forget,
-    GoOn,
-    Rename,
-    Reply,
-    ReportFirstToken,
-    ReportLost,
-    ReportProgress,
-    ReportUsage,
-    SendTo,
-)
+from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.continuations import Continuations
 from rollout.proxy.core import ProxyCore
 
@@ -234,12 +222,8 @@ class Proxy:
                 case ReportFirstToken():
                     assert isinstance(cause, messages.FirstToken)
                     self._reports.append(messages.FirstToken(action.key, action.session, cause.version))
-                case ReportUsage():
-                    self._reports.append(messages.Usage(action.session, action.tokens, action.lost))
-                case ReportLost():
-                    self._reports.append(messages.ReportsLost())
-                case ReportProgress():
-                    self._reports.append(messages.StillSampling())
+                case messages.Usage() | messages.ReportsLost() | messages.StillSampling():
+                    self._reports.append(action)
 
     def _reply(self, reply: Reply, answer: Message | None) -> None:
         request = self._requests.pop(reply.key)

@@ -9,11 +9,11 @@ import pytest
 
 from algos.conformance import CHECKS, check_loss
 from algos.correction import Correction
-from algos.registry import Loss, LossSpec, NoOptions, loss_names, make_loss
+from algos.registry import Loss, LossSpec, NoOptions, make_loss, registered
 from algos.types import LossInputs, LossResult
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in loss_names()),
+    *((name, {}) for name in registered("loss")),
     ("ppo", {"dual_clip": 3.0}),
     ("decoupled_ppo", {"proximal": "interpolated"}),
     ("topr", {"ratio": "token"}),

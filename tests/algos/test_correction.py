@@ -9,7 +9,7 @@ import torch
 
 from algos.conformance import gradient, inputs_of, random_inputs
 from algos.correction import Correction
-from algos.registry import loss_names, make_loss
+from algos.registry import make_loss, registered
 from algos.types import LossInputs
 
 REINFORCE = make_loss("reinforce", {})
@@ -56,7 +56,7 @@ def test_without_one_the_loss_is_untouched() -> None:
     assert torch.equal(Correction()(inputs, REINFORCE).per_token, REINFORCE(inputs).per_token)
 
 
-@pytest.mark.parametrize("name", loss_names())
+@pytest.mark.parametrize("name", registered("loss"))
 def test_a_mask_alone_leaves_the_losss_own_weights(name: str) -> None:
     inputs = random_inputs()
     loss = make_loss(name, {})
@@ -64,7 +64,7 @@ def test_a_mask_alone_leaves_the_losss_own_weights(name: str) -> None:
     torch.testing.assert_close(masked.per_token, loss(inputs).per_token)
 
 
-@pytest.mark.parametrize("name", loss_names())
+@pytest.mark.parametrize("name", registered("loss"))
 def test_under_a_weight_the_proximal_policy_counts_as_the_one_that_sampled(name: str) -> None:
     inputs = random_inputs()
     loss = make_loss(name, {})

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.schema import Config, load_config
 from rl.learner.batches import check_batch_part
-from rl.learner.exact import ExactCheck
-from rl.learner.guards import StepGuards
+from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.process import train
 from rl.learner.trainer import Trainer
 from rl.observe.alarms import Alarms, RunAlarm

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from algos.registry import make_loss
 from rl.config.schema import LearnerConfig, load_config
 from rl.learner.credit import Minibatch
-from rl.learner.exact import ExactCheck
+from rl.learner.guards import ExactCheck
 from rl.learner.optimizer import Optimizer
 from rl.learner.publish import probe_logp
 from rl.learner.update import accumulate_gradients, with_logp

@@ -26,6 +26,12 @@ OPTIONS_OF = {
 """Where a plug-in's options are, by the field that names it. Another plug-in does not inherit them."""
 
 
+def removed_fields() -> dict[str, str]:
+    """Fields of earlier versions, by their dotted names: what to write instead."""
+    told: dict[str, str] = yaml.safe_load(Path(__file__).with_name("removed.yaml").read_text())
+    return told
+
+
 def nearest(key: str, valid: list[str]) -> str:
     """The end of an error message: the nearest valid name, or all of them."""
     if not valid:

@@ -410,7 +410,7 @@ def sample_twice(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("lr-zero", "weights-still")
 def lr_zero(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("rl.learner.optimizer.learning_rate", lambda *_: 0.0)
+    patch.setattr("rl.learner.trainer.learning_rate", lambda *_: 0.0)
 
 
 @fault("frozen-layers", "weights-still")

@@ -14,8 +14,7 @@ from envs.guards import check_server
 from rl.config.alarms import AlarmsConfig
 from rl.config.schema import load_config
 from rl.learner.run_client import RunClient
-from rl.observe.alarm_file import RaisedAlarm, keep_alarm, read_alarms
-from rl.observe.alarms import ALARMS, Alarms, RunAlarm
+from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, RunAlarm, keep_alarm, read_alarms
 from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from tests.conftest import MakeRun

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rl.config.removed import REMOVED
 from rl.config.schema import Config, ConfigError, load_config
 from rl.config.section import Section
+from rl.config.tree import removed_fields
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 
@@ -228,6 +228,7 @@ def test_a_default_of_the_configuration_stands_nowhere_else() -> None:
 
 
 FIELD = re.compile(r"\b[a-z_]+(?:\.[a-z_-]+)+\b")
+REMOVED = removed_fields()
 
 
 @pytest.mark.parametrize("name", REMOVED)

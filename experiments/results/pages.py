@@ -150,11 +150,15 @@ def page(measured: Measured) -> str:
     """The text of docs/results.md."""
     parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
     for section in measured.sections:
+        commands = list(dict.fromkeys(row.command for row in section.rows))
         lines = ["| what | measured | machine, date | how |", "|---|---|---|---|"]
         for row in section.rows:
-            file = f"[file](../experiments/results/{_shown(row.file)}): " if row.file else ""
-            lines.append(f"| {row.what} | {' | '.join(told(row))} | {file}`{row.command}` |")
-        parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines)]
+            number = str(commands.index(row.command) + 1)
+            how = f"[{number}](../experiments/results/{_shown(row.file)})" if row.file else number
+            lines.append(f"| {row.what} | {' | '.join(told(row))} | {how} |")
+
+        block = "\n".join(["```bash", *(f"{command}  # {n}" for n, command in enumerate(commands, 1)), "```"])
+        parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines), block]
     return "\n\n".join(parts) + "\n"
 
 

@@ -31,7 +31,7 @@ import zmq
 from experiments.bench._inbox import receive_all, receive_from
 from experiments.bench._measuring import Timing, cpu_s_of, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.wire.columns import token_columns
+from experiments.columns import token_columns
 from rl.wire.messages import (
     AckTickets,
     BatchRequest,

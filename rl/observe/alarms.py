@@ -179,6 +179,12 @@ ALARMS = {
         "the template writes history in another form than the turn had when it was sampled",
         "the model's chat_template.jinja",
     ),
+    "ids-without-text": Alarm(
+        "sampled ids are tokens of the tokenizer",
+        "the model's vocabulary is padded beyond its tokenizer's, and its logits there were never trained",
+        "the model's vocab_size and tokenizer.json; the environment servers' logs name the ids",
+        own_limits={"share": Limit(0.001, "Largest share of a batch's sampled tokens that stand for no text.", most=1)},
+    ),
     "advantage-sign": Alarm(
         "an advantage has the sign of the reward less its group's mean",
         "rewards of other samples, statistics of other groups, or no centring",

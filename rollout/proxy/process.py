@@ -10,6 +10,7 @@ poll loop that drains every socket in turn.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import defaultdict
@@ -308,12 +309,8 @@ def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generate
 
 
 def main(context: ProcessContext) -> None:
-    with Process("proxy", context) as process:
-        proxy = Proxy(process)
-        try:
-            proxy.serve()
-        finally:
-            proxy.close()
+    with Process("proxy", context) as process, contextlib.closing(Proxy(process)) as proxy:
+        proxy.serve()
 
 
 if __name__ == "__main__":

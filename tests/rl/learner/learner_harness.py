@@ -13,8 +13,8 @@ import numpy as np
 import zmq
 
 from experiments.bench._inbox import receive_from
+from experiments.columns import token_columns
 from rl.weights.host import clean_up
-from rl.wire.columns import token_columns
 from rl.wire.messages import (
     BatchPart,
     BatchRequest,

@@ -150,14 +150,15 @@ def page(measured: Measured) -> str:
     """The text of docs/results.md."""
     parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
     for section in measured.sections:
-        commands = list(dict.fromkeys(row.command for row in section.rows))
-        lines = ["| what | measured | machine, date | how |", "|---|---|---|---|"]
+        numbers: dict[str, int] = {}  # by the command, and by the machine and date
+        lines = ["| what | measured | how |", "|---|---|---|"]
         for row in section.rows:
-            number = str(commands.index(row.command) + 1)
+            figure, when = told(row)
+            number = str(numbers.setdefault(f"{row.command}  # {when}", len(numbers) + 1))
             how = f"[{number}](../experiments/results/{_shown(row.file)})" if row.file else number
-            lines.append(f"| {row.what} | {' | '.join(told(row))} | {how} |")
+            lines.append(f"| {row.what} | {figure} | {how} |")
 
-        block = "\n".join(["```bash", *(f"{command}  # {n}" for n, command in enumerate(commands, 1)), "```"])
+        block = "\n".join(["```bash", *(ran.replace("  # ", f"  # {n}: ") for ran, n in numbers.items()), "```"])
         parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines), block]
     return "\n\n".join(parts) + "\n"
 

@@ -102,9 +102,9 @@ def test_a_study_says_what_each_arm_has_gained_and_how_much_sooner_it_was() -> N
 def test_the_page_has_a_cell_for_each_thing_and_one_link(folder: Path) -> None:
     made = page(Measured("About.", [Section("Learning", [row(figure="{seconds[0]}")], about="More.")]))
     assert made.endswith(
-        "## Learning\n\nMore.\n\n| what | measured | machine, date | how |\n|---|---|---|---|\n"
-        "| w | 1.26 | 2 × EPYC, 2026-11-26 | [1](../experiments/results/a.json) |\n"
-        "\n```bash\nc  # 1\n```\n"
+        "## Learning\n\nMore.\n\n| what | measured | how |\n|---|---|---|\n"
+        "| w | 1.26 | [1](../experiments/results/a.json) |\n"
+        "\n```bash\nc  # 1: 2 × EPYC, 2026-11-26\n```\n"
     )
 
 

@@ -142,8 +142,8 @@ def _machine(said: Any) -> str:
         return f"{said['cores']} cores"
     if isinstance(said, list):
         return " or ".join(dict.fromkeys(map(_machine, said)))
-    short = re.sub(r", Linux.*|, x86_64|\(R\)| Processor|AMD ", "", str(said))
-    return short.replace("cores of ", "× ")
+    short = re.sub(r", Linux.*|, x86_64|(Intel|AMD|Processor|\(R\)) ?", "", str(said))
+    return short.replace(" cores of ", "-core ").strip()
 
 
 def page(measured: Measured) -> str:

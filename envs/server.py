@@ -32,6 +32,7 @@ from rl.config.hooks import make_hooks
 from rl.config.schema import Config, ConfigError
 from rl.observe.trace_events import EpisodeEnded
 from rl.store.samples import SampleFile
+from rl.wire.awake import AwakeLoop
 from rl.wire.messages import (
     Abort,
     AckTickets,
@@ -403,7 +404,7 @@ async def serve(process: Process) -> None:
 
 def main(context: ProcessContext) -> None:
     with Process("env_server", context) as process:
-        asyncio.new_event_loop().run_until_complete(serve(process))
+        AwakeLoop(process.tick_s).run_until_complete(serve(process))
     zmq.Context.instance().term()  # what was sent last leaves, within the sockets' linger
     sys.stdout.flush()
     os._exit(0)  # abandoned calls and threads of an environment must not keep the process alive

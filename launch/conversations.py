@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
-
+from rl.config.damage import readable
 from rl.store.samples import FOLDER, Sample
 from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import load_tokenizer
@@ -51,5 +50,5 @@ def _newest(run: Path) -> list[Sample]:
             lines = file.read().split(b"\n")[:-1]
 
         whole = lines if size <= _TAIL_BYTES else lines[1:]
-        found += [msgspec.json.decode(line, type=Sample) for line in whole]
+        found += readable(whole, Sample)
     return found

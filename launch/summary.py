@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from launch.children import Child
-from rl.observe.alarm_file import RaisedAlarm
+from rl.observe.alarms import RaisedAlarm
 from rl.wire.run import RunFile
 
 _SUMMARY_BYTES = 1 << 18  # some times what one takes

@@ -20,6 +20,7 @@ from rl.wire.sockets import open_socket
 from tests.rollout.trajectories import make_trajectory
 from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start, wait_for_step
 
+ALONE = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
 ONE_WAY = ("trajectories", "usage", "batches", "notices")
 PROMPT = np.arange(4, dtype=np.int32)
 HUGE = 2**63 - 1
@@ -103,7 +104,11 @@ def attack(run: RunFile, *, keyed: bool) -> None:
     context = zmq.Context()
     network = run.config.network.model_copy(update={"curve": keyed})
     stranger = run.model_copy(update={"config": run.config.model_copy(update={"network": network})})
-    for name in run.socket_names():
+    config = run.config
+    several = {"batches": config.learner.ranks, "blobs": config.learner.ranks, "notices": config.generator.count}
+    names = [*ALONE, *(f"{kind}.{index}" for kind, count in several.items() for index in range(count))]
+
+    for name in names:
         kind, _, index = name.partition(".")
         sender = open_socket(
             zmq.PUSH if kind in ONE_WAY else zmq.DEALER,

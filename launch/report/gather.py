@@ -20,7 +20,7 @@ from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.timeline import Timeline, gather_timeline
 from rl.config.damage import readable, reading
-from rl.observe.alarm_file import read_alarms
+from rl.observe.alarms import read_alarms
 from rl.wire.run import RunFile
 
 _WITHOUT = "move it away, and the report is made without it"

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from experiments.bench._inbox import receive_from
 from rl.wire import sockets
 from rl.wire.messages import BatchRequest, ProtocolError
 from rl.wire.run import RunFile
-from rl.wire.sockets import make_curve_key, open_socket, receive_from, send, sender
+from rl.wire.sockets import make_curve_key, open_socket, send, sender
 from tests.conftest import MakeRun
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rl.config.alarms import AlarmsConfig
+from rl.config.damage import readable
 from rl.config.failures import EndsRun
 from rl.config.section import LARGEST
 from rl.config.tree import ConfigError, nearest
@@ -484,10 +485,9 @@ def read_alarms(run: Path) -> list[RaisedAlarm]:
     path = run / _NAME
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     raised: dict[str, RaisedAlarm] = {}
-    for line in lines:
-        alarm = msgspec.json.decode(line, type=RaisedAlarm | RaisedAgain)
+    for alarm in readable(lines, RaisedAlarm | RaisedAgain):
         if isinstance(alarm, RaisedAlarm):
             raised[alarm.name] = alarm
-        else:
+        elif alarm.name in raised:
             raised[alarm.name].again(alarm.step)
     return list(raised.values())

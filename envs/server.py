@@ -38,6 +38,7 @@ from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
 from rl.wire.run import ProcessContext, context_from_command_line
 from rl.wire.sockets import identity, open_socket
+from rl.wire.text import whole
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext
@@ -147,7 +148,10 @@ class EnvServer:
         if self._parsers is not None:
             await self._parsers.ready()
         if self.process.index == 0:
-            check_server(self.family, self._context.tokenizer, self.config.eval.tasks, self.process.alarms)
+            config = self.config
+            check_server(
+                self.family, self._context.tokenizer, config.chat.thinking, config.eval.tasks, self.process.alarms
+            )
         self._greet_proxy()
         self._greet_broker()
 
@@ -209,6 +213,7 @@ class EnvServer:
             "env_s": activity.seconds["environment"],
             "generate_wait_s": activity.seconds["generate"],
             "close_failures": activity.close_failures,
+            "textless_tokens": activity.textless_tokens,
             "unacknowledged": len(self._unacknowledged),
             "malformed": self._malformed.count,
             **self._counts,
@@ -294,7 +299,7 @@ class EnvServer:
         elif task.cancelled() or error is not None:
             self._counts["episodes_failed"] += 1
             reason = running.ending if error is None else _described(error)
-            reason = reason[:REASON_CHARS]
+            reason = whole(reason)[:REASON_CHARS]
             self.process.trace.add(EpisodeEnded(ticket_id, "failed", turns, reason=reason))
             self._send_end(messages.TicketFailed(reason=reason, **end))
 

@@ -1,7 +1,8 @@
 """What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md).
 
 The module is pure. An environment takes part by two names in its `info`. `success_<type>` is 1 or 0 and names the type
-of its task; `invalid_share` is the share of an episode's answers that it could not use.
+of its task; `invalid_share` is the share of an episode's answers that it could not use. Its server adds
+`textless_tokens`, the sampled tokens that stand for no text.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _LEAST_GROUPS = 8
 _LEAST_SAMPLES = 16
 TYPE = "success_"
 INVALID = "invalid_share"
+TEXTLESS = "textless_tokens"
 _FIRST_SAMPLES = 64  # whose share of invalid answers later ones are compared with, and as many later ones
 _SAMPLES_OF_A_GROUP = 8  # so many count as one group of a type
 _EXPECTED = 10  # successes that did not come, by the rate before them
@@ -199,6 +201,7 @@ class TaskGuards:
         samples = [sample for members in groups for sample in members]
         self._check_types(step)
         self._check_form(step, samples)
+        self._check_text(step, samples)
         self._check_length(step, samples)
         self._check_cut(step, stats)
 
@@ -245,6 +248,13 @@ class TaskGuards:
             found = f"{first:.0%} of the first answers, {last:.0%} of those up to step {step}"
             risen = last - first > self._alarms.limit("invalid-actions", "rise")
             self._check("invalid-actions", risen, found)
+
+    def _check_text(self, step: int, samples: list[BatchSample]) -> None:
+        textless = sum(sample.outcome.info.get(TEXTLESS, 0.0) for sample in samples)
+        sampled = sum(sample.outcome.length for sample in samples)
+        wrong = textless > self._alarms.limit("ids-without-text", "share") * sampled
+        found = f"{textless:.0f} of {sampled} sampled tokens of step {step} stand for no text"
+        self._alarms.check("ids-without-text", wrong, found)
 
     def _check_length(self, step: int, samples: list[BatchSample]) -> None:
         played = [sample.outcome.payload for sample in samples if sample.outcome.payload is not None]

@@ -20,6 +20,7 @@ from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
 from rollout.episodes.environment import ChatMessage
 from tests.museum.lab import STOPS, Game, Lab
+from tests.rl.learner.tiny_policies import VOCAB
 from tests.rollout.trajectories import with_sequence
 
 Spoil = Callable[[Lab, pytest.MonkeyPatch], None]
@@ -320,6 +321,12 @@ def double_bos(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("all-truncated", "truncated")
 def all_truncated(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.museum.lab.STOPS", [])
+
+
+@fault("ids-without-text", "ids-without-text")
+def ids_without_text(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """The model's vocabulary is padded beyond its tokenizer's, and nothing keeps it from sampling there."""
+    patch.setattr("tests.museum.lab.IdTokenizer.textless", lambda self, ids: ids[ids >= VOCAB - 7])
 
 
 # ---------------------------------------------------------------- rewards and advantages

@@ -71,7 +71,8 @@ class Tasks:
 def raised_before_the_first_episode(tasks: Tasks, tokenizer: Any) -> list[str]:
     raised: list[str] = []
     try:
-        check_server(cast(Any, tasks), tokenizer, 100, Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
+        alarms = Alarms(AlarmsConfig(), lambda name, _: raised.append(name))
+        check_server(cast(Any, tasks), tokenizer, "template", 100, alarms)
     except RunAlarm as alarm:
         raised.append(alarm.name)
     return raised

@@ -13,6 +13,7 @@ from typing import Self
 
 import numpy as np
 
+from rl.config.chat import ChatConfig
 from rl.wire.columns import ONE_TURN, masked_columns
 from rl.wire.text import Mender
 from rollout.episodes.environment import ChatMessage, Opening, Tools, TurnText
@@ -29,6 +30,8 @@ from rollout.episodes.sequence import GrowingSequence
 from rollout.episodes.thinking import Drift, Thinking, drift, keeps_thoughts
 from rollout.episodes.tokenizer import DUMMY_TURN, DUMMY_USER, AgentTokenizer, ChatTokenizer
 
+_DEFAULTS = ChatConfig()
+
 
 class Conversation(GrowingSequence):
     """One sequence in the making: `append_generated` once or more, `end_turn`, `followed`, and so on.
@@ -38,7 +41,9 @@ class Conversation(GrowingSequence):
 
     _tools: Tools = ()
 
-    def __init__(self, tokenizer: AgentTokenizer, messages: Sequence[ChatMessage], thinking: Thinking = "keep") -> None:
+    def __init__(
+        self, tokenizer: AgentTokenizer, messages: Sequence[ChatMessage], thinking: Thinking = _DEFAULTS.thinking
+    ) -> None:
         self._tokenizer = tokenizer
         self._thinking: Thinking = thinking
         self.history = list(messages)  # before the turn under way, as messages

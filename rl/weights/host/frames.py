@@ -76,7 +76,7 @@ class PrivateSlots:
         """Lease the newest version to a reader. Raises WeightsError for an incarnation that was replaced."""
         self.end_dead()
         with self.lock() as table:
-            row = table.register(ask.reader, ask.incarnation, 0, 0)
+            row = table.register(ask.reader, ask.incarnation)
             lease = table.lease(row, ask.incarnation, ask.at_least)
             if lease is None:
                 return wire.NotYet(table.progress(), len(table.leased()))

@@ -15,6 +15,7 @@ asks for, as it does to the successor of a process that died.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from pathlib import Path
@@ -46,6 +47,12 @@ def make_curve_key(folder: Path) -> None:
     descriptor = os.open(folder / _KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(b"\n".join(zmq.curve_keypair()))
+
+
+def secret(run: RunFile, purpose: bytes) -> bytes:
+    """32 bytes that only who has the run's key can know, for one purpose (at most 16 bytes long)."""
+    key = (run.folder / _KEY_FILE).read_bytes()
+    return hashlib.blake2b(key, digest_size=32, person=purpose).digest()
 
 
 def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:

@@ -33,13 +33,14 @@ from rl.wire.messages import Message, ProtocolError
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
-from rl.wire.sockets import PeerGone, identity, open_socket, send, send_all, send_to, sender
+from rl.wire.sockets import PeerGone, identity, open_socket, secret, send, send_all, send_to, sender
 from rollout.broker import actions
 from rollout.broker.assembly import info_means, make_batch_parts, no_batch
 from rollout.broker.core import BrokerCore
 from rollout.broker.deadlines import Patience
 from rollout.broker.guards import BatchGuards
 from rollout.broker.intake import Intake, ProxyMessage, ServerMessage
+from rollout.broker.kept import keep, restore
 from rollout.broker.ledger import Ledger, TracedLedger
 from rollout.broker.rules import Rules
 from rollout.broker.statistics import labelled_metrics
@@ -71,7 +72,7 @@ class Broker:
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._later: list[actions.Action | messages.BatchRequest] = []  # for the end of the turn
         self._evals = run.folder / "evals.jsonl"
-        self.log = WriteAheadLog(run.folder / "broker.log")
+        self.log = WriteAheadLog(run.folder / "broker.log", secret(run, b"broker.log"))
 
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
         self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
@@ -95,7 +96,7 @@ class Broker:
         elif self.config.resume is not None:
             self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
             self.guards.restored(self.core)
-        self.log.begin(self.intake)
+        self.log.begin(keep(self.intake))
 
     @property
     def core(self) -> BrokerCore:
@@ -209,7 +210,9 @@ class Broker:
 
     def _recover(self) -> None:
         """What an earlier incarnation knew. Servers say hello and the learner asks again for what it did not send."""
-        self.intake, events = self.log.read()
+        kept, events = self.log.read()
+        restore(self.intake, kept)
+
         since: float | None = None  # of the first event
         for now, message in events:
             since = now if since is None else since
@@ -295,7 +298,7 @@ class Broker:
         self._save()
         self._send_to_servers()
         if self.log.is_long:
-            self.log.begin(self.intake)
+            self.log.begin(keep(self.intake))
 
     def _trace(self, events: Iterable[TraceEvent]) -> None:
         """Trace only what the log has: nothing else may be told twice, by this incarnation and by the next."""

@@ -58,12 +58,14 @@ class ShmSender(HostSender):
         before = self._slots
         if before is None or before.is_there:
             return
+
         if self.rank > 0:
             found = SlotsFile.attach(self.run, writable=True)
         else:
             with before.lock() as table:
                 is_free = table.writing() is None
                 found = SlotsFile.create(self.run, self._manifest, before) if is_free else None
+
         if found is not None:
             self._page_lock.close()
             before.close()

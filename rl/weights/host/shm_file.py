@@ -3,10 +3,10 @@
     page 0   layout of the file, who holds the lock (for messages), size of the manifest
     then     the manifest, the slot table (`rl.weights.host.slots`) and the slots, each page-aligned
 
-Rank 0 makes the file with all its pages allocated and mapped (writing into fresh pages is ten times slower), gives it
-its name when all is valid, and unlinks it on close; its next incarnation adopts it. Nobody else unlinks it: the file is
-opened and mapped directly, because `multiprocessing.shared_memory` lets the resource tracker of a dying reader unlink
-it. What a killed run leaves is removed by `remove_slots` (its supervisor) or `sweep_stale` (the next run).
+Rank 0 makes the file with all its pages allocated and mapped: writing into fresh pages is ten times slower. The file
+gets its name when all is valid. Rank 0 unlinks it on close; its next incarnation adopts it. Nobody else unlinks it: the
+file is opened and mapped directly, because `multiprocessing.shared_memory` lets the resource tracker of a dying reader
+unlink it. What a killed run leaves is removed by `remove_slots` (its supervisor) or `sweep_stale` (the next run).
 
 Who lives is told by locks, which the kernel frees when their holder dies: numbers of processes mean nothing in another
 container. Each process that has the file open holds one byte of it, the owner another, each reader that of its row.

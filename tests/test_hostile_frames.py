@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from rl.weights.host import wire
 from rl.wire import messages
 from rl.wire.codec import PROTOCOL
 from rl.wire.messages import Frames, Message, Version, encode
+from rl.wire.names import Names
 from rl.wire.run import RunFile
 from rl.wire.sockets import open_socket
+from tests.any_message import KINDS, any_message
 from tests.rollout.trajectories import make_trajectory
 from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start, wait_for_step
 
-ONE_WAY = ("trajectories", "usage", "batches", "notices")
 PROMPT = np.arange(4, dtype=np.int32)
 HUGE = 2**63 - 1
 TICKET = messages.Ticket(1, 0, 0, 0, Version(0, 0))
@@ -106,7 +108,7 @@ def attack(run: RunFile, *, keyed: bool) -> None:
     for name in run.socket_names():
         kind, _, index = name.partition(".")
         sender = open_socket(
-            zmq.PUSH if kind in ONE_WAY else zmq.DEALER,
+            zmq.DEALER,
             stranger,
             kind,
             int(index) if index else None,
@@ -143,3 +145,42 @@ def test_no_frame_ends_a_run(tmp_path: Path, keyed: bool) -> None:
     for owner in ("learner.0", "updater", "weights"):
         assert f"{owner}: dropped message" in logs["learner.0.0"]
     assert sum(map(len, logs.values())) < 50_000, "bad input floods the logs"
+
+
+def speak_as(run: RunFile, name: bytes, pick: random.Random) -> None:
+    """Every type of message, on every socket: from one who has the run's key, under a name of the run."""
+    context = zmq.Context()
+    for socket_name in run.socket_names():
+        kind, _, index = socket_name.partition(".")
+        sender = open_socket(zmq.DEALER, run, kind, int(index) if index else None, identity=name, context=context)
+        for message_kind in KINDS:
+            for _ in range(2):
+                sender.send_multipart(encode(any_message(message_kind, pick)), zmq.DONTWAIT)
+        for message in FORGED:
+            sender.send_multipart(encode(message), zmq.DONTWAIT)
+    context.destroy(linger=2000)
+
+
+def test_who_has_the_key_speaks_in_nobodys_name(tmp_path: Path) -> None:
+    """Every message in the name of every living process: none is heard, and no name is taken over."""
+    process = start(tmp_path, "steps=60", "weights.transport=zmq", "learner.options.step_s=0.2")
+    wait_for_step(tmp_path, 2)
+    folder = tmp_path / "simulated"
+    run = RunFile.load(folder)
+    living = sorted(log.stem for log in (folder / "logs").glob("*.log"))
+    assert {name.partition(".")[0] for name in living} >= {"broker", "proxy", "env_server", "generator", "learner"}
+
+    pick = random.Random(0)
+    for name in living:
+        speak_as(run, name.encode(), pick)
+        speak_as(run, Names.made().proven(name.encode()), pick)
+    assert process.poll() is None
+    summary = finish(process, tmp_path)
+    check_books(summary, steps=60)
+
+    assert summary["alarms"] == {} and summary["broker"]["refused_trajectories"] == 0
+    assert sorted(log.stem for log in (folder / "logs").glob("*.log")) == living, "somebody was replaced"
+    rows = [row for row in metrics_rows(tmp_path) if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 61)) and all(0 <= row["train/reward"] <= 1 for row in rows)
+    dropped = {name: rows[-1][f"{name}/malformed"] for name in ("broker.0", "proxy.0", "generator.0", "generator.1")}
+    assert min(dropped.values()) > 100, dropped

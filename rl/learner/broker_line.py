@@ -12,7 +12,7 @@ import zmq
 
 from rl.wire.messages import BatchRequest, EvalRequest, Published, SaveRequest
 from rl.wire.process import Process
-from rl.wire.sockets import identity, made_again, open_socket, send
+from rl.wire.sockets import made_again, open_socket, send
 
 ToBroker = BatchRequest | Published | EvalRequest | SaveRequest
 
@@ -50,5 +50,5 @@ class BrokerLine:
             send(self.socket, message)
 
     def _open(self) -> zmq.SyncSocket:
-        name = identity("learner", 0, self._process.incarnation)
+        name = self._process.run.names.of("learner", 0, self._process.incarnation)
         return open_socket(zmq.DEALER, self._process.run, "steps", identity=name)

@@ -75,7 +75,7 @@ def begin_from(process: Process) -> tuple[Path | None, int]:
 
 
 class RunClient:
-    """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
+    """Sockets `batches.<rank>` (ROUTER, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
 
     def __init__(self, process: Process, entries: Sequence[Entry], first_step: int) -> None:
         self.process = process
@@ -86,7 +86,7 @@ class RunClient:
         self.last_step = (
             self.run.start_step + self.config.steps
         )  # one past the last batch, if its time is not over before
-        self._batch_parts = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
+        self._batch_parts = open_socket(zmq.ROUTER, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 
         self._step = first_step
@@ -375,6 +375,8 @@ class RunClient:
 
         def take(message: Message, peer: bytes) -> None:
             nonlocal begin
+            if peer:
+                self.run.names.sender(peer, "broker")
             if isinstance(message, BatchUnderway):
                 begin = time.monotonic()
                 return

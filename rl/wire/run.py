@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from rl.config.schema import Config, ConfigError, validate
 from rl.wire.addresses import Addresses
 from rl.wire.columns import register_configured, shape_by_model
+from rl.wire.names import Names
 
 _SINGLE = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
 
@@ -42,6 +43,7 @@ class RunFile(BaseModel):
     started_at: float
     """time.time() of the command."""
     _addresses: Addresses = PrivateAttr(default_factory=Addresses)
+    _names: Names = PrivateAttr(default_factory=Names)
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
@@ -50,6 +52,7 @@ class RunFile(BaseModel):
         if "config" not in tree:
             raise ConfigError(f"{folder}/run.json has no configuration: it is damaged, or no run's")
         run = cls.model_validate(tree | {"config": validate(tree["config"])})
+        run._names = Names.given()
         register_configured(run.config.algo.columns)
         shape_by_model(run.model_folder)
         return run
@@ -70,6 +73,15 @@ class RunFile(BaseModel):
     def addresses(self) -> Addresses:
         """The addresses of the run's sockets, as far as this process knows them. They are not part of the file."""
         return self._addresses
+
+    @property
+    def names(self) -> Names:
+        """What its processes are called on the wire. They are not part of the file."""
+        return self._names
+
+    def make_names(self) -> None:
+        """To be called by the supervisor, before it starts a process."""
+        self._names = Names.made()
 
     @property
     def host(self) -> str:
@@ -95,14 +107,14 @@ class RunFile(BaseModel):
 
         * control (supervisor ROUTER)
         * tickets (broker ROUTER, environment servers)
-        * trajectories (broker PULL)
-        * usage (broker PULL, from the proxy)
+        * trajectories (broker ROUTER, environment servers)
+        * usage (broker ROUTER, the proxy)
         * steps (broker ROUTER, learner rank 0)
         * frontend (proxy ROUTER, environment servers)
         * backend (proxy ROUTER, generators)
         * weight_status (learner rank 0 ROUTER, generators)
         * parsers (parsers ROUTER, environment servers)
-        * of each receiver: batches (rank i PULL), notices (generator i PULL), blobs (rank i's weight frames)
+        * of each receiver: batches (rank i ROUTER), notices (generator i ROUTER), blobs (rank i's weight frames)
         """
         ranks = range(self.config.learner.ranks)
         names = [*_SINGLE, *(f"batches.{rank}" for rank in ranks), *(f"blobs.{rank}" for rank in ranks)]

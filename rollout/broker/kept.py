@@ -94,7 +94,8 @@ def restore(intake: Intake, kept: Kept) -> None:
             part.restore(values)
             continue
         for name, value in values.items():
-            if _has_state(own := getattr(part, name, None)):
+            own: Any = getattr(part, name, None)
+            if _has_state(own):
                 own.restore(value)
             else:
                 _fill(part, name, own, reader.read(value))
@@ -159,7 +160,7 @@ class _Writer:
 
     def write_records(self) -> list[Any]:
         """All that was met, and those that they hold."""
-        written = []
+        written: list[Any] = []
         while len(written) < len(self._records):
             record = self._records[len(written)]
             number, names = _RECORD_OF[type(record)]

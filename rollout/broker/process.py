@@ -29,11 +29,11 @@ from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_part
 from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
-from rl.wire.messages import Message, ProtocolError
+from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
-from rl.wire.sockets import PeerGone, identity, open_socket, secret, send, send_all, send_to, sender
+from rl.wire.sockets import PeerGone, open_socket, secret, send, send_all, send_to
 from rollout.broker import actions
 from rollout.broker.assembly import info_means, make_batch_parts, no_batch
 from rollout.broker.core import BrokerCore
@@ -44,7 +44,7 @@ from rollout.broker.kept import keep, restore
 from rollout.broker.ledger import Ledger, TracedLedger
 from rollout.broker.rules import Rules
 from rollout.broker.statistics import labelled_metrics
-from rollout.broker.validation import vocabulary_of
+from rollout.broker.validation import check_report, check_wish, vocabulary_of
 from rollout.broker.write_ahead import WriteAheadLog
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
@@ -75,10 +75,14 @@ class Broker:
         self.log = WriteAheadLog(run.folder / "broker.log", secret(run, b"broker.log"))
 
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
-        self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
-        self.usage = open_socket(zmq.PULL, run, "usage", bind=True)
+        self.trajectories = open_socket(zmq.ROUTER, run, "trajectories", bind=True)
+        self.usage = open_socket(zmq.ROUTER, run, "usage", bind=True)
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True)
-        self.batches = [open_socket(zmq.PUSH, run, "batches", rank) for rank in range(self.config.learner.ranks)]
+        self.names = run.names
+        me = self.names.of("broker", process.index, process.incarnation)
+        self.batches = [
+            open_socket(zmq.DEALER, run, "batches", rank, identity=me) for rank in range(self.config.learner.ranks)
+        ]
 
         self._no_more = False  # batches: the learner is to be told
         self._learner = b""  # address of rank 0, known from its first message
@@ -147,18 +151,23 @@ class Broker:
 
     # ------------------------------------------------------------ messages to events
 
-    def _from_proxy(self, message: Message, _peer: bytes) -> None:
+    def _from_proxy(self, message: Message, peer: bytes) -> None:
+        self.names.sender(peer, "proxy")
         if not isinstance(message, ProxyMessage | messages.StillSampling):
             raise ProtocolError(f"{type(message).__name__} on the usage socket")
+        newest = Version(self.core.timeline, self.core.groups.e)
+        check_report(message, newest, self.config.generator.max_model_len)
         self._patience.advanced(self._now)
         if isinstance(message, ProxyMessage):
             self._take(message)
 
-    def _result(self, message: Message, _peer: bytes) -> None:
+    def _result(self, message: Message, peer: bytes) -> None:
         """A trajectory, of a server that has said hello."""
         if not isinstance(message, messages.Trajectory):
             raise ProtocolError(f"{type(message).__name__} on the trajectories socket")
         key = (message.server, message.incarnation)
+        if key != self.names.sender(peer, "env_server", self.config.env.servers):
+            raise ProtocolError(f"Trajectory in the name of another than {peer!r}")
         if not self.intake.knows(*key):
             raise ProtocolError(f"Trajectory of an unknown environment server {key}")
         self._patience.advanced(self._now)
@@ -167,12 +176,17 @@ class Broker:
     def _from_server(self, message: Message, peer: bytes) -> None:
         if not isinstance(message, ServerMessage) or isinstance(message, messages.Trajectory):
             raise ProtocolError(f"{type(message).__name__} on the tickets socket")
-        if (message.server, message.incarnation) != sender(peer, "env_server", self.config.env.servers):
+        if (message.server, message.incarnation) != self.names.sender(peer, "env_server", self.config.env.servers):
             raise ProtocolError(f"{type(message).__name__} in the name of another than {peer!r}")
         self._take(message)
 
     def _from_learner(self, message: Message, peer: bytes) -> None:
-        _, self._learner_incarnation = sender(peer, "learner", 1)
+        _, incarnation = self.names.sender(peer, "learner")
+        if incarnation < self._learner_incarnation:
+            raise ProtocolError(f"{type(message).__name__} of {peer!r}, which has been replaced")
+        check_wish(message, self.core.n, self.core.groups.e, self.process.run.eval_tasks)
+
+        self._learner_incarnation = incarnation
         self._learner = peer
         match message:
             case messages.SaveRequest(_, newest):
@@ -346,7 +360,7 @@ class Broker:
             self._outgoing.append((index, incarnation, messages.AckTickets(ticket_ids)))
         to_each: defaultdict[bytes, list[Message]] = defaultdict(list)
         for index, incarnation, message in self._outgoing:
-            to_each[identity("env_server", index, incarnation)].append(message)
+            to_each[self.names.of("env_server", index, incarnation)].append(message)
         for server, together in to_each.items():
             with contextlib.suppress(PeerGone):  # it died: its PeerDied gives back what it held
                 send_all(self.tickets, together, server)

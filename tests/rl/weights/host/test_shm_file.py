@@ -146,8 +146,9 @@ def elsewhere(folder: str, shm: Path) -> subprocess.Popen[str]:
     """A process that numbers processes in its own way, as one in another container does: it sweeps, then reads."""
     alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command = [*alone, sys.executable, "-c", ELSEWHERE, folder, str(shm)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, text=True, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe)
 
 
 def told(process: subprocess.Popen[str]) -> str:
@@ -220,8 +221,10 @@ def test_a_file_that_was_removed_is_made_again(
     assert values(found) == {3} and reader.receipt() == writers[0].checksum(version, 5)
 
     del leased, found
-    for end in (reader, late, *writers):
-        end.close()
+    reader.close()
+    late.close()
+    for writer in writers:
+        writer.close()
     assert not list(tmp_path.iterdir())
 
 

@@ -159,16 +159,6 @@ def registered(kind: Literal["loss", "advantage", "shaping"]) -> Mapping[str, ob
     return _registered[kind]
 
 
-def loss_names() -> list[str]:
-    """The names of all registered losses."""
-    return sorted(registered("loss"))
-
-
-def advantage_names() -> list[str]:
-    """The names of all registered estimators."""
-    return sorted(registered("advantage"))
-
-
 def parse_options(spec: Spec, options: Mapping[str, Any]) -> Any:
     """The plug-in's options dataclass. Raises ValueError for an unknown name (naming the nearest) or a wrong type."""
     hints = typing.get_type_hints(spec.options)

@@ -32,28 +32,13 @@ from rl.config.hooks import make_hooks
 from rl.config.schema import Config, ConfigError
 from rl.observe.trace_events import EpisodeEnded
 from rl.store.samples import SampleFile
-from rl.wire.messages import (
-    Abort,
-    AckTickets,
-    CancelTickets,
-    ClientHello,
-    Generate,
-    Generated,
-    Grown,
-    Message,
-    PeerDied,
-    ProtocolError,
-    ServerHello,
-    Stop,
-    Ticket,
-    TicketCancelled,
-    TicketFailed,
-    Trajectory,
-)
+from rl.wire import messages
+from rl.wire.messages import Message, ProtocolError, Ticket, Trajectory
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
 from rl.wire.run import ProcessContext, context_from_command_line
 from rl.wire.sockets import open_socket
+from rl.wire.text import whole
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext
@@ -66,7 +51,7 @@ if TYPE_CHECKING:
     from envs.gateway.server import Gateway
     from rl.wire.run import RunFile
 
-End = Trajectory | TicketFailed | TicketCancelled
+End = Trajectory | messages.TicketFailed | messages.TicketCancelled
 RESEND_S = 3.0  # an end not acknowledged within this is sent again
 STOP_S = 4.0  # for episodes and workers to end; within timeouts.stop_s of the supervisor
 JOIN_S = 0.05  # hooks: for tickets that were sent together to arrive
@@ -143,7 +128,7 @@ class EnvServer:
         me = run.names.of("env_server", self.process.index, self.process.incarnation)
         return open_socket(zmq.DEALER, run, name, identity=me)
 
-    def _ask(self, message: Generate | Abort) -> None:
+    def _ask(self, message: messages.Generate | messages.Abort) -> None:
         self._frontend.send(message)
 
     async def run(self) -> None:
@@ -166,7 +151,10 @@ class EnvServer:
         if self._parsers is not None:
             await self._parsers.ready()
         if self.process.index == 0:
-            check_server(self.family, self._context.tokenizer, self.config.eval.tasks, self.process.alarms)
+            config = self.config
+            check_server(
+                self.family, self._context.tokenizer, config.chat.thinking, config.eval.tasks, self.process.alarms
+            )
         self._greet_proxy()
         self._greet_broker()
 
@@ -178,7 +166,7 @@ class EnvServer:
             self._wake.clear()
 
             for message in self.process.received():
-                if isinstance(message, Stop):
+                if isinstance(message, messages.Stop):
                     return
                 self._peer_died(message)
             if self._fatal is not None:
@@ -188,7 +176,7 @@ class EnvServer:
             self._tick(now, now - previous)
             previous = now
 
-    def _peer_died(self, died: PeerDied) -> None:
+    def _peer_died(self, died: messages.PeerDied) -> None:
         """Meet whoever takes the place of a dead peer over a new socket: the old one may still send into the dead
         one's."""
         if died.role == "proxy":
@@ -206,11 +194,11 @@ class EnvServer:
         """Say hello, also after the connection broke: the broker sends again what did not arrive, and so does this
         server."""
         held = [*self._episodes, *self._unacknowledged]
-        self._tickets.send(ServerHello(capacity=self.config.env.episodes_per_server, tickets=held, **self._me))
+        self._tickets.send(messages.ServerHello(capacity=self.config.env.episodes_per_server, tickets=held, **self._me))
         self._send_unacknowledged(before=math.inf)
 
     def _greet_proxy(self) -> None:
-        self._frontend.send(ClientHello(**self._me))
+        self._frontend.send(messages.ClientHello(**self._me))
         self._client.ask_again()
 
     def _tick(self, now: float, elapsed_s: float) -> None:
@@ -228,6 +216,7 @@ class EnvServer:
             "env_s": activity.seconds["environment"],
             "generate_wait_s": activity.seconds["generate"],
             "close_failures": activity.close_failures,
+            "textless_tokens": activity.textless_tokens,
             "unacknowledged": len(self._unacknowledged),
             "malformed": self._malformed.count,
             **self._counts,
@@ -240,10 +229,10 @@ class EnvServer:
         match message:
             case Ticket():
                 self._begin(message)
-            case CancelTickets(ticket_ids):
+            case messages.CancelTickets(ticket_ids):
                 for ticket_id in ticket_ids:
                     self._end(ticket_id, CANCELLED)
-            case AckTickets(ticket_ids):
+            case messages.AckTickets(ticket_ids):
                 for ticket_id in ticket_ids:
                     self._unacknowledged.pop(ticket_id, None)
             case _:
@@ -251,9 +240,9 @@ class EnvServer:
 
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
         match message:
-            case Generated():
+            case messages.Generated():
                 self._client.answered(message)
-            case Grown():
+            case messages.Grown():
                 self._client.grew(message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from the proxy")
@@ -309,13 +298,13 @@ class EnvServer:
         if task.cancelled() and running.ending == CANCELLED:
             self._counts["episodes_cancelled"] += 1
             self.process.trace.add(EpisodeEnded(ticket_id, "cancelled", turns))
-            self._send_end(TicketCancelled(**end))
+            self._send_end(messages.TicketCancelled(**end))
         elif task.cancelled() or error is not None:
             self._counts["episodes_failed"] += 1
             reason = running.ending if error is None else _described(error)
-            reason = reason[:REASON_CHARS]
+            reason = whole(reason)[:REASON_CHARS]
             self.process.trace.add(EpisodeEnded(ticket_id, "failed", turns, reason=reason))
-            self._send_end(TicketFailed(reason=reason, **end))
+            self._send_end(messages.TicketFailed(reason=reason, **end))
 
         else:
             self._counts["episodes_done"] += 1

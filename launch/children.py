@@ -19,15 +19,6 @@ from rl.wire.run import RunFile
 _LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
 _KILLED_S = 5.0  # for the kernel to end a killed process
 
-_LIMITED_BY = {
-    "generator": "generator",
-    "env_server": "env",
-    "parsers": "env",
-    "proxy": "learner",
-    "broker": "learner",
-    "learner": "learner",
-}
-
 
 @dataclass
 class Child:
@@ -102,8 +93,9 @@ class Exits:
 
 def most_restarts(config: Config, role: str) -> int:
     """How often each process of this role may be started again."""
-    limit: int = getattr(config, _LIMITED_BY[role]).max_restarts
-    return limit
+    if role == "generator":
+        return config.generator.max_restarts
+    return (config.env if role in ("env_server", "parsers") else config.learner).max_restarts
 
 
 def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher) -> Child:

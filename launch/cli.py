@@ -192,7 +192,7 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
-    parser.set_defaults(call="launch.report.command:report")
+    parser.set_defaults(call="launch.report.page:report")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from launch.children import Child
-from rl.observe.alarm_file import RaisedAlarm
+from rl.observe.alarms import RaisedAlarm
 from rl.wire.run import RunFile
 
 Children = dict[tuple[str, int], Child]

@@ -30,25 +30,13 @@ from launch.launcher.protocol import Launcher
 from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.summary import Children, Observed, build_summary, write_summary
-from rl.observe.alarm_file import RaisedAlarm, keep_alarm
-from rl.observe.alarms import Clock, limit, line
+from rl.observe.alarms import Clock, RaisedAlarm, keep_alarm, limit, line
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
 from rl.observe.tracking import Tracker
 from rl.weights.host import clean_up
-from rl.wire.messages import (
-    AlarmRaised,
-    Done,
-    Fatal,
-    Heartbeat,
-    Message,
-    Metrics,
-    PeerDied,
-    ProtocolError,
-    Register,
-    Spoken,
-    Stop,
-)
+from rl.wire import messages
+from rl.wire.messages import Message, ProtocolError
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
 from rl.wire.sockets import PeerGone, open_socket, send_to
@@ -175,7 +163,7 @@ class Supervisor:
         broker = self._children["broker", 0]
         if self._saver is not broker and broker.registered:
             self._saver = broker
-            self._send(broker.identity, Stop("interrupted", save_first=True))
+            self._send(broker.identity, messages.Stop("interrupted", save_first=True))
             self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
         if self._has_finished("learner") or time.monotonic() > until:
             raise KeyboardInterrupt
@@ -194,28 +182,28 @@ class Supervisor:
         """The sender is known by its identity, never by what its message says."""
         child = self._child(peer)
         check_said(message, child.spec, child.incarnation)
-        if isinstance(message, Spoken):
+        if isinstance(message, messages.Spoken):
             if message.seq in child.heard:
                 return
             child.heard.add(message.seq)
 
-        if self._ending and not isinstance(message, Done):
+        if self._ending and not isinstance(message, messages.Done):
             return
         match message:
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._beat(child, message)
-            case Register():
+            case messages.Register():
                 child.registered = True
                 child.last_beat = time.monotonic()
                 self._tell(self._book.register(peer, message))
 
-            case Metrics():
+            case messages.Metrics():
                 self._record(message)
-            case AlarmRaised():
+            case messages.AlarmRaised():
                 self._raise_alarm(message.who, message.name, message.detail)
-            case Fatal():
+            case messages.Fatal():
                 self._gave_up(child, message)
-            case Done():
+            case messages.Done():
                 self._reports[child.spec.role] = message.report
             case _:
                 raise ProtocolError(f"{type(message).__name__} on the control socket")
@@ -227,7 +215,7 @@ class Supervisor:
                 return child
         raise ProtocolError(f"stranger {peer!r} on the control socket")
 
-    def _beat(self, child: Child, beat: Heartbeat) -> None:
+    def _beat(self, child: Child, beat: messages.Heartbeat) -> None:
         child.last_beat = time.monotonic()
         if beat.progress != child.beat.progress or not beat.busy:
             child.progressed = child.last_beat
@@ -251,7 +239,7 @@ class Supervisor:
         self._display.note(line(name, f"{who}: {detail}"))
         self._trace.add(AlarmShown(name, f"{who}: {detail}"))
 
-    def _record(self, row: Metrics) -> None:
+    def _record(self, row: messages.Metrics) -> None:
         values = dict(row.values)
         if "train/loss" in values:
             if not self._observed.is_news(row.step, values):
@@ -287,7 +275,7 @@ class Supervisor:
             elif child.beat.busy and now - child.progressed > limits.hang_s:
                 child.kill(f"busy without progress for {limits.hang_s:g} s")
 
-    def _gave_up(self, child: Child, message: Fatal) -> None:
+    def _gave_up(self, child: Child, message: messages.Fatal) -> None:
         """An exception. It ends the run if it would come again (`ends_run`), or if the process had done nothing before.
         Any other one is a death, and so is a worker's, and a rank's that follows from the death of another rank: the
         process ends by itself.
@@ -344,13 +332,13 @@ class Supervisor:
         if alive := wait_all(unit, _FENCE_S):
             raise RunFailed(f"{unit[0].name} cannot be replaced: {alive[0].name} survives SIGKILL")
 
-        deaths = {each.identity: PeerDied(each.spec.role, each.spec.index, each.incarnation) for each in unit}
+        deaths = {each.identity: messages.PeerDied(each.spec.role, each.spec.index, each.incarnation) for each in unit}
         self._tell(self._book.died(deaths))
         for child in unit:
             self._spawn(child.spec, child.incarnation + 1)
 
-    def _tell(self, messages: Told) -> None:
-        for peer, message in messages:
+    def _tell(self, told: Told) -> None:
+        for peer, message in told:
             self._send(peer, message)
 
     def _collect_reports(self) -> None:
@@ -374,7 +362,7 @@ class Supervisor:
         self._display.ending(reason)
         children = list(self._children.values())
         for child in children:
-            self._send(child.identity, Stop(reason))
+            self._send(child.identity, messages.Stop(reason))
             if not child.registered:  # it cannot hear a Stop yet
                 child.kill()
 
@@ -392,7 +380,7 @@ class Supervisor:
         """The dashboard gets the run's report, where there is time for it."""
 
         def report() -> Path:
-            write_report = resolve_name("launch.report.command:write_report")  # only now, as the command line does
+            write_report = resolve_name("launch.report.page:write_report")  # only now, as the command line does
             written: Path = write_report([self._run.folder])
             return written
 

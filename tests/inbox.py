@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import zmq
 
+from experiments.bench._inbox import receive_all
 from rl.wire.messages import Message
-from rl.wire.sockets import receive_all
 
 _taken: WeakKeyDictionary[zmq.SyncSocket, deque[tuple[bytes, Message]]] = WeakKeyDictionary()
 """What has come with an earlier message of the same socket."""

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from experiments.plain_loop import PlainLoop, PlayedEpisode
-from launch.warm_start.sampling import Sampled
+from experiments.sampling import Sampled
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import load_config
 from rl.learner.publish import weight_entries

@@ -23,6 +23,7 @@ from tests.any_message import KINDS, any_message
 from tests.rollout.trajectories import make_trajectory
 from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start, wait_for_step
 
+ALONE = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
 PROMPT = np.arange(4, dtype=np.int32)
 HUGE = 2**63 - 1
 TICKET = messages.Ticket(1, 0, 0, 0, Version(0, 0))
@@ -100,12 +101,18 @@ def hostile_frames() -> list[Frames]:
     return frames
 
 
+def sockets_of(run: RunFile) -> list[str]:
+    config = run.config
+    several = {"batches": config.learner.ranks, "blobs": config.learner.ranks, "notices": config.generator.count}
+    return [*ALONE, *(f"{kind}.{index}" for kind, count in several.items() for index in range(count))]
+
+
 def attack(run: RunFile, *, keyed: bool) -> None:
     """Every frame, on every socket: from a peer with a name that nobody has, or without the run's key."""
     context = zmq.Context()
     network = run.config.network.model_copy(update={"curve": keyed})
     stranger = run.model_copy(update={"config": run.config.model_copy(update={"network": network})})
-    for name in run.socket_names():
+    for name in sockets_of(run):
         kind, _, index = name.partition(".")
         sender = open_socket(
             zmq.DEALER,
@@ -150,7 +157,7 @@ def test_no_frame_ends_a_run(tmp_path: Path, keyed: bool) -> None:
 def speak_as(run: RunFile, name: bytes, pick: random.Random) -> None:
     """Every type of message, on every socket: from one who has the run's key, under a name of the run."""
     context = zmq.Context()
-    for socket_name in run.socket_names():
+    for socket_name in sockets_of(run):
         kind, _, index = socket_name.partition(".")
         sender = open_socket(zmq.DEALER, run, kind, int(index) if index else None, identity=name, context=context)
         for message_kind in KINDS:

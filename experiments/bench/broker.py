@@ -1,4 +1,4 @@
-"""Acknowledged trajectories per second through the real broker process, against a bare PULL loop.
+"""Acknowledged trajectories per second through the real broker process, against a bare loop.
 
     python -m experiments.bench broker [--rounds 5] [--seconds 5] [--tokens 4096] [--out FILE.json]
 
@@ -28,9 +28,10 @@ import numpy as np
 import psutil
 import zmq
 
+from experiments.bench._inbox import receive_all, receive_from
 from experiments.bench._measuring import Timing, cpu_s_of, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.wire.columns import token_columns
+from experiments.columns import token_columns
 from rl.wire.messages import (
     AckTickets,
     BatchRequest,
@@ -48,7 +49,7 @@ from rl.wire.messages import (
     encode,
 )
 from rl.wire.run import RunFile
-from rl.wire.sockets import PeerGone, identity, open_socket, receive_all, receive_from, send, send_to
+from rl.wire.sockets import PeerGone, identity, open_socket, send, send_to
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, IssueTicket
 from rollout.broker.process import tune_memory

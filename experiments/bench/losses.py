@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from algos.registry import Loss, loss_names, make_loss
+from algos.registry import Loss, make_loss, registered
 from algos.types import LossInputs
 from experiments.bench._measuring import Work, alternate, parser_of, random_batch_part, write
 from experiments.bench._ratios import Idle, Ratio, provenance, ratio_of
@@ -74,7 +74,7 @@ def shares_of_step(trainer: Trainer, batch_part: BatchPart, temperature: float, 
 
     steps = itertools.count()
     works: dict[str, Work] = {"step": lambda: trainer.update(minibatch, next(steps)), "proximal": proximal}
-    works |= {name: partial(loss_cost, make_loss(name, {}), packs) for name in loss_names()}
+    works |= {name: partial(loss_cost, make_loss(name, {}), packs) for name in registered("loss")}
     measured = alternate(works, rounds, warm_up=1)
 
     step = measured.pop("step")

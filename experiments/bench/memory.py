@@ -11,10 +11,11 @@ import sys
 import psutil
 import zmq
 
+from experiments.bench._inbox import receive_from
 from experiments.bench._measuring import parser_of, temporary_run, write
 from rl.wire.messages import Heartbeat
 from rl.wire.run import RunFile
-from rl.wire.sockets import open_socket, receive_from
+from rl.wire.sockets import open_socket
 
 BOUND_MB = 150
 MODULES = {"broker": "rollout.broker.process", "proxy": "rollout.proxy.process"}

@@ -23,14 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from envs.math import arithmetic
 from experiments.bench._measuring import parser_of, write
-from launch.warm_start.sampling import sample
+from experiments.sampling import sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
 from rl.config.schema import load_config
 from rl.learner.publish import probe_logp
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
 from rl.models.stock import load_stock
-from rl.weights.proof import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
+from rl.weights.updater import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.generator.engines.environment import engine_environment
 

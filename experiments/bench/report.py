@@ -20,7 +20,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from experiments.bench._measuring import family_cpu_s, parser_of, report, temporary_run
 from experiments.bench._synthetic_trace import write_trace
-from launch.report.command import write_report
+from launch.report.page import write_report
 from rl.store.samples import FOLDER, LineFile, Sample, SampleTurn
 
 _LENGTH = 500  # tokens of a conversation

@@ -33,7 +33,7 @@ from launch.provenance import write_provenance
 from launch.recipes import find_recipe
 from rl.config.plugins import own_packages_first
 from rl.config.schema import Config, load_config
-from rl.observe.alarm_file import read_alarms
+from rl.observe.alarms import read_alarms
 
 _FILES = {"all": "result.json", "recipes": "recipes.json"}
 _SPOILT = "experiments.pathologies.spoilt"

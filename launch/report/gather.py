@@ -19,7 +19,7 @@ from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.timeline import Timeline, gather_timeline
 from rl.config.schema import ConfigError
-from rl.observe.alarm_file import read_alarms
+from rl.observe.alarms import read_alarms
 from rl.wire.run import RunFile
 
 _MOST_ROWS = 3000

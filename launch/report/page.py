@@ -1,10 +1,11 @@
-"""The page itself: template, styles, scripts and data in one file that asks for nothing from anywhere.
+"""`fresco report` and its page: template, styles, scripts and data in one file that asks for nothing from anywhere.
 
 The content-security policy allows the scripts and styles that stand here, by their hashes, and nothing else.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import html
@@ -13,7 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from launch.report.blocks import block_of_arrays, block_of_json, layout
-from launch.report.gather import RunPage
+from launch.report.gather import RunPage, gather
+from rl.config.schema import ConfigError
 
 _VENDOR = ("d3-array.min.js", "d3-sankey.min.js", "uPlot.iife.min.js")
 _SCRIPTS = ("base.js", "charts.js", "overview.js", "timeline.js", "samples.js", "steps.js", "compare.js", "main.js")
@@ -59,3 +61,25 @@ def _facts(run: RunPage) -> dict[str, object]:
 
 def _hash(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the file. Raises ConfigError where there is no run, or nowhere to write."""
+    print(f"report: {write_report(arguments.runs, arguments.out)}")
+    return 0
+
+
+def write_report(folders: list[Path], out: Path | None = None) -> Path:
+    """Write a report of runs in whatever state to `out`, else `report.html` in the folder of the first. Raises
+    ConfigError."""
+    missing = [str(folder) for folder in folders if not (folder / "run.json").exists()]
+    if missing:
+        raise ConfigError(f"{missing[0]!r} is no folder of a run (no run.json)")
+
+    path = out or folders[0] / "report.html"
+    page = [gather(folder) for folder in folders]
+    try:
+        write_page(page, path)
+    except OSError as error:
+        raise ConfigError(f"--out {str(path)!r}: cannot be written ({error.strerror}); name another file") from None
+    return path

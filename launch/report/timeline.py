@@ -19,7 +19,7 @@ import numpy as np
 
 from launch.report.blocks import Arrays
 from rl.observe import trace_events as m
-from rl.observe.alarm_file import RaisedAlarm
+from rl.observe.alarms import RaisedAlarm
 from rl.observe.trace import Source, TraceRecord, read_trace
 
 _ENDS = ["trained", "evaluated", "stale", "redundant", "filtered", "settled", "failed", "open"]  # of a ticket

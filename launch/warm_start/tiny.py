@@ -3,14 +3,11 @@
 `ensure_tiny_model(recipe)` returns a folder that transformers and vLLM load like one from a hub. It is made once
 and kept under the hash of the recipe and of the sources that make it. The warm start imitates the demonstrator of
 `envs/math/arithmetic.py` on training problems only: it knows the task, and is right about one time in three.
-
-    python -m launch.warm_start.tiny [field=value ...]     prints the folder and the held-out accuracy
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,17 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 import launch.warm_start.sft
-import launch.warm_start.word_tokenizer
 from envs.math import arithmetic
-from envs.math.answers import last_box
-from launch.warm_start.sampling import sample
 from launch.warm_start.sft import Example, SupervisedOptions, progress_report, train_supervised
-from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, save_tokenizer
+from launch.warm_start.word_tokenizer import PADDING, SOURCES, TURN_END, build_tokenizer, save_tokenizer
 from rl.store.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.tokenizer import ChatTokenizer
 
-_SOURCES = (arithmetic.__file__, launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__file__, __file__)
+_SOURCES = (arithmetic.__file__, launch.warm_start.sft.__file__, *SOURCES, __file__)
 
 
 class TinyRecipe(BaseModel):
@@ -67,25 +61,6 @@ def ensure_tiny_model(recipe: TinyRecipe, cache: Path | None = None, log: Callab
     """The model's folder; made first if it is not there, by one process while others wait."""
     folder = (cache or cache_folder()) / f"tiny-{recipe.fingerprint()}"
     return made_once(folder, lambda draft: _make(recipe, draft, log))
-
-
-def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> float:
-    """Share of held-out problems that the model in `folder` answers right, one sample each."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = ChatTokenizer(folder)
-    problems = [arithmetic.problem("eval", index, seed) for index in range(tasks)]
-    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
-    seeds = range(seed, seed + tasks)
-    stop_ids = tokenizer.stop_ids
-    answers = sample(model, prompts, seeds=seeds, stop_ids=stop_ids, max_tokens=32, temperature=temperature)
-
-    right = [
-        last_box(tokenizer.decode(answer.token_ids)) == problem.answer
-        for answer, problem in zip(answers, problems, strict=True)
-    ]
-    return sum(right) / tasks
 
 
 def prompt_ids(tokenizer: ChatTokenizer, problem: arithmetic.ArithmeticProblem) -> list[int]:
@@ -156,16 +131,3 @@ def _demonstrations(recipe: TinyRecipe, folder: Path, words: Tokenizer) -> Calla
         return examples
 
     return next_examples
-
-
-def main(arguments: list[str]) -> None:
-    """Make the model of the recipe and print where it is and what it can."""
-    fields = dict(argument.partition("=")[::2] for argument in arguments)
-    folder = ensure_tiny_model(TinyRecipe.model_validate(fields))
-    print(folder)
-    for temperature in (0.0, 1.0):
-        print(f"held-out accuracy at temperature {temperature:g}: {accuracy(folder, 512, temperature):.3f}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

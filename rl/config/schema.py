@@ -16,10 +16,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from rl.config.alarms import AlarmsConfig
 from rl.config.algo import AlgoConfig
 from rl.config.chat import ChatConfig
-from rl.config.removed import REMOVED
 from rl.config.rollout import RolloutConfig
 from rl.config.section import Section, Where
-from rl.config.tree import OPTIONS_OF, apply_override, forget_options, read_recipe
+from rl.config.tree import OPTIONS_OF, apply_override, forget_options, read_recipe, removed_fields
 from rl.config.tree import ConfigError as ConfigError
 from rl.config.tree import nearest as nearest
 
@@ -339,10 +338,11 @@ def validate(tree: dict[str, Any]) -> Config:
 def _describe(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    removed = [name for each in error.errors() if (name := ".".join(map(str, each["loc"]))) in REMOVED]
+    instead = removed_fields()
+    removed = [name for each in error.errors() if (name := ".".join(map(str, each["loc"]))) in instead]
     if removed:
         others = f" ({len(removed) - 1} more fields of an earlier version are named as well)" if removed[1:] else ""
-        return f"{removed[0]} was removed: write {REMOVED[removed[0]]}{others}"
+        return f"{removed[0]} was removed: write {instead[removed[0]]}{others}"
 
     if first["type"] == "extra_forbidden":
         section: Any = Config

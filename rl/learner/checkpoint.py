@@ -3,11 +3,17 @@
 Saved by all ranks (torch.distributed.checkpoint, one file per rank); any number of ranks can load what any
 other number saved. The learning rate is a function of the step, so the schedule needs no state; AdamW's
 hyperparameters come from the configuration of the resumed run.
+
+Reading runs no code that somebody wrote into a checkpoint. torch keeps its index (`.metadata`), and every value that is
+no tensor, as pickles. Whoever made the folder could name any function in them. Here a pickle may name what such an
+index is made of, and nothing else.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +25,14 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from rl.learner.checkpoint_reader import IndexReader, PlainValuesPlanner
 from rl.models.protocol import PolicyModel
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
@@ -31,7 +40,25 @@ from rl.store.digests import DIGESTS, write_digests
 _MODEL_FILE_BYTES = 4 << 30
 _CUDA_RNG = "cuda_rng"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", DIGESTS)  # weights of the source model
-
+_DTYPES = [str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype)]
+_ALLOWED = {
+    "builtins": {"set", "frozenset"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "torch": {"Size", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+}
 
 Trained = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # policy, critic
 
@@ -142,3 +169,41 @@ def _state(trained: Trained) -> dict[str, Any]:
         weights, optimizer = get_state_dict(model, adamw)
         state[name] = {"model": weights, "optimizer": optimizer}
     return state
+
+
+class StrangePickle(ValueError):
+    """A pickle names what no index of a checkpoint has."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise StrangePickle(f"it names {module}.{name}, which would run code: whoever made it is not to be trusted")
+        return super().find_class(module, name)
+
+
+class IndexReader(FileSystemReader):
+    """torch's reader, for checkpoints of strangers as well."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises StrangePickle."""
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+        if not isinstance(metadata, Metadata):
+            raise StrangePickle(f"it holds a {type(metadata).__name__}, no index")
+
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class PlainValuesPlanner(DefaultLoadPlanner):
+    """What is no tensor is a number, a text, or a list or mapping of these."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises UnpicklingError for anything else."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)

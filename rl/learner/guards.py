@@ -4,7 +4,9 @@
     guards.updated(minibatch, stats)      # after each
     guards.trained(metrics)               # after the last
 
-Nothing here runs the model: log-probabilities, entropies and gradients are those of the step itself.
+None of `StepGuards` runs the model: log-probabilities, entropies and gradients are those of the step itself.
+`ExactCheck` (`alarms.exact`) does. It costs as many copies and forwards as a batch may hold versions: for tests, and
+for runs that prove a path.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce, kept_rows
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
-from rl.models.protocol import local
+from rl.models.packing import Pack
+from rl.models.protocol import PolicyModel, local
 from rl.observe.alarms import Alarms
 from rl.wire.messages import BatchPart
 
@@ -41,6 +44,7 @@ class StepGuards:
         self._trainer = trainer
         self._config = config
         self._alarms = alarms
+        self._check = alarms.check
 
         self._first_step = first_step
         self._begun = False
@@ -65,18 +69,16 @@ class StepGuards:
         self._signs(batch_part, minibatches)
 
         held = sum(tensor.grad is not None for tensor in self._parameters)
-        self._alarms.check(
-            "gradients-kept", held > 0, f"step {batch_part.step} begins with gradients of {held} tensors"
-        )
+        self._check("gradients-kept", held > 0, f"step {batch_part.step} begins with gradients of {held} tensors")
         if self._reference is not None:
             moved = not torch.equal(self._reference.entries(), self._reference_entries)
-            self._alarms.check("reference-moved", moved, f"it is another one at step {batch_part.step}")
+            self._check("reference-moved", moved, f"it is another one at step {batch_part.step}")
 
         self._steps = self._counted_steps()
         if not self._begun:
             self._begun = True
             lost = (self._steps == 0) != (batch_part.step == 0)
-            self._alarms.check(
+            self._check(
                 "optimizer-steps", lost, f"step {batch_part.step} finds {self._steps:.0f} steps in AdamW's state"
             )
         self._before = self._matrices.entries()
@@ -86,7 +88,7 @@ class StepGuards:
         with."""
         self._updates += 1
         counted = self._counted_steps() - self._steps
-        self._alarms.check(
+        self._check(
             "optimizer-steps", counted != self._updates, f"{counted:.0f} of {self._updates} steps in step {self._step}"
         )
         if self._updates > 1:
@@ -95,34 +97,32 @@ class StepGuards:
         self._at_equal_weights(stats)
         (norm,) = stats.steps["train/grad_norm"]
         advantages = any(bool(pack.advantages[pack.mask].any()) for pack in minibatch.packs)
-        self._alarms.check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
+        self._check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
         if norm and not self._stands_by_schedule():
             still = self._matrices.still(self._before)
             few = 10 * len(still) <= len(self._matrices.names)
-            self._alarms.check("weights-still", not few, f"step {self._step} did not move {', '.join(still[:3])}")
+            self._check("weights-still", not few, f"step {self._step} did not move {', '.join(still[:3])}")
 
     def trained(self, metrics: dict[str, float]) -> None:
         """metrics: of the whole batch, from all ranks."""
         ess = metrics.get("loss/ess", 1.0)
         kl = metrics.get("loss/kl_behavior", 0.0)
         far = ess < self._alarms.limit("off-policy", "ess") or kl > self._alarms.limit("off-policy", "kl")
-        self._alarms.check("off-policy", far, f"effective sample size {ess:.3f} of 1, KL {kl:.3g} at step {self._step}")
+        self._check("off-policy", far, f"effective sample size {ess:.3f} of 1, KL {kl:.3g} at step {self._step}")
 
         age = max(1.0, metrics.get("loss/token_staleness", 0.0))
         found = f"KL {kl:.2g} to a policy {age:.1f} versions before, at step {self._step}"
-        self._alarms.check("large-steps", kl > self._alarms.limit("large-steps", "kl") * age**2, found)
+        self._check("large-steps", kl > self._alarms.limit("large-steps", "kl") * age**2, found)
 
         entropy = metrics.get("loss/entropy", math.inf)
         low = entropy < self._alarms.limit("entropy", "nats")
-        self._alarms.check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
+        self._check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
 
     def _same_for_all_ranks(self, batch_part: BatchPart) -> None:
         """Ranks see each other's rows only through this number."""
         seen = crc32(msgspec.msgpack.encode([batch_part.step, batch_part.timeline, batch_part.rows]))
         ends = all_reduce(torch.tensor([seen, -seen]), "max").tolist()
-        self._alarms.check(
-            "ranks-differ", ends != [seen, -seen], f"the rows of step {batch_part.step} differ between ranks"
-        )
+        self._check("ranks-differ", ends != [seen, -seen], f"the rows of step {batch_part.step} differ between ranks")
 
     def _tokens(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
         kept = torch.tensor([row.loss_tokens for row in batch_part.rows]) * kept_rows(
@@ -134,7 +134,7 @@ class StepGuards:
         wrong = (divided, summed) != (int(kept.sum()), own)
         step = batch_part.step
         found = f"divided by {divided} tokens of {kept.sum()}, {summed} of this rank's {own} summed in step {step}"
-        self._alarms.check("loss-tokens", wrong, found)
+        self._check("loss-tokens", wrong, found)
 
     def _signs(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
         algorithm = self._trainer.algorithm
@@ -161,7 +161,7 @@ class StepGuards:
         wrong |= (wanted.abs() <= slack) & (torch.maximum(first.abs(), last.abs()) > 1e-3)
         trained = torch.zeros(len(wanted), dtype=torch.bool).index_fill(0, sample, True)
         count = int((wrong & trained).sum())
-        self._alarms.check("advantage-sign", count > 0, f"{count} samples of step {batch_part.step}")
+        self._check("advantage-sign", count > 0, f"{count} samples of step {batch_part.step}")
 
     def _at_equal_weights(self, stats: UpdateStats) -> None:
         """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""
@@ -171,7 +171,7 @@ class StepGuards:
             return
 
         gap = math.sqrt(2 * max(0.0, sums["kl_behavior"]) / tokens)  # k3 is half the square of a small log-ratio
-        self._alarms.check(
+        self._check(
             "log-ratio", gap > self._log_ratio, f"{gap:.3g} nats at step {self._step}, limit {self._log_ratio:g}"
         )
 
@@ -192,9 +192,7 @@ class StepGuards:
         variance = max(_TINY, sums["surprise_square"] / tokens - mean**2, sums["surprise_variance"] / tokens)
         error = math.sqrt(variance / tokens)
         wrong = abs(mean) > max(share * entropy, errors * error)
-        self._alarms.check(
-            "surprise", wrong, f"{mean:+.3f} nats beside an entropy of {entropy:.3f} at step {self._step}"
-        )
+        self._check("surprise", wrong, f"{mean:+.3f} nats beside an entropy of {entropy:.3f} at step {self._step}")
 
     def _gap_grows(self, gap: float) -> None:
         """Against the largest of the first gaps: rounding alone neither adds up nor grows."""
@@ -205,7 +203,7 @@ class StepGuards:
         first = max(self._first_gaps)
         most = self._alarms.limit("log-ratio-grows", "times") * first
         grown = gap > max(most, _NOTABLE * self._log_ratio)
-        self._alarms.check("log-ratio-grows", grown, f"from {first:.2g} to {gap:.2g} nats at step {self._step}")
+        self._check("log-ratio-grows", grown, f"from {first:.2g} to {gap:.2g} nats at step {self._step}")
 
     def _counted_steps(self) -> float:
         """AdamW's own count; 0 before its first step. It stands beside each tensor, on a GPU: they are read as one."""
@@ -259,3 +257,82 @@ def _engine_noise(config: Config) -> str:
     """Which limit two implementations have; measured RMS log-ratio: 1e-5 nats in float32, 0.03 in bf16."""
     exact = config.model.dtype == config.generator.dtype == "float32"
     return "float32_nats" if exact and config.generator.on_update != "keep" else "nats"
+
+
+class ExactCheck:
+    """Every token of a batch against the very weights that sampled it; all ranks call `batch` together.
+
+    The guards compare tokens of the present weights only; with `rollout.alpha` of 1 most tokens are older. Here the
+    weights of the versions that a batch may hold are kept, put back one after another, and each token's log-probability
+    is computed anew by its own.
+    """
+
+    def __init__(self, policy: PolicyModel, config: Config, alarms: Alarms) -> None:
+        self._policy = policy
+        self._alarms = alarms
+        self._limit = config.alarms.exact
+        self._temperature = config.sampling.temperature
+        self._versions = config.rollout.staleness_bound + 1
+        self._kept: dict[int, list[Tensor]] = {}  # version -> this rank's rows of every tensor
+
+    @torch.no_grad()
+    def batch(self, step: int, minibatches: list[Minibatch]) -> dict[str, float]:
+        """To be called before the first optimizer step of a batch, when the weights are those of version `step`.
+
+        Metrics over all ranks: `exact/max` (nats, largest difference of a token), `exact/tokens` (compared),
+        `exact/unknown` (sampled by a version from before this process began), `exact/versions`. Raises RunAlarm beyond
+        the limit; nothing is done without one.
+        """
+        if self._limit is None:
+            return {}
+        self._kept[step] = [rows.clone() for rows in self._rows()]
+        self._kept.pop(step - self._versions, None)
+
+        gaps = torch.zeros(self._versions, dtype=torch.float64)
+        counts = torch.zeros(self._versions, dtype=torch.float64)
+        for age in range(self._versions):
+            if all_reduce(counts.new_tensor(self._tokens(age, minibatches)), "sum") and step - age in self._kept:
+                self._put(self._kept[step - age])
+                gaps[age], counts[age] = self._compare(age, minibatches)
+        self._put(self._kept[step])
+
+        gap = float(all_reduce(gaps, "max").max())
+        counts = all_reduce(counts, "sum")
+        trained = sum(minibatch.loss_tokens for minibatch in minibatches)
+        compared = int(counts.sum())
+        wrong = not gap <= self._limit  # nan is wrong as well
+        self._alarms.check("not-exact", wrong, f"{gap:.3g} nats at step {step}, limit {self._limit:g}")
+        return {
+            "exact/max": gap,
+            "exact/tokens": float(compared),
+            "exact/unknown": float(trained - compared),
+            "exact/versions": float((counts > 0).sum()),
+        }
+
+    def _compare(self, age: int, minibatches: list[Minibatch]) -> tuple[float, int]:
+        """Largest difference of this rank's tokens that are `age` versions old, under the weights put in; their count.
+
+        Every pack runs, also one without such tokens: under FSDP the ranks' forwards belong together.
+        """
+        gaps = [torch.zeros(1)]
+        for pack in (_of_age(pack, age) for minibatch in minibatches for pack in minibatch.packs):
+            logp = self._policy(pack.to(self._policy.device), temperature=self._temperature).logp
+            gaps.append((logp.to(pack.token_ids.device) - pack.logp_behavior)[pack.mask].abs())
+        found = torch.cat(gaps)
+        return float(found.nan_to_num(math.inf, math.inf).max()), len(found) - 1
+
+    def _tokens(self, age: int, minibatches: list[Minibatch]) -> int:
+        packs = (pack for minibatch in minibatches for pack in minibatch.packs)
+        return sum(_of_age(pack, age).loss_tokens for pack in packs)
+
+    def _rows(self) -> list[Tensor]:
+        return [tensor for _, tensor, _ in self._policy.export(untie=False)]
+
+    def _put(self, kept: list[Tensor]) -> None:
+        for rows, values in zip(self._rows(), kept, strict=True):
+            rows.copy_(values)
+
+
+def _of_age(pack: Pack, age: int) -> Pack:
+    """The pack, of whose tokens only those count that are `age` versions old."""
+    return pack.with_columns(loss_mask=pack.mask & (pack.staleness == age))

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.learner import checkpoint
-from rl.learner.exact import ExactCheck
-from rl.learner.guards import StepGuards
+from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.learner.token_log import TokenLog

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,35 +28,63 @@ import numpy as np
 import zmq
 
 from rl.learner.batches import check_batch_part
-from rl.learner.broker_line import BrokerLine
 from rl.learner.publications import Publications
 from rl.observe import trace_events
 from rl.store.checkpoint_folder import latest, read_meta, verify
 from rl.weights import make_sender
 from rl.weights.channel import Entry, Piece, WeightsError, bytes_of
 from rl.weights.service import UpdaterService
-from rl.wire.messages import (
-    BatchPart,
-    BatchRequest,
-    BatchUnderway,
-    EvalRequest,
-    Journal,
-    Message,
-    Metrics,
-    PeerDied,
-    ProtocolError,
-    Published,
-    SaveRequest,
-    Stop,
-    Version,
-)
+from rl.wire import messages
+from rl.wire.messages import BatchPart, Journal, Message, ProtocolError, Stop, Version
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
-from rl.wire.sockets import open_socket
+from rl.wire.sockets import made_again, open_socket, send
 
 T = TypeVar("T")
 M = TypeVar("M", BatchPart, Journal)
 _POLL_MS = 100  # how soon a failed weight update is noticed while waiting
+ToBroker = messages.BatchRequest | messages.Published | messages.EvalRequest | messages.SaveRequest
+
+
+class BrokerLine:
+    """Rank 0's line to the broker (`steps`), which outlives the broker's process and a broken connection.
+
+    What has no answer yet is kept, and told again in the same order. All of it may come twice: the broker takes it
+    once, or answers as before. `socket` is another one after `reopen`.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._unanswered: deque[ToBroker] = deque()
+        self.socket = self._open()
+
+    def tell(self, message: ToBroker) -> None:
+        self._unanswered.append(message)
+        send(self.socket, message)
+
+    def answered(self, message: ToBroker) -> None:
+        """The broker has taken it, and so everything that was told before."""
+        while self._unanswered and self._unanswered.popleft() != message:
+            pass
+
+    def reopen(self) -> None:
+        """The broker's process has died: a new socket sends nothing into the dead one's."""
+        self.socket.close(linger=0)
+        self.socket = self._open()
+        self._tell_again()
+
+    def mend(self) -> None:
+        """Call now and then: where the connection was made again, what was on its way is told again."""
+        if made_again(self.socket):
+            self._tell_again()
+
+    def _tell_again(self) -> None:
+        for message in self._unanswered:
+            send(self.socket, message)
+
+    def _open(self) -> zmq.SyncSocket:
+        name = self._process.run.names.of("learner", 0, self._process.incarnation)
+        return open_socket(zmq.DEALER, self._process.run, "steps", identity=name)
 
 
 class Stopped(Exception):
@@ -145,13 +174,13 @@ class RunClient:
         """The run's time is over: version `step` is its last. One that was published before is evaluated now."""
         self.last_step = step
         if step == self._step and self._broker is not None and self.config.eval.tasks:
-            self._broker.tell(EvalRequest(Version(self.timeline, step), self.config.eval.tasks))
+            self._broker.tell(messages.EvalRequest(Version(self.timeline, step), self.config.eval.tasks))
 
     def _request(self, step: int) -> None:
         """Ask for the batch of this step, unless it has been asked for."""
         if self._broker is not None and self._requested < step < self.last_step:
             self._requested = step
-            self._broker.tell(BatchRequest(step))
+            self._broker.tell(messages.BatchRequest(step))
 
     def _receive(self, step: int) -> BatchPart:
         begin = time.monotonic()
@@ -164,7 +193,7 @@ class RunClient:
                 break
         self._waited_s = time.monotonic() - begin
         if self._broker is not None:
-            self._broker.answered(BatchRequest(step))
+            self._broker.answered(messages.BatchRequest(step))
 
         if not batch_part.rows:
             return batch_part
@@ -205,10 +234,10 @@ class RunClient:
             self._sender.announce(version)
             self._service.publish(version, receipt, list(probe_ids), list(probe_logp))
 
-        self._broker.tell(Published(version))
+        self._broker.tell(messages.Published(version))
         self.process.trace.add(trace_events.Published(version.timeline, version.n))
         if self._evaluation_due(n):
-            self._broker.tell(EvalRequest(version, self.config.eval.tasks))
+            self._broker.tell(messages.EvalRequest(version, self.config.eval.tasks))
         return announced
 
     def _wait_while_listening(self, what: str, ask: Callable[[float], T]) -> T:
@@ -255,7 +284,7 @@ class RunClient:
         version = Version(self.timeline, n)
         broker = self._broker
         newest = latest(self.run.folder / "checkpoints")
-        request = SaveRequest(version, newest=read_meta(newest).step if newest else 0)
+        request = messages.SaveRequest(version, newest=read_meta(newest).step if newest else 0)
         broker.tell(request)
         deadline_s = self.config.timeouts.hang_s + self.config.timeouts.start_s
         what = f"journal of version {n} (timeouts.hang_s and start_s)"
@@ -296,7 +325,7 @@ class RunClient:
                 "histogram/length": [float(sample.loss_tokens) for sample in batch_part.rows],
                 "histogram/reward": [sample.reward for sample in batch_part.rows],
             }
-            self.process.send(Metrics(batch_part.step + 1, row, spread | dict(histograms)))
+            self.process.send(messages.Metrics(batch_part.step + 1, row, spread | dict(histograms)))
             self._check_starved(batch_part.step, step_s)
 
         ends = {key: row[f"train/{key}"] for key in ("reward", "loss") if f"train/{key}" in row}
@@ -356,7 +385,7 @@ class RunClient:
         if self._service is not None:
             self._service.raise_if_failed()
 
-    def _peer_died(self, died: PeerDied) -> None:
+    def _peer_died(self, died: messages.PeerDied) -> None:
         if died.role == "broker":
             self._broker_since = time.monotonic()
             if self._broker is not None:
@@ -377,7 +406,7 @@ class RunClient:
             nonlocal begin
             if peer:
                 self.run.names.sender(peer, "broker")
-            if isinstance(message, BatchUnderway):
+            if isinstance(message, messages.BatchUnderway):
                 begin = time.monotonic()
                 return
             if not isinstance(message, kind):

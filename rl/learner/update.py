@@ -1,4 +1,4 @@
-"""Gradients of one minibatch: forward, loss and backward over its packs.
+"""Gradients of one minibatch, of policy and critic: forward, loss and backward over its packs.
 
 Every token's weighted loss is divided by the minibatch's *global* token count, so packs, ranks and micro-batches are
 only a way to spread one sum. FSDP averages gradients over ranks; multiplying by the world size makes that a sum.
@@ -10,17 +10,70 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from algos.types import LossInputs, LossResult
 from rl.learner.algorithm import Algorithm
-from rl.learner.critic import CriticStats
 from rl.learner.diagnostics import Diagnostics
 from rl.models.packing import Pack
-from rl.models.protocol import PolicyModel, PolicyOutput
+from rl.models.protocol import CriticModel, PolicyModel, PolicyOutput
 from rl.wire.columns import BUILT_IN
 
 Observer = Callable[[Pack, LossInputs, LossResult], None]
+
+
+@dataclass
+class CriticStats:
+    """Sums over tokens, (5,) float64: tokens, loss, return, return^2, (return - value before the batch)^2."""
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+    def add(self, other: CriticStats) -> None:
+        self.sums = self.sums + other.sums if len(self.sums) else other.sums
+
+    def all_reduce(self) -> None:
+        if len(self.sums) and dist.is_initialized():
+            dist.all_reduce(self.sums)
+
+    def metrics(self) -> dict[str, float]:
+        """`critic/explained_variance`: 1 - the squared error of the values over the variance of the returns."""
+        if not len(self.sums) or not self.sums[0]:
+            return {}
+        tokens, loss, total, square, error = self.sums.tolist()
+        variance = square / tokens - (total / tokens) ** 2
+        known = {} if variance <= 1e-12 else {"critic/explained_variance": 1 - error / tokens / variance}
+        return {"critic/loss": loss / tokens, "critic/return": total / tokens} | known
+
+
+def accumulate_critic(
+    critic: CriticModel, packs: Iterable[Pack], *, global_tokens: int, world_size: int = 1, clip: float | None = None
+) -> CriticStats:
+    """Add this rank's part of the gradient of the mean over tokens of (V - return)^2 / 2 to `critic`.
+
+    clip: the larger of that loss and the one of V held within `clip` of the value before the batch, as in PPO's
+    reference implementation (https://arxiv.org/abs/2005.12729, section 3). Packs carry `values` and `returns`.
+    """
+    stats = CriticStats()
+    for pack in packs:
+        pack = pack.to(critic.device)
+        assert pack.layout is not None
+        assert pack.values is not None and pack.returns is not None, "packs need rl.learner.credit.assign first"
+
+        values = critic(pack)
+        loss = (values - pack.returns) ** 2 / 2  # (T,)
+        if clip is not None:
+            near = pack.values + (values - pack.values).clamp(-clip, clip)
+            loss = torch.maximum(loss, (near - pack.returns) ** 2 / 2)
+        loss = torch.where(pack.mask, loss, torch.zeros_like(loss))
+        (loss.sum() * (world_size / max(1, global_tokens))).backward()
+
+        generated = pack.layout.generated
+        returns = pack.returns.index_select(0, generated).double()
+        before = pack.values.index_select(0, generated).double()
+        parts = [pack.mask.sum(), loss.sum(), returns.sum(), (returns**2).sum(), ((returns - before) ** 2).sum()]
+        stats.add(CriticStats(torch.stack([part.detach().double() for part in parts])))
+    return stats
 
 
 @dataclass
@@ -88,20 +141,28 @@ def accumulate_gradients(
     return stats
 
 
-@torch.no_grad()
 def with_logp(policy: PolicyModel, packs: Iterable[Pack], column: str, *, temperature: float) -> list[Pack]:
     """The packs with the log-probabilities of their tokens under the policy's present weights.
 
     column: `logp_proximal` (the trust region's anchor: before the first step), `logp_reference`, or a registered
     column of the learner (`rl.wire.columns`).
-    It does not run under inference_mode: parameters gathered there could not be trained afterwards.
     """
+    return _with_column(packs, column, lambda pack: policy(pack.to(policy.device), temperature=temperature).logp)
+
+
+def with_values(critic: CriticModel, packs: Iterable[Pack]) -> list[Pack]:
+    """The packs with the present values of their generated tokens; all ranks call it with equally many packs."""
+    return _with_column(packs, "values", lambda pack: critic(pack.to(critic.device)))
+
+
+@torch.no_grad()
+def _with_column(packs: Iterable[Pack], column: str, forward: Callable[[Pack], Tensor]) -> list[Pack]:
+    """It does not run under inference_mode: parameters gathered there could not be trained afterwards."""
     packs = list(packs)
-    found = [policy(pack.to(policy.device), temperature=temperature).logp for pack in packs]
+    found = [forward(pack) for pack in packs]
     # Only now, because each copy waits for a GPU.
-    return [
-        pack.with_columns(**{column: logp.to(pack.token_ids.device)}) for pack, logp in zip(packs, found, strict=True)
-    ]
+    both = zip(packs, found, strict=True)
+    return [pack.with_columns(**{column: values.to(pack.token_ids.device)}) for pack, values in both]
 
 
 def loss_inputs(pack: Pack, output: PolicyOutput, *, needs_proximal: bool, first_step: bool = False) -> LossInputs:

@@ -11,10 +11,9 @@ Nothing is computed that no log-probability reads, as the last token of a sample
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import groupby
-from operator import methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,7 @@ SEGMENT_TOKENS = 4
 COPIED_ROWS = 64
 """Keys and values that are copied, forward and backward, at the cost of one token of a tiny model; more of a large."""
 
+T = TypeVar("T")
 Ids = npt.NDArray[np.int64]
 Entries = npt.NDArray[Any]  # (T,) of a sequence: its ids, or all that a forward reads of each token as one
 
@@ -51,16 +51,6 @@ class Spans:
     longest_key: int
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)  # made once by `packed_attention`
 
-    def to(self, device: torch.device | str) -> Spans:
-        place = methodcaller("to", device, non_blocking=True)
-        return replace(
-            self,
-            keys=None if self.keys is None else place(self.keys),
-            query_bounds=place(self.query_bounds),
-            key_bounds=place(self.key_bounds),
-            masks={},
-        )
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -72,15 +62,19 @@ class Layout:
     generated: Tensor  # (L,) int64, places of all generated tokens
     segments: Spans
 
-    def to(self, device: torch.device | str) -> Layout:
-        place = methodcaller("to", device, non_blocking=True)
-        return Layout(
-            place(self.tokens),
-            place(self.targets),
-            place(self.rows),
-            place(self.generated),
-            self.segments.to(device),
-        )
+
+def placed(held: T, device: torch.device | str) -> T:
+    """What holds tensors, a dataclass or a mapping, with all of them on the device."""
+    value: Any = held
+    if isinstance(value, Tensor):
+        value = value.to(device, non_blocking=True)
+    elif isinstance(value, dict):
+        value = {name: placed(each, device) for name, each in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = replace(value, **{each.name: placed(getattr(value, each.name), device) for each in fields(value)})
+
+    moved: T = value
+    return moved
 
 
 def lay_out(read: Sequence[Entries], positions: Ids, mask: npt.NDArray[np.bool_]) -> Layout:

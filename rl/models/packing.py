@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from operator import methodcaller
 from typing import get_args
 
 import msgspec
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.models.layout import Entries, Layout, in_order, joined, lay_out, saved
+from rl.models.layout import Entries, Layout, in_order, joined, lay_out, placed, saved
 from rl.wire.columns import COLUMNS, Accessor, OptionalAccessor, Scope, declared, forward_columns, masked_columns
 from rl.wire.messages import BatchPart
 
@@ -50,7 +49,7 @@ class Pack:
     token_weights = Accessor[Tensor]()  # (T,) float32, of the aggregation
     logp_proximal = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.update.with_logp` adds this and the next
     logp_reference = OptionalAccessor[Tensor]()  # (T,) float32
-    values = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.critic.with_values` adds it
+    values = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.update.with_values` adds it
     returns = OptionalAccessor[Tensor]()  # (T,) float32; `rl.learner.credit.assign` adds it for a critic
 
     @property
@@ -85,18 +84,7 @@ class Pack:
 
     def to(self, device: torch.device | str) -> Pack:
         """The pack on the device, with its layout."""
-        laid_out = self.laid_out()
-        assert laid_out.layout is not None
-        place = methodcaller("to", device, non_blocking=True)
-        return replace(
-            self,
-            layout=laid_out.layout.to(device),
-            columns={name: place(column) for name, column in self.columns.items()},
-            position_ids=place(self.position_ids),
-            sample=place(self.sample),
-            turn=place(self.turn),
-            rewards=place(self.rewards),
-        )
+        return placed(self.laid_out(), device)
 
 
 def _read() -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""The policy: a causal language model and its log-probability head as one module, packed, optionally FSDP-sharded.
+"""Policy and critic: a causal language model with its log-probability head, or a decoder with a value head.
+
+Each is one module, packed and optionally FSDP-sharded.
 
 Model and head are one `nn.Module` because FSDP gathers parameters when a module is *called*: the head reads
 `lm_head.weight` directly, so it must run inside the root's forward.
@@ -10,9 +12,10 @@ Packing holds only if the model gets positions that restart with each sequence, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +50,32 @@ class PackedModel(nn.Module):
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
         self._kernel = attention
         check_layers(self.model.config)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        mesh: DeviceMesh | None = None,
+        device: str = "cpu",
+        options: ModelOptions = ModelOptions(),
+    ) -> Self:
+        """The model in `folder`, placed by `shard_policy`; a rank reads its own rows only.
+
+        Raises ValueError for a family with a known fault; whether it has been tested was asked before anything started.
+        """
+        families.check_family(families.read_config(Path(folder)), untested=True)
+        model = _empty(folder)
+        families.check_layers(model)
+
+        made = cls.around(model, options).train()
+        shard_policy(made, options, mesh=mesh, device=device)
+        read_weights(made.model, folder)
+        return made
+
+    @classmethod
+    @abstractmethod
+    def around(cls, model: nn.Module, options: ModelOptions) -> Self:
+        """What reads packs around a causal language model, whose weights may not be there yet."""
 
     @property
     def decoder(self) -> Any:
@@ -115,18 +144,8 @@ class Policy(PackedModel):
             raise ValueError(f"{type(model).__name__}: its decoder has no `layers` that could be sharded one by one")
 
     @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        mesh: DeviceMesh | None = None,
-        device: str = "cpu",
-        options: ModelOptions = ModelOptions(),
-    ) -> Policy:
-        """See `rl.models.protocol`."""
-        chunk, attention = options.logprob_chunk, options.attention
-        return load_packed(
-            folder, lambda model: Policy(model, logprob_chunk=chunk, attention=attention), mesh, device, options
-        )
+    def around(cls, model: nn.Module, options: ModelOptions) -> Self:
+        return cls(model, logprob_chunk=options.logprob_chunk, attention=options.attention)
 
     @property
     def tied(self) -> bool:
@@ -159,23 +178,6 @@ class Policy(PackedModel):
 def at_targets(values: Tensor, pack: Pack, layout: Layout) -> Tensor:
     """(T,) with these values (S,) at the pack's targets and 0 elsewhere."""
     return values.new_zeros(pack.tokens).index_copy(0, layout.targets, values)
-
-
-def load_packed(
-    folder: str | Path, wrap: Callable[[Any], M], mesh: DeviceMesh | None, device: str, options: ModelOptions
-) -> M:
-    """`wrap` of the causal language model in `folder`, placed by `shard_policy`; a rank reads its own rows only.
-
-    Raises ValueError for a family with a known fault; whether it has been tested was asked before anything started.
-    """
-    families.check_family(families.read_config(Path(folder)), untested=True)
-    model = _empty(folder)
-    families.check_layers(model)
-
-    made = wrap(model).train()
-    shard_policy(made, options, mesh=mesh, device=device)
-    read_weights(made.model, folder)
-    return made
 
 
 def check_trainable(folder: str | Path, *, untested: bool = False) -> None:
@@ -212,3 +214,32 @@ def shard_policy(
     # leave them so through the optimizer's step, and the next forward would see old embeddings.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     return allocate(policy, device)
+
+
+class Critic(PackedModel):
+    """The critic of PPO: a decoder of its own with a value head, packed and FSDP-sharded like the policy.
+
+    V_t is the value of the context before generated token t, so it stands at t like the token's log-probability. The
+    head starts at zero: the first advantages are then the rewards themselves.
+    """
+
+    def __init__(self, decoder: nn.Module, attention: Kernel = DEFAULTS.attention) -> None:
+        super().__init__(decoder, attention)
+        self.head = nn.Linear(self.model.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @classmethod
+    def around(cls, model: nn.Module, options: ModelOptions) -> Self:
+        return cls(Policy(model).decoder, options.attention)
+
+    def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.named_parameters())
+
+    def forward(self, pack: Pack) -> Tensor:
+        """See `rl.models.protocol`."""
+        layout = pack.laid_out().layout
+        assert layout is not None
+        with self.autocast():
+            values = self.head(self.contexts(pack, layout))[:, 0].float()  # (S,)
+        return at_targets(values, pack, layout)

@@ -9,14 +9,21 @@ what `alarms.limits` says of them.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
 
 from rl.config.alarms import AlarmsConfig
 from rl.config.failures import EndsRun
 from rl.config.section import LARGEST
 from rl.config.tree import ConfigError, nearest
+
+_NAME = "alarms.jsonl"
+"""In the folder of a run: every alarm when it is raised, also of a run that goes on or was killed."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,12 @@ ALARMS = {
         "the ids of a conversation are what the chat template writes for it",
         "the template writes history in another form than the turn had when it was sampled",
         "the model's chat_template.jinja",
+    ),
+    "ids-without-text": Alarm(
+        "sampled ids are tokens of the tokenizer",
+        "the model's vocabulary is padded beyond its tokenizer's, and its logits there were never trained",
+        "the model's vocab_size and tokenizer.json; the environment servers' logs name the ids",
+        own_limits={"share": Limit(0.001, "Largest share of a batch's sampled tokens that stand for no text.", most=1)},
     ),
     "advantage-sign": Alarm(
         "an advantage has the sign of the reward less its group's mean",
@@ -417,3 +430,64 @@ class Clock:
         jump_s = wall_s - monotonic_s - self._offset_s
         self._offset_s += jump_s
         return abs(jump_s)
+
+
+class RaisedAlarm(msgspec.Struct, tag="raised"):
+    """The first time. `step`: how many were trained by then; `who`: the process that saw it.
+
+    `last_step` and `count`: of all times that this process raised it, as far as they are known.
+    """
+
+    time: float
+    step: int
+    name: str
+    who: str
+    detail: str
+    cause: str
+    change: str
+    last_step: int
+    count: int = 1
+
+    @classmethod
+    def of(cls, name: str, step: int, who: str, detail: str) -> RaisedAlarm:
+        alarm = ALARMS[name]
+        return cls(time.time(), step, name, who, detail, alarm.cause, alarm.change, step)
+
+    def again(self, step: int) -> RaisedAgain:
+        """Note that it was raised once more, by the same process."""
+        self.last_step = step
+        self.count += 1
+        return RaisedAgain(self.name, step)
+
+    @property
+    def when(self) -> str:
+        """When it was raised, for people."""
+        again = f", {self.count} times up to step {self.last_step}" if self.count > 1 else ""
+        return f"after step {self.step}{again}"
+
+
+class RaisedAgain(msgspec.Struct, tag="again"):
+    """A short line for each further time."""
+
+    name: str
+    step: int
+
+
+def keep_alarm(run: Path, alarm: RaisedAlarm | RaisedAgain) -> None:
+    """Raises OSError where the disk is full."""
+    with (run / _NAME).open("ab") as file:
+        file.write(msgspec.json.encode(alarm) + b"\n")
+
+
+def read_alarms(run: Path) -> list[RaisedAlarm]:
+    """One alarm for each name, in the order in which they were raised; a line that was being written is left out."""
+    path = run / _NAME
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    raised: dict[str, RaisedAlarm] = {}
+    for line in lines:
+        alarm = msgspec.json.decode(line, type=RaisedAlarm | RaisedAgain)
+        if isinstance(alarm, RaisedAlarm):
+            raised[alarm.name] = alarm
+        else:
+            raised[alarm.name].again(alarm.step)
+    return list(raised.values())

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
-from rl.observe.trace_events import SpanBegan, SpanEnded, StepEvent, TicketEvent, TraceEvent, TraceHeader
+from rl.observe.trace_events import OfTicket, SpanBegan, SpanEnded, StepEvent, TicketEvent, TraceEvent, TraceHeader
 
 FOLDER = "trace"
 SUFFIX = ".trace"
@@ -36,7 +36,10 @@ MEASURED_EVERY = 16  # calls: reading the clock of a thread costs as much as a c
 _HEAD = struct.Struct("<dI")
 _ENCODER = msgspec.msgpack.Encoder()
 _CHUNK = 1 << 20
-_RECORD: Any = Union[tuple([TraceHeader, *StepEvent.__subclasses__(), *TicketEvent.__subclasses__()])]  # noqa: UP007
+_EVENTS = [
+    each for kind in (StepEvent, TicketEvent, OfTicket) for each in kind.__subclasses__() if each is not OfTicket
+]
+_RECORD: Any = Union[tuple([TraceHeader, *_EVENTS])]  # noqa: UP007
 
 
 class Source(msgspec.Struct, frozen=True):

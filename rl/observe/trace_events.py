@@ -45,13 +45,18 @@ class TicketEvent(TraceEvent, frozen=True):
     """An event that is told with `tracking.trace=full` only."""
 
 
+class OfTicket(TicketEvent, frozen=True):
+    """An event in the life of one ticket."""
+
+    ticket: int
+
+
 # ---------------------------------------------------------------- tickets: told by the broker
 
 
-class Issued(TicketEvent, frozen=True, tag=1):
+class Issued(OfTicket, frozen=True, tag=1):
     """A ticket goes out to environment server `server`. Those of evaluations have group -1."""
 
-    ticket: int
     kind: str  # train | eval
     group: int
     sample: int
@@ -61,10 +66,9 @@ class Issued(TicketEvent, frozen=True, tag=1):
     server: int
 
 
-class Delivered(TicketEvent, frozen=True, tag=2):
+class Delivered(OfTicket, frozen=True, tag=2):
     """A ticket's trajectory has come and was found valid. It may be late: then its TicketEnded came before."""
 
-    ticket: int
     tokens: int  # generated, as the trajectory says
 
 
@@ -75,64 +79,56 @@ class Batched(TicketEvent, frozen=True, tag=3):
     tickets: tuple[int, ...]
 
 
-class TicketEnded(TicketEvent, frozen=True, tag=4):
+class TicketEnded(OfTicket, frozen=True, tag=4):
     """What became of it: `trained`, `stale`, `filtered`, `settled`, `redundant`, `failed`, or `evaluated`."""
 
-    ticket: int
     end: str
     reason: str = ""  # of a failure
 
 
-class TakenBack(TicketEvent, frozen=True, tag=5):
+class TakenBack(OfTicket, frozen=True, tag=5):
     """A trained ticket is stale after all: the learner died, and trained its batch otherwise the second time."""
-
-    ticket: int
 
 
 # ---------------------------------------------------------------- episodes: told by their environment server
 
 
-class ResetBegan(TicketEvent, frozen=True, tag=10):
-    ticket: int
+class ResetBegan(OfTicket, frozen=True, tag=10):
+    """The environment begins the task."""
 
 
-class ResetEnded(TicketEvent, frozen=True, tag=11):
-    ticket: int
+class ResetEnded(OfTicket, frozen=True, tag=11):
+    """The conversation is open."""
 
 
-class Requested(TicketEvent, frozen=True, tag=12):
+class Requested(OfTicket, frozen=True, tag=12):
     """A generation is asked for. A turn has more than one request if generators aborted it at a weight update."""
 
-    ticket: int
     turn: int  # from 1
     prompt_tokens: int
 
 
-class Answered(TicketEvent, frozen=True, tag=13):
+class Answered(OfTicket, frozen=True, tag=13):
     """The answer to the ticket's last request."""
 
-    ticket: int
     turn: int
     generator: int
     tokens: int  # of the answer
     finish_reason: str  # stop | length | abort | error
 
 
-class StepBegan(TicketEvent, frozen=True, tag=14):
-    ticket: int
+class StepBegan(OfTicket, frozen=True, tag=14):
     turn: int
 
 
-class StepEnded(TicketEvent, frozen=True, tag=15):
-    ticket: int
+class StepEnded(OfTicket, frozen=True, tag=15):
     turn: int
     reward: float
 
 
-class EpisodeEnded(TicketEvent, frozen=True, tag=16):
+class EpisodeEnded(OfTicket, frozen=True, tag=16):
     """end: `done`, `length`, `context`, `max_turns` (a trajectory is delivered), `failed` or `cancelled`."""
 
-    ticket: int
     end: str
     turns: int  # begun
     tokens: int = 0  # generated; 0 without a trajectory
@@ -144,22 +140,19 @@ class EpisodeEnded(TicketEvent, frozen=True, tag=16):
 # ---------------------------------------------------------------- told by the generator
 
 
-class SamplingBegan(TicketEvent, frozen=True, tag=20):
+class SamplingBegan(OfTicket, frozen=True, tag=20):
     """The engine has the request: the gate is open. `held_s`: how long the gate held it."""
 
-    ticket: int
     request: int  # the proxy's number of it
     held_s: float
 
 
-class FirstToken(TicketEvent, frozen=True, tag=21):
-    ticket: int
+class FirstToken(OfTicket, frozen=True, tag=21):
     request: int
     version: int
 
 
-class SamplingEnded(TicketEvent, frozen=True, tag=22):
-    ticket: int
+class SamplingEnded(OfTicket, frozen=True, tag=22):
     request: int
     tokens: int  # sampled, discarded ones included
     finish_reason: str  # stop | length | abort | error

@@ -12,36 +12,26 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 
-class Dashboard(Protocol):
-    """What people look at. No method waits, but `close`; none raises: a run is not lost because a dashboard is away."""
+class Dashboard:
+    """What people look at; this one shows nothing.
 
-    def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None: ...
+    No method waits, but `close`; none raises: a run is not lost because a dashboard is away.
+    """
 
-    def alert(self, title: str, text: str) -> None: ...
+    def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None:
+        """A row of metrics."""
+
+    def alert(self, title: str, text: str) -> None:
+        """Something that a person should know."""
 
     def close(self, report: Callable[[], Path] | None) -> None:
         """Send everything, with the run's report, which that call writes."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """What stands in `summary.json`: what was dropped, and why."""
-        ...
-
-
-class NoDashboard:
-    def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None:
-        pass
-
-    def alert(self, title: str, text: str) -> None:
-        pass
-
-    def close(self, report: Callable[[], Path] | None) -> None:
-        pass
-
-    def describe(self) -> dict[str, Any]:
         return {}
 
 

@@ -27,8 +27,7 @@ import zmq
 
 from rl.observe.alarms import line
 from rl.weights.channel import WeightsError
-from rl.weights.proof import TOLERANCE
-from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
+from rl.weights.updater import TOLERANCE, Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver

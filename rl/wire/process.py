@@ -40,20 +40,9 @@ from rl.config.failures import EndsRun, ends_run
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import Trace
 from rl.observe.trace_events import Pulse
+from rl.wire import messages
 from rl.wire.cpu import wake_without_pushing
-from rl.wire.messages import (
-    AlarmRaised,
-    Done,
-    Fatal,
-    Heartbeat,
-    Message,
-    Metrics,
-    PeerDied,
-    PeerListens,
-    ProtocolError,
-    Register,
-    Stop,
-)
+from rl.wire.messages import Message, ProtocolError
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext
 from rl.wire.sockets import open_socket, send
@@ -123,21 +112,22 @@ class Process:
         self.stopping = False
 
         self.alarms = Alarms(
-            self.config.alarms, lambda name, detail: self.send(AlarmRaised(f"{role}.{self.index}", name, detail))
+            self.config.alarms,
+            lambda name, detail: self.send(messages.AlarmRaised(f"{role}.{self.index}", name, detail)),
         )
         self.trace = Trace(self.run.folder, role, self.index, self.incarnation, self.config.tracking.trace)
         self._next_pulse = 0.0
         self.closing_report: Callable[[], dict[str, Any]] | None = None
 
-        self.inbox: queue.SimpleQueue[PeerDied | Stop] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[messages.PeerDied | messages.Stop] = queue.SimpleQueue()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._deaths: set[PeerDied] = set()  # that were put into the inbox
+        self._deaths: set[messages.PeerDied] = set()  # that were put into the inbox
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._told: deque[Message] = deque(maxlen=_REPEATED)
         self._tellings = itertools.count(1)
         self._outbox_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.run.addresses.on_questions(lambda: os.eventfd_write(self._outbox_fd, 1))
-        self._registered: Register  # as the supervisor was told
+        self._registered: messages.Register  # as the supervisor was told
         self._finished = False
         self._thread = threading.Thread(target=self._serve_control, name="control", daemon=True)
 
@@ -156,10 +146,12 @@ class Process:
     ) -> None:
         if error is not None and not self.stopping:
             if isinstance(error, RunAlarm):
-                self.send(AlarmRaised(f"{self.role}.{self.index}", error.name, error.detail))
+                self.send(messages.AlarmRaised(f"{self.role}.{self.index}", error.name, error.detail))
             says_all = isinstance(error, EndsRun) and error.one_line
             detail = "" if says_all else "".join(traceback.format_exception(kind, error, trace))
-            self.send(Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail, ends_run(error)))
+            self.send(
+                messages.Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail, ends_run(error))
+            )
         self.send_closing_report()
 
         self._finished = True
@@ -171,7 +163,7 @@ class Process:
             sys.stderr.flush()
             os._exit(0 if self.stopping else 1)  # threads of libraries must not keep a failed process alive
 
-    def send(self, message: Metrics | Fatal | AlarmRaised | Done) -> None:
+    def send(self, message: messages.Metrics | messages.Fatal | messages.AlarmRaised | messages.Done) -> None:
         """Send to the supervisor; any thread may call it."""
         self._outbox.put(replace(message, seq=next(self._tellings)))
         os.eventfd_write(self._outbox_fd, 1)
@@ -181,9 +173,9 @@ class Process:
         if self.closing_report is not None:
             report = self.closing_report()
             self.closing_report = None
-            self.send(Done(self.role, json.dumps(report).encode()))
+            self.send(messages.Done(self.role, json.dumps(report).encode()))
 
-    def received(self) -> Iterator[PeerDied | Stop]:
+    def received(self) -> Iterator[messages.PeerDied | messages.Stop]:
         """Drain the inbox; call when `wake_fd` is readable, or at every turn of a loop."""
         clear_event(self.wake_fd)
         yield from _drained(self.inbox)
@@ -218,9 +210,9 @@ class Process:
         socket.close(linger=5000)
         context.term()
 
-    def _registration(self) -> Register:
+    def _registration(self) -> messages.Register:
         listens, needs = self.run.addresses.questions()
-        return Register(self.role, self.index, self.incarnation, listens, needs)
+        return messages.Register(self.role, self.index, self.incarnation, listens, needs)
 
     def _speak(self, socket: zmq.SyncSocket) -> None:
         if (register := self._registration()) != self._registered:
@@ -231,14 +223,14 @@ class Process:
             send(socket, message)
 
     def _from_supervisor(self, message: Message, _peer: bytes) -> None:
-        if isinstance(message, PeerListens):
+        if isinstance(message, messages.PeerListens):
             self.run.addresses.learn(message)
             os.eventfd_write(self.wake_fd, 1)
             return
-        if not isinstance(message, PeerDied | Stop):
+        if not isinstance(message, messages.PeerDied | messages.Stop):
             raise ProtocolError(f"{type(message).__name__} from the supervisor")
 
-        if isinstance(message, Stop):
+        if isinstance(message, messages.Stop):
             self.stopping = self.stopping or not message.save_first
         elif message in self._deaths:  # told again after a connection broke
             return
@@ -248,14 +240,14 @@ class Process:
         self.inbox.put(message)
         os.eventfd_write(self.wake_fd, 1)
 
-    def _heartbeat(self) -> Heartbeat:
+    def _heartbeat(self) -> messages.Heartbeat:
         stats = dict(self.stats)
         waits = dict(self.waits.seconds)
         if time.monotonic() >= self._next_pulse:
             self._next_pulse = time.monotonic() + _PULSE_S
             cpu_s = time.process_time()
             self.trace.add(Pulse(self.busy, self.progress, cpu_s, waits, stats, self.trace.cpu_s))
-        return Heartbeat(self.role, self.index, self.incarnation, self.progress, self.busy, stats, waits)
+        return messages.Heartbeat(self.role, self.index, self.incarnation, self.progress, self.busy, stats, waits)
 
 
 def clear_event(event_fd: int) -> None:
@@ -264,6 +256,6 @@ def clear_event(event_fd: int) -> None:
         os.eventfd_read(event_fd)
 
 
-def _drained(messages: queue.SimpleQueue[M]) -> Iterator[M]:
-    while not messages.empty():  # there is no other reader
-        yield messages.get_nowait()
+def _drained(waiting: queue.SimpleQueue[M]) -> Iterator[M]:
+    while not waiting.empty():  # there is no other reader
+        yield waiting.get_nowait()

@@ -20,8 +20,6 @@ from rl.wire.addresses import Addresses
 from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.names import Names
 
-_SINGLE = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
-
 
 class RunFile(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
@@ -101,25 +99,6 @@ class RunFile(BaseModel):
         if self.config.network.transport == "ipc":
             return self.place_of(name)
         return self.addresses.find(name)
-
-    def socket_names(self) -> list[str]:
-        """Single sockets, and those that each receiver has for itself.
-
-        * control (supervisor ROUTER)
-        * tickets (broker ROUTER, environment servers)
-        * trajectories (broker ROUTER, environment servers)
-        * usage (broker ROUTER, the proxy)
-        * steps (broker ROUTER, learner rank 0)
-        * frontend (proxy ROUTER, environment servers)
-        * backend (proxy ROUTER, generators)
-        * weight_status (learner rank 0 ROUTER, generators)
-        * parsers (parsers ROUTER, environment servers)
-        * of each receiver: batches (rank i ROUTER), notices (generator i ROUTER), blobs (rank i's weight frames)
-        """
-        ranks = range(self.config.learner.ranks)
-        names = [*_SINGLE, *(f"batches.{rank}" for rank in ranks), *(f"blobs.{rank}" for rank in ranks)]
-        names += [f"notices.{generator}" for generator in range(self.config.generator.count)]
-        return names + ["parsers"] * bool(self.config.chat.vllm_names)
 
 
 def socket_name(name: str, index: int | None = None) -> str:

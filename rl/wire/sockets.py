@@ -22,7 +22,7 @@ import zmq
 
 from rl.wire.addresses import Addresses
 from rl.wire.codec import MAX_FRAME_BYTES
-from rl.wire.messages import Frames, Message, decode, decode_all, encode, encode_all
+from rl.wire.messages import Frames, Message, encode, encode_all
 from rl.wire.run import RunFile, socket_name
 
 HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
@@ -233,28 +233,6 @@ def _send_frames_to(socket: zmq.SyncSocket, peer: bytes, frames: Frames) -> None
         if error.errno == zmq.EHOSTUNREACH:
             raise PeerGone(peer.decode(errors="replace")) from None
         raise
-
-
-def receive_all(socket: zmq.SyncSocket) -> list[tuple[bytes, Message]]:
-    """What comes next, one message or several that came as one, with its sender where the socket is a ROUTER.
-
-    Never blocks: raises zmq.Again if there is nothing.
-    """
-    frames = receive_frames(socket)
-    peer = bytes(frames.pop(0)) if socket.type == zmq.ROUTER else b""
-    return [(peer, message) for message in decode_all(frames)]
-
-
-def receive(socket: zmq.SyncSocket) -> Message:
-    """The next message, where each comes alone. Never blocks: raises zmq.Again if there is none."""
-    frames = receive_frames(socket)
-    return decode(frames[1:] if socket.type == zmq.ROUTER else frames)
-
-
-def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:
-    """The next message of a ROUTER and its sender's identity, where each comes alone."""
-    peer, *frames = receive_frames(socket)
-    return bytes(peer), decode(frames)
 
 
 def follow(socket: zmq.SyncSocket) -> None:

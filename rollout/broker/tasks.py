@@ -194,6 +194,7 @@ class Calibration:
         return min(int(chance * _CLASSES), _CLASSES - 1)
 
 
+@dataclass(eq=False)
 class SuccessWeighted:
     """New tasks in the shuffled order, and between them tasks that were tried before and will likely teach something.
 
@@ -210,38 +211,30 @@ class SuccessWeighted:
     are a function of run seed and position, so a resumed run goes on as the uninterrupted one.
     """
 
-    def __init__(
-        self,
-        run_seed: int,
-        tasks: int,
-        group_size: int,
-        floor: float = 0.1,
-        decay: float = 0.7,
-        strength: float = 1.0,
-        target: float = 0.85,
-        repeat: float = 0.6,
-        rest: int = 64,
-    ) -> None:
+    run_seed: int
+    tasks: int
+    group_size: int
+    floor: float = 0.1
+    decay: float = 0.7
+    strength: float = 1.0
+    target: float = 0.85
+    repeat: float = 0.6
+    rest: int = 64
+
+    def __post_init__(self) -> None:
         limits = [
-            (0 < floor <= 1, f"floor={floor} must lie in (0, 1]"),
-            (0 <= decay < 1, f"decay={decay} must lie in [0, 1)"),
-            (strength > 0, f"strength={strength} must be above 0"),
-            (0 <= target <= 1, f"target={target} must lie in [0, 1]"),
-            (0 <= repeat <= 1, f"repeat={repeat} must lie in [0, 1]"),
-            (rest >= 1, f"rest={rest} must be at least 1"),
+            (0 < self.floor <= 1, f"floor={self.floor} must lie in (0, 1]"),
+            (0 <= self.decay < 1, f"decay={self.decay} must lie in [0, 1)"),
+            (self.strength > 0, f"strength={self.strength} must be above 0"),
+            (0 <= self.target <= 1, f"target={self.target} must lie in [0, 1]"),
+            (0 <= self.repeat <= 1, f"repeat={self.repeat} must lie in [0, 1]"),
+            (self.rest >= 1, f"rest={self.rest} must be at least 1"),
         ]
         if wrong := [text for holds, text in limits if not holds]:
             raise ValueError(wrong[0])
 
-        self._order = ShuffledTasks(run_seed, tasks)
-        self.group_size = max(2, group_size)
-        self.floor = floor
-        self.decay = decay
-        self.strength = strength
-        self.target = target
-        self.repeat = repeat
-        self.rest = rest
-
+        self.group_size = max(2, self.group_size)
+        self._order = ShuffledTasks(self.run_seed, self.tasks)
         self.known: dict[int, tuple[float, float]] = {}  # task: episodes won and lost, discounted
         self.success = 0.5  # of all tasks, recently
         self.mixed = 0.0  # share of recent groups

@@ -16,6 +16,7 @@ from typing import Any
 
 from rl.config.schema import Config
 from rl.wire.messages import Ticket, TokenSequence, Trajectory
+from rl.wire.text import whole
 from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome
 from rollout.episodes.forest import Forest
 from rollout.episodes.isolation import Overrun, isolated
@@ -110,6 +111,8 @@ def _counts(session: Session) -> dict[str, float]:
     found = {f"forks_{reason}": float(count) for reason, count in forest.forks.items()}
     for kind, count in forest.drift().items():
         found[f"drift_{kind}"] = float(count)
+    if forest.mender.count:
+        found["half_characters"] = float(forest.mender.count)
     return found | {
         "gateway_requests": float(session.begun),
         "gateway_joined": float(session.joined),
@@ -124,7 +127,7 @@ def _checked(outcome: Any) -> Outcome:
         raise EpisodeFailed(f"environment: run answered success={outcome.success!r}: it is True or False")
     try:
         rewards = {str(name): float(value) for name, value in outcome.rewards.items()}
-        info = {str(name): float(value) for name, value in outcome.info.items()}
+        info = {whole(str(name)): float(value) for name, value in outcome.info.items()}
         checked = replace(outcome, reward=float(outcome.reward), rewards=rewards, info=info)
     except (TypeError, ValueError, AttributeError) as error:
         raise EpisodeFailed(f"environment: run answered a reward or info that is no number: {error}") from None

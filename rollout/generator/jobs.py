@@ -1,21 +1,51 @@
-"""Requests of a generator that have not been answered, and what is told of them while they run."""
+"""Requests of a generator that have not been answered: what holds them, and what is told of them while they run."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from rl.wire.columns import BUILT_IN, Column, carried
-from rl.wire.messages import Generate, Grown
+from rl.wire.messages import Generate, Grown, Version
 from rollout.generator.engines.base import Sampled
 
 DELIVERED_EVERY = 128  # tokens of one response: at most so many, and those of one heartbeat, are sampled again
 STREAM_S = 0.05  # between two messages to clients that read along
 STREAM_EACH_S = 0.001  # likewise, for each request that they tell of: many readers get longer pieces, not more work
+
+K = TypeVar("K")
+
+
+class Gate(Generic[K]):
+    """The gate (F2): a generator holds a request until it has loaded the version that the request asks for.
+
+    Keys in the order of (version asked for, arrival). What was answered meanwhile is the caller's to skip.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Version, int, K]] = []
+        self._arrivals = 0
+
+    def admit(self, asked: Version, key: K, loaded: Version) -> bool:
+        """Whether the request may run now; else it is held."""
+        if asked <= loaded:
+            return True
+        heapq.heappush(self._held, (asked, self._arrivals, key))
+        self._arrivals += 1
+        return False
+
+    def release(self, loaded: Version) -> list[K]:
+        """What `loaded` lets through, in order."""
+        due: list[K] = []
+        while self._held and self._held[0][0] <= loaded:
+            due.append(heapq.heappop(self._held)[2])
+        return due
 
 
 @dataclass(slots=True)

@@ -29,8 +29,7 @@ from rl.wire.run import context_from_command_line
 from rl.wire.sockets import open_socket, send
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine, EngineInfo, Sampled
-from rollout.generator.gate import Gate
-from rollout.generator.jobs import DELIVERED_EVERY, Job, Streams
+from rollout.generator.jobs import DELIVERED_EVERY, Gate, Job, Streams
 from rollout.generator.starting import watched_start
 
 NOTHING_LOADED = Version(-1, -1)  # older than any gate

@@ -134,11 +134,9 @@ def make_parser(run: RunFile) -> tuple[VllmParser, str]:
 
 def main(context: ProcessContext | None = None) -> None:
     with Process("parsers", context or context_from_command_line()) as process:
-        parsers = Parsers(process, *make_parser(process.run))
-        try:
+        parser = make_parser(process.run)
+        with contextlib.closing(Parsers(process, *parser)) as parsers:
             parsers.serve()
-        finally:
-            parsers.close()
 
 
 if __name__ == "__main__":

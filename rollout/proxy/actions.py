@@ -6,6 +6,8 @@ from collections.abc import Hashable
 
 from msgspec import Struct
 
+from rl.wire.messages import ReportsLost, StillSampling, Usage
+
 Client = Hashable
 
 
@@ -53,14 +55,6 @@ class ReportFirstToken(Struct, frozen=True):
     session: int
 
 
-class ReportUsage(Struct, frozen=True):
-    """Tokens sampled for a training session; `lost` by a generator that died."""
-
-    session: int
-    tokens: int
-    lost: bool
-
-
 class Rename(Struct, frozen=True):
     """The request `key` is sent again under another key: a late answer to the old one is nobody's."""
 
@@ -68,14 +62,5 @@ class Rename(Struct, frozen=True):
     new_key: int
 
 
-class ReportLost(Struct, frozen=True):
-    """Reports of what generators have sampled for live sessions may be lost."""
-
-
-class ReportProgress(Struct, frozen=True):
-    """Some answer has grown: nothing stands still, though none of them may end for long."""
-
-
-Action = (
-    SendTo | AbortAt | Reply | Forget | GoOn | Rename | ReportFirstToken | ReportUsage | ReportLost | ReportProgress
-)
+Action = SendTo | AbortAt | Reply | Forget | GoOn | Rename | ReportFirstToken | Usage | ReportsLost | StillSampling
+"""The last three are told to the broker as they are."""

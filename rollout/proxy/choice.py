@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rl.config.hooks import make_hooks
 from rl.config.rollout import NamedHook
-from rollout.proxy.admission import Admission
 from rollout.proxy.balance import LoadTree
 from rollout.proxy.hooks import ProxyHook
-from rollout.proxy.prefixes import PrefixIndex
-from rollout.proxy.state import GeneratorState, RoutedRequest
+from rollout.proxy.state import Admission, GeneratorState, PrefixIndex, RoutedRequest
 
 
 class Choice:

@@ -25,25 +25,11 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 
 from rl.config.rollout import NamedHook
-from rollout.proxy.actions import (
-    AbortAt,
-    Action,
-    Client,
-    Forget,
-    GoOn,
-    Rename,
-    Reply,
-    ReportFirstToken,
-    ReportLost,
-    ReportProgress,
-    ReportUsage,
-    SendTo,
-)
-from rollout.proxy.admission import Admission, KvAdmission
+from rl.wire.messages import ReportsLost, StillSampling, Usage
+from rollout.proxy.actions import AbortAt, Action, Client, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.balance import LoadTree, PriorityQueue
 from rollout.proxy.choice import Choice
-from rollout.proxy.prefixes import PrefixIndex
-from rollout.proxy.state import GeneratorState, Limits, RoutedRequest
+from rollout.proxy.state import Admission, GeneratorState, KvAdmission, Limits, PrefixIndex, RoutedRequest
 
 
 class ProxyCore:
@@ -54,7 +40,7 @@ class ProxyCore:
     * `max_deaths`: how many generators may die under one request before it is answered with an error.
     * `max_overtakes`: how many requests with a cached prefix may pass the head of the queue (no starvation).
     * `remembered`: of how many sessions and prompts, each, it is known in which cache they stand.
-    * `kv_admission`: what a request reserves (`admission.py`); with `expected` engines must pre-empt.
+    * `kv_admission`: what a request reserves (`Admission`); with `expected` engines must pre-empt.
     """
 
     def __init__(
@@ -118,7 +104,7 @@ class ProxyCore:
         if generator is None or generator.incarnation != incarnation:
             return self._ignore()
 
-        self._actions.append(ReportLost())
+        self._actions.append(ReportsLost())
         held = set(requests)
         unwanted = [key for key in requests if key not in generator.live or generator.live[key].aborted]
         self._actions += [AbortAt(index, key) for key in unwanted]
@@ -175,7 +161,7 @@ class ProxyCore:
         for key in grown:
             generator.live[key].has_sampled(running[key])
         self._update(generator)
-        return [ReportProgress()] if grown else []
+        return [StillSampling()] if grown else []
 
     def finished(
         self, now: float, index: int, incarnation: int, key: int, tokens_generated: int, finish_reason: str
@@ -191,7 +177,7 @@ class ProxyCore:
         self._update(generator)
 
         if request.train and tokens_generated:
-            self._actions.append(ReportUsage(request.session, tokens_generated, lost=False))
+            self._actions.append(Usage(request.session, tokens_generated, lost=False))
         self._prefixes.finished(request, generator, request.prompt_len + tokens_generated)
         if finish_reason in ("stop", "length"):
             self._admission.ended(request.kept + tokens_generated)
@@ -309,7 +295,7 @@ class ProxyCore:
         kept, lost = request.leave_generator()
         if kept:
             self._actions.append(GoOn(request.key, kept))
-        reports = (ReportUsage(request.session, *each) for each in ((kept, False), (lost, True)))
+        reports = (Usage(request.session, *each) for each in ((kept, False), (lost, True)))
         self._actions += [report for report in reports if request.train and report.tokens]
 
         if request.aborted:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rl.config.hooks import Hook, Role
-from rollout.proxy.prefixes import PrefixIndex
-from rollout.proxy.state import GeneratorState, RoutedRequest
+from rollout.proxy.state import GeneratorState, PrefixIndex, RoutedRequest
 
 
 class ProxyHook(Hook):

@@ -10,6 +10,7 @@ poll loop that drains every socket in turn.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import defaultdict
@@ -26,19 +27,7 @@ from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext, context_from_command_line
 from rl.wire.sockets import PeerGone, open_socket, send_all
-from rollout.proxy.actions import (
-    AbortAt,
-    Action,
-    Forget,
-    GoOn,
-    Rename,
-    Reply,
-    ReportFirstToken,
-    ReportLost,
-    ReportProgress,
-    ReportUsage,
-    SendTo,
-)
+from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.continuations import Continuations
 from rollout.proxy.core import ProxyCore
 
@@ -238,12 +227,8 @@ class Proxy:
                 case ReportFirstToken():
                     assert isinstance(cause, messages.FirstToken)
                     self._reports.append(messages.FirstToken(action.key, action.session, cause.version))
-                case ReportUsage():
-                    self._reports.append(messages.Usage(action.session, action.tokens, action.lost))
-                case ReportLost():
-                    self._reports.append(messages.ReportsLost())
-                case ReportProgress():
-                    self._reports.append(messages.StillSampling())
+                case messages.Usage() | messages.ReportsLost() | messages.StillSampling():
+                    self._reports.append(action)
 
     def _reply(self, reply: Reply, answer: Message | None) -> None:
         request = self._requests.pop(reply.key)
@@ -328,12 +313,8 @@ def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generate
 
 
 def main(context: ProcessContext) -> None:
-    with Process("proxy", context) as process:
-        proxy = Proxy(process)
-        try:
-            proxy.serve()
-        finally:
-            proxy.close()
+    with Process("proxy", context) as process, contextlib.closing(Proxy(process)) as proxy:
+        proxy.serve()
 
 
 if __name__ == "__main__":

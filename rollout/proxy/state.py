@@ -1,14 +1,19 @@
-"""What the proxy knows of requests and generators."""
+"""What the proxy knows of requests and generators: their limits, cached prefixes, and the memory that is reserved."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec import Struct
 
 from rl.store.recent import Recent
 from rollout.proxy.actions import Client
 from rollout.proxy.balance import PriorityQueue
 
+KvAdmission = Literal["expected", "whole"]
+_WEIGHT = 0.02  # of one response in the mean
 REMEMBERED_PROMPTS = 4096  # per generator
 
 
@@ -141,3 +146,78 @@ class Limits:
                 asked = f"prompt of {request.prompt_len} tokens + max_tokens={request.max_tokens}"
                 return f"{asked} exceeds the {name} of {limit} tokens"
         return ""
+
+
+class CachedPrefix(Struct, frozen=True):
+    """Where the last turn of a session ran, and how many tokens of its context are cached there."""
+
+    generator: GeneratorState
+    cache_timeline: int
+    tokens: int
+
+
+class PrefixIndex:
+    """Which generator has which prefix in its cache: hints, of `remembered` sessions and as many prompts."""
+
+    def __init__(self, remembered: int) -> None:
+        self._sessions: Recent[CachedPrefix] = Recent(remembered)
+        self._prompts: Recent[GeneratorState] = Recent(remembered)  # where a prompt was sent last
+
+    def knows_session(self, session: int) -> bool:
+        return session in self._sessions
+
+    def of_session(self, request: RoutedRequest) -> GeneratorState | None:
+        """Where the session's last turn ran."""
+        prefix = self._sessions.get(request.session)
+        return prefix.generator if prefix is not None else None
+
+    def of_prompt(self, request: RoutedRequest) -> GeneratorState | None:
+        """Where the same prompt was sent last."""
+        return self._prompts.get(request.prompt_hash) if request.prompt_hash is not None else None
+
+    def cached_tokens(self, request: RoutedRequest, generator: GeneratorState) -> int:
+        """Prompt tokens that this generator need not prefill."""
+        if request.prompt_hash in generator.prompts:
+            return request.prompt_len
+        prefix = self._sessions.get(request.session)
+        if prefix is None or prefix.generator is not generator or prefix.cache_timeline != generator.cache_timeline:
+            return 0
+        return min(prefix.tokens, request.prompt_len)
+
+    def sent(self, request: RoutedRequest, generator: GeneratorState) -> None:
+        if request.prompt_hash is not None:
+            self._prompts.use(request.prompt_hash, generator)
+            generator.prompts.use(request.prompt_hash, None)
+
+    def finished(self, request: RoutedRequest, generator: GeneratorState, context: int) -> None:
+        """A turn that ended with `context` tokens in the generator's cache."""
+        self._sessions.use(request.session, CachedPrefix(generator, generator.cache_timeline, context))
+
+
+class Admission:
+    """How much KV memory a request reserves.
+
+    `whole`: prompt and max_tokens. `expected`: prompt and the mean response, and more as it grows.
+
+    With `expected` the responses of one engine may outgrow its memory together. It then pre-empts the newest and
+    computes it again, and the oldest goes on: since every request fits alone, each comes to its end.
+    """
+
+    def __init__(self, kind: KvAdmission) -> None:
+        self.kind = kind
+        self.mean_response = 0.0
+        """Tokens; 0: none has ended yet."""
+
+    def ended(self, tokens: int) -> None:
+        """A response came to its own end."""
+        old = self.mean_response
+        self.mean_response = old + _WEIGHT * (tokens - old) if old else float(tokens)
+
+    def expected(self, request: RoutedRequest) -> int:
+        """Response tokens; as many as it may have while nothing is known."""
+        mean = round(self.mean_response)
+        return max(1, min(request.max_tokens, mean)) if mean else request.max_tokens
+
+    def reserve(self, request: RoutedRequest) -> None:
+        """Say what it would reserve if it were sent now."""
+        request.need = request.whole if self.kind == "whole" else request.prompt_len + self.expected(request)

@@ -10,7 +10,7 @@ from typing import Protocol
 from rl.store.recent import Recent
 from rl.wire.messages import Version, WeightStatus
 from rollout.generator.engines.timing import BatchModel, Timing
-from rollout.generator.gate import Gate
+from rollout.generator.jobs import Gate
 from rollout.simulate.clock import Clock
 from rollout.simulate.scenario import Generators
 

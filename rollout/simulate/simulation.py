@@ -16,13 +16,13 @@ from collections import deque
 from typing import Any
 
 from rl.weights.updater import Notify, UpdaterCore
-from rl.wire.messages import Ticket, Version, WeightStatus
+from rl.wire.messages import Ticket, Usage, Version, WeightStatus
 from rollout.broker import BrokerCore
 from rollout.broker.actions import Action as BrokerAction
 from rollout.broker.actions import EmitBatch, EpisodeOutcome, Finished, IssueTicket, RevokeTickets, StopRun
 from rollout.broker.tasks import TaskSource
 from rollout.generator.engines.timing import Timing
-from rollout.proxy.actions import AbortAt, Forget, Reply, ReportFirstToken, ReportUsage, SendTo
+from rollout.proxy.actions import AbortAt, Forget, Reply, ReportFirstToken, SendTo
 from rollout.proxy.actions import Action as ProxyAction
 from rollout.proxy.core import ProxyCore
 from rollout.simulate.clock import Clock, Handle, SimulationStopped
@@ -165,7 +165,7 @@ class Simulation:
                 case Forget():
                     del self._requests[action.key]
 
-                case ReportUsage():
+                case Usage():
                     self.clock.post(self._usage, action.session, action.tokens, action.lost)
                 case ReportFirstToken():
                     oldest = self._requests[action.key].oldest

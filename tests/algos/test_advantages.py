@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from algos.advantages import Episodes, Estimator, discounted_sums, gae, gae_advantages, make_estimator
-from algos.registry import advantage_names, get_advantage
+from algos.registry import get_advantage, registered
 
 REWARDS = torch.tensor([1.0, 0.0, 3.0, 0.1, 7.0, 0.1, 2.0, 0.1])
 GROUP = torch.tensor([70, 5, 70, 9, 5, 9, 70, 9])  # ids are arbitrary, members stand apart
-SAMPLE_LEVEL = [name for name in advantage_names() if get_advantage(name).level == "sample"]
+SAMPLE_LEVEL = [name for name in registered("advantage") if get_advantage(name).level == "sample"]
 
 
 def episodes_of(
@@ -244,7 +244,7 @@ def test_a_perfect_critic_leaves_no_advantage() -> None:
 
 
 def estimators() -> list[Estimator]:
-    return [make_estimator(name, {}) for name in advantage_names()]
+    return [make_estimator(name, {}) for name in registered("advantage")]
 
 
 @pytest.mark.parametrize("estimator", estimators(), ids=lambda one: one.spec.name)
@@ -349,4 +349,4 @@ def test_a_function_of_the_users_own() -> None:
 def test_the_guide_lists_every_estimator_at_its_level() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text()
     listed = dict(re.findall(r"^\| `(\w+)` \| (sample|turn|token) \|", guide, re.MULTILINE))
-    assert listed == {name: get_advantage(name).level for name in advantage_names()}
+    assert listed == {name: get_advantage(name).level for name in registered("advantage")}

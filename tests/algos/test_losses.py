@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from algos.conformance import PROXIMAL_OFFSET, gradient, grid, on_policy, random_inputs
-from algos.registry import loss_names, make_loss
+from algos.registry import make_loss, registered
 from algos.types import LossInputs
 
 Token = tuple[float, float, float, int]  # current, behavior, advantage, staleness
@@ -186,10 +186,10 @@ def test_value_and_gradient(name: str, options: dict[str, Any], reference: Refer
 
 
 def test_every_loss_has_a_reference() -> None:
-    assert {name for name, _, _ in CASES} == set(loss_names())
+    assert {name for name, _, _ in CASES} == set(registered("loss"))
 
 
-@pytest.mark.parametrize("name", loss_names())
+@pytest.mark.parametrize("name", registered("loss"))
 def test_on_policy_all_are_the_policy_gradient(name: str) -> None:
     """Where behaviour, proximal and current policy are one, every loss is REINFORCE."""
     inputs = on_policy(grid())

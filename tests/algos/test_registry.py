@@ -13,13 +13,12 @@ from algos.kimi import kimi
 from algos.ppo import PPOOptions, ppo
 from algos.registry import (
     NoOptions,
-    advantage_names,
     get_advantage,
     get_loss,
-    loss_names,
     make_loss,
     parse_options,
     register_loss,
+    registered,
 )
 from algos.types import LossInputs, LossResult
 
@@ -40,8 +39,8 @@ def bare(inputs: LossInputs, options) -> LossResult:  # type: ignore[no-untyped-
 
 
 def test_names() -> None:
-    assert {"ppo", "grpo", "reinforce", "tis"} <= set(loss_names())
-    assert {"group", "group_mean"} <= set(advantage_names())
+    assert {"ppo", "grpo", "reinforce", "tis"} <= set(registered("loss"))
+    assert {"group", "group_mean"} <= set(registered("advantage"))
     assert get_loss("grpo").function is ppo and get_loss("grpo").options is PPOOptions
     assert get_advantage("group").function is group_normalised
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch.dashboard import WandbThread, continued_id, open_dashboard, wandb_mode
-from rl.observe.charts import charts
-from rl.observe.tracking import NoDashboard, Tracker
+from launch.dashboard import WandbThread, charts, continued_id, open_dashboard, wandb_mode
+from rl.observe.tracking import Dashboard, Tracker
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.test_end_to_end_simulated import finish, metrics_rows, start
@@ -63,7 +62,7 @@ def offline(make_run: MakeRun) -> RunFile:
 
 
 def test_rows_reach_jsonl_and_nan_is_null(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, NoDashboard())
+    tracker = Tracker(tmp_path, Dashboard())
     tracker.log(3, {"train/loss": 0.5, "x": float("nan")}, {"staleness": [0.0, float("inf"), 1.0]})
     assert tracker.close(240)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

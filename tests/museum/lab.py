@@ -20,17 +20,15 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.schema import Config, load_config
 from rl.learner.batches import check_batch_part
-from rl.learner.exact import ExactCheck
-from rl.learner.guards import StepGuards
+from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.process import train
 from rl.learner.trainer import Trainer
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import NO_TRACE
 from rl.weights.channel import Piece
+from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest, digest
-from rl.weights.host.tensors import tensors, write
-from rl.weights.proof import TOLERANCE
-from rl.weights.updater import Mismatch, UpdaterCore
+from rl.weights.updater import TOLERANCE, Mismatch, UpdaterCore
 from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Version, WeightStatus
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EvalReport, GroupRecord, IssueTicket, StopRun

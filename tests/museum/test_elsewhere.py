@@ -14,8 +14,7 @@ from envs.guards import check_server
 from rl.config.alarms import AlarmsConfig
 from rl.config.schema import load_config
 from rl.learner.run_client import RunClient
-from rl.observe.alarm_file import RaisedAlarm, keep_alarm, read_alarms
-from rl.observe.alarms import ALARMS, Alarms, RunAlarm
+from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, RunAlarm, keep_alarm, read_alarms
 from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from tests.conftest import MakeRun
@@ -72,7 +71,8 @@ class Tasks:
 def raised_before_the_first_episode(tasks: Tasks, tokenizer: Any) -> list[str]:
     raised: list[str] = []
     try:
-        check_server(cast(Any, tasks), tokenizer, 100, Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
+        alarms = Alarms(AlarmsConfig(), lambda name, _: raised.append(name))
+        check_server(cast(Any, tasks), tokenizer, "template", 100, alarms)
     except RunAlarm as alarm:
         raised.append(alarm.name)
     return raised

@@ -32,12 +32,7 @@ import torch
 from rl.weights import make_receiver
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
-from rollout.generator.engines.cpu.unpacked import (
-    are_weights_as_loaded,
-    forget_packed_experts,
-    heed_environment,
-    write_into_parameters,
-)
+from rollout.generator.engines.cpu import unpacked
 from rollout.generator.engines.owner import die_with_owner
 
 _REPORT_S = 0.1
@@ -136,8 +131,8 @@ def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> No
     """
     model = model_runner.get_model()
     expected = {name for name, _ in model.named_parameters()}  # packed names: qkv_proj, gate_up_proj
-    if are_weights_as_loaded(model_runner):
-        loaded = write_into_parameters(model_runner, pairs)
+    if unpacked.are_weights_as_loaded(model_runner):
+        loaded = unpacked.write_into_parameters(model_runner, pairs)
     else:
         loaded = _reload(model_runner, model, pairs)
     if missing := sorted(expected - loaded):
@@ -155,7 +150,7 @@ def _reload(model_runner: Any, model: Any, pairs: Iterable[tuple[str, torch.Tens
 
     model.load_weights = recording
     if model_runner.device.type == "cpu":
-        forget_packed_experts(model)
+        unpacked.forget_packed_experts(model)
     try:
         model_runner.reload_weights(weights_iterator=pairs)
     finally:
@@ -179,5 +174,5 @@ def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         yield _HEAD, embedding
 
 
-heed_environment()
+unpacked.heed_environment()
 die_with_owner()

@@ -24,7 +24,7 @@ from launch.report.gather import gather, read_rows, reward_interval
 from launch.report.samples import chosen
 from launch.report.timeline import KINDS, Builder
 from rl.config.schema import load_config
-from rl.observe.alarm_file import RaisedAlarm, keep_alarm
+from rl.observe.alarms import RaisedAlarm, keep_alarm
 from rl.observe.trace import Source, TraceRecord, trace_files
 from rl.observe.trace_events import (
     EpisodeEnded,

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser
 
-from launch.report.command import write_report
 from launch.report.gather import RunPage, gather
-from launch.report.page import write_page
+from launch.report.page import write_page, write_report
 from tests.launch.report.runs import Opened, bare, copied
 
 VIEWS = ("overview", "timeline", "samples", "steps", "compare")

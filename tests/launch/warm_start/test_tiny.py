@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.math import arithmetic
-from launch.warm_start.sampling import sample
+from experiments.sampling import accuracy, sample
 from launch.warm_start.sft import IGNORED, Example, SupervisedOptions, pack_rows, supervised_loss, train_supervised
-from launch.warm_start.tiny import TinyRecipe, accuracy, ensure_tiny_model, prompt_ids
+from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
 from launch.warm_start.word_tokenizer import TURN_END, build_tokenizer
 from rollout.episodes.tokenizer import ChatTokenizer
 

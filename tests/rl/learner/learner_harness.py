@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
+from experiments.bench._inbox import receive_from
+from experiments.columns import token_columns
 from rl.weights.host import clean_up
-from rl.wire.columns import token_columns
 from rl.wire.messages import (
     BatchPart,
     BatchRequest,
@@ -32,7 +33,7 @@ from rl.wire.messages import (
     Version,
 )
 from rl.wire.run import RunFile
-from rl.wire.sockets import identity, open_socket, receive_from, send, send_to
+from rl.wire.sockets import identity, open_socket, send, send_to
 
 ROOT = Path(__file__).parents[3]
 M = TypeVar("M", bound=Any)

@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl.config.schema import Config, load_config
-from rl.learner.critic import CriticStats, accumulate_critic, with_values
 from rl.learner.trainer import Trainer
-from rl.learner.update import UpdateStats
-from rl.models.critic import Critic
+from rl.learner.update import CriticStats, UpdateStats, accumulate_critic, with_values
 from rl.models.packing import Pack, dummy_pack, make_packs
+from rl.models.policy import Critic
 from rl.wire.messages import BatchPart
 from tests.rl.learner.learner_harness import make_batch
 from tests.rl.learner.tiny_policies import VOCAB, save_tiny, stock_attention

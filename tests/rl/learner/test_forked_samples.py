@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from algos.registry import advantage_names, get_advantage, loss_names, make_loss
+from algos.registry import get_advantage, make_loss, registered
+from experiments.columns import token_columns
 from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.batches import check_batch_part
@@ -23,7 +24,6 @@ from rl.learner.credit import Minibatch, assign, kept_rows, mask_rows
 from rl.learner.update import loss_inputs
 from rl.models.packing import Pack, make_packs, split_minibatches
 from rl.models.protocol import PolicyOutput
-from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, Ticket, TokenSequence, Trajectory, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import make_batch_parts, outcome_of
@@ -136,7 +136,7 @@ def same(plain: Found, other: Found) -> None:
         assert other[token] == pytest.approx(values, rel=1e-5, abs=1e-7), token
 
 
-@pytest.mark.parametrize("advantage", advantage_names())
+@pytest.mark.parametrize("advantage", registered("advantage"))
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_advantages_and_weights(advantage: str, aggregation: str) -> None:
     overrides = [f"algo.advantage={advantage}", f"algo.aggregation={aggregation}"]
@@ -151,7 +151,7 @@ def test_advantages_and_weights(advantage: str, aggregation: str) -> None:
         same(credited(plain, algorithm, "ppo", {}), credited(other, algorithm, "ppo", {}))
 
 
-@pytest.mark.parametrize("loss", loss_names())
+@pytest.mark.parametrize("loss", registered("loss"))
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_losses_with_ratios_of_whole_sequences(loss: str, seed: int) -> None:

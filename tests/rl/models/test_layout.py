@@ -15,10 +15,9 @@ from msgspec.structs import replace as replace_struct
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rl.models.critic import Critic
 from rl.models.layout import COPIED_ROWS, SEGMENT_TOKENS, Layout, lay_out
 from rl.models.packing import Pack, dummy_pack, make_packs, sequence_pack
-from rl.models.policy import Policy
+from rl.models.policy import Critic, Policy
 from rl.models.protocol import ModelOptions
 from rl.wire.columns import COLUMNS, Column
 from tests.rl.learner.tiny_policies import (

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from rl.models.critic import Critic
 from rl.models.families import FAMILIES
 from rl.models.loading import local_part
 from rl.models.packing import sequence_pack
-from rl.models.policy import Policy
+from rl.models.policy import Critic, Policy
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.models.tiny_families import save_family
 

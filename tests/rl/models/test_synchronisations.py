@@ -16,18 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from algos.registry import loss_names
+from algos.registry import registered
 from rl.config.schema import load_config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import assign
-from rl.learner.critic import accumulate_critic, with_values
 from rl.learner.guards import StepGuards
 from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer
-from rl.learner.update import accumulate_gradients, with_logp
-from rl.models.critic import Critic
+from rl.learner.update import accumulate_critic, accumulate_gradients, with_logp, with_values
 from rl.models.packing import Pack, make_packs
-from rl.models.policy import Policy
+from rl.models.policy import Critic, Policy
 from rl.models.protocol import ModelOptions
 from rl.store.samples import read_trained
 from tests.rl.learner.tiny_policies import group_batch_part, save_tiny
@@ -88,7 +86,7 @@ def packs_for(folder: Path, *settings: str) -> list[Pack]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("loss", loss_names())
+@pytest.mark.parametrize("loss", registered("loss"))
 def test_of_the_policy(folder: Path, tmp_path: Path, loss: str, checkpointing: bool) -> None:
     correction = "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}"
     algorithm = make_algorithm(

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from experiments.bench._inbox import receive
 from rl.weights.channel import WeightsError
 from rl.weights.service import UpdaterService
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, Version, WeightNotice, WeightStatus
 from rl.wire.process import Process
 from rl.wire.run import ProcessContext, RunFile
-from rl.wire.sockets import identity, open_socket, receive, send
+from rl.wire.sockets import identity, open_socket, send
 from tests.conftest import MakeRun
 
 NOTHING = Version(-1, -1)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from experiments.bench._inbox import receive_from
 from rl.wire.addresses import Addresses
 from rl.wire.messages import BatchRequest, Message, PeerDied, PeerListens
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
-from rl.wire.sockets import made_again, open_socket, receive_from, send
+from rl.wire.sockets import made_again, open_socket, send
 from tests.conftest import MakeRun
 
 WAIT_MS = 60_000

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from experiments.bench._inbox import receive_all, receive_from
 from experiments.chaos.inject import cut_connection
 from rl.wire.messages import BatchRequest, Message, ProtocolError, Stop, encode
 from rl.wire.receiving import MESSAGES_PER_TURN, Malformed, Port, Receiver
-from rl.wire.sockets import _TOGETHER, open_socket, receive_all, receive_from, send, send_all
+from rl.wire.sockets import _TOGETHER, open_socket, send, send_all
 from tests.conftest import MakeRun
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from experiments.bench._inbox import receive_from
 from rl.wire import sockets
 from rl.wire.messages import BatchRequest, ProtocolError
 from rl.wire.names import Names
 from rl.wire.run import RunFile
-from rl.wire.sockets import make_curve_key, open_socket, receive_from, send
+from rl.wire.sockets import make_curve_key, open_socket, send
 from tests.conftest import MakeRun
 
 

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from experiments.bench._inbox import receive, receive_from
 from rl.observe.trace import read_trace
 from rl.observe.trace_events import Issued
 from rl.wire.columns import COLUMNS, register_configured
@@ -44,7 +45,7 @@ from rl.wire.messages import (
     encode,
 )
 from rl.wire.run import RunFile
-from rl.wire.sockets import identity, open_socket, receive, receive_from, send, send_to
+from rl.wire.sockets import identity, open_socket, send, send_to
 from rollout.broker.records import State
 from tests.conftest import MakeRun
 from tests.inbox import next_from

@@ -22,7 +22,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl.weights.channel import Placement
-from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.weights.updater import TOLERANCE, Expected, LoadProof
 from rl.wire.messages import Fatal, Message, Version, WeightNotice, WeightStatus
 from rl.wire.sockets import send
 from rollout.generator.engines.environment import engine_environment

@@ -11,21 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.proxy.actions import (
-    AbortAt,
-    Action,
-    Forget,
-    GoOn,
-    Rename,
-    Reply,
-    ReportFirstToken,
-    ReportLost,
-    ReportProgress,
-    ReportUsage,
-    SendTo,
-)
-from rollout.proxy.admission import KvAdmission
+from rl.wire.messages import ReportsLost, StillSampling, Usage
+from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.core import ProxyCore
+from rollout.proxy.state import KvAdmission
 
 SEATS = 3
 CONTEXT = 80
@@ -124,9 +113,9 @@ class World:
                     if key in self.going_on:
                         self.going_on[new_key] = self.going_on.pop(key)
 
-                case ReportLost():
+                case ReportsLost():
                     assert self.mending
-                case ReportUsage(session, tokens, lost):
+                case Usage(session, tokens, lost):
                     self.usage[session, lost] += tokens
                 case ReportFirstToken(key, session):
                     assert self.jobs[key].kind == "train" and self.jobs[key].session == session
@@ -282,7 +271,7 @@ class World:
             grown = any(tokens > generator.reported.get(key, 0) for key, tokens in running.items())
             generator.reported |= {key: tokens for key, tokens in running.items() if tokens}
             actions = self.core.status(self.now, index, generator.incarnation, running, pick.choice("vw"))
-            assert actions == ([ReportProgress()] if grown else [])
+            assert actions == ([StillSampling()] if grown else [])
             for key, tokens in generator.running.items():
                 if tokens and pick.random() < 0.5:
                     generator.delivered[key] = pick.randrange(generator.delivered.get(key, 0), tokens + 1)
@@ -535,7 +524,7 @@ def test_abort_of_a_queued_request_answers_at_once_and_in_flight_when_the_genera
     assert core.abort(0.0, "client", 1) == [AbortAt(0, 1)]
     assert core.abort(0.0, "client", 1) == []
     usage, reply = core.finished(0.0, 0, 0, 1, 9, "abort")
-    assert usage == ReportUsage(1, 9, lost=False)
+    assert usage == Usage(1, 9, lost=False)
     assert isinstance(reply, Reply) and reply.forward and reply.finish_reason == "abort"
 
 
@@ -545,7 +534,7 @@ def test_abort_on_a_dying_generator_answers_empty_and_reports_what_was_lost() ->
     core.status(0.0, 0, 0, {1: 12})
     core.abort(0.0, "client", 1)
     usage, reply = core.generator_died(0.0, 0, 0)
-    assert usage == ReportUsage(1, 12, lost=True)
+    assert usage == Usage(1, 12, lost=True)
     assert isinstance(reply, Reply) and (reply.finish_reason, reply.forward) == ("abort", False)
 
 
@@ -559,7 +548,7 @@ def test_tokens_lost_twice_are_counted_twice_and_no_more() -> None:
     core.generator_up(0.0, 0, 2, 1000, 4, 1000)
     core.status(0.0, 0, 2, {1: 5})
     lost += core.generator_died(0.0, 0, 2)
-    assert [each.tokens for each in lost if isinstance(each, ReportUsage)] == [12, 5]
+    assert [each.tokens for each in lost if isinstance(each, Usage)] == [12, 5]
 
 
 def test_a_request_goes_on_behind_what_was_delivered() -> None:
@@ -571,7 +560,7 @@ def test_a_request_goes_on_behind_what_was_delivered() -> None:
     core.delivered(1, 8)
     on, kept, lost, again = core.generator_died(0.0, sent.generator, 0)
     assert on == GoOn(1, 8)
-    assert (kept, lost) == (ReportUsage(1, 8, lost=False), ReportUsage(1, 4, lost=True))
+    assert (kept, lost) == (Usage(1, 8, lost=False), Usage(1, 4, lost=True))
     assert again == SendTo(1 - sent.generator, 1)
     assert core.first_token(0.0, 1 - sent.generator, 0, 1) == [], "v(sample) is that of its first token"
 

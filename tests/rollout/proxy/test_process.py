@@ -12,6 +12,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from experiments.bench._inbox import receive_from
 from rl.wire.messages import (
     Abort,
     FirstToken,
@@ -30,7 +31,7 @@ from rl.wire.messages import (
     encode,
 )
 from rl.wire.run import RunFile
-from rl.wire.sockets import identity, open_socket, receive_from, send, send_to
+from rl.wire.sockets import identity, open_socket, send, send_to
 from tests.conftest import MakeRun
 from tests.inbox import next_from
 from tests.rollout.trajectories import reply_columns

@@ -19,14 +19,14 @@ import torch
 
 from rl.config.schema import ConfigError
 from rl.weights.channel import Entry, Piece, Placement, WeightsError
+from rl.weights.host import ends as copying
 from rl.weights.host import shm_file
-from rl.weights.host import tensors as copying
+from rl.weights.host.ends import tensors
+from rl.weights.host.ends import write as write_pieces
 from rl.weights.host.layout import Manifest, Segment, digest
 from rl.weights.host.shm import ShmReceiver, ShmSender
 from rl.weights.host.shm_file import SlotsFile, check_space, remove_slots, slots_path, sweep_stale
 from rl.weights.host.slots import draft_of
-from rl.weights.host.tensors import tensors
-from rl.weights.host.tensors import write as write_pieces
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile

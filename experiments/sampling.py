@@ -1,14 +1,25 @@
-"""Batched sampling from a transformers model in this process: for references and small evaluations, not for speed."""
+"""Batched sampling from a transformers model in this process: for references and small evaluations, not for speed.
+
+python -m experiments.sampling [field=value ...]     makes a tiny model; prints its folder and held-out accuracy
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from envs.math import arithmetic
+from envs.math.answers import last_box
+from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model, prompt_ids
+from rollout.episodes.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)
@@ -33,8 +44,6 @@ def sample(
 
     Temperature 0 is greedy (its log-probabilities are at temperature 1).
     """
-    from rl.models.stock import padded_attention  # with transformers, which takes seconds to import
-
     device = next(model.parameters()).device
     token_ids, attention = (tensor.to(device) for tensor in _pad_left(prompts, max_tokens))
     positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -46,7 +55,7 @@ def sample(
     cache = None
     cached = 0  # columns in the cache
 
-    with padded_attention(model):
+    with _padded_attention(model):
         for step in range(max_tokens):
             column = cached + token_ids.shape[1]
             output = model(
@@ -74,6 +83,17 @@ def sample(
     return [Sampled(ids[:length], logp[:length]) for ids, logp, length in columns]
 
 
+@contextlib.contextmanager
+def _padded_attention(model: Any) -> Iterator[None]:
+    """While this is entered, a model that reads packs takes rows with padding, a mask and a cache."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
 def _pad_left(prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
     """(prompts, longest) ids and (prompts, longest + max_tokens) attention: all rows grow at the same column."""
     longest = max(map(len, prompts))
@@ -85,3 +105,35 @@ def _pad_left(prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[Tensor
 def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
     """(prompts, 1) ids by inverting the cumulative distribution, which float rounding may leave just below 1."""
     return torch.searchsorted(logp.exp().cumsum(-1), uniform).clamp(max=logp.shape[-1] - 1)
+
+
+def accuracy(folder: Path, tasks: int, temperature: float, seed: int = 0) -> float:
+    """Share of held-out problems that the model in `folder` answers right, one sample each."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = ChatTokenizer(folder)
+    problems = [arithmetic.problem("eval", index, seed) for index in range(tasks)]
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    seeds = range(seed, seed + tasks)
+    stop_ids = tokenizer.stop_ids
+    answers = sample(model, prompts, seeds=seeds, stop_ids=stop_ids, max_tokens=32, temperature=temperature)
+
+    right = [
+        last_box(tokenizer.decode(answer.token_ids)) == problem.answer
+        for answer, problem in zip(answers, problems, strict=True)
+    ]
+    return sum(right) / tasks
+
+
+def main(arguments: list[str]) -> None:
+    """Make the model of the recipe and print where it is and what it can."""
+    fields = dict(argument.partition("=")[::2] for argument in arguments)
+    folder = ensure_tiny_model(TinyRecipe.model_validate(fields))
+    print(folder)
+    for temperature in (0.0, 1.0):
+        print(f"held-out accuracy at temperature {temperature:g}: {accuracy(folder, 512, temperature):.3f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

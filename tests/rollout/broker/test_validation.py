@@ -189,6 +189,6 @@ def test_what_no_learner_asks_for_is_refused(message: Message) -> None:
 
 def test_what_a_learner_asks_for_is_taken() -> None:
     """One that was killed begins behind, and publishes again what it had published."""
-    wishes = [BatchRequest(3), BatchRequest(7), Published(Version(1, 3)), Published(Version(0, 6))]
+    wishes: list[Message] = [BatchRequest(3), BatchRequest(7), Published(Version(1, 3)), Published(Version(0, 6))]
     for message in (*wishes, EvalRequest(Version(0, 5), 16), SaveRequest(Version(0, 6), newest=4)):
         check_wish(message, 5, 7, 16)

@@ -38,7 +38,7 @@ from rl.wire.messages import Message, ProtocolError, Ticket, Trajectory
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
 from rl.wire.run import ProcessContext, context_from_command_line
-from rl.wire.sockets import identity, open_socket
+from rl.wire.sockets import open_socket
 from rl.wire.text import whole
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
@@ -93,7 +93,7 @@ class EnvServer:
         self._malformed = Malformed("env_server")
         self._tickets = self._open_tickets()
         self._frontend = self._open_frontend()
-        self._trajectories = Outgoing(open_socket(zmq.PUSH, run, "trajectories"), self._fail)
+        self._trajectories = Outgoing(self._connect("trajectories"), self._fail)
 
         # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
         self._client = GenerationClient(self._ask, abort_deadline_s=self.config.timeouts.hang_s + 30)
@@ -122,9 +122,12 @@ class EnvServer:
         return self._open("frontend", self._from_proxy, self._greet_proxy)
 
     def _open(self, name: str, handle: Handler[Message], again: Callable[[], None]) -> Port:
-        me = identity("env_server", self.process.index, self.process.incarnation)
-        socket = open_socket(zmq.DEALER, self.process.run, name, identity=me)
-        return Port(socket, handle, self._malformed, self._fail, again)
+        return Port(self._connect(name), handle, self._malformed, self._fail, again)
+
+    def _connect(self, name: str) -> zmq.SyncSocket:
+        run = self.process.run
+        me = run.names.of("env_server", self.process.index, self.process.incarnation)
+        return open_socket(zmq.DEALER, run, name, identity=me)
 
     def _ask(self, message: messages.Generate | messages.Abort) -> None:
         self._frontend.send(message)

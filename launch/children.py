@@ -15,7 +15,6 @@ from launch.plan import ProcessSpec
 from rl.config.schema import Config
 from rl.wire.messages import Fatal, Heartbeat
 from rl.wire.run import RunFile
-from rl.wire.sockets import identity
 
 _LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
 _KILLED_S = 5.0  # for the kernel to end a killed process
@@ -32,6 +31,8 @@ class Child:
     started: float
     beat: Heartbeat
     """The newest, or one without progress before the first."""
+    identity: bytes = b""
+    """Of its control socket."""
     registered: bool = False
     last_beat: float = 0.0
     progressed: float = 0.0
@@ -45,11 +46,6 @@ class Child:
     @property
     def name(self) -> str:
         return self.spec.name
-
-    @property
-    def identity(self) -> bytes:
-        """The identity of its control socket."""
-        return identity(self.spec.role, self.spec.index, self.incarnation)
 
     def says_more(self, seconds: float) -> bool:
         """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel.
@@ -113,7 +109,8 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher,
     complete = spec.complete(run, incarnation, node)
     handle = launcher.start(complete, node)
     silent = Heartbeat(spec.role, spec.index, incarnation, progress=-1, busy=False)
-    return Child(spec, incarnation, handle, complete.log, now, silent)
+    name = run.names.of(spec.role, spec.index, incarnation)
+    return Child(spec, incarnation, handle, complete.log, now, silent, name)
 
 
 def wait_all(children: Iterable[Child], timeout_s: float) -> list[Child]:

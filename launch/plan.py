@@ -40,7 +40,7 @@ class ProcessSpec:
             f"{self.name}.{incarnation}",
             self.module,
             tuple(self.arguments(run, incarnation, node)),
-            self.environment,
+            self.environment | run.names.environment(self.role, self.index, incarnation),
             run.folder / "logs" / f"{self.name}.{incarnation}.log",
             self.gpus,
             self.cores,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import socket
 import sys
 import tempfile
@@ -41,8 +40,9 @@ from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.run import RunFile, numeric
 from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
+from rollout.broker.intake import Intake
+from rollout.broker.kept import Kept, keep, restore
 from rollout.broker.rules import Rules
-from rollout.broker.tasks import make_priority
 from rollout.generator.engines import engine_options
 from rollout.parsers.names import check_names
 from rollout.proxy.core import ProxyCore
@@ -174,15 +174,31 @@ def _check_plugins(config: Config) -> None:
     ProxyCore(hooks=config.rollout.hooks)
     make_hooks("env_server", config.rollout.hooks, print, print)
 
-    kept = [("priority", make_priority(rules)), ("curriculum", core.groups.tasks.source), ("hooks", core.hooks)]
-    for name, plugin in kept:
-        try:
-            pickle.dumps(plugin)
-        except Exception as error:
-            lost = f"the broker's log cannot keep its state ({error}); hold no lambdas, locks and open files in it"
-            raise ConfigError(f"rollout.{name}={getattr(rules, name)!r}: {lost}") from None
+    _check_kept(core, rules)
     register_configured(config.algo.columns)
     load("launcher", config.launcher, LAUNCHERS)
+
+
+def _check_kept(core: BrokerCore, rules: Rules) -> None:
+    """What curriculum, priority and hooks hold comes back from the broker's log as it was, after a first draw."""
+
+    def written(core: BrokerCore) -> bytes:
+        return msgspec.msgpack.encode(keep(Intake(core, 0)).state)
+
+    fresh = BrokerCore(rules)
+    try:
+        core.groups.tasks.take()
+        state = msgspec.msgpack.decode(written(core))
+        restore(Intake(fresh, 0), Kept(state, []))
+        lost = "" if msgspec.msgpack.decode(written(fresh)) == state else "restore(state()) makes it another one"
+    except Exception as error:  # of code that is not ours
+        lost = f"{type(error).__name__}: {error}"
+
+    if lost:
+        plugins = {"curriculum": rules.curriculum, "priority": rules.priority, "hooks": rules.hooks}
+        named = ", ".join(f"rollout.{name}={value!r}" for name, value in plugins.items() if ":" in str(value))
+        fix = "state() must return plain data for MessagePack, and restore(state) go on from it"
+        raise ConfigError(f"{named}: the broker's log cannot keep its state ({lost}); {fix}") from None
 
 
 def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:

@@ -23,6 +23,7 @@ import zmq
 
 from launch.children import Child, Exits, end_all, log_tail, most_restarts, spawn, wait_all
 from launch.dashboard import open_dashboard
+from launch.heard import check_said
 from launch.launcher.address_book import AddressBook, Told
 from launch.launcher.local import LocalLauncher
 from launch.launcher.protocol import Launcher
@@ -75,6 +76,7 @@ class Supervisor:
         self._save_until: float | None = None  # since the first Ctrl-C
         self._saver: Child | None = None  # the broker that was told of it
 
+        run.make_names()
         self._socket = open_socket(zmq.ROUTER, run, "control", bind=True)
         self._exits = Exits()
         self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"), self._exits.fileno())
@@ -187,6 +189,7 @@ class Supervisor:
     def _handle(self, message: Message, peer: bytes) -> None:
         """The sender is known by its identity, never by what its message says."""
         child = self._child(peer)
+        check_said(message, child.spec, child.incarnation)
         if isinstance(message, messages.Spoken):
             if message.seq in child.heard:
                 return

@@ -39,7 +39,7 @@ from rl.wire.awake import Awake
 from rl.wire.messages import BatchPart, Journal, Message, ProtocolError, Stop, Version
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
-from rl.wire.sockets import identity, made_again, open_socket, send
+from rl.wire.sockets import made_again, open_socket, send
 
 T = TypeVar("T")
 M = TypeVar("M", BatchPart, Journal)
@@ -85,7 +85,7 @@ class BrokerLine:
             send(self.socket, message)
 
     def _open(self) -> zmq.SyncSocket:
-        name = identity("learner", 0, self._process.incarnation)
+        name = self._process.run.names.of("learner", 0, self._process.incarnation)
         return open_socket(zmq.DEALER, self._process.run, "steps", identity=name)
 
 
@@ -106,7 +106,7 @@ def begin_from(process: Process) -> tuple[Path | None, int]:
 
 
 class RunClient:
-    """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
+    """Sockets `batches.<rank>` (ROUTER, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
 
     def __init__(self, process: Process, entries: Sequence[Entry], first_step: int) -> None:
         self.process = process
@@ -117,7 +117,7 @@ class RunClient:
         self.last_step = (
             self.run.start_step + self.config.steps
         )  # one past the last batch, if its time is not over before
-        self._batch_parts = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
+        self._batch_parts = open_socket(zmq.ROUTER, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 
         self._step = first_step
@@ -411,6 +411,8 @@ class RunClient:
 
         def take(message: Message, peer: bytes) -> None:
             nonlocal begin
+            if peer:
+                self.run.names.sender(peer, "broker")
             if isinstance(message, messages.BatchUnderway):
                 begin = self._clock()
                 return

@@ -454,7 +454,7 @@ class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
 
 
 class WeightNotice(Struct, frozen=True, tag="weight_notice"):
-    """Learner -> generator (PUSH/PULL, one pair per receiver): load this version, the newest."""
+    """Learner -> generator: load this version, the newest."""
 
     version: Version
     probe_ids: list[int]

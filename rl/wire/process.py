@@ -45,7 +45,7 @@ from rl.wire.cpu import wake_without_pushing
 from rl.wire.messages import Message, ProtocolError
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext
-from rl.wire.sockets import identity, open_socket, send
+from rl.wire.sockets import open_socket, send
 
 _PR_SET_PDEATHSIG = 1
 _PULSE_S = 1.0
@@ -183,7 +183,7 @@ class Process:
 
     def _serve_control(self) -> None:
         context = zmq.Context()  # its own, so that ending it means that the last words have left
-        name = identity(self.role, self.index, self.incarnation)
+        name = self.run.names.of(self.role, self.index, self.incarnation)
         socket = open_socket(zmq.DEALER, self.run, "control", identity=name, context=context)
         self._registered = self._registration()
         send(socket, self._registered)

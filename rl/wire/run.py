@@ -22,6 +22,7 @@ from rl.config.failures import ENDS_RUN
 from rl.config.schema import Config, ConfigError, validate
 from rl.wire.addresses import Addresses
 from rl.wire.columns import register_configured, shape_by_model
+from rl.wire.names import Names
 
 KEY_FILE = "curve.key"
 
@@ -46,6 +47,7 @@ class RunFile(BaseModel):
     started_at: float
     """time.time() of the command."""
     _addresses: Addresses = PrivateAttr(default_factory=Addresses)
+    _names: Names = PrivateAttr(default_factory=Names)
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
@@ -58,6 +60,7 @@ class RunFile(BaseModel):
             except ConfigError as error:
                 raise Damaged(f"{path} is damaged, or of another version of Fresco: {error}; {RESUME}") from None
             run = cls.model_validate(tree | {"config": config})
+        run._names = Names.given()
         register_configured(run.config.algo.columns)
         shape_by_model(run.model_folder)
         return run
@@ -86,6 +89,15 @@ class RunFile(BaseModel):
     def addresses(self) -> Addresses:
         """The addresses of the run's sockets, as far as this process knows them. They are not part of the file."""
         return self._addresses
+
+    @property
+    def names(self) -> Names:
+        """What its processes are called on the wire. They are not part of the file."""
+        return self._names
+
+    def make_names(self) -> None:
+        """To be called by the supervisor, before it starts a process."""
+        self._names = Names.made()
 
     @property
     def host(self) -> str:

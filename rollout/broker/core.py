@@ -57,7 +57,7 @@ class BrokerCore:
         self.stopped = False
         self._out: list[Action] = []  # what this event led to so far
 
-        priority = make_priority(rules)
+        self.priority = priority = make_priority(rules)
         self.ledger = ledger or Ledger()
         self.servers = Servers()
         self.tickets = Tickets(rules, self.ledger, self.servers)

@@ -32,8 +32,10 @@ from rollout.broker.statistics import Statistics, Tally
 _FORMAT = 2
 
 
-@dataclass(slots=True)
-class _Trained:
+@dataclass(slots=True, eq=False)
+class Trained:
+    """What a step was made of, for as long as it may be taken back."""
+
     groups: list[Group]
     outcomes: list[EpisodeOutcome]
     staleness: dict[int, int]  # of everything trained before this step
@@ -45,7 +47,7 @@ class History:
         self._batches = batches
         self._evaluations = evaluations
         self._groups = batches.groups
-        self._steps: dict[int, _Trained] = {}
+        self._steps: dict[int, Trained] = {}
 
     def trained(self, now: float) -> list[GroupRecord]:
         """The learner has published the version that batch n made."""
@@ -53,7 +55,7 @@ class History:
         batch = self._batches.untrained[n]
         outcomes = [member.outcome for group in batch for member in group.members if member.outcome is not None]
         stats = self._groups.stats
-        self._steps[n] = _Trained(batch, outcomes, dict(stats.staleness), copy(stats.kept))
+        self._steps[n] = Trained(batch, outcomes, dict(stats.staleness), copy(stats.kept))
         return self._batches.trained(now)
 
     def forget(self, before: int) -> None:
@@ -80,7 +82,7 @@ class History:
         self._evaluations.roll_back(version)
         return records
 
-    def _take_back(self, step: _Trained) -> None:
+    def _take_back(self, step: Trained) -> None:
         groups = self._groups
         groups.stats.staleness = step.staleness
         groups.stats.kept = step.kept

@@ -31,21 +31,22 @@ from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_
 from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
 from rl.wire.awake import Awake
-from rl.wire.messages import Message, ProtocolError
+from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
-from rl.wire.sockets import PeerGone, identity, open_socket, send, send_all, send_to, sender
+from rl.wire.sockets import PeerGone, open_socket, secret, send, send_all, send_to
 from rollout.broker import actions
 from rollout.broker.assembly import info_means, make_batch_parts, no_batch
 from rollout.broker.core import BrokerCore
 from rollout.broker.deadlines import Patience
 from rollout.broker.guards import BatchGuards
 from rollout.broker.intake import Intake, ProxyMessage, ServerMessage
+from rollout.broker.kept import keep, restore
 from rollout.broker.ledger import Ledger, TracedLedger
 from rollout.broker.rules import Rules
 from rollout.broker.statistics import labelled_metrics
-from rollout.broker.validation import vocabulary_of
+from rollout.broker.validation import check_report, check_wish, vocabulary_of
 from rollout.broker.write_ahead import WriteAheadLog
 
 _LOG = "broker.log"
@@ -74,13 +75,17 @@ class Broker:
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._later: list[actions.Action | messages.BatchRequest] = []  # for the end of the turn
         self._evals = run.folder / "evals.jsonl"
-        self.log = WriteAheadLog(run.folder / _LOG)
+        self.log = WriteAheadLog(run.folder / _LOG, secret(run, b"broker.log"))
 
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
-        self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
-        self.usage = open_socket(zmq.PULL, run, "usage", bind=True)
+        self.trajectories = open_socket(zmq.ROUTER, run, "trajectories", bind=True)
+        self.usage = open_socket(zmq.ROUTER, run, "usage", bind=True)
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True)
-        self.batches = [open_socket(zmq.PUSH, run, "batches", rank) for rank in range(self.config.learner.ranks)]
+        self.names = run.names
+        me = self.names.of("broker", process.index, process.incarnation)
+        self.batches = [
+            open_socket(zmq.DEALER, run, "batches", rank, identity=me) for rank in range(self.config.learner.ranks)
+        ]
 
         self._no_more = False  # batches: the learner is to be told
         self._learner = b""  # address of rank 0, known from its first message
@@ -99,7 +104,7 @@ class Broker:
         elif self.config.resume is not None:
             self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
             self.guards.restored(self.core)
-        self.log.begin(self.intake)
+        self.log.begin(keep(self.intake))
 
     @property
     def core(self) -> BrokerCore:
@@ -150,18 +155,23 @@ class Broker:
 
     # ------------------------------------------------------------ messages to events
 
-    def _from_proxy(self, message: Message, _peer: bytes) -> None:
+    def _from_proxy(self, message: Message, peer: bytes) -> None:
+        self.names.sender(peer, "proxy")
         if not isinstance(message, ProxyMessage | messages.StillSampling):
             raise ProtocolError(f"{type(message).__name__} on the usage socket")
+        newest = Version(self.core.timeline, self.core.groups.e)
+        check_report(message, newest, self.config.generator.max_model_len)
         self._patience.advanced(self._now)
         if isinstance(message, ProxyMessage):
             self._take(message)
 
-    def _result(self, message: Message, _peer: bytes) -> None:
+    def _result(self, message: Message, peer: bytes) -> None:
         """A trajectory, of a server that has said hello."""
         if not isinstance(message, messages.Trajectory):
             raise ProtocolError(f"{type(message).__name__} on the trajectories socket")
         key = (message.server, message.incarnation)
+        if key != self.names.sender(peer, "env_server", self.config.env.servers):
+            raise ProtocolError(f"Trajectory in the name of another than {peer!r}")
         if not self.intake.knows(*key):
             raise ProtocolError(f"Trajectory of an unknown environment server {key}")
         self._patience.advanced(self._now)
@@ -170,12 +180,17 @@ class Broker:
     def _from_server(self, message: Message, peer: bytes) -> None:
         if not isinstance(message, ServerMessage) or isinstance(message, messages.Trajectory):
             raise ProtocolError(f"{type(message).__name__} on the tickets socket")
-        if (message.server, message.incarnation) != sender(peer, "env_server", self.config.env.servers):
+        if (message.server, message.incarnation) != self.names.sender(peer, "env_server", self.config.env.servers):
             raise ProtocolError(f"{type(message).__name__} in the name of another than {peer!r}")
         self._take(message)
 
     def _from_learner(self, message: Message, peer: bytes) -> None:
-        _, self._learner_incarnation = sender(peer, "learner", 1)
+        _, incarnation = self.names.sender(peer, "learner")
+        if incarnation < self._learner_incarnation:
+            raise ProtocolError(f"{type(message).__name__} of {peer!r}, which has been replaced")
+        check_wish(message, self.core.n, self.core.groups.e, self.process.run.eval_tasks)
+
+        self._learner_incarnation = incarnation
         self._learner = peer
         match message:
             case messages.SaveRequest(_, newest):
@@ -214,7 +229,8 @@ class Broker:
     def _recover(self) -> None:
         """What an earlier incarnation knew. Servers say hello and the learner asks again for what it did not send."""
         with reading(self.process.run.folder / _LOG, RESUME):
-            self.intake, events = self.log.read()
+            kept, events = self.log.read()
+            restore(self.intake, kept)
 
         since: float | None = None  # of the first event
         for now, message in events:
@@ -303,7 +319,7 @@ class Broker:
         self._save()
         self._send_to_servers()
         if self.log.is_long:
-            self.log.begin(self.intake)
+            self.log.begin(keep(self.intake))
 
     def _trace(self, events: Iterable[TraceEvent]) -> None:
         """Trace only what the log has: nothing else may be told twice, by this incarnation and by the next."""
@@ -351,7 +367,7 @@ class Broker:
             self._outgoing.append((index, incarnation, messages.AckTickets(ticket_ids)))
         to_each: defaultdict[bytes, list[Message]] = defaultdict(list)
         for index, incarnation, message in self._outgoing:
-            to_each[identity("env_server", index, incarnation)].append(message)
+            to_each[self.names.of("env_server", index, incarnation)].append(message)
         for server, together in to_each.items():
             with contextlib.suppress(PeerGone):  # it died: its PeerDied gives back what it held
                 send_all(self.tickets, together, server)

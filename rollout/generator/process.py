@@ -28,7 +28,7 @@ from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Port
 from rl.wire.run import context_from_command_line
-from rl.wire.sockets import identity, open_socket, send
+from rl.wire.sockets import open_socket, send
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine, EngineInfo, Sampled
 from rollout.generator.jobs import DELIVERED_EVERY, Gate, Job, Streams
@@ -64,9 +64,9 @@ class GeneratorServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        self._me = identity("generator", process.index, process.incarnation)
+        self._me = process.run.names.of("generator", process.index, process.incarnation)
         self._connect = partial(open_socket, run=process.run, context=context)
-        notices = self._connect(zmq.PULL, name="notices", index=process.index, bind=True)
+        notices = self._connect(zmq.ROUTER, name="notices", index=process.index, bind=True)
         self._malformed = Malformed("generator")
         self._backend = self._open_backend()
         self._streams = Streams(lambda grown: self._backend.send(grown))
@@ -258,9 +258,13 @@ class GeneratorServer:
 
     # ------------------------------------------------------------ weights
 
-    def _from_learner(self, message: Message, _peer: bytes) -> None:
+    def _from_learner(self, message: Message, peer: bytes) -> None:
+        run = self._process.run
+        run.names.sender(peer, "learner")
         if not isinstance(message, messages.WeightNotice):
             raise ProtocolError(f"{type(message).__name__} from the learner")
+        if not 0 <= message.version.n <= run.start_step + run.config.steps:
+            raise ProtocolError(f"WeightNotice of version {message.version.n}, which this run never has")
         self._notice = message
         self._noticed.set()
 

@@ -19,7 +19,7 @@ from rl.wire.messages import ClientHello, Message, ParserHello, ParseTurn, Proto
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext, RunFile, context_from_command_line
-from rl.wire.sockets import PeerGone, open_socket, send_to, sender
+from rl.wire.sockets import PeerGone, open_socket, send_to
 from rollout.episodes.tokenizer import load_tokenizer
 from rollout.parsers.fitting import ParserRefused, fitting_opener
 from rollout.parsers.vllm_parser import VllmParser
@@ -62,7 +62,7 @@ class Parsers:
         self._socket.close()
 
     def _from_client(self, message: Message, peer: bytes) -> None:
-        sender(peer, "env_server", self._process.config.env.servers)
+        self._process.run.names.sender(peer, "env_server", self._process.config.env.servers)
         match message:
             case ClientHello():
                 self._answer(peer, ParserHello(self._opener))

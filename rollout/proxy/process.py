@@ -26,7 +26,7 @@ from rl.wire.messages import Message, ProtocolError
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext, context_from_command_line
-from rl.wire.sockets import PeerGone, identity, open_socket, send_all, sender
+from rl.wire.sockets import PeerGone, open_socket, send_all
 from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.continuations import Continuations
 from rollout.proxy.core import ProxyCore
@@ -48,7 +48,9 @@ class Proxy:
         self._first_key = self._core.next_key = 1 + process.incarnation * _KEYS
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
-        self._usage = open_socket(zmq.PUSH, run, "usage")
+        self._names = run.names
+        me = self._names.of("proxy", process.index, process.incarnation)
+        self._usage = open_socket(zmq.DEALER, run, "usage", identity=me)
 
         self._requests: dict[int, messages.Generate] = {}  # by key
         self._continuations = Continuations()
@@ -94,7 +96,7 @@ class Proxy:
     # ------------------------------------------------------------ events in
 
     def _from_client(self, message: Message, peer: bytes) -> None:
-        sender(peer, "env_server", self._process.config.env.servers)
+        self._names.sender(peer, "env_server", self._process.config.env.servers)
         match message:
             case messages.Generate():
                 self._add(message, peer)
@@ -174,8 +176,10 @@ class Proxy:
 
     def _greeted(self, hello: messages.GeneratorHello, peer: bytes) -> None:
         me = hello.generator, hello.incarnation
-        if me != sender(peer, "generator", self._process.config.generator.count):
+        if me != self._names.sender(peer, "generator", self._process.config.generator.count):
             raise ProtocolError(f"GeneratorHello in the name of another than {peer!r}")
+        if min(hello.kv_tokens, hello.max_num_seqs, hello.max_model_len) < 1:
+            raise ProtocolError(f"GeneratorHello of {peer!r} without room for a token")
         if peer in self._incarnations:  # the connection broke and was made again
             self._perform(self._core.generator_again(time.monotonic(), *me, hello.requests))
             return
@@ -195,7 +199,7 @@ class Proxy:
             self._perform(self._core.generator_died(now, died.index, died.incarnation))
             self._sent_again += max(0, self._core.queue_depth - before)
         elif died.role == "env_server":
-            self._perform(self._core.client_died(now, identity("env_server", died.index, died.incarnation)))
+            self._perform(self._core.client_died(now, self._names.of("env_server", died.index, died.incarnation)))
 
     # ------------------------------------------------------------ actions out
 

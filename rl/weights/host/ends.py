@@ -133,18 +133,17 @@ class HostSender(Sender):
 
         Waits for a free slot (never, with three slots); WaitExpired names who holds the slots.
         """
-        slots = self._opened()
         if self._writing is not None:
             begun = label(self._writing[1])
             raise WeightsError(f"rank {self.rank} begins {label(version)} before it committed {begun}")
 
         def waiting() -> str:
-            whom = f"that is for {slots.table.blockers()}" if self.rank == 0 else "chosen by rank 0"
+            whom = f"that is for {self._opened().table.blockers()}" if self.rank == 0 else "chosen by rank 0"
             return f"learner rank {self.rank} waits for a weight slot for version {label(version)}, {whom}"
 
         slot = wait_for(lambda: self._find_slot(version), deadline_s, waiting)
         self._writing = slot, version
-        return slots.view(slot)
+        return self._opened().view(slot)
 
     def commit(self, segments: list[Segment]) -> None:
         """Publish the byte ranges that this rank wrote. The version is ready when every rank has committed.

@@ -234,7 +234,7 @@ class PrivateSlots:
         """Lease the newest version to a reader. Raises WeightsError for an incarnation that was replaced."""
         self.end_dead()
         with self.lock() as table:
-            row = table.register(ask.reader, ask.incarnation, 0, 0)
+            row = table.register(ask.reader, ask.incarnation)
             lease = table.lease(row, ask.incarnation, ask.at_least)
             if lease is None:
                 return wire.NotYet(table.progress(), len(table.leased()))
@@ -270,6 +270,7 @@ class _Server:
     def __init__(self, run: RunFile, rank: int, slots: PrivateSlots) -> None:
         self.failed: str | None = None
         self._slots = slots
+        self._names = run.names
         self._stopping = False
         self._socket = open_socket(zmq.ROUTER, run, "blobs", rank, bind=True)
         self._thread = threading.Thread(target=self._serve, name=f"weights.{rank}", daemon=True)
@@ -292,9 +293,10 @@ class _Server:
             self._socket.close(linger=0)
 
     def _from_peer(self, asked: wire.Numbered, peer: bytes) -> None:
+        name = self._names.plain(peer)
         self._slots.saw(peer)
         try:
-            answer = self._answer(peer, asked.message)
+            answer = self._answer(peer, name, asked.message)
         except (WeightsError, IndexError, OverflowError) as error:  # the latter two: a number beyond the table
             answer = wire.Refused(str(error))
 
@@ -306,7 +308,7 @@ class _Server:
                 raise
             self._slots.release(peer)  # it has gone, or does not read; its lease ends with it
 
-    def _answer(self, peer: bytes, question: wire.Question | wire.Answer) -> wire.Answer:
+    def _answer(self, peer: bytes, name: bytes, question: wire.Question | wire.Answer) -> wire.Answer:
         """Raises WeightsError for what cannot be answered."""
         slots = self._slots
         geometry = slots.table.geometry
@@ -320,13 +322,15 @@ class _Server:
                 return wire.NotYet("rank 0 to choose it") if found is None else wire.Slot(found)
 
             case wire.Commit(rank, slot, segments):
-                if not peer.startswith(b"learner-%d." % rank):
-                    raise WeightsError(f"{peer!r} commits in the name of rank {rank}")
+                if not name.startswith(b"learner-%d." % rank):
+                    raise WeightsError(f"{name!r} commits in the name of rank {rank}")
                 with slots.lock() as table:
                     table.commit(slot, rank, segments)
                 return wire.Slot(slot)
 
-            case wire.AskLease():
+            case wire.AskLease(reader, incarnation):
+                if name != f"{reader}.{incarnation}".encode():
+                    raise WeightsError(f"{name!r} asks in the name of reader {reader!r}")
                 return slots.lease(peer, question)
 
             case wire.Fetch(slot, offset, length):

@@ -55,7 +55,8 @@ class Harness:
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=self.context)
         self.batch_parts = [
-            open_socket(zmq.PUSH, run, "batches", rank, context=self.context) for rank in range(self.ranks)
+            open_socket(zmq.DEALER, run, "batches", rank, identity=identity("broker", 0), context=self.context)
+            for rank in range(self.ranks)
         ]
 
     def start(self) -> Harness:

@@ -191,7 +191,8 @@ def read_alarms(run: Path) -> list[RaisedAlarm]:
     path = run / _NAME
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     raised: dict[str, RaisedAlarm] = {}
-    for alarm in readable(lines, RaisedAlarm | RaisedAgain):
+    kinds: Any = RaisedAlarm | RaisedAgain
+    for alarm in readable(lines, kinds):
         if isinstance(alarm, RaisedAlarm):
             raised[alarm.name] = alarm
         elif alarm.name in raised:

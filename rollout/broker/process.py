@@ -23,12 +23,14 @@ from functools import partial
 import msgspec
 import zmq
 
+from rl.config.damage import RESUME, reading
 from rl.config.failures import EndsRun
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_part
 from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
+from rl.wire.awake import Awake
 from rl.wire.messages import Message, ProtocolError
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
@@ -46,6 +48,7 @@ from rollout.broker.statistics import labelled_metrics
 from rollout.broker.validation import vocabulary_of
 from rollout.broker.write_ahead import WriteAheadLog
 
+_LOG = "broker.log"
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
@@ -71,7 +74,7 @@ class Broker:
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._later: list[actions.Action | messages.BatchRequest] = []  # for the end of the turn
         self._evals = run.folder / "evals.jsonl"
-        self.log = WriteAheadLog(run.folder / "broker.log")
+        self.log = WriteAheadLog(run.folder / _LOG)
 
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
         self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
@@ -83,7 +86,8 @@ class Broker:
         self._learner = b""  # address of rank 0, known from its first message
         self._learner_incarnation = -1
         self._saves: list[messages.SaveRequest] = []  # of versions that are not published yet
-        self._now = time.monotonic()  # of this turn
+        self._awake = Awake(time.monotonic(), self.process.tick_s)
+        self._now = self._awake.read(time.monotonic())  # of this turn
         self._waiting_since = self._now  # the learner's earliest possible wait for batch n
         self._patience = Patience(self.config.learner.batch_deadline_s, self._now)
         self.counts = {"tickets": 0, "cancels": 0}
@@ -120,7 +124,7 @@ class Broker:
         while not process.stopping:
             with process.waits.on("env_server" if self.core.batches.requested else "learner"):
                 receiver.wait(self._wait_s())
-            self._now = time.monotonic()
+            self._now = self._awake.read(time.monotonic())
             receiver.drain()
             for message in process.received():
                 self._from_supervisor(message)
@@ -143,7 +147,7 @@ class Broker:
     def _wait_s(self) -> float:
         deadline = self.core.next_deadline()
         tick_s = self.process.tick_s
-        return tick_s if deadline is None else min(tick_s, max(0.0, deadline - time.monotonic()))
+        return tick_s if deadline is None else min(tick_s, max(0.0, deadline - self._awake.read(time.monotonic())))
 
     # ------------------------------------------------------------ messages to events
 
@@ -210,7 +214,8 @@ class Broker:
 
     def _recover(self) -> None:
         """What an earlier incarnation knew. Servers say hello and the learner asks again for what it did not send."""
-        self.intake, events = self.log.read()
+        with reading(self.process.run.folder / _LOG, RESUME):
+            self.intake, events = self.log.read()
         since: float | None = None  # of the first event
         for now, message in events:
             since = now if since is None else since
@@ -224,7 +229,8 @@ class Broker:
             self._trace(event for event in self.core.ledger.take_events() if event not in traced)
 
         evals = self._evals.read_bytes().split(b"\n")[:-1] if self._evals.exists() else []
-        told = {json.loads(row)["version"] for row in evals}
+        with reading(self._evals, RESUME):
+            told = {json.loads(row)["version"] for row in evals}
         self._later = [action for action in self._later if not self._was_told(action, told)]
         self._carry_out_later()
 

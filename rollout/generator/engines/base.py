@@ -15,6 +15,10 @@ from rl.wire.columns import ONE_TURN, declared, masked_columns
 from rl.wire.messages import Generate, Version, WeightStatus
 
 
+class EngineDied(RuntimeError):
+    """What ended an engine. Every call that fails because of it raises this, and never what it met itself."""
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     kv_tokens: int  # capacity of the KV cache, in tokens
@@ -71,7 +75,7 @@ class Engine(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Runs beside everything else, once started: raises as soon as the engine has died, and says of what.
+        """Runs beside everything else, once started: raises EngineDied as soon as the engine has, and says of what.
 
         Calls that are pending then may never return; whoever made them cancels them.
         """

@@ -92,6 +92,7 @@ def _of_summary(folder: Path, run: RunFile, rows: list[Row], known: dict[str, An
     summary = _json(folder / "summary.json")
     broker = summary.get("broker", {})
     trained = [row for row in rows if "train/loss" in row]
+
     return {
         "state": state(folder, run, summary, trained[-1] if trained else {}),
         "error": summary.get("error", ""),

@@ -26,3 +26,7 @@ def ends_run(error: BaseException) -> bool:
 
 def cannot_write(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in CANNOT_WRITE
+
+
+class EngineDied(RuntimeError):
+    """What ended an engine. Every call that fails because of it raises this, and never what it met itself."""

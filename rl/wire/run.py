@@ -138,12 +138,14 @@ def context_from_command_line(argv: list[str] | None = None) -> ProcessContext:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
     arguments = parser.parse_args(argv)
+
     try:
         run = RunFile.load(arguments.run)
         run.curve_key()
     except Damaged as error:
         print(error, file=sys.stderr)
         sys.exit(ENDS_RUN)
+
     run.addresses.host = arguments.host
     if arguments.control:
         run.addresses.give({"control": arguments.control})

@@ -216,11 +216,13 @@ class Broker:
         """What an earlier incarnation knew. Servers say hello and the learner asks again for what it did not send."""
         with reading(self.process.run.folder / _LOG, RESUME):
             self.intake, events = self.log.read()
+
         since: float | None = None  # of the first event
         for now, message in events:
             since = now if since is None else since
             with contextlib.suppress(ProtocolError):  # it was dropped the first time as well
                 self._carry_out(self.intake.take(message, now))
+
         self._outgoing.clear()
         self.intake.acks.clear()
         self.intake.refused.clear()

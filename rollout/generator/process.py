@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
+from rl.config.failures import EngineDied
 from rl.observe.trace_events import EngineState, FirstToken, LoadBegan, LoadEnded, SamplingBegan, SamplingEnded
 from rl.wire import messages
 from rl.wire.awake import AwakeLoop
@@ -29,7 +30,7 @@ from rl.wire.receiving import Malformed, Port
 from rl.wire.run import context_from_command_line
 from rl.wire.sockets import identity, open_socket, send
 from rollout.generator.engines import make_engine
-from rollout.generator.engines.base import Engine, EngineDied, EngineInfo, Sampled
+from rollout.generator.engines.base import Engine, EngineInfo, Sampled
 from rollout.generator.jobs import DELIVERED_EVERY, Gate, Job, Streams
 from rollout.generator.starting import watched_start
 

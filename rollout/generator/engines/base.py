@@ -15,10 +15,6 @@ from rl.wire.columns import ONE_TURN, declared, masked_columns
 from rl.wire.messages import Generate, Version, WeightStatus
 
 
-class EngineDied(RuntimeError):
-    """What ended an engine. Every call that fails because of it raises this, and never what it met itself."""
-
-
 @dataclass(frozen=True)
 class EngineInfo:
     kv_tokens: int  # capacity of the KV cache, in tokens

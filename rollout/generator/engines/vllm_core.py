@@ -17,7 +17,7 @@ from vllm.inputs.engine import TokensInput
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from rollout.generator.engines.base import EngineDied
+from rl.config.failures import EngineDied
 
 PauseMode = Literal["keep", "abort", "wait"]
 

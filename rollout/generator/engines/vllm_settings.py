@@ -10,10 +10,11 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from rl.config.failures import EngineDied
 from rl.wire.messages import Generate
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines import engine_options
-from rollout.generator.engines.base import EngineDied, EngineInfo
+from rollout.generator.engines.base import EngineInfo
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
 _REPORT_EVERY = 32  # tokens between two outputs of one request: each costs a task switch

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rl.config.failures import EngineDied
 from rl.wire.messages import Generate, Version
 from rl.wire.run import ProcessContext
-from rollout.generator.engines.base import EngineDied
 from rollout.generator.engines.vllm import VllmEngine
 from rollout.generator.engines.vllm_process import OwnProcess
 from tests.conftest import MakeRun

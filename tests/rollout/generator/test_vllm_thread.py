@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from rl.config.failures import EngineDied
 from rl.wire.messages import Version
-from rollout.generator.engines.base import EngineDied
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
 
 

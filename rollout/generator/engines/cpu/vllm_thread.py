@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from rollout.generator.engines.base import EngineDied
+from rl.config.failures import EngineDied
 
 T = TypeVar("T")
 _set_num_threads = torch.set_num_threads  # vLLM puts a function that does nothing into its place

@@ -44,6 +44,8 @@ class RunFile(BaseModel):
     """Local folder of the model (config, weights, tokenizer.json, chat template); None when simulated."""
     train_tasks: int
     eval_tasks: int
+    data: dict[str, str] = {}
+    """What the training tasks are, by environment (`envs/data.py`)."""
     started_at: float
     """time.time() of the command."""
     _addresses: Addresses = PrivateAttr(default_factory=Addresses)

@@ -71,7 +71,7 @@ class Broker:
         rules = Rules.of(self.config, run.train_tasks, run.start_step)
         self.guards = BatchGuards(rules, process.alarms)
         ledger = TracedLedger() if self.config.tracking.trace == "full" else Ledger()
-        self.intake = Intake(BrokerCore(rules, ledger=ledger), vocabulary_of(run))
+        self.intake = Intake(BrokerCore(rules, ledger=ledger, data=run.data), vocabulary_of(run))
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._later: list[actions.Action | messages.BatchRequest] = []  # for the end of the turn
         self._evals = run.folder / "evals.jsonl"
@@ -102,7 +102,8 @@ class Broker:
         if self.log.exists():
             self._recover()
         elif self.config.resume is not None:
-            self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
+            state = msgspec.msgpack.decode(read_journal(self.config.resume))
+            self.core.restore(state, new_data=self.config.resume_data == "new")
             self.guards.restored(self.core)
         self.log.begin(keep(self.intake))
 

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 from filelock import FileLock, Timeout
 
-from launch.intervals import Z95, paired_bootstrap, wilson
 from launch.provenance import flat, read_provenance
 from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.timeline import Timeline, gather_timeline
 from rl.config.schema import ConfigError
 from rl.observe.alarms import read_alarms
+from rl.observe.intervals import Z95, paired_bootstrap, wilson
 from rl.wire.run import RunFile
 
 _MOST_ROWS = 3000

@@ -236,6 +236,12 @@ ALARMS = {
         "env.options, sampling.max_tokens",
         patient=True,
     ),
+    "verifier-wrong": Alarm(
+        "rewarded answers, changed into wrong ones, earn nothing, and spelled otherwise they earn the same",
+        "the verifier rounds, drops or ignores a part of what it compares",
+        "the verifier of env.name; fresco env check tells how often",
+        own_limits={"refused": Limit(4, "Answers of the last 72 of which an equal spelling was refused.", least=1)},
+    ),
     "constant-groups": Alarm(
         "some group has members of different reward",
         "tasks are all too easy or all too hard, or rewards depend on the task only",

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import zmq
 from msgspec.structs import replace
 
+from envs.audit.auditor import ANSWERS, Auditor
 from envs.guards import check_server
 from envs.registry import make_family
 from rl.config.hooks import make_hooks
@@ -89,6 +90,7 @@ class EnvServer:
 
         run = process.run
         me = f"env_server.{process.index}.{process.incarnation}"
+        self._auditor = Auditor(family, -(-ANSWERS // process.config.env.servers), process.alarms)
         self._samples = SampleFile(run.folder, me, self.config.tracking.samples)
         self._malformed = Malformed("env_server")
         self._tickets = self._open_tickets()
@@ -220,6 +222,8 @@ class EnvServer:
             "textless_tokens": activity.textless_tokens,
             "unacknowledged": len(self._unacknowledged),
             "malformed": self._malformed.count,
+            "audited": self._auditor.tally.answers,
+            "audit_s": self._auditor.tally.seconds,
             **self._counts,
             **(self._parsers.stats if self._parsers else {}),
         }
@@ -310,10 +314,19 @@ class EnvServer:
         else:
             self._counts["episodes_done"] += 1
             played = task.result()
+            if played.success:
+                self._offer(running)
+            played = replace(played, info=played.info | self._auditor.news())
             outcome = (turns, played.tokens_generated, played.reward, played.success)
             self.process.trace.add(EpisodeEnded(ticket_id, played.stop_reason, *outcome))
             self._samples.add(played)
             self._send_end(replace(played, seq=self._seq, **self._me))
+
+    def _offer(self, running: RunningEpisode) -> None:
+        """A rewarded answer, for the audit of the verifier."""
+        ticket = running.ticket
+        task = self.family.task("eval" if ticket.kind == "eval" else "train", ticket.task_index)
+        self._auditor.offer(ticket.version.n, task, running.progress.answer)
 
     def _send_end(self, end: End) -> None:
         self._unacknowledged[end.ticket_id] = (end, time.monotonic() + RESEND_S)
@@ -339,6 +352,7 @@ class EnvServer:
         """End every episode and the family's workers, within STOP_S each."""
         self._stopped = True
         self._client.close()
+        await self._auditor.stop()
         if self._parsers is not None:
             self._parsers.close()
 

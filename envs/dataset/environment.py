@@ -9,6 +9,7 @@ failed instead would be tried again, and the model would be spared its bad respo
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -16,6 +17,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from envs.answers import answer_of, tagged
+from envs.audit.auditor import Change, replayed, variants
+from envs.audit.changes import of_plain, value_of
 from envs.dataset.judge import Judge, JudgeOptions
 from envs.dataset.requests import ScoreReply, ScoreRequest
 from envs.dataset.rewards import EXACT, JUDGE, load_reward, row_as_json
@@ -78,6 +82,7 @@ class DatasetTask:
 
 class DatasetFamily:
     Options: type[BaseModel] = DatasetOptions
+    audit_s = 0.02
 
     def __init__(self, options: DatasetOptions, seed: int) -> None:
         """Raises RowError or ConfigError for rows or rewards that cannot be used."""
@@ -139,6 +144,26 @@ class DatasetFamily:
         await self.pool.stop()
         if self.judge is not None:
             await self.judge.stop()
+
+    async def changes(self, task: DatasetTask, response: str, dice: random.Random) -> list[Change]:
+        """Of the reward that decides on success: of `exact` all that is told apart, of a function of the user's own
+        other numbers than the gold one."""
+        first = next(iter(self.options.reward))
+        said = tagged(response, "answer")
+        answer = answer_of(response).strip() if said is None else said
+        if task.gold is None or first == JUDGE or not answer:
+            return []
+
+        around = ("", "") if said is None else ("<answer>", "</answer>")
+        made = of_plain(answer)
+        if first != EXACT:
+            number = value_of(answer)
+            same = number is not None and number == value_of(task.gold)
+            made = [variant for variant in made if same and not variant[1]]
+        return variants(task, around[0], made, around[1])
+
+    async def judged(self, change: Change) -> bool:
+        return await replayed(self, change)
 
     async def score(self, response: str, row: str) -> ScoreReply:
         """The score by the reward functions. Raises WorkerNotStarted."""

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from filelock import FileLock, Timeout
 
-from launch.intervals import Z95, paired_bootstrap, wilson
 from launch.provenance import FILE as PROVENANCE
 from launch.provenance import flat, read_provenance
 from launch.report.blocks import Arrays
@@ -21,6 +20,7 @@ from launch.report.samples import SamplePage, gather_samples
 from launch.report.timeline import Timeline, gather_timeline
 from rl.config.damage import readable, reading
 from rl.observe.alarms import read_alarms
+from rl.observe.intervals import Z95, paired_bootstrap, wilson
 from rl.wire.run import RunFile
 
 _WITHOUT = "move it away, and the report is made without it"

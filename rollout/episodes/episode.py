@@ -82,6 +82,7 @@ class Progress:
     """How far an episode has come: what is known of one that does not end by itself."""
 
     turns: int = 0  # begun: with a generation requested
+    answer: str = ""  # the last turn that the environment was given
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ class _Episode:
         begin = time.monotonic()
         self.context.trace.add(StepBegan(self.ticket.ticket_id, self.progress.turns))
         reason = generated.finish_reason
+        self.progress.answer = text
         call = self.environment.step(text, truncated=reason == "length")
         step = _checked_step(await self._call(call, what), what)
 

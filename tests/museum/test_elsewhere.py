@@ -20,6 +20,8 @@ from rollout.broker import BrokerCore
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from tests.conftest import MakeRun
 from tests.envs.model_folder import TEMPLATE, make_model_folder
+from tests.envs.test_audit import FAULTS as VERIFIERS
+from tests.envs.test_audit import audited
 from tests.launch.test_supervisor import QUIET, execute
 from tests.museum import slow_faults as slow_faults
 from tests.museum.faults import FAULTS
@@ -30,12 +32,14 @@ ELSEWHERE = {
     "optimizer-lost": "optimizer-steps",
     "data-repeated": "data-repeated",
     "eval-on-train": "eval-on-train",
+    "verifier-by-rounding": "verifier-wrong",
     "template-drift": "template-drift",
     "clock-jumps": "clock",
     "death": "process-died",
     "learner-starves": "learner-starved",
 }
 REFUSED = {"data-of-another"}
+ROUNDING = VERIFIERS["rounds to six digits"]
 UNSEEN = {"reward-of-another"}
 TABLE = Path(__file__).parents[2] / "docs" / "silent-faults.md"
 
@@ -65,6 +69,13 @@ def test_data_of_another(first: Lab) -> None:
     journal = first.core.snapshot() | {"data": {"dataset": "40 tasks of a.jsonl, digest 0a"}}
     with pytest.raises(ValueError, match=r"dataset was trained on .* 0a, and has .* 0b; .* resume_data=new"):
         core.restore(journal)
+
+
+def test_verifier_by_rounding() -> None:
+    """Six digits of a number are compared, so that a model is paid for answers that are nearly right."""
+    told, auditor = audited(ROUNDING, steps=3)
+    assert told and told[0].startswith("verifier-wrong: ") and "next to it" in told[0]
+    assert auditor.news()["audit/false_accept"] > 0
 
 
 class Tasks:

@@ -111,6 +111,7 @@ class MixtureFamily:
 
         sizes = {name: member.family.task_count("train") for name, member in self.members.items()}
         counts = shares(sizes, {name: each.weight for name, each in options.members.items()}, options.tasks)
+        self.shares = counts  # of one pass
         self._names = list(counts)
         self._ends = list(accumulate(counts.values()))
         self._held_out = alternating(

@@ -33,6 +33,7 @@ from rl.config.schema import Config, ConfigError
 from rl.observe.trace_events import EpisodeEnded
 from rl.store.samples import SampleFile
 from rl.wire import messages
+from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Ticket, Trajectory
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
@@ -395,7 +396,7 @@ async def serve(process: Process) -> None:
 
 def main(context: ProcessContext) -> None:
     with Process("env_server", context) as process:
-        asyncio.new_event_loop().run_until_complete(serve(process))
+        AwakeLoop(process.tick_s).run_until_complete(serve(process))
     zmq.Context.instance().term()  # what was sent last leaves, within the sockets' linger
     sys.stdout.flush()
     os._exit(0)  # abandoned calls and threads of an environment must not keep the process alive

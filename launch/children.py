@@ -22,7 +22,7 @@ _KILLED_S = 5.0  # for the kernel to end a killed process
 
 @dataclass
 class Child:
-    """A process of the run, and what its heartbeats said last. Times are of the monotonic clock."""
+    """A process of the run, and what its heartbeats said last. Times are of the supervisor's clock."""
 
     spec: ProcessSpec
     incarnation: int
@@ -47,9 +47,12 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
-    def says_more(self, since: float) -> bool:
-        """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel."""
-        return self.handle.poll() == 1 and self.last_words is None and time.monotonic() < since + _LAST_WORDS_S
+    def says_more(self, seconds: float) -> bool:
+        """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel.
+
+        seconds: how long it was waited for.
+        """
+        return self.handle.poll() == 1 and self.last_words is None and seconds < _LAST_WORDS_S
 
     def how_it_ended(self) -> tuple[str, str]:
         """How it ended, in a few words and in detail: its traceback, or the end of its log."""
@@ -98,8 +101,8 @@ def most_restarts(config: Config, role: str) -> int:
     return (config.env if role in ("env_server", "parsers") else config.learner).max_restarts
 
 
-def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher) -> Child:
-    """Start one process of the plan. Its log stands in the run's folder."""
+def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher, now: float) -> Child:
+    """Start one process of the plan, by the supervisor's clock. Its log stands in the run's folder."""
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
     node = launcher.place(spec.role, spec.index)
@@ -107,7 +110,7 @@ def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher)
     handle = launcher.start(complete, node)
     silent = Heartbeat(spec.role, spec.index, incarnation, progress=-1, busy=False)
     name = run.names.of(spec.role, spec.index, incarnation)
-    return Child(spec, incarnation, handle, complete.log, time.monotonic(), silent, name)
+    return Child(spec, incarnation, handle, complete.log, now, silent, name)
 
 
 def wait_all(children: Iterable[Child], timeout_s: float) -> list[Child]:

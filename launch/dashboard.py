@@ -18,8 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from rl.config.damage import readable
 from rl.config.schema import TrackingConfig
 from rl.observe.tracking import Dashboard
 from rl.store.samples import FOLDER, Sample
@@ -240,7 +239,7 @@ def recent_conversations(run: Path) -> list[list[str | float | bool]]:
 
 def _newest(run: Path) -> list[Sample]:
     """The samples at the end of every file; the first line there, and one that is being written, may be a part."""
-    found = []
+    found: list[Sample] = []
     for path in (run / FOLDER).glob("env_server.*.jsonl"):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -248,7 +247,7 @@ def _newest(run: Path) -> list[Sample]:
             lines = file.read().split(b"\n")[:-1]
 
         whole = lines if size <= _TAIL_BYTES else lines[1:]
-        found += [msgspec.json.decode(line, type=Sample) for line in whole]
+        found += readable(whole, Sample)
     return found
 
 

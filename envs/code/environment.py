@@ -89,6 +89,11 @@ class CodeFamily:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
 
+    def opening(self, task: CodeProblem) -> list[ChatMessage]:
+        options = self.options
+        opening = [ChatMessage("system", options.system_prompt)] if options.system_prompt else []
+        return [*opening, ChatMessage("user", task.question + options.instruction)]
+
     async def start(self) -> None:
         """Raises SandboxError, one line, where no sandbox can run."""
         await self._sandboxes.start()
@@ -126,9 +131,7 @@ class CodeEnvironment:
 
     async def reset(self, task: CodeProblem) -> list[ChatMessage]:
         self._problem = task
-        options = self._family.options
-        opening = [ChatMessage("system", options.system_prompt)] if options.system_prompt else []
-        return [*opening, ChatMessage("user", task.question + options.instruction)]
+        return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         verdict = await self._family.verify(self._problem, action)

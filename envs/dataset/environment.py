@@ -114,6 +114,12 @@ class DatasetFamily:
     def task(self, split: str, index: int) -> DatasetTask:
         return self._tasks[split][index]
 
+    def opening(self, task: DatasetTask) -> list[ChatMessage]:
+        return list(task.opening)
+
+    def data(self) -> list[str]:
+        return [task.row for task in self._tasks["train"]]
+
     async def start(self) -> None:
         """Raises ConfigError where a reward function cannot score the first row."""
         if self.judge is not None:
@@ -155,7 +161,7 @@ class DatasetEnvironment:
 
     async def reset(self, task: DatasetTask) -> list[ChatMessage]:
         self._task = task
-        return list(task.opening)
+        return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         family = self._family

@@ -80,6 +80,11 @@ class MathFamily:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
 
+    def opening(self, task: Problem) -> list[ChatMessage]:
+        system = self.options.system_prompt
+        opening = [ChatMessage("system", system)] if system else []
+        return [*opening, ChatMessage("user", task.question + self.suffix)]
+
     def answer_types(self) -> dict[str, list[str]]:
         """The training tasks' gold answers by their type."""
         found: dict[str, list[str]] = {}
@@ -105,9 +110,7 @@ class MathEnvironment:
     async def reset(self, task: Problem) -> list[ChatMessage]:
         self._task = task
         self._kind = getattr(task, "kind", "")
-        system = self._family.options.system_prompt
-        opening = [ChatMessage("system", system)] if system else []
-        return [*opening, ChatMessage("user", task.question + self._family.suffix)]
+        return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         verdict = await self._family.verifier.verify(self._task.answer, action, self._task.asked)

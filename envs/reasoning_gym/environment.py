@@ -88,6 +88,9 @@ class ReasoningGymFamily:
     def task(self, split: str, index: int) -> Puzzle:
         return Puzzle(self.options.dataset, self._seeds[split], index)
 
+    def data(self) -> list[object]:
+        return [self.options.dataset, self.options.config, self._seeds["train"], self.options.tasks]
+
     async def start(self) -> None:
         await self.pool.start()
 

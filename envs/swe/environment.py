@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +108,12 @@ class SweFamily:
             return len(self._tasks[split])
         held_out = self.options.eval_count
         return held_out if split == "eval" else self.options.generated_count - held_out
+
+    def data(self) -> Sequence[object]:
+        """Of generated tasks what makes them."""
+        if self._tasks is not None:
+            return self._tasks["train"]
+        return [*self.options.packages, self.seed, self.options.generated_count, self.options.eval_count]
 
     def task(self, split: str, index: int) -> SweTask:
         """Generated tasks are there once `start` is done."""

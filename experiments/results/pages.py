@@ -150,15 +150,17 @@ def page(measured: Measured) -> str:
     """The text of docs/results.md."""
     parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
     for section in measured.sections:
-        numbers: dict[str, int] = {}  # by the command, and by the machine and date
+        numbers: dict[tuple[str, str], int] = {}  # by the command, and by the machine and date
         lines = ["| what | measured | how |", "|---|---|---|"]
         for row in section.rows:
             figure, when = told(row)
-            number = str(numbers.setdefault(f"{row.command}  # {when}", len(numbers) + 1))
+            told_once = (row.command, f": {when}" if row.file else "")
+            number = str(numbers.setdefault(told_once, len(numbers) + 1))
             how = f"[{number}](../experiments/results/{_shown(row.file)})" if row.file else number
             lines.append(f"| {row.what} | {figure} | {how} |")
 
-        block = "\n".join(["```bash", *(ran.replace("  # ", f"  # {n}: ") for ran, n in numbers.items()), "```"])
+        ran = [f"{command}  # {n}{when}" for (command, when), n in numbers.items()]
+        block = "\n".join(["```bash", *ran, "```"])
         parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines), block]
     return "\n\n".join(parts) + "\n"
 

@@ -46,6 +46,7 @@ FAMILIES = {
     "ministral": Family("Ministral"),
     "starcoder2": Family("StarCoder2"),
     "seed_oss": Family("Seed-OSS"),
+    "arcee": Family("AFM 4.5B"),
 }
 """The families by `model_type`."""
 
@@ -57,6 +58,7 @@ _BY_REASON = {
     "the engine's sliding windows reach one token further than those of transformers": ["cohere2"],
     "final_logit_softcapping bends its logits after the head": ["gemma2"],
     "its attention has sinks, which no attention of the learner knows": ["gpt_oss"],
+    "its decoder hands nothing of a pack on to its attention": ["nemotron"],
     _LAYERS: ["gpt2", "bloom"],
     _NAMES: ["gpt_neox", "opt", "gemma4_text"],
     _STATE: _STATEFUL.split(),

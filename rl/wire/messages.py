@@ -121,7 +121,7 @@ class Fatal(Spoken, frozen=True, tag="fatal"):
 
 
 class AlarmRaised(Spoken, frozen=True, tag="alarm"):
-    """An alarm of `rl/observe/alarms.py`; of one that stops the run, before the exception."""
+    """An alarm of `rl/observe/alarms.yaml`; of one that stops the run, before the exception."""
 
     who: str
     name: str

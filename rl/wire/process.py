@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import zmq
 from msgspec.structs import replace
 
-from rl.config.failures import EndsRun, ends_run
+from rl.config.failures import EndsRun, cannot_write, ends_run
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import Trace
 from rl.observe.trace_events import Pulse
@@ -147,11 +147,12 @@ class Process:
         if error is not None and not self.stopping:
             if isinstance(error, RunAlarm):
                 self.send(messages.AlarmRaised(f"{self.role}.{self.index}", error.name, error.detail))
-            says_all = isinstance(error, EndsRun) and error.one_line
+            message = f"{type(error).__name__}: {error}"
+            if cannot_write(error):
+                message = f"{self.run.folder} cannot be written: {error}; make room, then resume=CHECKPOINT goes on"
+            says_all = cannot_write(error) or (isinstance(error, EndsRun) and error.one_line)
             detail = "" if says_all else "".join(traceback.format_exception(kind, error, trace))
-            self.send(
-                messages.Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail, ends_run(error))
-            )
+            self.send(messages.Fatal(self.role, self.index, message, detail, ends_run(error)))
         self.send_closing_report()
 
         self._finished = True

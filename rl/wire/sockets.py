@@ -23,7 +23,7 @@ import zmq
 from rl.wire.addresses import Addresses
 from rl.wire.codec import MAX_FRAME_BYTES
 from rl.wire.messages import Frames, Message, encode, encode_all
-from rl.wire.run import RunFile, socket_name
+from rl.wire.run import KEY_FILE, RunFile, socket_name
 
 HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
 # Plain numbers: enums are slow to combine.
@@ -31,7 +31,6 @@ _DONTWAIT = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _COPIED_BYTES = 1 << 14  # smaller frames share a receive buffer: a view would keep it alive, and may be unaligned
 _TOGETHER = 256  # messages at most, so that a receiver's turn has an end
-_KEY_FILE = "curve.key"
 _UNIQUE = itertools.count()
 _CLOSE_S = 5.0  # what ZeroMQ's thread may take to close a connection; it takes a millisecond
 
@@ -42,14 +41,14 @@ class PeerGone(ConnectionError):
 
 def make_curve_key(folder: Path) -> None:
     """The run's key pair, readable by the owner only. Its public half is secret as well: to know it is to be a peer."""
-    descriptor = os.open(folder / _KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(b"\n".join(zmq.curve_keypair()))
 
 
 def secret(run: RunFile, purpose: bytes) -> bytes:
     """32 bytes that only who has the run's key can know, for one purpose (at most 16 bytes long)."""
-    key = (run.folder / _KEY_FILE).read_bytes()
+    key = (run.folder / KEY_FILE).read_bytes()
     return hashlib.blake2b(key, digest_size=32, person=purpose).digest()
 
 
@@ -57,7 +56,7 @@ def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
     if not run.config.network.curve:
         return
 
-    public, secret = (run.folder / _KEY_FILE).read_bytes().split(b"\n")
+    public, secret = run.curve_key()
     socket.curve_publickey = public
     socket.curve_secretkey = secret
     if server:

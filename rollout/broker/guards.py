@@ -60,7 +60,7 @@ class BatchGuards:
 
     def restored(self, core: BrokerCore) -> None:
         """Go on after a journal: every group that was trained had drawn a task."""
-        groups = core.ledger.samples[State.TRAINED] // core.rules.group_size
+        groups = core.ledger.samples[State.TRAINED] // core.rules.group_size - core.groups.tasks.trained_before
         drawn = core.groups.tasks.source.state() if self._shuffled else groups
         self._check("data-repeated", drawn < groups, f"{drawn} tasks drawn for {groups} groups that were trained")
 

@@ -23,12 +23,14 @@ from functools import partial
 import msgspec
 import zmq
 
+from rl.config.damage import RESUME, reading
 from rl.config.failures import EndsRun
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_part
 from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
+from rl.wire.awake import Awake
 from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
@@ -47,6 +49,7 @@ from rollout.broker.statistics import labelled_metrics
 from rollout.broker.validation import check_report, check_wish, vocabulary_of
 from rollout.broker.write_ahead import WriteAheadLog
 
+_LOG = "broker.log"
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
@@ -68,11 +71,11 @@ class Broker:
         rules = Rules.of(self.config, run.train_tasks, run.start_step)
         self.guards = BatchGuards(rules, process.alarms)
         ledger = TracedLedger() if self.config.tracking.trace == "full" else Ledger()
-        self.intake = Intake(BrokerCore(rules, ledger=ledger), vocabulary_of(run))
+        self.intake = Intake(BrokerCore(rules, ledger=ledger, data=run.data), vocabulary_of(run))
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._later: list[actions.Action | messages.BatchRequest] = []  # for the end of the turn
         self._evals = run.folder / "evals.jsonl"
-        self.log = WriteAheadLog(run.folder / "broker.log", secret(run, b"broker.log"))
+        self.log = WriteAheadLog(run.folder / _LOG, secret(run, b"broker.log"))
 
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
         self.trajectories = open_socket(zmq.ROUTER, run, "trajectories", bind=True)
@@ -88,7 +91,8 @@ class Broker:
         self._learner = b""  # address of rank 0, known from its first message
         self._learner_incarnation = -1
         self._saves: list[messages.SaveRequest] = []  # of versions that are not published yet
-        self._now = time.monotonic()  # of this turn
+        self._awake = Awake(time.monotonic(), self.process.tick_s)
+        self._now = self._awake.read(time.monotonic())  # of this turn
         self._waiting_since = self._now  # the learner's earliest possible wait for batch n
         self._patience = Patience(self.config.learner.batch_deadline_s, self._now)
         self.counts = {"tickets": 0, "cancels": 0}
@@ -98,7 +102,8 @@ class Broker:
         if self.log.exists():
             self._recover()
         elif self.config.resume is not None:
-            self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
+            state = msgspec.msgpack.decode(read_journal(self.config.resume))
+            self.core.restore(state, new_data=self.config.resume_data == "new")
             self.guards.restored(self.core)
         self.log.begin(keep(self.intake))
 
@@ -124,7 +129,7 @@ class Broker:
         while not process.stopping:
             with process.waits.on("env_server" if self.core.batches.requested else "learner"):
                 receiver.wait(self._wait_s())
-            self._now = time.monotonic()
+            self._now = self._awake.read(time.monotonic())
             receiver.drain()
             for message in process.received():
                 self._from_supervisor(message)
@@ -147,7 +152,7 @@ class Broker:
     def _wait_s(self) -> float:
         deadline = self.core.next_deadline()
         tick_s = self.process.tick_s
-        return tick_s if deadline is None else min(tick_s, max(0.0, deadline - time.monotonic()))
+        return tick_s if deadline is None else min(tick_s, max(0.0, deadline - self._awake.read(time.monotonic())))
 
     # ------------------------------------------------------------ messages to events
 
@@ -224,14 +229,16 @@ class Broker:
 
     def _recover(self) -> None:
         """What an earlier incarnation knew. Servers say hello and the learner asks again for what it did not send."""
-        kept, events = self.log.read()
-        restore(self.intake, kept)
+        with reading(self.process.run.folder / _LOG, RESUME):
+            kept, events = self.log.read()
+            restore(self.intake, kept)
 
         since: float | None = None  # of the first event
         for now, message in events:
             since = now if since is None else since
             with contextlib.suppress(ProtocolError):  # it was dropped the first time as well
                 self._carry_out(self.intake.take(message, now))
+
         self._outgoing.clear()
         self.intake.acks.clear()
         self.intake.refused.clear()
@@ -240,7 +247,8 @@ class Broker:
             self._trace(event for event in self.core.ledger.take_events() if event not in traced)
 
         evals = self._evals.read_bytes().split(b"\n")[:-1] if self._evals.exists() else []
-        told = {json.loads(row)["version"] for row in evals}
+        with reading(self._evals, RESUME):
+            told = {json.loads(row)["version"] for row in evals}
         self._later = [action for action in self._later if not self._was_told(action, told)]
         self._carry_out_later()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, lgamma
 from typing import Any, Protocol
@@ -89,9 +90,11 @@ class DrawnTask:
 class TaskQueue:
     """Drawn tasks in order: groups open at a restore under their old ids, tasks put back (oldest first), new ones."""
 
-    def __init__(self, source: TaskSource) -> None:
+    def __init__(self, source: TaskSource, data: Mapping[str, str]) -> None:
         self.source = source
+        self.data = dict(data)
         self.next_group = 0
+        self.trained_before = 0  # groups of other data, before this run was resumed with these
         self._front: list[tuple[bool, int, int, int, int]] = []  # (put back?, order, task, cut-offs, origin)
 
     def put_back(self, task: DrawnTask) -> None:
@@ -111,13 +114,20 @@ class TaskQueue:
         return {
             "source": self.source.state(),
             "next_group": self.next_group,
+            "trained_before": self.trained_before,
             "front": sorted([*self._front, *reopened]),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.source.restore(state["source"])
         self.next_group = state["next_group"]
+        self.trained_before = state.get("trained_before", 0)
         self._front = [(bool(e[0]), e[1], e[2], e[3], e[4]) for e in state["front"]]  # sorted is a heap
+
+    def begin_anew(self, next_group: int, trained: int) -> None:
+        """Other data take the place of those of a journal: open groups and tasks that were put back are gone."""
+        self.next_group = next_group
+        self.trained_before = trained
 
     def _new_id(self) -> int:
         self.next_group += 1

@@ -20,8 +20,10 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
+from rl.config.failures import EngineDied
 from rl.observe.trace_events import EngineState, FirstToken, LoadBegan, LoadEnded, SamplingBegan, SamplingEnded
 from rl.wire import messages
+from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Port
@@ -283,6 +285,8 @@ class GeneratorServer:
 
         try:
             status = await self._while_it_advances(self._engine.load(notice.version, notice.probe_ids))
+        except EngineDied:
+            raise  # as `watch` does: whichever of them is first
         except Exception as error:
             where = f"generator {process.index}: weights of version {notice.version.n}"
             failed = f"{where}: {type(error).__name__}: {error}"
@@ -308,17 +312,18 @@ class GeneratorServer:
             deadline_s += config.generator.drain_deadline_s
 
         task = asyncio.create_task(load)
+        clock = asyncio.get_running_loop().time
         seen = -1
-        since = time.monotonic()
+        since = clock()
 
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=config.timeouts.heartbeat_s)
                 if (loaded := self._engine.loaded()) != seen:
                     seen = loaded
-                    since = time.monotonic()
+                    since = clock()
                     self._process.progress += 1
-                elif time.monotonic() - since > deadline_s:
+                elif clock() - since > deadline_s:
                     raise TimeoutError(f"it has stood still for weights.deadline_s={config.weights.deadline_s:g} s")
             return task.result()
 
@@ -380,8 +385,9 @@ async def serve(process: Process, engine: Engine) -> None:
 
 def main() -> None:
     context = context_from_command_line()
-    with Process("generator", context) as process:
-        asyncio.run(serve(process, make_engine(context)))
+    process = Process("generator", context)
+    with process, asyncio.Runner(loop_factory=partial(AwakeLoop, process.tick_s)) as runner:
+        runner.run(serve(process, make_engine(context)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rl.config.schema import load_config
 from rl.learner.run_client import RunClient
 from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, RunAlarm, keep_alarm, read_alarms
 from rl.wire.run import RunFile
+from rollout.broker import BrokerCore
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from tests.conftest import MakeRun
 from tests.envs.model_folder import TEMPLATE, make_model_folder
@@ -34,6 +35,7 @@ ELSEWHERE = {
     "death": "process-died",
     "learner-starves": "learner-starved",
 }
+REFUSED = {"data-of-another"}
 UNSEEN = {"reward-of-another"}
 TABLE = Path(__file__).parents[2] / "docs" / "silent-faults.md"
 
@@ -55,6 +57,14 @@ def test_data_repeated(first: Lab) -> None:
     journal = first.core.snapshot()
     lab = first.continued(journal=journal | {"tasks": journal["tasks"] | {"source": 0}})
     assert lab.raised == [(2, "data-repeated")]
+
+
+def test_data_of_another(first: Lab) -> None:
+    """The cursor of the old data would begin the new ones in the middle, and its open tasks would be other ones."""
+    core = BrokerCore(first.core.rules.changed(steps=9), data={"dataset": "40 tasks of b.jsonl, digest 0b"})
+    journal = first.core.snapshot() | {"data": {"dataset": "40 tasks of a.jsonl, digest 0a"}}
+    with pytest.raises(ValueError, match=r"dataset was trained on .* 0a, and has .* 0b; .* resume_data=new"):
+        core.restore(journal)
 
 
 class Tasks:
@@ -202,9 +212,10 @@ def rows() -> dict[str, str]:
 def test_the_table_says_what_the_museum_shows() -> None:
     expected = {name: fault.alarm for name, fault in FAULTS.items()} | ELSEWHERE
     found = rows()
-    assert found.keys() == expected.keys() | UNSEEN
+    assert found.keys() == expected.keys() | REFUSED | UNSEEN
     assert ALARMS.keys() == set(expected.values()), "an alarm that nothing has ever raised"
     assert len(found) >= 40 and len(UNSEEN) <= 0.05 * len(found)
     for name, alarm in expected.items():
         assert alarm in ALARMS and f"`{alarm}`" in found[name], name
     assert all(found[name].startswith("none") for name in UNSEEN)
+    assert all(found[name].startswith("refused") for name in REFUSED)

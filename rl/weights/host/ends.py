@@ -25,6 +25,7 @@ from rl.weights.channel import ITEM_BYTES, Entry, Piece, Receiver, Sender, Wait,
 from rl.weights.host.layout import Manifest, Segment, Segments, TensorSpec, combined_checksum, digest
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.slots import Geometry, SlotTable, draft_of
+from rl.wire.awake import Awake
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
@@ -39,6 +40,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _Found = TypeVar("_Found")
 _POLL_S = 0.001
+_TURN_S = 1.0  # an attempt may ask a peer, and await the answer
 
 
 def wait_for(
@@ -53,13 +55,14 @@ def wait_for(
     Raises WaitExpired with the text of `waiting` when `progress` has stayed the same for `deadline_s`.
     """
     seen = progress()
-    until = time.monotonic() + deadline_s
+    awake = Awake(time.monotonic(), max(every_s, _TURN_S))
+    until = awake.read(time.monotonic()) + deadline_s
 
     while (found := attempt()) is None:
         if (now_at := progress()) != seen:
             seen = now_at
-            until = time.monotonic() + deadline_s
-        if time.monotonic() > until:
+            until = awake.read(time.monotonic()) + deadline_s
+        if awake.read(time.monotonic()) > until:
             raise WaitExpired(f"{waiting()} ({deadline_s:g} s)")
         time.sleep(every_s)
 

@@ -22,14 +22,16 @@ def check_said(message: Message, spec: ProcessSpec, incarnation: int) -> None:
     match message:
         case Heartbeat(role, index, number) | Register(role, index, number):
             is_own = (role, index, number) == (spec.role, spec.index, incarnation)
+
         case Fatal(role=role, index=index):
             is_own = (role, index) == (spec.role, spec.index)
         case Done(role=role):
-            is_own = role == spec.role and spec.index == 0
+            is_own = role == spec.role
         case AlarmRaised(who=who):
             is_own = who == spec.name
         case _:
             is_own = isinstance(message, Metrics)
+
     if not is_own:
         raise ProtocolError(f"{what} in the name of another than {spec.name}")
 
@@ -45,6 +47,7 @@ def _wrong(message: Message) -> str:
             missing = sorted(_TRAINED - values.keys()) if "train/loss" in values else []
             if step < 0 or missing:
                 return f"a row of step {step} without {missing}"
+
         case Done(report=report):
             try:
                 is_report = isinstance(json.loads(report), dict)

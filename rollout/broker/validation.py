@@ -207,5 +207,6 @@ def check_wish(message: Message, n: int, e: int, eval_tasks: int) -> None:
             fits = n <= version.n <= e and 0 <= newest <= n
         case _:
             fits = False
+
     if not fits:
         raise ProtocolError(f"{message!r:.200} of the learner, at version {n} with {e} batches assembled")

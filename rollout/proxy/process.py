@@ -46,6 +46,7 @@ class Proxy:
             kv_admission="expected",
         )
         self._first_key = self._core.next_key = 1 + process.incarnation * _KEYS
+
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
         self._names = run.names

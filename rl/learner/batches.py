@@ -41,7 +41,22 @@ def contradiction(batch_part: BatchPart) -> str:
     samples = [row.sample_id for row in batch_part.rows]
     if samples != sorted(set(samples)):
         return "rows are not ordered by sample id, or hold a sample twice"
-    return _of_tokens(batch_part) or _of_rows(batch_part)
+    return _of_turns(batch_part) or _of_tokens(batch_part) or _of_rows(batch_part)
+
+
+def _of_turns(batch_part: BatchPart) -> str:
+    """The turns of a sample have each a place in time, over all its sequences."""
+    order = batch_part.turn_order or [list(range(len(starts))) for starts in batch_part.turn_starts]
+    if list(map(len, order)) != list(map(len, batch_part.turn_starts)):
+        return "some turns have no place in time"
+
+    of_sample: dict[int, list[int]] = {}
+    for member, places in zip(batch_part.members, order, strict=True):
+        of_sample.setdefault(member, []).extend(places)
+    for member, places in of_sample.items():
+        if sorted(places) != list(range(len(places))):
+            return f"the turns of sample {batch_part.rows[member].sample_id} have the places {places} in time"
+    return ""
 
 
 def _of_tokens(batch_part: BatchPart) -> str:

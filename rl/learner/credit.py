@@ -61,12 +61,7 @@ def assign(batch_part: BatchPart, parts: list[list[Pack]], algorithm: Algorithm)
     """
     packs = [pack for part in parts for pack in part]
     rewards = shaped_rewards(batch_part, algorithm)  # (N,)
-    episodes = gather_episodes(batch_part, packs, rewards, algorithm)
-    columns = {"advantages": algorithm.estimator(episodes)}  # (T,) of all packs
-    if algorithm.critic is not None and episodes.values is not None:
-        discount = getattr(algorithm.estimator.options, "discount", 1.0)
-        advantages = gae_advantages(episodes, discount, algorithm.critic.lam)
-        columns["returns"] = (advantages + episodes.values).float()
+    columns = _credited(*gather_episodes(batch_part, packs, rewards, algorithm), algorithm)
 
     counted = torch.tensor([row.loss_tokens for row in batch_part.rows]) * kept_rows(batch_part, algorithm)  # (N,)
     minibatch = torch.tensor(minibatch_of(batch_part, len(parts)))  # (N,)
@@ -90,6 +85,16 @@ def assign(batch_part: BatchPart, parts: list[list[Pack]], algorithm: Algorithm)
     return minibatches
 
 
+def _credited(episodes: Episodes, place: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
+    """(T,) columns of all packs, in which the tokens of `episodes` have these places (T,)."""
+    found = {"advantages": algorithm.estimator(episodes)}
+    if algorithm.critic is not None and episodes.values is not None:
+        discount = getattr(algorithm.estimator.options, "discount", 1.0)
+        advantages = gae_advantages(episodes, discount, algorithm.critic.lam)
+        found["returns"] = (advantages + episodes.values).float()
+    return {name: torch.empty_like(values).index_copy(0, place, values) for name, values in found.items()}
+
+
 def _at_tokens(values: Tensor, pack: Pack) -> Tensor:
     """(T,) of one value (N,) per row of the batch."""
     return values[list(pack.members)][pack.sample]
@@ -109,9 +114,12 @@ def shaped_rewards(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
     return shape(inputs, algorithm.shapings)
 
 
-def gather_episodes(batch_part: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm) -> Episodes:
-    """What estimators see: rewards per turn and per token, a KL penalty taken off.
+def gather_episodes(
+    batch_part: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm
+) -> tuple[Episodes, Tensor]:
+    """What estimators see: rewards per turn and per token, a KL penalty taken off; and (T,) where its tokens stand.
 
+    In the packs a sample stands sequence by sequence. Here its turns and their tokens follow each other in time.
     rewards (N,) after shaping: what shaping added is earned with a sample's last turn.
     """
     rows = batch_part.rows
@@ -135,17 +143,28 @@ def gather_episodes(batch_part: BatchPart, packs: list[Pack], rewards: Tensor, a
         token_rewards -= penalty
         turn_rewards -= all_reduce(torch.zeros_like(turn_rewards).index_add(0, token_turn, penalty), "sum")
 
-    return Episodes(
+    turn_sample = torch.arange(len(rows)).repeat_interleave(turns)  # (M,)
+    place = _in_time(token_turn, turn_sample)
+    episodes = Episodes(
         group=torch.tensor([row.group_id for row in rows]),
         turn_rewards=turn_rewards,
-        turn_sample=torch.arange(len(rows)).repeat_interleave(turns),
+        turn_sample=turn_sample,
         turn_state=torch.tensor(states),
-        token_rewards=token_rewards,
-        token_turn=token_turn,
-        mask=mask,
-        values=None if algorithm.critic is None else torch.cat([pack.columns["values"] for pack in packs]),
+        token_rewards=token_rewards[place],
+        token_turn=token_turn[place],
+        mask=mask[place],
+        values=None if algorithm.critic is None else torch.cat([pack.columns["values"] for pack in packs])[place],
         all_reduce=all_reduce,
     )
+    return episodes, place
+
+
+def _in_time(token_turn: Tensor, turn_sample: Tensor) -> Tensor:
+    """(T,) places of the tokens, those of each sample by their turns. Samples stay where they are."""
+    sample = turn_sample[token_turn]
+    run = torch.zeros_like(sample)
+    run[1:] = (sample[1:] != sample[:-1]).cumsum(0)
+    return (run * len(turn_sample) + token_turn).argsort(stable=True)
 
 
 def _turn_index(pack: Pack, first: Tensor, turns: Tensor) -> Tensor:

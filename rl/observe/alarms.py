@@ -185,6 +185,12 @@ ALARMS = {
         "algo.advantage and its own code",
         stops=True,
     ),
+    "credit-order": Alarm(
+        "the advantage of a turn and of the next one in time differ by what the turn earned",
+        "turns are credited in the order of their sequences",
+        "algo.advantage and its own code",
+        stops=True,
+    ),
     "loss-tokens": Alarm(
         "the loss is divided by all tokens that it sums",
         "tokens of a part were counted",

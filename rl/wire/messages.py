@@ -45,6 +45,7 @@ class Turn(Struct, frozen=True, array_like=True):
     env_s: float
     finish_reason: str  # stop | length | abort
     generator: int
+    number: int = 0  # its place in time among the turns of all sequences of the episode
 
 
 class TokenSequence(TokenColumns, frozen=True, kw_only=True):
@@ -426,8 +427,8 @@ class SampleRow(Struct, frozen=True, array_like=True):
     loss_tokens: int
     version: int  # v(sample)
     truncated: bool = False  # cut by a limit of length or turns instead of ending by itself
-    turn_rewards: list[float] = []  # `reward` is their sum; empty: all of it is the last turn's
-    turn_states: list[int] = []  # a hash of what each turn answers: equal within a group where the same was observed
+    turn_rewards: list[float] = []  # in the order of time; `reward` is their sum; empty: all of it is the last turn's
+    turn_states: list[int] = []  # likewise, a hash of what each turn answers: equal where a group observed the same
     ticket_id: int = -1
 
 
@@ -448,6 +449,7 @@ class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
     lengths: list[int]
     turn_starts: list[list[int]]  # per sequence: start of each generated span
     loss_tokens: int  # of the whole batch: the global normaliser
+    turn_order: list[list[int]] = []  # per sequence: the place of each turn in time, in its row; empty: as they stand
     metrics: dict[str, float] = field(default_factory=dict)  # the broker's view of this batch (staleness, queue, waits)
     over: float = 0.0  # share of the run's time; from 1 on there is no batch after this one
 

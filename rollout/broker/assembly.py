@@ -66,6 +66,7 @@ def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchP
                 members=[member for member, _ in sequences],
                 lengths=[len(sequence.token_ids) for _, sequence in sequences],
                 turn_starts=[[turn.start for turn in sequence.turns] for _, sequence in sequences],
+                turn_order=[order for member in members for order in _turn_order(trajectories[member])],
                 columns=_joined([sequence.columns | trajectories[member].columns for member, sequence in sequences]),
                 loss_tokens=loss_tokens,
                 metrics=metrics,
@@ -90,6 +91,19 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     }
 
 
+def _in_time(trajectory: Trajectory) -> list[int]:
+    """The turns in the order of time, by their places in `Trajectory.turns`, where they stand sequence by sequence."""
+    turns = trajectory.turns
+    return sorted(range(len(turns)), key=lambda i: turns[i].number)
+
+
+def _turn_order(trajectory: Trajectory) -> list[list[int]]:
+    """For each sequence, the places of its turns in time."""
+    place = {i: k for k, i in enumerate(_in_time(trajectory))}
+    listed = iter(range(len(place)))
+    return [[place[next(listed)] for _ in sequence.turns] for sequence in trajectory.sequences]
+
+
 def _turn_states(sequence: TokenSequence) -> list[int]:
     """CRC-32 of the tokens between the end of the turn before (or the start) and each turn.
 
@@ -105,6 +119,9 @@ def _turn_states(sequence: TokenSequence) -> list[int]:
 
 def _row(sample: BatchSample) -> SampleRow:
     trajectory: Trajectory = sample.outcome.payload
+    turns = trajectory.turns
+    states = [state for sequence in trajectory.sequences for state in _turn_states(sequence)]
+    in_time = _in_time(trajectory)
 
     return SampleRow(
         sample_id=sample.sample_id,
@@ -114,8 +131,8 @@ def _row(sample: BatchSample) -> SampleRow:
         loss_tokens=sample.outcome.length,
         version=sample.outcome.version,
         truncated=trajectory.stop_reason != "done",
-        turn_rewards=[turn.reward for turn in trajectory.turns],
-        turn_states=[state for sequence in trajectory.sequences for state in _turn_states(sequence)],
+        turn_rewards=[turns[i].reward for i in in_time],
+        turn_states=[states[i] for i in in_time],
         ticket_id=trajectory.ticket_id,
     )
 

@@ -240,7 +240,8 @@ class _Episode:
         self.info.update(step.info)
         self.success = step.success
 
-        turn = Turn(start, end, step.reward, generate_s, env_s, reason, generated.generator)
+        number = len(conversation.turns)
+        turn = Turn(start, end, step.reward, generate_s, env_s, reason, generated.generator, number)
         try:
             conversation.end_turn(turn, step.columns)
         except ValueError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.museum.faults import forked
 from tests.museum.lab import Lab
 
 CLEAN = {
@@ -25,6 +26,13 @@ def test_a_clean_run_raises_nothing(model_folder: Path, overrides: list[str]) ->
     lab = Lab(model_folder, *overrides, steps=5)
     assert lab.train() == []
     assert lab.core.n == 5
+
+
+@pytest.mark.parametrize("advantage", ["group", "turn", "batch"])
+def test_a_clean_run_of_forked_histories_raises_nothing(model_folder: Path, advantage: str) -> None:
+    lab = Lab(model_folder, f"algo.advantage={advantage}")
+    forked(lab)
+    assert lab.train() == [] and lab.core.n == 3
 
 
 @pytest.mark.parametrize("alpha", [0, 1, 2])

@@ -91,11 +91,12 @@ def _of_rows(batch_part: BatchPart) -> str:
     if total != batch_part.loss_tokens:
         return f"{total} loss tokens in its rows, {batch_part.loss_tokens} as a whole"
 
-    means = {"reward": math.fsum(row.reward for row in batch_part.rows), "length": float(total)}
-    for name, summed in means.items():
-        told = batch_part.metrics.get(f"rollout/{name}", summed / len(batch_part.rows))
-        if not math.isclose(told, summed / len(batch_part.rows), rel_tol=1e-6, abs_tol=1e-6):
-            return f"its rows have a mean {name} of {summed / len(batch_part.rows):g}, the broker says {told:g}"
+    rewards = [row.reward for row in batch_part.rows if not row.unrewarded]
+    means = {"reward": math.fsum(rewards) / max(1, len(rewards)), "length": total / len(batch_part.rows)}
+    for name, mean in means.items():
+        told = batch_part.metrics.get(f"rollout/{name}", mean)
+        if not math.isclose(told, mean, rel_tol=1e-6, abs_tol=1e-6):
+            return f"its rows have a mean {name} of {mean:g}, the broker says {told:g}"
     return ""
 
 

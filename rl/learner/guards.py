@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rl.config.schema import Config
-from rl.learner.credit import Minibatch, all_reduce, kept_rows
+from rl.learner.credit import Minibatch, all_reduce, kept_rows, rewarded_rows
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.models.packing import Pack
@@ -149,7 +149,8 @@ class StepGuards:
 
         rewards = torch.tensor([row.reward for row in batch_part.rows], dtype=torch.float64)  # (N,)
         _, group = torch.unique(torch.tensor([row.group_id for row in batch_part.rows]), return_inverse=True)  # (N,)
-        means = torch.zeros_like(rewards).scatter_reduce(0, group, rewards, "mean", include_self=False)
+        known = rewarded_rows(batch_part)
+        means = torch.zeros_like(rewards).scatter_reduce(0, group[known], rewards[known], "mean", include_self=False)
         expected = rewards - means[group]
 
         packs = [pack for minibatch in minibatches for pack in minibatch.packs if pack.members]

@@ -236,6 +236,12 @@ ALARMS = {
         "env.options, sampling.max_tokens",
         patient=True,
     ),
+    "reward-failed": Alarm(
+        "reward functions, judges and verifiers say what an answer is worth",
+        "one of them raises, hangs, dies or answers NaN: such samples are not trained",
+        "the function that is named, env.options, the logs of the environment servers",
+        own_limits={"share": Limit(0.01, "Largest share of the last 500 rewards that may fail.", most=1)},
+    ),
     "constant-groups": Alarm(
         "some group has members of different reward",
         "tasks are all too easy or all too hard, or rewards depend on the task only",

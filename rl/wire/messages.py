@@ -213,6 +213,10 @@ class TicketCancelled(Struct, frozen=True, tag="cancelled"):
     turns: int = 0  # begun by then
 
 
+NO_OPINION = "nobody has an opinion on its reward"
+"""`Trajectory.unrewarded` where nothing has failed."""
+
+
 class Trajectory(Struct, frozen=True, tag="trajectory"):
     """One finished episode: its sequences in the order in which they began; several if its history forked."""
 
@@ -234,6 +238,7 @@ class Trajectory(Struct, frozen=True, tag="trajectory"):
     columns: dict[str, np.ndarray] = {}  # those of the sample, (1, ...) each
     info: dict[str, float] = {}  # numbers of the environment, averaged into metrics
     label: str = ""  # which environment of several it was
+    unrewarded: str = ""  # why its reward is not known, if so: what stands in `reward` counts nowhere
 
     @property
     def sequence(self) -> TokenSequence:
@@ -430,6 +435,7 @@ class SampleRow(Struct, frozen=True, array_like=True):
     turn_rewards: list[float] = []  # in the order of time; `reward` is their sum; empty: all of it is the last turn's
     turn_states: list[int] = []  # likewise, a hash of what each turn answers: equal where a group observed the same
     ticket_id: int = -1
+    unrewarded: bool = False  # its reward is not known: it is not trained, and no baseline counts it
 
 
 class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):

@@ -12,6 +12,7 @@ import numpy as np
 from rl.wire.columns import carried
 from rl.wire.messages import BatchPart, SampleRow, TokenSequence, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome
+from rollout.broker.validation import LONGEST_REASON
 
 
 def outcome_of(trajectory: Trajectory) -> EpisodeOutcome:
@@ -29,6 +30,7 @@ def outcome_of(trajectory: Trajectory) -> EpisodeOutcome:
         newest_version=max(int(sequence.policy_version.max(initial=-1)) for sequence in trajectory.sequences),
         label=trajectory.label,
         info=trajectory.info,
+        unrewarded=trajectory.unrewarded[:LONGEST_REASON],
     )
 
 
@@ -134,6 +136,7 @@ def _row(sample: BatchSample) -> SampleRow:
         turn_rewards=[turns[i].reward for i in in_time],
         turn_states=[states[i] for i in in_time],
         ticket_id=trajectory.ticket_id,
+        unrewarded=bool(trajectory.unrewarded),
     )
 
 
@@ -141,10 +144,11 @@ def _solved(trajectories: list[Trajectory]) -> dict[str, float]:
     """Shares of the groups whose members all succeeded, or none: they teach a group-relative advantage little."""
     groups: dict[int, list[bool]] = {}
     for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory.success)
+        if not trajectory.unrewarded:
+            groups.setdefault(trajectory.group_id, []).append(trajectory.success)
     return {
-        "groups/solved": sum(all(members) for members in groups.values()) / len(groups),
-        "groups/unsolved": sum(not any(members) for members in groups.values()) / len(groups),
+        "groups/solved": sum(all(members) for members in groups.values()) / max(1, len(groups)),
+        "groups/unsolved": sum(not any(members) for members in groups.values()) / max(1, len(groups)),
     }
 
 

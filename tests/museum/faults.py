@@ -18,7 +18,7 @@ from rl.learner.credit import Minibatch
 from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
-from rollout.episodes.environment import ChatMessage
+from rollout.episodes.environment import ChatMessage, RewardFailed
 from tests.museum.lab import STOPS, Game, Lab
 from tests.rollout.trajectories import turns_apart, with_sequence
 
@@ -383,6 +383,18 @@ def credit_by_sequence(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 def turns_unordered(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     forked(lab)
     assembled(lab, lambda batch_part: {"turn_order": []})
+
+
+@fault("reward-function-fails", "reward-failed")
+def reward_function_fails(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    plain = Game.judge
+
+    def judge(self: Game, ids: list[int]) -> float:
+        if ids[0] % 4 == 0:
+            raise RewardFailed(f"my_rewards:even raised KeyError: {ids[0]}")
+        return plain(self, ids)
+
+    patch.setattr(Game, "judge", judge)
 
 
 @fault("judge-always", "judge-always")

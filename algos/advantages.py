@@ -36,7 +36,8 @@ def one_rank(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
 class Episodes:
     """Samples and turns are those of the whole batch, identical on every rank; tokens are this rank's own.
 
-    A turn's tokens stand together, in order; so do a sample's turns. Rewards are float64.
+    A turn's tokens stand together, in order, and so do a sample's turns, in the order of time: where its history forked
+    (branches, sub-agents), whatever the sequence that holds them. Rewards are float64.
     """
 
     group: Tensor  # (N,) int64

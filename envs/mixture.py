@@ -232,7 +232,7 @@ class MixtureEnvironment:
         """The member's verdict; that of its last step, where it has none on demand."""
         if isinstance(self._inner, FinishedOnDemand):
             return self._labelled(await self._inner.finish())
-        return Step([], 0.0, True, self._success)
+        return Step([], None, True, self._success)
 
     async def gold(self) -> str | None:
         return await self._inner.gold() if isinstance(self._inner, Solvable) else None

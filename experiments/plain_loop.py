@@ -129,7 +129,9 @@ class PlainLoop:
         for problem, text in zip(problems, texts, strict=True):
             environment = self.family.make()
             await environment.reset(problem)
-            rewards.append((await environment.step(text)).reward)
+            reward = (await environment.step(text)).reward
+            assert reward is not None, "the plain loop masks nothing: it needs a reward of every answer"
+            rewards.append(reward)
         await self.family.stop()
         return rewards
 

@@ -45,6 +45,7 @@ def _wrong(message: Message) -> str:
             return f"there is no alarm {name[:60]!r}"
         case Metrics(step=step, values=values):
             missing = sorted(_TRAINED - values.keys()) if "train/loss" in values else []
+
             if step < 0 or missing:
                 return f"a row of step {step} without {missing}"
 

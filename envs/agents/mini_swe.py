@@ -37,6 +37,7 @@ from rollout.episodes.environment import (
     EnvironmentFamily,
     Needs,
     Outcome,
+    RewardFailed,
 )
 
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -123,7 +124,10 @@ class MiniSwe:
             finally:
                 await asyncio.shield(asyncio.ensure_future(service.run(opened.close)))
 
-            judged = await service.run(lambda: family.evaluate(task, checkout, diff))
+            try:
+                judged = await service.run(lambda: family.evaluate(task, checkout, diff))
+            except SandboxError as error:
+                raise RewardFailed(f"mini-swe: the tests could not be run: {error}") from error
 
         info = {
             "submitted": float(said.get("exit_status") == "Submitted"),

@@ -16,11 +16,11 @@ from envs.code.audit import changes
 from envs.code.generate import generated_problem
 from envs.code.problems import CodeProblem, load_problems
 from envs.code.verifier import CodeVerifier, Verdict
-from envs.sandbox import BackendName, Limits, Template
+from envs.sandbox import BackendName, Limits, SandboxError, Template
 from envs.sandbox.runtime import default_runtime
 from envs.sandbox.service import SandboxService
 from envs.sources import SourceOptions, split_tasks
-from rollout.episodes.environment import ChatMessage, Needs, Step
+from rollout.episodes.environment import ChatMessage, Needs, RewardFailed, Step
 
 
 class CodeOptions(SourceOptions):
@@ -146,7 +146,11 @@ class CodeEnvironment:
         return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
-        verdict = await self._family.verify(self._problem, action)
+        try:
+            verdict = await self._family.verify(self._problem, action)
+        except SandboxError as error:
+            raise RewardFailed(f"code: the tests could not be run: {error}") from error
+
         info = {
             "solved": float(verdict.solved),
             "tests_passed": verdict.fraction,

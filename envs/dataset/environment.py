@@ -2,15 +2,14 @@
 
     env.name=dataset env.options.source=rows.jsonl env.options.reward=my_module:my_reward
 
-A reward function that hangs or kills its process over a response gives 0, and so does one that raises. A ticket that
-failed instead would be tried again, and the model would be spared its bad response. How often that happens is reported
-(`reward_failed`), and a function that raises for the first row is refused at the start.
+A reward function that raises, answers NaN, hangs or kills its process over a response masks the sample
+(`RewardFailed`). A ticket that failed instead would be tried again, and the model would be spared its bad response.
+None is no opinion: the other functions decide. A function that raises for the first row is refused at the start.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -28,7 +27,7 @@ from envs.sources import SourceOptions, split_tasks
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerKind, WorkerNotStarted
 from rl.config.tree import ConfigError
-from rollout.episodes.environment import ChatMessage, Needs, Step
+from rollout.episodes.environment import ChatMessage, Needs, RewardFailed, Step
 
 
 class DatasetOptions(SourceOptions):
@@ -55,7 +54,7 @@ class DatasetOptions(SourceOptions):
     workers: int = Field(1, ge=1)
     """Processes per server that run reward functions."""
     reward_deadline_s: float = Field(10.0, gt=0)
-    """A response over which the functions take longer earns 0."""
+    """A response over which the functions take longer is not trained: its reward has failed."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -175,7 +174,7 @@ class DatasetFamily:
         except WorkerNotStarted:
             raise
         except RequestLost as error:
-            return ScoreReply([0.0] * len(self.functions), str(error))
+            return ScoreReply([None] * len(self.functions), f"{', '.join(self.functions)}: {error}")
         finally:
             session.end()
 
@@ -192,24 +191,28 @@ class DatasetEnvironment:
         family = self._family
         options = family.options
         reply = await family.score(action, self._task.row)
-        values = dict(zip(family.functions, reply.values, strict=True))
-        info = {"reward_failed": float(bool(reply.error))}
         if reply.error:
-            print(f"a reward of 0: {reply.error[:300]}", file=sys.stderr)
+            raise RewardFailed(reply.error)
+        values = dict(zip(family.functions, reply.values, strict=True))
+        info: dict[str, float] = {}
 
         if family.judge is not None:
             asked = self._task.opening[-1].content
             judgement = await family.judge.judge(asked, self._task.gold or "", action)
             values[JUDGE] = judgement.score
-            info |= {"judge_unparsed": float(not judgement.parsed), "judge_kept": float(judgement.kept)}
-            if family.judge.options.gold is not None:
-                truth = values[family.judge.options.gold] >= options.success_reward
+            info["judge_kept"] = float(judgement.kept)
+            gold = family.judge.options.gold
+            if gold is not None and (known := values[gold]) is not None:
+                truth = known >= options.success_reward
                 info["judge_agrees"] = float((judgement.score >= options.success_reward) == truth)
 
-        reward = sum(weight * values[name] for name, weight in options.reward.items())
-        success = values[next(iter(options.reward))] >= options.success_reward
-        info |= {f"reward_{name.rpartition(':')[2]}": value for name, value in values.items()}
-        return Step([], reward, done=True, success=success, info=info)
+        said = {name: value for name in options.reward if (value := values[name]) is not None}
+        info |= {f"reward_{name.rpartition(':')[2]}": value for name, value in said.items()}
+        if not any(options.reward[name] for name in said):
+            return Step([], None, done=True, success=False, info=info)
+
+        reward = sum(options.reward[name] * value for name, value in said.items())
+        return Step([], reward, done=True, success=next(iter(said.values())) >= options.success_reward, info=info)
 
     async def gold(self) -> str | None:
         return self._task.gold

@@ -1,7 +1,7 @@
 """A language model as judge, at any endpoint that speaks OpenAI's Chat Completions.
 
 The same question is asked once: answers are kept in a file that all servers of all runs share. An answer without a
-score is a score of 0, because a response could otherwise silence the judge and be tried again.
+score is no score of 0, and neither is an endpoint that does not answer: the sample is not trained, and not tried again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rl.store.made_once import cache_folder
+from rollout.episodes.environment import RewardFailed
 
 PROMPT = """Judge the response to a task.
 
@@ -55,7 +56,7 @@ class JudgeOptions(BaseModel):
     concurrent: int = Field(16, ge=1)
     """Requests at once, of one server."""
     deadline_s: float = Field(60.0, gt=0)
-    """The time for one judgement, further tries included; past it the episode fails."""
+    """The time for one judgement, further tries included; past it the reward has failed."""
     tries: int = Field(3, ge=1)
     """How often a request is tried that the endpoint refuses for the moment or does not answer."""
     keep: bool = True
@@ -85,7 +86,6 @@ class JudgeOptions(BaseModel):
 @dataclass(frozen=True)
 class Judgement:
     score: float  # from 0 to 1
-    parsed: bool  # the judge's answer held a score
     kept: bool  # it was known from before
 
 
@@ -115,23 +115,25 @@ class Judge:
             self._kept.close()
 
     async def judge(self, task: str, reference: str, response: str) -> Judgement:
-        """Raises TimeoutError, or what the client raises for an endpoint that does not answer."""
+        """Raises RewardFailed for an endpoint that does not answer, and for an answer without a score."""
         prompt = self._prompt(task, reference, response)
         options = self.options
         asked = [options.url, options.model, options.temperature, options.max_tokens, prompt]
         key = hashlib.blake2b(json.dumps(asked).encode("utf-8", "surrogatepass")).hexdigest()
         known = self._kept.get(key) if self._kept is not None else None
-        answer = await self._ask(prompt) if known is None else known
+        try:
+            answer = await self._ask(prompt) if known is None else known
+        except Exception as error:
+            raise RewardFailed(f"judge raised {type(error).__name__}: {error}") from error
         if known is None and self._kept is not None:
             self._kept.put(key, answer)
 
         found = self._pattern.findall(answer)
         try:
-            score = float(found[-1]) / options.best if found else 0.0
-        except ValueError:  # the user's pattern took what is no number
-            found = []
-            score = 0.0
-        return Judgement(min(1.0, max(0.0, score)), bool(found), known is not None)
+            score = float(found[-1]) / options.best
+        except (IndexError, ValueError):  # there is none, or the user's pattern took what is no number
+            raise RewardFailed(f"judge gave no score: {options.model} wrote {answer[:200]!r}") from None
+        return Judgement(min(1.0, max(0.0, score)), known is not None)
 
     def _prompt(self, task: str, reference: str, response: str) -> str:
         """The prompt, filled in one pass: what a response says in braces is never a place."""

@@ -11,7 +11,7 @@ class ScoreRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ScoreReply(msgspec.Struct, array_like=True, frozen=True):
-    """A value per reward function, in their order; `error`: of the last one that raised, whose value is 0."""
+    """A value per reward function, in their order, None for no opinion; `error`: of the first one that failed."""
 
-    values: list[float]
+    values: list[float | None]
     error: str = ""

@@ -1,8 +1,8 @@
 """Reward functions: what is named by `env.options.reward`, and those that come with Fresco.
 
-    def my_reward(response: str, row: dict[str, Any]) -> float: ...
+    def my_reward(response: str, row: dict[str, Any]) -> float | None: ...
 
-`row` is the row of the data set. A function may block, hang or crash: it runs in worker processes.
+None is no opinion. `row` is the row of the data set. A function may block, hang or crash: it runs in worker processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl.config.plugins import load
 EXACT = "exact"
 JUDGE = "judge"
 """The name of the judge among the rewards; it is asked by the environment server itself."""
-RewardFunction = Callable[[str, dict[str, Any]], float]
+RewardFunction = Callable[[str, dict[str, Any]], float | None]
 
 
 def exact(response: str, row: dict[str, Any]) -> float:
@@ -37,9 +37,12 @@ def load_reward(name: str) -> RewardFunction:
     return function
 
 
-def score(function: RewardFunction, response: str, row: dict[str, Any]) -> float:
+def score(function: RewardFunction, response: str, row: dict[str, Any]) -> float | None:
     """What the function says. Raises ValueError where that is no finite number, and what the function raises."""
-    value = float(function(response, dict(row)))
+    said = function(response, dict(row))
+    if said is None:
+        return None
+    value = float(said)
     if not math.isfinite(value):
         raise ValueError(f"a reward of {value}")
     return value

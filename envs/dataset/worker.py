@@ -17,15 +17,15 @@ def main(descriptor: int, names: list[str]) -> None:
     def answer(_: int, request: ScoreRequest | None) -> ScoreReply:
         assert request is not None  # no state is kept of a session
         row = json.loads(request.row)
-        values = []
+        values: list[float | None] = []
         error = ""
 
         for name, function in functions.items():
             try:
                 values.append(score(function, request.response, row))
             except Exception as raised:
-                values.append(0.0)
-                error = f"{name} raised {type(raised).__name__}: {raised}"
+                values.append(None)
+                error = error or f"{name} raised {type(raised).__name__}: {raised}"
         return ScoreReply(values, error)
 
     serve(replies, descriptor, ScoreRequest, answer)

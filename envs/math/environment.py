@@ -18,7 +18,7 @@ from envs.math.datasets import Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
 from envs.rows import RowError
-from rollout.episodes.environment import ChatMessage, Step
+from rollout.episodes.environment import ChatMessage, RewardFailed, Step
 
 INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
 
@@ -130,6 +130,8 @@ class MathEnvironment:
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         verdict = await self._family.verifier.verify(self._task.answer, action, self._task.asked)
+        if verdict.unverifiable:
+            raise RewardFailed("math: the verifier used up its CPU time over an answer, or died of it")
         info = {name: float(value) for name, value in asdict(verdict).items()}
         info["cut_off"] = float(truncated or verdict.cut_off)
         info["invalid_share"] = float(not verdict.boxed)

@@ -1,8 +1,9 @@
 """Right or wrong, for a response in full: extraction, the fast path, and a pool of processes for symbolic answers.
 
-An answer that uses up its CPU time, or kills a fresh worker too, is wrong (`unverifiable`). Failing the ticket instead
-would let a model escape its own bad answers by trying again. A worker that does not answer and uses no CPU time either
-is the machine's fault, and fails the ticket. Neither is remembered. Workers start when the first answer needs one.
+An answer that uses up its CPU time, or kills a fresh worker too, is `unverifiable`: its sample is not trained. Failing
+the ticket instead would let a model escape its own bad answers by trying again. A worker that does not answer and uses
+no CPU time either is the machine's fault, and fails the ticket. Neither is remembered. Workers start when the first
+answer needs one.
 """
 
 from __future__ import annotations

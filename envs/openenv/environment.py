@@ -150,9 +150,9 @@ class OpenEnvEnvironment:
             said = [ChatMessage("user", f"Refused: {error}")]
             return Step(said, self._options.invalid_reward, False, False, self._info())
 
-        reward = float(answer.get("reward") or 0.0)
+        reward = None if answer.get("reward") is None else float(answer["reward"])
         done = bool(answer.get("done"))
-        self._return += reward
+        self._return += reward or 0.0
         success = done and self._return >= self._options.success_return
         said = [] if done else [ChatMessage("user", json.dumps(answer.get("observation")))]
         return Step(said, reward, done, success, self._info())

@@ -21,7 +21,7 @@ from envs.reasoning_gym.requests import PuzzleReply, PuzzleRequest
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
 from rl.config.tree import nearest
-from rollout.episodes.environment import ChatMessage, Needs, Step
+from rollout.episodes.environment import ChatMessage, Needs, RewardFailed, Step
 
 INSTRUCTION = "Give your final answer, and nothing else, between <answer> and </answer>."
 APART = 1 << 30  # between the seeds of training and of held-out tasks
@@ -134,17 +134,20 @@ class ReasoningGymEnvironment:
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         answer = tagged(action, "answer")
-        score = lost = 0.0
+        score = 0.0
         if answer is not None:
             try:
-                score = (await self._ask(answer)).score
+                reply = await self._ask(answer)
             except WorkerNotStarted:
                 raise
-            except RequestLost:  # it hung or killed the worker: another try would only spare the model its bad answer
-                lost = 1.0
+            except RequestLost as error:  # it hung or killed the worker
+                raise RewardFailed(f"reasoning-gym's score_answer: {error}") from error
+            if reply.error:
+                raise RewardFailed(reply.error)
+            score = reply.score
 
         success = score >= self._options.success_score
-        info = {"answered": float(answer is not None), "unscorable": lost}
+        info = {"answered": float(answer is not None)}
         return Step([], score, done=True, success=success, info=info)
 
     async def gold(self) -> str | None:

@@ -17,3 +17,4 @@ class PuzzleReply(msgspec.Struct, array_like=True, frozen=True):
     question: str
     gold: str  # empty: the data set names none
     score: float = 0.0
+    error: str = ""  # of the data set's own scoring

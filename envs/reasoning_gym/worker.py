@@ -33,18 +33,16 @@ def main(descriptor: int, name: str, config: dict[str, Any], size: int) -> None:
         assert request is not None  # no state is kept of a session
         found = entry(request.seed, request.index)
         gold = found["answer"]
-        score = 0.0 if request.answer is None else _score(data_set(request.seed), request.answer, found)
-        return PuzzleReply(found["question"], gold if isinstance(gold, str) else "", score)
+        score = 0.0
+        error = ""
+        if request.answer is not None:
+            try:
+                score = min(1.0, max(0.0, float(data_set(request.seed).score_answer(request.answer, found))))
+            except Exception as raised:
+                error = f"{name}.score_answer raised {type(raised).__name__}: {raised}"
+        return PuzzleReply(found["question"], gold if isinstance(gold, str) else "", score, error)
 
     serve(replies, descriptor, PuzzleRequest, answer)
-
-
-def _score(data_set: Any, answer: str, entry: dict[str, Any]) -> float:
-    """The score, in [0, 1]; an answer that the data set's own parser cannot take is wrong."""
-    try:
-        return min(1.0, max(0.0, float(data_set.score_answer(answer, entry))))
-    except Exception:
-        return 0.0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from envs.audit.auditor import Change
 from envs.rows import RowError
-from envs.sandbox import BackendName, Limits, Sandbox
+from envs.sandbox import BackendName, Limits, Sandbox, SandboxError
 from envs.sandbox.service import SandboxService
 from envs.sources import SourceOptions, split_tasks
 from envs.swe.audit import changes
@@ -27,7 +27,7 @@ from envs.swe.runners import put_back_of_fix
 from envs.swe.tasks import SweTask, load_tasks
 from envs.swe.tool_calls import MAX_CALLS, BadCall, ToolCall, parse_calls, tools_text
 from envs.swe.tools import Toolbox, extract_diff
-from rollout.episodes.environment import ChatMessage, Needs, Step
+from rollout.episodes.environment import ChatMessage, Needs, RewardFailed, Step
 
 SYSTEM_PROMPT = (
     "You are a software engineer. Fix the issue in the repository in your working directory, then call submit. "
@@ -244,7 +244,10 @@ class SweEnvironment:
         return result.text
 
     async def _evaluated(self, *, submitted: bool) -> Step:
-        outcome, diff = await self._family.sandboxes.run(self._evaluate)
+        try:
+            outcome, diff = await self._family.sandboxes.run(self._evaluate)
+        except SandboxError as error:
+            raise RewardFailed(f"swe: the tests could not be run: {error}") from error
         reward = outcome.reward(partial=self._family.options.partial_reward)
 
         info = self._counts | {

@@ -54,12 +54,13 @@ def matching(samples: Iterable[Sample], wanted: argparse.Namespace) -> Iterator[
 def conversation(sample: Sample, tokenizer: ConversationTokenizer) -> Iterator[Text]:
     """A head line, then the text turn by turn; generated tokens are coloured by their probability."""
     versions = sorted({version for version in sample.versions if version >= 0})
-    outcome = "success" if sample.success else "no success"
+    outcome = f"reward {sample.reward:g} ({'success' if sample.success else 'no success'})"
+    outcome = f"not rewarded: {sample.unrewarded}" if sample.unrewarded else outcome
     group = "" if sample.kind == "eval" else f"group {sample.group_id}  "  # held-out tasks are played once
 
     yield Text(
         f"{sample.kind} task {sample.task_index}  {group}ticket {sample.ticket_id}  "
-        f"reward {sample.reward:g} ({outcome})  ended by {sample.stop_reason}  {len(sample.token_ids)} tokens  "
+        f"{outcome}  ended by {sample.stop_reason}  {len(sample.token_ids)} tokens  "
         f"{sample.seconds:.1f} s  sampled by version {', '.join(map(str, versions)) or 'none'}",
         style="bold",
     )

@@ -41,7 +41,22 @@ def contradiction(batch_part: BatchPart) -> str:
     samples = [row.sample_id for row in batch_part.rows]
     if samples != sorted(set(samples)):
         return "rows are not ordered by sample id, or hold a sample twice"
-    return _of_tokens(batch_part) or _of_rows(batch_part)
+    return _of_turns(batch_part) or _of_tokens(batch_part) or _of_rows(batch_part)
+
+
+def _of_turns(batch_part: BatchPart) -> str:
+    """The turns of a sample have each a place in time, over all its sequences."""
+    order = batch_part.turn_order or [list(range(len(starts))) for starts in batch_part.turn_starts]
+    if list(map(len, order)) != list(map(len, batch_part.turn_starts)):
+        return "some turns have no place in time"
+
+    of_sample: dict[int, list[int]] = {}
+    for member, places in zip(batch_part.members, order, strict=True):
+        of_sample.setdefault(member, []).extend(places)
+    for member, places in of_sample.items():
+        if sorted(places) != list(range(len(places))):
+            return f"the turns of sample {batch_part.rows[member].sample_id} have the places {places} in time"
+    return ""
 
 
 def _of_tokens(batch_part: BatchPart) -> str:
@@ -76,11 +91,12 @@ def _of_rows(batch_part: BatchPart) -> str:
     if total != batch_part.loss_tokens:
         return f"{total} loss tokens in its rows, {batch_part.loss_tokens} as a whole"
 
-    means = {"reward": math.fsum(row.reward for row in batch_part.rows), "length": float(total)}
-    for name, summed in means.items():
-        told = batch_part.metrics.get(f"rollout/{name}", summed / len(batch_part.rows))
-        if not math.isclose(told, summed / len(batch_part.rows), rel_tol=1e-6, abs_tol=1e-6):
-            return f"its rows have a mean {name} of {summed / len(batch_part.rows):g}, the broker says {told:g}"
+    rewards = [row.reward for row in batch_part.rows if not row.unrewarded]
+    means = {"reward": math.fsum(rewards) / max(1, len(rewards)), "length": total / len(batch_part.rows)}
+    for name, mean in means.items():
+        told = batch_part.metrics.get(f"rollout/{name}", mean)
+        if not math.isclose(told, mean, rel_tol=1e-6, abs_tol=1e-6):
+            return f"its rows have a mean {name} of {mean:g}, the broker says {told:g}"
     return ""
 
 

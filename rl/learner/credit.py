@@ -40,7 +40,12 @@ def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
 def kept_rows(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
     """(N,) bool: the samples that count in the loss."""
     truncated = torch.tensor([row.truncated for row in batch_part.rows])
-    return ~truncated if algorithm.mask_truncated else torch.ones_like(truncated)
+    return rewarded_rows(batch_part) & ~(truncated & algorithm.mask_truncated)
+
+
+def rewarded_rows(batch_part: BatchPart) -> Tensor:
+    """(N,) bool: the samples whose reward is known. The others are trained nowhere and change no baseline."""
+    return torch.tensor([not row.unrewarded for row in batch_part.rows])
 
 
 def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
@@ -61,12 +66,12 @@ def assign(batch_part: BatchPart, parts: list[list[Pack]], algorithm: Algorithm)
     """
     packs = [pack for part in parts for pack in part]
     rewards = shaped_rewards(batch_part, algorithm)  # (N,)
-    episodes = gather_episodes(batch_part, packs, rewards, algorithm)
-    columns = {"advantages": algorithm.estimator(episodes)}  # (T,) of all packs
-    if algorithm.critic is not None and episodes.values is not None:
-        discount = getattr(algorithm.estimator.options, "discount", 1.0)
-        advantages = gae_advantages(episodes, discount, algorithm.critic.lam)
-        columns["returns"] = (advantages + episodes.values).float()
+    episodes, place = gather_episodes(batch_part, packs, rewards, algorithm)
+    tokens_here = sum(pack.tokens for pack in packs)
+    columns = {
+        name: torch.zeros(tokens_here).index_copy(0, place, values)
+        for name, values in _credited(episodes, algorithm).items()
+    }
 
     counted = torch.tensor([row.loss_tokens for row in batch_part.rows]) * kept_rows(batch_part, algorithm)  # (N,)
     minibatch = torch.tensor(minibatch_of(batch_part, len(parts)))  # (N,)
@@ -90,14 +95,29 @@ def assign(batch_part: BatchPart, parts: list[list[Pack]], algorithm: Algorithm)
     return minibatches
 
 
+def _credited(episodes: Episodes, algorithm: Algorithm) -> dict[str, Tensor]:
+    """(T,) columns, float32. No estimator is asked about a batch in which no reward is known."""
+    some = len(episodes.group) > 0
+    found = {"advantages": algorithm.estimator(episodes) if some else torch.zeros(0)}
+    if algorithm.critic is not None and episodes.values is not None:
+        discount = getattr(algorithm.estimator.options, "discount", 1.0)
+        advantages = gae_advantages(episodes, discount, algorithm.critic.lam)
+        found["returns"] = (advantages + episodes.values).float()
+    return found
+
+
 def _at_tokens(values: Tensor, pack: Pack) -> Tensor:
     """(T,) of one value (N,) per row of the batch."""
     return values[list(pack.members)][pack.sample]
 
 
 def shaped_rewards(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
-    """(N,) float64, the same on every rank."""
-    rows = batch_part.rows
+    """(N,) float64, the same on every rank; 0 where none is known."""
+    rewarded = rewarded_rows(batch_part)
+    rows = [row for row in batch_part.rows if not row.unrewarded]
+    if not rows:
+        return torch.zeros(len(rewarded), dtype=torch.float64)
+
     inputs = RewardInputs(
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
         group=torch.tensor([row.group_id for row in rows]),
@@ -106,12 +126,16 @@ def shaped_rewards(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
         truncated=torch.tensor([row.truncated for row in rows]),
         max_tokens=algorithm.max_tokens,
     )
-    return shape(inputs, algorithm.shapings)
+    return torch.zeros(len(rewarded), dtype=torch.float64).masked_scatter(rewarded, shape(inputs, algorithm.shapings))
 
 
-def gather_episodes(batch_part: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm) -> Episodes:
-    """What estimators see: rewards per turn and per token, a KL penalty taken off.
+def gather_episodes(
+    batch_part: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm
+) -> tuple[Episodes, Tensor]:
+    """What estimators see: rewards per turn and per token, a KL penalty taken off; and (T,) where its tokens stand.
 
+    In the packs a sample stands sequence by sequence. Here its turns and their tokens follow each other in time, and
+    samples whose reward is not known are left out: N, M and T are those of the others.
     rewards (N,) after shaping: what shaping added is earned with a sample's last turn.
     """
     rows = batch_part.rows
@@ -135,17 +159,32 @@ def gather_episodes(batch_part: BatchPart, packs: list[Pack], rewards: Tensor, a
         token_rewards -= penalty
         turn_rewards -= all_reduce(torch.zeros_like(turn_rewards).index_add(0, token_turn, penalty), "sum")
 
-    return Episodes(
-        group=torch.tensor([row.group_id for row in rows]),
-        turn_rewards=turn_rewards,
-        turn_sample=torch.arange(len(rows)).repeat_interleave(turns),
-        turn_state=torch.tensor(states),
-        token_rewards=token_rewards,
-        token_turn=token_turn,
-        mask=mask,
-        values=None if algorithm.critic is None else torch.cat([pack.columns["values"] for pack in packs]),
+    turn_sample = torch.arange(len(rows)).repeat_interleave(turns)  # (M,)
+    sample_in = rewarded_rows(batch_part)  # (N,)
+    turn_in = sample_in[turn_sample]  # (M,)
+    place = _in_time(token_turn, turn_sample)
+    place = place[turn_in[token_turn[place]]]
+
+    episodes = Episodes(
+        group=torch.tensor([row.group_id for row in rows])[sample_in],
+        turn_rewards=turn_rewards[turn_in],
+        turn_sample=(sample_in.cumsum(0) - 1)[turn_sample[turn_in]],
+        turn_state=torch.tensor(states)[turn_in],
+        token_rewards=token_rewards[place],
+        token_turn=(turn_in.cumsum(0) - 1)[token_turn[place]],
+        mask=mask[place],
+        values=None if algorithm.critic is None else torch.cat([pack.columns["values"] for pack in packs])[place],
         all_reduce=all_reduce,
     )
+    return episodes, place
+
+
+def _in_time(token_turn: Tensor, turn_sample: Tensor) -> Tensor:
+    """(T,) places of the tokens, those of each sample by their turns. Samples stay where they are."""
+    sample = turn_sample[token_turn]
+    run = torch.zeros_like(sample)
+    run[1:] = (sample[1:] != sample[:-1]).cumsum(0)
+    return (run * len(turn_sample) + token_turn).argsort(stable=True)
 
 
 def _turn_index(pack: Pack, first: Tensor, turns: Tensor) -> Tensor:

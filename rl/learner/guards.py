@@ -12,7 +12,8 @@ for runs that prove a path.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from zlib import crc32
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rl.config.schema import Config
-from rl.learner.credit import Minibatch, all_reduce, kept_rows
+from rl.learner.credit import Minibatch, all_reduce, kept_rows, rewarded_rows
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.models.packing import Pack
@@ -32,6 +33,7 @@ from rl.wire.messages import BatchPart
 _LEAST_TOKENS = 32  # of one age, for a statistic to mean something
 _ENTRIES = 32  # looked at of each matrix, to see whether it moves
 _CENTRED = ("group", "group_mean", "leave_one_out")  # estimators whose sign the rewards alone say
+_TO_GO = ("turn", "batch")  # undiscounted, a turn's and the next one's differ by what it earned
 _TINY = 1e-6
 _FIRST_STEPS = 3  # whose log-ratio later ones are compared with
 _NOTABLE = 0.1  # of the limit: a log-ratio below that may grow
@@ -67,6 +69,7 @@ class StepGuards:
         self._same_for_all_ranks(batch_part)
         self._tokens(batch_part, minibatches)
         self._signs(batch_part, minibatches)
+        self._order(batch_part, minibatches)
 
         held = sum(tensor.grad is not None for tensor in self._parameters)
         self._check("gradients-kept", held > 0, f"step {batch_part.step} begins with gradients of {held} tensors")
@@ -143,7 +146,8 @@ class StepGuards:
 
         rewards = torch.tensor([row.reward for row in batch_part.rows], dtype=torch.float64)  # (N,)
         _, group = torch.unique(torch.tensor([row.group_id for row in batch_part.rows]), return_inverse=True)  # (N,)
-        means = torch.zeros_like(rewards).scatter_reduce(0, group, rewards, "mean", include_self=False)
+        known = rewarded_rows(batch_part)
+        means = torch.zeros_like(rewards).scatter_reduce(0, group[known], rewards[known], "mean", include_self=False)
         expected = rewards - means[group]
 
         packs = [pack for minibatch in minibatches for pack in minibatch.packs if pack.members]
@@ -162,6 +166,26 @@ class StepGuards:
         trained = torch.zeros(len(wanted), dtype=torch.bool).index_fill(0, sample, True)
         count = int((wrong & trained).sum())
         self._check("advantage-sign", count > 0, f"{count} samples of step {batch_part.step}")
+
+    def _order(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
+        """Look at the first token of each turn, as the batch part itself says where it stands and when it was."""
+        algorithm = self._trainer.algorithm
+        discount = getattr(algorithm.estimator.options, "discount", 1.0)
+        others = algorithm.shapings or algorithm.reward_kl is not None
+        if algorithm.estimator.spec.name not in _TO_GO or discount != 1 or others:
+            return
+
+        kept = kept_rows(batch_part, algorithm).tolist()
+        spread = max(abs(earned) for row in batch_part.rows for earned in row.turn_rewards or [row.reward])
+        wrong = 0
+        for member, advantages in _by_turn(batch_part, (pack for each in minibatches for pack in each.packs)):
+            if not kept[member]:
+                continue
+            earned = torch.tensor(batch_part.rows[member].turn_rewards[:-1])  # (turns - 1,)
+            step = -advantages.diff()
+            opposite = (earned.abs() > 1e-3 * spread) & (earned * step <= 0)
+            wrong += bool((opposite | ((earned == 0) & (step.abs() > 1e-3))).any())
+        self._alarms.check("credit-order", wrong > 0, f"{wrong} samples of step {batch_part.step}")
 
     def _at_equal_weights(self, stats: UpdateStats) -> None:
         """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""
@@ -244,6 +268,24 @@ class _Matrices:
         """Names of the matrices that are as they were."""
         moved = (self.entries() != before).any(1).tolist()
         return [name for name, each in zip(self.names, moved, strict=True) if not each]
+
+
+def _by_turn(batch_part: BatchPart, packs: Iterable[Pack]) -> Iterator[tuple[int, Tensor]]:
+    """Of each sample its row, and the advantages of its turns' first tokens (turns,) in the order of time."""
+    sequences: defaultdict[int, list[int]] = defaultdict(list)
+    for i, member in enumerate(batch_part.members):
+        sequences[member].append(i)
+
+    for pack in packs:
+        begin = 0
+        for member in pack.members:
+            first: dict[int, int] = {}
+            for i in sequences[member]:
+                starts = batch_part.turn_starts[i]
+                order = batch_part.turn_order[i] if batch_part.turn_order else range(len(starts))
+                first |= {place: begin + start for place, start in zip(order, starts, strict=True)}
+                begin += batch_part.lengths[i]
+            yield member, pack.advantages[[first[place] for place in sorted(first)]]
 
 
 def _extremes(values: Tensor, sample: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -314,9 +314,10 @@ class RunClient:
         self._reported = now
 
         tokens = float(sum(row.tokens for row in batch_part.rows))
+        rewards = [sample.reward for sample in batch_part.rows if not sample.unrewarded]
         row = batch_part.metrics | values
         row |= {
-            "train/reward": float(np.mean([row.reward for row in batch_part.rows])),
+            **({"train/reward": float(np.mean(rewards))} if rewards else {}),
             "time/step": step_s,
             "time/wait_batch": self._waited_s,
             "version/timeline": float(self.timeline),
@@ -330,7 +331,7 @@ class RunClient:
             spread = {
                 "staleness": [float(batch_part.step - sample.version) for sample in batch_part.rows],
                 "histogram/length": [float(sample.loss_tokens) for sample in batch_part.rows],
-                "histogram/reward": [sample.reward for sample in batch_part.rows],
+                "histogram/reward": rewards,
             }
             self.process.send(messages.Metrics(batch_part.step + 1, row, spread | dict(histograms)))
             self._check_starved(batch_part.step, step_s)

@@ -62,7 +62,8 @@ def simulated_weights(version: Version, count: int) -> npt.NDArray[np.float32]:
 
 def simulated_loss(batch_part: BatchPart) -> float:
     """A number that depends on every sample of the batch and is the same on all ranks."""
-    return float(np.mean([row.reward * row.loss_tokens for row in batch_part.rows])) / max(1, batch_part.loss_tokens)
+    earned = [row.reward * row.loss_tokens for row in batch_part.rows if not row.unrewarded]
+    return float(np.sum(earned)) / len(batch_part.rows) / max(1, batch_part.loss_tokens)
 
 
 def simulated_piece(entry: Entry, version: Version, rank: int, ranks: int) -> Piece:

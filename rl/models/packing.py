@@ -36,7 +36,7 @@ class Pack:
     columns: dict[str, Tensor]
     position_ids: Tensor  # (T,) int64, restarting at 0 with each sequence
     sample: Tensor  # (T,) int64, 0 .. n - 1
-    turn: Tensor  # (T,) int64, turn within the sample; a prompt or observation belongs to the turn before it, if any
+    turn: Tensor  # (T,) int64, turn within the sample, by time; what is read belongs to the turn before it, if any
     rewards: Tensor  # (n,) float32
     members: tuple[int, ...]  # row of each sample in batch_part.rows; empty for a dummy
     layout: Layout | None = None  # of a forward; `laid_out` makes it
@@ -236,6 +236,7 @@ def _restrict(batch_part: BatchPart, rows: set[int]) -> BatchPart:
         members=[batch_part.members[i] for i in kept],
         lengths=[batch_part.lengths[i] for i in kept],
         turn_starts=[batch_part.turn_starts[i] for i in kept],
+        turn_order=[batch_part.turn_order[i] for i in kept] if batch_part.turn_order else [],
         columns={name: values[entries[COLUMNS[name].scope]] for name, values in batch_part.columns.items()},
         loss_tokens=sum(batch_part.rows[row].loss_tokens for row in rows),
     )
@@ -290,15 +291,14 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _sample_turns(batch_part: BatchPart, sequences: list[int]) -> np.ndarray:
-    """(T,) int64: `_turns` of a sample's sequences, counted on from one to the next."""
+    """(T,) int64: `_turns` of a sample's sequences, counted by time."""
     if len(sequences) == 1:
         return _turns(batch_part.lengths[sequences[0]], batch_part.turn_starts[sequences[0]])
 
-    before = np.cumsum([0, *(len(batch_part.turn_starts[i]) for i in sequences)])
     return np.concatenate(
         [
-            begun + _turns(batch_part.lengths[i], batch_part.turn_starts[i])
-            for begun, i in zip(before, sequences, strict=False)
+            np.array(batch_part.turn_order[i])[_turns(batch_part.lengths[i], batch_part.turn_starts[i])]
+            for i in sequences
         ]
     )
 

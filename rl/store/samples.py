@@ -60,6 +60,8 @@ class Sample(msgspec.Struct):
     starts: list[int] = msgspec.field(default_factory=lambda: [0])
     """Where each sequence begins: several, if the history of the episode forked."""
     info: dict[str, float] = {}
+    unrewarded: str = ""
+    """Why its reward is not known, if so: it is not trained."""
 
 
 class Trained(msgspec.Struct):

@@ -45,6 +45,7 @@ class Turn(Struct, frozen=True, array_like=True):
     env_s: float
     finish_reason: str  # stop | length | abort
     generator: int
+    number: int = 0  # its place in time among the turns of all sequences of the episode
 
 
 class TokenSequence(TokenColumns, frozen=True, kw_only=True):
@@ -208,6 +209,10 @@ class TicketCancelled(EndOfTicket, frozen=True, tag="cancelled"):
     turns: int = 0  # begun by then
 
 
+NO_OPINION = "nobody has an opinion on its reward"
+"""`Trajectory.unrewarded` where nothing has failed."""
+
+
 class Trajectory(EndOfTicket, frozen=True, tag="trajectory"):
     """One finished episode: its sequences in the order in which they began; several if its history forked."""
 
@@ -225,6 +230,7 @@ class Trajectory(EndOfTicket, frozen=True, tag="trajectory"):
     columns: dict[str, np.ndarray] = {}  # those of the sample, (1, ...) each
     info: dict[str, float] = {}  # numbers of the environment, averaged into metrics
     label: str = ""  # which environment of several it was
+    unrewarded: str = ""  # why its reward is not known, if so: what stands in `reward` counts nowhere
 
     @property
     def sequence(self) -> TokenSequence:
@@ -418,9 +424,10 @@ class SampleRow(Struct, frozen=True, array_like=True):
     loss_tokens: int
     version: int  # v(sample)
     truncated: bool = False  # cut by a limit of length or turns instead of ending by itself
-    turn_rewards: list[float] = []  # `reward` is their sum; empty: all of it is the last turn's
-    turn_states: list[int] = []  # a hash of what each turn answers: equal within a group where the same was observed
+    turn_rewards: list[float] = []  # in the order of time; `reward` is their sum; empty: all of it is the last turn's
+    turn_states: list[int] = []  # likewise, a hash of what each turn answers: equal where a group observed the same
     ticket_id: int = -1
+    unrewarded: bool = False  # its reward is not known: it is not trained, and no baseline counts it
 
 
 class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
@@ -440,6 +447,7 @@ class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
     lengths: list[int]
     turn_starts: list[list[int]]  # per sequence: start of each generated span
     loss_tokens: int  # of the whole batch: the global normaliser
+    turn_order: list[list[int]] = []  # per sequence: the place of each turn in time, in its row; empty: as they stand
     metrics: dict[str, float] = field(default_factory=dict)  # the broker's view of this batch (staleness, queue, waits)
     over: float = 0.0  # share of the run's time; from 1 on there is no batch after this one
 

@@ -24,6 +24,7 @@ class EpisodeOutcome(Struct, frozen=True):
     newest_version: int | None = None  # of its tokens' versions; None: not known
     label: str = ""  # which environment of several it was
     info: dict[str, float] = {}  # the environment's own numbers
+    unrewarded: str = ""  # why its reward is not known, if so
 
 
 class IssueTicket(Struct, frozen=True):
@@ -63,9 +64,9 @@ class GroupRecord(Struct, frozen=True):
     end: str  # trained | stale | filtered | settled | redundant | failed
     version: int | None
     cut_offs: int  # of its task before
-    rewards: list[float]  # of the members that finished
+    rewards: list[float]  # of the members that finished, and whose reward is known
     seconds: float  # since it was opened
-    success: float | None = None  # mean of the members that finished
+    success: float | None = None  # mean of these members
 
 
 class EvalEpisode(Struct, frozen=True):

@@ -12,6 +12,7 @@ import numpy as np
 from rl.wire.columns import carried
 from rl.wire.messages import BatchPart, SampleRow, TokenSequence, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome
+from rollout.broker.validation import LONGEST_REASON
 
 
 def outcome_of(trajectory: Trajectory) -> EpisodeOutcome:
@@ -29,6 +30,7 @@ def outcome_of(trajectory: Trajectory) -> EpisodeOutcome:
         newest_version=max(int(sequence.policy_version.max(initial=-1)) for sequence in trajectory.sequences),
         label=trajectory.label,
         info=trajectory.info,
+        unrewarded=trajectory.unrewarded[:LONGEST_REASON],
     )
 
 
@@ -66,6 +68,7 @@ def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchP
                 members=[member for member, _ in sequences],
                 lengths=[len(sequence.token_ids) for _, sequence in sequences],
                 turn_starts=[[turn.start for turn in sequence.turns] for _, sequence in sequences],
+                turn_order=[order for member in members for order in _turn_order(trajectories[member])],
                 columns=_joined([sequence.columns | trajectories[member].columns for member, sequence in sequences]),
                 loss_tokens=loss_tokens,
                 metrics=metrics,
@@ -90,6 +93,19 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     }
 
 
+def _in_time(trajectory: Trajectory) -> list[int]:
+    """The turns in the order of time, by their places in `Trajectory.turns`, where they stand sequence by sequence."""
+    turns = trajectory.turns
+    return sorted(range(len(turns)), key=lambda i: turns[i].number)
+
+
+def _turn_order(trajectory: Trajectory) -> list[list[int]]:
+    """For each sequence, the places of its turns in time."""
+    place = {i: k for k, i in enumerate(_in_time(trajectory))}
+    listed = iter(range(len(place)))
+    return [[place[next(listed)] for _ in sequence.turns] for sequence in trajectory.sequences]
+
+
 def _turn_states(sequence: TokenSequence) -> list[int]:
     """CRC-32 of the tokens between the end of the turn before (or the start) and each turn.
 
@@ -105,6 +121,9 @@ def _turn_states(sequence: TokenSequence) -> list[int]:
 
 def _row(sample: BatchSample) -> SampleRow:
     trajectory: Trajectory = sample.outcome.payload
+    turns = trajectory.turns
+    states = [state for sequence in trajectory.sequences for state in _turn_states(sequence)]
+    in_time = _in_time(trajectory)
 
     return SampleRow(
         sample_id=sample.sample_id,
@@ -114,9 +133,10 @@ def _row(sample: BatchSample) -> SampleRow:
         loss_tokens=sample.outcome.length,
         version=sample.outcome.version,
         truncated=trajectory.stop_reason != "done",
-        turn_rewards=[turn.reward for turn in trajectory.turns],
-        turn_states=[state for sequence in trajectory.sequences for state in _turn_states(sequence)],
+        turn_rewards=[turns[i].reward for i in in_time],
+        turn_states=[states[i] for i in in_time],
         ticket_id=trajectory.ticket_id,
+        unrewarded=bool(trajectory.unrewarded),
     )
 
 
@@ -124,10 +144,11 @@ def _solved(trajectories: list[Trajectory]) -> dict[str, float]:
     """Shares of the groups whose members all succeeded, or none: they teach a group-relative advantage little."""
     groups: dict[int, list[bool]] = {}
     for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory.success)
+        if not trajectory.unrewarded:
+            groups.setdefault(trajectory.group_id, []).append(trajectory.success)
     return {
-        "groups/solved": sum(all(members) for members in groups.values()) / len(groups),
-        "groups/unsolved": sum(not any(members) for members in groups.values()) / len(groups),
+        "groups/solved": sum(all(members) for members in groups.values()) / max(1, len(groups)),
+        "groups/unsolved": sum(not any(members) for members in groups.values()) / max(1, len(groups)),
     }
 
 

@@ -33,7 +33,7 @@ class ConstantGroups(BrokerHook):
         self._begin_step()
 
     def completed(self, now: float, group: Group) -> Proposals:
-        outcomes = [member.outcome for member in group.accepted() if member.outcome is not None]
+        outcomes = group.rewarded()
         rewards = {outcome.reward for outcome in outcomes}
         if len(rewards) > 1 or self._filtered + self._settled >= self.rules.max_filtered_per_step:
             return

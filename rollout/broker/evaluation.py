@@ -3,7 +3,7 @@
 Their tickets are of their own kind, outside admission and ledger, and take seats before training tickets.
 
 An episode that fails is tried again up to `max_attempts` times; after that its task counts as failed and
-stands outside the means.
+stands outside the means. So does one whose reward is not known, at once.
 """
 
 from __future__ import annotations
@@ -118,11 +118,12 @@ class Evaluations:
             return []
 
         answered = outcome is not None and outcome.timeline == self.tickets.timeline  # else other weights answered
-        self.tickets.ledger.evaluation_ended(ticket_id, "evaluated" if answered else "failed")
-        if outcome is not None and answered:
+        judged = answered and outcome is not None and not outcome.unrewarded
+        self.tickets.ledger.evaluation_ended(ticket_id, "evaluated" if judged else "failed")
+        if outcome is not None and judged:
             shown = {name: getattr(outcome, name) for name in EvalEpisode.__struct_fields__ if hasattr(outcome, name)}
             evaluation.episodes.append(EvalEpisode(attempt.task_index, **shown))
-        elif attempt.failures + 1 < self.rules.max_attempts:
+        elif not answered and attempt.failures + 1 < self.rules.max_attempts:
             self.queue.appendleft(EvalAttempt(evaluation, attempt.task_index, attempt.failures + 1))
         else:
             evaluation.failed += 1

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from zlib import crc32
 
 from rl.observe.alarms import Alarms
-from rl.wire.messages import Trajectory
+from rl.wire.messages import NO_OPINION, Trajectory
 from rollout.broker.actions import BatchSample, EmitBatch, EvalReport, GroupRecord
 from rollout.broker.core import BrokerCore
 from rollout.broker.records import NAMES, State
@@ -31,6 +32,7 @@ _FIRST_SAMPLES = 64  # whose share of invalid answers later ones are compared wi
 _SAMPLES_OF_A_GROUP = 8  # so many count as one group of a type
 _EXPECTED = 10  # successes that did not come, by the rate before them
 _LEAST_CUT = 32  # episodes
+_REWARDS = 500  # that are looked at
 _STALLS = 4  # of 1 + alpha batches each, that are looked at
 _LEAST_BATCHES = 6
 _LEAST_TURNS = 16  # of a process
@@ -54,6 +56,7 @@ class BatchGuards:
         self._failed_tasks: deque[bool] = deque(maxlen=samples)
 
         self._task_guards = TaskGuards(alarms)
+        self._rewards = RewardGuard(alarms)
         self._outliers = Outliers(alarms, rules.alpha)
         self._ended = 0  # attempts, before this batch
         self._failed = 0
@@ -72,7 +75,8 @@ class BatchGuards:
 
         self._judge(batch)
         several = [members for members in groups.values() if len(members) > 1]
-        self._constant += [len({member.outcome.reward for member in members}) == 1 for members in several]
+        rewards = [[each.outcome.reward for each in members if not each.outcome.unrewarded] for members in several]
+        self._constant += [len(set(known)) == 1 for known in rewards if len(known) > 1]
         self._equal += [len({_content(member) for member in members}) == 1 for members in several]
         count = len(self._constant)
         self._check("constant-groups", _all(self._constant), f"the last {count} groups, up to step {batch.step}")
@@ -92,6 +96,11 @@ class BatchGuards:
         self._task_guards.batch(batch.step, list(groups.values()), stats)
         self._outliers.batch(batch.step, batch.samples)
 
+    def rewarded(self, results: Iterable[str]) -> None:
+        """Results have been taken; of each, why its reward is not known, or the empty string."""
+        for unrewarded in results:
+            self._rewards.add(unrewarded)
+
     def ended(self, record: GroupRecord) -> None:
         """A group has ended, in whatever way."""
         self._task_guards.ended(record)
@@ -103,8 +112,9 @@ class BatchGuards:
 
     def _judge(self, batch: EmitBatch) -> None:
         outcomes = [sample.outcome for sample in batch.samples]
-        self._passed += [outcome.success >= 1 for outcome in outcomes]
-        self._failed_tasks += [outcome.success <= 0 for outcome in outcomes]
+        judged = [outcome for outcome in outcomes if not outcome.unrewarded]
+        self._passed += [outcome.success >= 1 for outcome in judged]
+        self._failed_tasks += [outcome.success <= 0 for outcome in judged]
         found = f"the last {len(self._passed)} samples, up to step {batch.step}"
         self._check("judge-always", _all(self._passed), found)
         self._check("judge-never", _all(self._failed_tasks), found)
@@ -152,6 +162,31 @@ def _start(sample: BatchSample) -> tuple[int, ...]:
     """The first two ids of its prompt; its own number for a sample without a payload."""
     trajectory = sample.outcome.payload
     return (sample.sample_id, -1) if trajectory is None else tuple(trajectory.sequences[0].token_ids[:2].tolist())
+
+
+class RewardGuard:
+    """How many of the last rewards have failed; told at most once in as many results."""
+
+    def __init__(self, alarms: Alarms) -> None:
+        self._alarms = alarms
+        self._recent: deque[bool] = deque(maxlen=_REWARDS)
+        self._first = ""
+        self._count = 0
+        self._silent_until = 0
+
+    def add(self, unrewarded: str) -> None:
+        failed = unrewarded not in ("", NO_OPINION)
+        self._count += 1
+        self._recent.append(failed)
+        if not failed:
+            return
+
+        self._first = self._first or unrewarded
+        count = sum(self._recent)
+        if count > self._alarms.limit("reward-failed", "share") * _REWARDS and self._count > self._silent_until:
+            self._silent_until = self._count + _REWARDS
+            found = f"{count} of the last {len(self._recent)} rewards; the first failure: {self._first}"
+            self._alarms.check("reward-failed", True, found)
 
 
 @dataclass
@@ -211,7 +246,7 @@ class TaskGuards:
 
     def _count(self, members: list[BatchSample]) -> None:
         by_type: dict[str, list[bool]] = {}
-        for sample in members:
+        for sample in (each for each in members if not each.outcome.unrewarded):
             for name, value in sample.outcome.info.items():
                 if name.startswith(TYPE):
                     by_type.setdefault(name.removeprefix(TYPE), []).append(value > 0)

@@ -22,13 +22,17 @@ T = TypeVar("T")
 
 
 class Intake:
-    """Whoever sends empties `acks` (tickets whose end has been taken, by server and incarnation) and `refused`."""
+    """Whoever sends empties `acks` (tickets whose end has been taken, by server and incarnation) and `refused`.
+
+    Whoever watches empties `rewards`: of each result that was taken, why its reward is not known, or the empty string.
+    """
 
     def __init__(self, core: BrokerCore, vocabulary: int) -> None:
         self.core = core
         self.vocabulary = vocabulary
         self.acks: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self.refused: list[str] = []
+        self.rewards: list[str] = []
         self.trajectories = 0
         self.closed = False  # the run is to be saved: no batch is assembled any more
         self._orders: defaultdict[tuple[int, int], Reorder[ServerMessage]] = defaultdict(Reorder)  # by incarnation
@@ -98,7 +102,9 @@ class Intake:
                 newest = messages.Version(core.timeline, core.groups.e)
                 wrong = fault(message, core.ticket(message.ticket_id), newest, self.vocabulary)
                 if not wrong:
-                    return core.finished(message.ticket_id, outcome_of(message), now)
+                    outcome = outcome_of(message)
+                    self.rewards.append(outcome.unrewarded)
+                    return core.finished(message.ticket_id, outcome, now)
 
                 if wrong != NOT_LIVE:
                     self.refused.append(f"trajectory of environment server {message.server}: {wrong}")

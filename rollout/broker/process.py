@@ -242,6 +242,7 @@ class Broker:
         self._outgoing.clear()
         self.intake.acks.clear()
         self.intake.refused.clear()
+        self.intake.rewards.clear()
         if since is not None:
             traced = told_since(self.process.run.folder, "broker", since)
             self._trace(event for event in self.core.ledger.take_events() if event not in traced)
@@ -316,6 +317,8 @@ class Broker:
         for refused in self.intake.refused:
             self._malformed(ProtocolError(refused))
         self.intake.refused.clear()
+        self.guards.rewarded(self.intake.rewards)
+        self.intake.rewards.clear()
 
         self._save()
         self._send_to_servers()

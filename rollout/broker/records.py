@@ -115,8 +115,13 @@ class Group:
     def accepted(self) -> list[Sample]:
         return [member for member in self.members if member.outcome is not None]
 
-    def record(self, end: State, now: float) -> GroupRecord:
+    def rewarded(self) -> list[EpisodeOutcome]:
+        """The results whose reward is known."""
         outcomes = [member.outcome for member in self.members if member.outcome is not None]
+        return [outcome for outcome in outcomes if not outcome.unrewarded]
+
+    def record(self, end: State, now: float) -> GroupRecord:
+        outcomes = self.rewarded()
         return GroupRecord(
             group_id=self.group_id,
             task_index=self.task.task_index,

@@ -7,10 +7,12 @@ from typing import Any
 
 from msgspec import Struct, field, structs
 
+from rl.wire.messages import NO_OPINION
 from rollout.broker.actions import BatchSample, EmitBatch, EpisodeOutcome, EvalEpisode, EvalReport
 from rollout.broker.ledger import Ledger
 from rollout.broker.records import ENDS, NAMES, Attempt, Group, State
 
+_SIZES = ("length", "turns")
 _COUNTED = ("freshness_violations", "hedged", "hedges_won", "duplicates", "other_timeline", "refused_trajectories")
 
 
@@ -22,18 +24,27 @@ class Tally(Struct):
     turns: int = 0
     length: int = 0  # generated tokens
     seconds: float = 0.0
+    unrewarded: int = 0  # of them: nobody knows whether they succeeded
 
     def add(self, outcome: EpisodeOutcome) -> None:
         self.episodes += 1
-        self.success += outcome.success
+        if outcome.unrewarded:
+            self.unrewarded += 1
+        else:
+            self.success += outcome.success
         self.turns += outcome.turns
         self.length += outcome.length
         self.seconds += outcome.seconds
 
     def means(self) -> dict[str, float]:
         count = max(1, self.episodes)
-        sums = {"success": self.success, "turns": self.turns, "length": self.length, "seconds": self.seconds}
-        return {"episodes": self.episodes} | {name: total / count for name, total in sums.items()}
+        sums = {"turns": self.turns, "length": self.length, "seconds": self.seconds}
+        means = {name: total / count for name, total in sums.items()}
+        return {"episodes": self.episodes, "success": self.success / max(1, self.judged), **means}
+
+    @property
+    def judged(self) -> int:
+        return self.episodes - self.unrewarded
 
 
 class Cut(Struct):
@@ -111,9 +122,9 @@ class Statistics(Struct):
             self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
             self.kept.add(outcome)
 
-        reward = sum(outcome.reward for outcome in batch) / len(batch)
-        self.reward_first = reward if self.reward_first is None else self.reward_first
-        self.reward_last = reward
+        if rewards := [outcome.reward for outcome in batch if not outcome.unrewarded]:
+            self.reward_last = sum(rewards) / len(rewards)
+            self.reward_first = self.reward_last if self.reward_first is None else self.reward_first
 
     def evaluated(self, report: EvalReport) -> None:
         self.eval_first = self.eval_first or report
@@ -164,11 +175,12 @@ class Statistics(Struct):
         lost: dict[str, list[tuple[float, int]]] = {
             "length": [(cut.finished.length + cut.tokens, cut.finished.episodes + cut.running) for cut in cuts],
             "turns": [(cut.finished.turns + cut.turns, cut.finished.episodes + cut.told) for cut in cuts],
-            "success": [(cut.finished.success, cut.finished.episodes) for cut in cuts],
+            "success": [(cut.finished.success, cut.finished.judged) for cut in cuts],
         }
+        kept = self.kept
+        of = {"length": kept.episodes, "turns": kept.episodes, "success": kept.judged}
         return {
-            name: {"kept": _mean([(getattr(self.kept, name), self.kept.episodes)]), "cut": _mean(sums)}
-            for name, sums in lost.items()
+            name: {"kept": _mean([(getattr(kept, name), of[name])]), "cut": _mean(sums)} for name, sums in lost.items()
         }
 
 
@@ -180,13 +192,15 @@ def _mean(sums: list[tuple[float, int]]) -> float | None:
 def batch_metrics(step: int, samples: list[BatchSample]) -> dict[str, float]:
     """Means over one batch, under the names that the tracker shows."""
     outcomes = [sample.outcome for sample in samples]
+    unrewarded = [outcome.unrewarded for outcome in outcomes if outcome.unrewarded]
     count = len(samples)
     staleness = [step - sample.outcome.version for sample in samples]
     shares = {f"staleness/{k}": staleness.count(k) / count for k in sorted(set(staleness))}
 
     means = {
-        "rollout/reward": sum(o.reward for o in outcomes) / count,
-        "rollout/accuracy": sum(o.success for o in outcomes) / count,
+        "reward/failed": float(len(unrewarded) - unrewarded.count(NO_OPINION)),
+        "reward/no_opinion": float(unrewarded.count(NO_OPINION)),
+        **_means("rollout/", outcomes, {"reward": "reward", "accuracy": "success"}),
         "rollout/length": sum(o.length for o in outcomes) / count,
         "rollout/turns": sum(o.turns for o in outcomes) / count,
         "rollout/episode_s": sum(o.seconds for o in outcomes) / count,
@@ -201,11 +215,19 @@ def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisod
     metrics: dict[str, float] = {}
     for label in sorted({each.label for each in episodes} - {""}):
         chosen = [each for each in episodes if each.label == label]
-        names = {"reward": "reward", "accuracy": "success", "length": "length", "turns": "turns"}
-        means = {name: sum(getattr(each, of) for each in chosen) / len(chosen) for name, of in names.items()}
-        means["episodes"] = len(chosen)
-        metrics |= {f"{prefix}/{label}/{name}": float(value) for name, value in means.items()}
+        where = f"{prefix}/{label}/"
+        metrics |= _means(where, chosen, {"reward": "reward", "accuracy": "success"})
+        metrics |= {f"{where}{name}": sum(getattr(each, name) for each in chosen) / len(chosen) for name in _SIZES}
+        metrics[f"{where}episodes"] = float(len(chosen))
     return metrics
+
+
+def _means(where: str, episodes: Sequence[EpisodeOutcome | EvalEpisode], names: dict[str, str]) -> dict[str, float]:
+    """Over those whose reward is known; nothing where there are none."""
+    known = [each for each in episodes if isinstance(each, EvalEpisode) or not each.unrewarded]
+    return {
+        f"{where}{name}": sum(getattr(each, of) for each in known) / len(known) for name, of in names.items() if known
+    }
 
 
 def state_metrics(ledger: Ledger, counts: dict[str, float]) -> dict[str, float]:

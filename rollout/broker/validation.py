@@ -101,6 +101,7 @@ def _faults(trajectory: Trajectory, ticket: Ticket, newest: Version, vocabulary:
             sequence, ticket, newest.n if trajectory.timeline == ticket.version.timeline else None
         )
         yield from _turn_faults(sequence)
+    yield from _order_faults(trajectory)
     yield from _number_faults(trajectory)
 
     for columns in (trajectory.columns, *(sequence.columns for sequence in trajectory.sequences)):
@@ -161,6 +162,18 @@ def _turn_faults(sequence: TokenSequence) -> Iterator[str]:
         yield f"shared {sequence.shared}: what an earlier sequence has as well ends before the first turn"
     if not covered == both == generated:
         yield f"turns: {covered} tokens of turns, {generated} in the loss mask, {both} in both"
+
+
+def _order_faults(trajectory: Trajectory) -> Iterator[str]:
+    """Of any two turns of different sequences it is known which came first; within a sequence they stand in time."""
+    seen: set[int] = set()
+    for sequence in trajectory.sequences:
+        numbers = [turn.number for turn in sequence.turns]
+        if numbers != sorted(numbers):
+            yield f"turns: number {max(numbers)} stands before a smaller one of its sequence"
+        if shared := seen.intersection(numbers):
+            yield f"turns: two sequences have one of number {min(shared)}: which came first is not known"
+        seen.update(numbers)
 
 
 def _number_faults(trajectory: Trajectory) -> Iterator[str]:

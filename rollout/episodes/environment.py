@@ -62,17 +62,26 @@ class Opening:
 class Step:
     """What a step answers: new messages (empty when done), this turn's reward, and whether it is over.
 
+    `reward`: None is no opinion. An episode of which no turn has one is not trained (`RewardFailed`).
     `success`: whether the task is solved as things stand now. The last one said is the episode's: accuracy, curricula
     and statistics count it, whatever the rewards were.
     """
 
     messages: list[ChatMessage]
-    reward: float
+    reward: float | None
     done: bool
     success: bool
     info: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     """An entry of each registered column that environments make (`rl/wire/columns.py`); none as a rule."""
+
+
+class RewardFailed(Exception):
+    """Raised by `step`, `finish` or `run` where the reward cannot be told: the message names the function and says why.
+
+    The episode ends and is not tried again, so that a model is not spared a bad answer. It is not trained either, and
+    the baseline of its group leaves it out: a failure is no zero. A reward that is not finite does the same.
+    """
 
 
 @dataclass(frozen=True)
@@ -180,9 +189,12 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an episode was worth: `reward` for all of it, and `rewards` of single responses by their `id`, added up."""
+    """What an episode was worth: `reward` for all of it, and `rewards` of single responses by their `id`, added up.
 
-    reward: float
+    `reward` None is no opinion: then `rewards` decide, if there are any.
+    """
+
+    reward: float | None
     success: bool
     rewards: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, float] = field(default_factory=dict)

@@ -28,8 +28,9 @@ from msgspec.structs import replace
 from rl.config.schema import Config
 from rl.observe.trace import NO_TRACE, Trace
 from rl.observe.trace_events import ResetBegan, ResetEnded, StepBegan, StepEnded
-from rl.wire.messages import Ticket, Trajectory, Turn
-from rl.wire.text import Mender, whole
+from rl.wire.columns import ONE_TURN, masked_columns
+from rl.wire.messages import NO_OPINION, Ticket, Trajectory, Turn
+from rl.wire.text import Mender
 from rollout.episodes.bridge import BridgeRefused
 from rollout.episodes.conversation import Conversation, ToolConversation
 from rollout.episodes.environment import (
@@ -40,9 +41,10 @@ from rollout.episodes.environment import (
     ForeignLoop,
     OnOwnTerms,
     Opening,
+    RewardFailed,
     Step,
 )
-from rollout.episodes.foreign import ForeignContext, play
+from rollout.episodes.foreign import ForeignContext, info_of, play, reward_of
 from rollout.episodes.hooks import GENERATE, STEP, EpisodeHooks
 from rollout.episodes.isolation import Overrun, isolated
 from rollout.episodes.parsing import TurnReader, mended
@@ -176,6 +178,7 @@ class _Episode:
     progress: Progress
     info: dict[str, float] = field(default_factory=dict)  # the last value of each number the environment reported
     success: bool = False  # as the last step said
+    unrewarded: str = NO_OPINION  # why its reward is not known, as things stand
     terms: EpisodeTerms = field(default_factory=EpisodeTerms)
 
     def __post_init__(self) -> None:
@@ -216,6 +219,7 @@ class _Episode:
             seconds=time.monotonic() - begin,
             info=self.info | self._counts(),
             label=self.terms.label,
+            unrewarded=self.unrewarded,
         )
 
     def _conversation(self, opening: Opening | list[ChatMessage]) -> Conversation:
@@ -262,17 +266,26 @@ class _Episode:
         reason = generated.finish_reason
         self.progress.answer = text
         call = self.environment.step(text, truncated=reason == "length")
-        step = _checked_step(await self._call(call, what), what)
 
-        stop_reason = self._stop_reason(conversation, step, reason, cut_by_context)
-        if stop_reason and not step.done:
-            step = await self._finished(step)
+        try:
+            step = _checked_step(await self._call(call, what), what)
+            stop_reason = self._stop_reason(conversation, step, reason, cut_by_context)
+            if stop_reason and not step.done:
+                step = await self._finished(step)
+        except RewardFailed as error:
+            step = Step([], None, True, self.success, columns=masked_columns(ONE_TURN, "environment"))
+            stop_reason = self._stop_reason(conversation, step, reason, cut_by_context)
+            self.unrewarded = str(error) or repr(error)
+
         env_s = time.monotonic() - begin
-        self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, step.reward))
+        reward = step.reward or 0.0
+        self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, reward))
         self.info.update(step.info)
         self.success = step.success
-
-        turn = Turn(start, end, step.reward, generate_s, env_s, reason, generated.generator)
+        if step.reward is not None:
+            self.unrewarded = ""
+        number = len(conversation.turns)
+        turn = Turn(start, end, reward, generate_s, env_s, reason, generated.generator, number)
         try:
             conversation.end_turn(turn, step.columns)
         except ValueError as error:
@@ -313,7 +326,8 @@ class _Episode:
         end = _checked_step(await self._call(self.environment.finish(), "finish"), "finish")
         info = {**step.info, **end.info}
         columns = {**step.columns, **end.columns}
-        return Step([], step.reward + end.reward, True, end.success, info, columns)
+        known = [each.reward for each in (step, end) if each.reward is not None]
+        return Step([], math.fsum(known) if known else None, True, end.success, info, columns)
 
     async def _wait_for_hooks(self, phase: int) -> None:
         """Wait until every hook lets it go on: with a per-turn barrier, when the server's other episodes are there
@@ -329,6 +343,8 @@ class _Episode:
         try:
             with self.context.activity.during("environment"):
                 return await isolated(call, deadline_s)
+        except RewardFailed:
+            raise
         except Overrun:
             raise EpisodeFailed(f"environment: {what} ran past env.step_deadline_s={deadline_s:g}") from None
         except Exception as error:
@@ -350,16 +366,10 @@ def _checked_messages(answer: Any, what: str) -> list[ChatMessage]:
 def _checked_step(answer: Any, what: str) -> Step:
     if not isinstance(answer, Step):
         raise EpisodeFailed(f"environment: {what} answered {type(answer).__name__}, not a Step")
-    try:  # plain numbers: a numpy scalar would not cross the socket
-        reward = float(answer.reward)
-        info = {whole(str(name)): float(value) for name, value in answer.info.items()}
-    except (TypeError, ValueError) as error:
-        raise EpisodeFailed(f"environment: {what} answered a reward or info that is no number: {error}") from None
-    for name, value in {"reward": reward, **info}.items():
-        if not math.isfinite(value):
-            raise EpisodeFailed(f"environment: {what} answered the {name} {value}")
     if not isinstance(answer.success, bool | np.bool_):  # a share of tests passed is no success
         raise EpisodeFailed(f"environment: {what} answered success={answer.success!r}: Step.success is True or False")
 
     messages = _checked_messages(answer.messages, what)
+    info = info_of(answer.info, what)
+    reward = reward_of(answer.reward, what)
     return Step(messages, reward, bool(answer.done), bool(answer.success), info, answer.columns)

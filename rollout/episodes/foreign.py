@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config.schema import Config
-from rl.wire.messages import Ticket, TokenSequence, Trajectory
+from rl.wire.messages import NO_OPINION, Ticket, TokenSequence, Trajectory
 from rl.wire.text import whole
-from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome
+from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome, RewardFailed
 from rollout.episodes.forest import Forest
 from rollout.episodes.isolation import Overrun, isolated
 from rollout.episodes.parsing import TurnReader
@@ -53,10 +53,15 @@ async def play(
     forest = Forest(context.reader, thinking=chat.thinking, limit=limit, name=f"{ticket.ticket_id}_")
     session = Session(sampler, forest, grace_s=_GRACE_S, stop=chat.stop)
     begin = time.monotonic()
+    unrewarded = ""
 
     try:
         async with context.open_endpoint(ticket.ticket_id, session) as endpoint:
             outcome = _checked(await isolated(loop.run(task, endpoint), ticket.deadline_s))
+            unrewarded = NO_OPINION if outcome.reward is None and not outcome.rewards else ""
+    except RewardFailed as error:
+        unrewarded = str(error) or repr(error)
+        outcome = Outcome(None, False)
     except EpisodeFailed:
         raise
     except Overrun:
@@ -71,6 +76,7 @@ async def play(
         raise EpisodeFailed("environment: run asked the model for nothing, or took no answer")
     sequences = _rewarded(forest, outcome)
     last = forest.turns[-1]
+
     return Trajectory(
         server=0,
         incarnation=0,
@@ -89,6 +95,7 @@ async def play(
         tokens_generated=sampler.tokens_generated,
         seconds=time.monotonic() - begin,
         info={**outcome.info, **_counts(session)},
+        unrewarded=unrewarded,
     )
 
 
@@ -101,7 +108,7 @@ def _rewarded(forest: Forest, outcome: Outcome) -> list[TokenSequence]:
 
     for name, reward in outcome.rewards.items():
         by_id[name].reward += reward
-    forest.turns[-1].reward += outcome.reward
+    forest.turns[-1].reward += outcome.reward or 0.0
     return forest.sequences()
 
 
@@ -125,14 +132,34 @@ def _checked(outcome: Any) -> Outcome:
         raise EpisodeFailed(f"environment: run answered {type(outcome).__name__}, not an Outcome")
     if not isinstance(outcome.success, bool):
         raise EpisodeFailed(f"environment: run answered success={outcome.success!r}: it is True or False")
-    try:
-        rewards = {str(name): float(value) for name, value in outcome.rewards.items()}
-        info = {whole(str(name)): float(value) for name, value in outcome.info.items()}
-        checked = replace(outcome, reward=float(outcome.reward), rewards=rewards, info=info)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise EpisodeFailed(f"environment: run answered a reward or info that is no number: {error}") from None
+    if not isinstance(outcome.rewards, Mapping):
+        raise EpisodeFailed(f"environment: run answered rewards={outcome.rewards!r}: they are numbers by response")
+    rewards = {str(name): reward_of(value, "run") for name, value in outcome.rewards.items()}
+    info = info_of(outcome.info, "run")
+    known = {name: value for name, value in rewards.items() if value is not None}
+    return replace(outcome, reward=reward_of(outcome.reward, "run"), rewards=known, info=info)
 
-    for name, value in {"reward": checked.reward, **rewards, **info}.items():
+
+def reward_of(value: Any, what: str) -> float | None:
+    """A plain number, which a numpy scalar is not; None: no opinion. Raises RewardFailed."""
+    if value is None:
+        return None
+    try:
+        reward = float(value)
+    except (TypeError, ValueError) as error:
+        raise RewardFailed(f"environment: {what} answered a reward that is no number: {error}") from None
+    if not math.isfinite(reward):
+        raise RewardFailed(f"environment: {what} answered the reward {reward}")
+    return reward
+
+
+def info_of(values: Mapping[str, Any], what: str) -> dict[str, float]:
+    """Plain numbers by name. Raises EpisodeFailed."""
+    try:
+        info = {whole(str(name)): float(value) for name, value in values.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise EpisodeFailed(f"environment: {what} answered info that is no number: {error}") from None
+    for name, value in info.items():
         if not math.isfinite(value):
-            raise EpisodeFailed(f"environment: run answered the {name} {value}")
-    return checked
+            raise EpisodeFailed(f"environment: {what} answered the {name} {value}")
+    return info

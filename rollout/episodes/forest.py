@@ -187,7 +187,7 @@ class Forest:
         """Each finished turn is trained in exactly one of them: the first that it is on."""
         open_at: dict[ForestTurn, tuple[GrowingSequence, int]] = {}
         found: list[tuple[GrowingSequence, int]] = []
-        for turn in self.turns:
+        for number, turn in enumerate(self.turns):
             begun = open_at.pop(turn.parent, None) if turn.parent else None
             if begun is None:
                 before = turn.parent.context if turn.parent else np.zeros(0, np.int32)
@@ -198,8 +198,8 @@ class Forest:
             sequence.append_read(turn.read)
             context = turn.growing.context_entries(sequence.known, len(sequence))
             start, end = sequence.append_generated(turn.sampled, context)
-            seconds = turn.generate_s
-            sequence.end_turn(Turn(start, end, turn.reward, seconds, 0.0, turn.finish_reason, turn.generator), {})
+            told = (turn.reward, turn.generate_s, 0.0, turn.finish_reason, turn.generator)
+            sequence.end_turn(Turn(start, end, *told, number), {})
             open_at[turn] = begun
         return [sequence.sequence(shared) for sequence, shared in found]
 

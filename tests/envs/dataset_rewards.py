@@ -11,8 +11,10 @@ def length(response: str, row: dict[str, Any]) -> float:
     return min(1.0, len(response) / float(row["long"]))
 
 
-def trap(response: str, row: dict[str, Any]) -> float:
+def trap(response: str, row: dict[str, Any]) -> float | None:
     """Does what the response says."""
+    if response == "no idea":
+        return None
     if response == "hang":
         time.sleep(600)
     if response == "die":

@@ -8,14 +8,14 @@ from typing import Any
 import openai
 from pydantic import BaseModel, ConfigDict
 
-from rollout.episodes.environment import Endpoint, Outcome
+from rollout.episodes.environment import Endpoint, Outcome, RewardFailed
 
 
 class LoopOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     turns: int = 3
     does: str = "append"
-    """append | branch | nothing | raise | hang | shout | read"""
+    """append | branch | nothing | raise | hang | shout | read | unsure | nan | ungraded"""
 
 
 class OpenAiLoop:
@@ -44,6 +44,10 @@ class OpenAiLoop:
             rewards[answer.id] = 0.25
             if does == "append" or turn == 0:
                 messages += [answer.choices[0].message, {"role": "user", "content": "9"}]
+        if does == "ungraded":
+            raise RewardFailed("grade raised ValueError: no rubric")
+        if does in ("unsure", "nan"):
+            return Outcome(None if does == "unsure" else float("nan"), True)
         if does == "shout":
             return Outcome(1.0, True, {"resp-77": 1.0})
         return Outcome(1.0, True, rewards, {"asked": float(self.options.turns)})

@@ -311,7 +311,7 @@ def test_the_first_taking_of_what_the_task_asks_for_is_paid_once(folder: Path) -
 
             for command in walkthrough(game.path):
                 step = await environment.step(command)
-                rewards.append(step.reward)
+                rewards.append(step.reward or 0.0)
                 texts.append(step.messages[0].content)
                 if step.reward == 0.25:  # put it back, and take it again
                     thing, place = re.fullmatch(r"take (.+) from (.+)", command).groups()  # type: ignore[union-attr]

@@ -238,7 +238,7 @@ def test_environment() -> None:
 
         await environment.reset(problem(MBPP))
         step = await environment.step("```python\ndef add(a, b): return 3 if a == 1 else a\n```")
-        assert 0 < step.reward < 1 and not step.success
+        assert step.reward is not None and 0 < step.reward < 1 and not step.success
         step = await environment.step("```python\nno end")
         assert (step.reward, step.info["no_code"]) == (0.0, 1.0)
         await environment.close()

@@ -16,6 +16,7 @@ from envs.dataset.environment import DatasetFamily
 from envs.dataset.judge import Judge, JudgeOptions
 from envs.registry import make_family, validate_options
 from rl.config.schema import ConfigError, load_config
+from rollout.episodes.environment import RewardFailed
 from tests.envs.playing import episode, started, with_family
 
 REWARDS = "tests.envs.dataset_rewards"
@@ -62,15 +63,35 @@ def test_one_function_is_named_alone(rows: str) -> None:
 
 
 @pytest.mark.parametrize("response", ["hang", "die", "raise", "nan"])
-def test_a_response_over_which_a_reward_fails_earns_nothing_and_the_next_is_judged(rows: str, response: str) -> None:
+def test_a_reward_that_fails_over_a_response_is_no_zero_and_the_next_is_judged(rows: str, response: str) -> None:
+    """Also beside a function that has an opinion. The failure names the function."""
+
     async def play(family: DatasetFamily) -> None:
         task = family.task("train", 0)
-        _, (step,), _ = await episode(family, task, [response])
-        assert (step.reward, step.success, step.info["reward_failed"]) == (0.0, False, 1.0)
+        with pytest.raises(RewardFailed, match=f"{REWARDS}:trap"):
+            await episode(family, task, [response])
         _, (step,), _ = await episode(family, task, ["well"])
-        assert (step.reward, step.info["reward_failed"]) == (1.0, 0.0)
+        assert step.reward == 1.0 + 0.5 * 0.4
 
-    with_family(play, *overrides(rows, f"{REWARDS}:trap", "env.options.reward_deadline_s=5"))
+    reward = f"{{{REWARDS}:trap: 1.0, {REWARDS}:length: 0.5}}"
+    with_family(play, *overrides(rows, reward, "env.options.reward_deadline_s=5"))
+
+
+def test_who_has_no_opinion_leaves_it_to_the_others(rows: str) -> None:
+    async def with_others(family: DatasetFamily) -> None:
+        _, (step,), _ = await episode(family, family.task("train", 0), ["no idea"])
+        assert step.reward == pytest.approx(0.5 * 0.7) and not step.success
+        assert step.info == {"reward_length": pytest.approx(0.7)}
+
+    async def alone(family: DatasetFamily) -> None:
+        _, (step,), _ = await episode(family, family.task("train", 0), ["no idea"])
+        assert step.reward is None and step.done and not step.success
+
+    with_family(with_others, *overrides(rows, f"{{{REWARDS}:trap: 1.0, {REWARDS}:length: 0.5}}"))
+    with_family(alone, *overrides(rows, f"{REWARDS}:trap"))
+    with_family(
+        alone, *overrides(rows, f"{{{REWARDS}:trap: 1.0, {REWARDS}:length: 0.0}}")
+    )  # a weight of 0 decides nothing
 
 
 @pytest.mark.parametrize(
@@ -172,9 +193,15 @@ def test_a_judge_that_is_busy_is_asked_again_and_one_without_a_score_gives_none(
             prompt = asked[-1]["messages"][0]["content"]
             assert prompt.count("</response>") == 1 and "a {reference} " in prompt
 
-            silent = await judge.judge("t", "r", "b")
-            assert (silent.score, silent.parsed) == (0.0, False)
+            with pytest.raises(RewardFailed, match="judge gave no score: m wrote 'I would rather not say'"):
+                await judge.judge("t", "r", "b")
             await judge.stop()
+
+            dead = Judge(JudgeOptions(url="http://127.0.0.1:1/v1", model="m", tries=1, keep=False))
+            await dead.start()
+            with pytest.raises(RewardFailed, match="judge raised APIConnectionError"):
+                await dead.judge("t", "r", "c")
+            await dead.stop()
 
     asyncio.run(run())
 

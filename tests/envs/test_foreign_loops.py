@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from rl.wire.messages import (
+    NO_OPINION,
     CancelTickets,
     Generate,
     Generated,
@@ -65,6 +66,23 @@ def test_a_history_that_branches_is_several_sequences(make_run: MakeRun) -> None
         assert [sequence.shared for sequence in result.sequences] == [0, 5]
         assert [len(sequence.turns) for sequence in result.sequences] == [2, 1]
         assert result.reward == 1.75
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("unsure", NO_OPINION),
+        ("nan", "environment: run answered the reward nan"),
+        ("ungraded", "grade raised ValueError: no rubric"),
+    ],
+)
+def test_an_agent_whose_reward_is_not_known_ends_its_ticket_without_one(make_run: MakeRun, does: str, why: str) -> None:
+    with ServerPeers(make_run(*LOOP, f"env.options.does={does}"), counting) as peers:
+        peers.send(ticket(1))
+        peers.until(lambda: len(peers.ended()) == 1, "the trajectory")
+        result = peers.ended()[1]
+        assert isinstance(result, Trajectory) and not fault(result, ticket(1), Version(0, 3), 1000)
+        assert (result.unrewarded, result.reward) == (why, 0.0) and len(result.turns) == 3
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,23 @@ import pytest
 from envs.reasoning_gym.environment import ReasoningGymFamily
 from envs.registry import make_family
 from rl.config.schema import ConfigError, load_config
+from rollout.episodes.environment import RewardFailed
 from tests.envs.playing import episode, gold_steps, with_family
 
 NAME = "env.name=reasoning_gym"
 
 
-def test_gold_earns_other_answers_do_not_and_one_that_hangs_the_scoring_is_wrong() -> None:
-    """`countdown` hands an answer to sympy, which works on a tower of powers without end."""
+def test_gold_earns_other_answers_do_not_and_one_that_hangs_the_scoring_masks_its_sample() -> None:
+    """`countdown` hands an answer to sympy, which works on a tower of powers without end: that is no zero."""
 
     async def play(family: ReasoningGymFamily) -> None:
         task = family.task("train", 0)
-        hostile = "<answer>9**9**9**9</answer>"
-        for wrong in ("", "17", "<answer>", "<answer></answer>", "<answer>no number</answer>", hostile):
+        for wrong in ("", "17", "<answer>", "<answer></answer>", "<answer>no number</answer>"):
             _, (step,), _ = await episode(family, task, [wrong])
-            assert not step.success and step.reward < 0.05, wrong
+            assert not step.success and step.reward is not None and step.reward < 0.05, wrong
             assert step.info["answered"] == float("</answer>" in wrong)
-            assert not step.info["unscorable"] or wrong == hostile
+        with pytest.raises(RewardFailed, match="score_answer"):
+            await episode(family, task, ["<answer>9**9**9**9</answer>"])
 
         for index in range(4):
             (step,) = await gold_steps(family, family.task("train", index))

@@ -95,6 +95,7 @@ def test_an_episode_on_an_image(
         last = await environment.step(tool_call("submit"))
         await environment.close()
         await family.stop()
+        assert last.reward is not None
         return last.reward
 
     assert asyncio.run(play(f"{FIX} && {COMMIT}")) == 1

@@ -102,7 +102,7 @@ def test_half_of_the_tests_passed_is_half_a_reward_and_no_success(ledger_tasks: 
         return steps[-1]
 
     last = asyncio.run(play())
-    assert 0 < last.reward < 1 and not last.success
+    assert last.reward is not None and 0 < last.reward < 1 and not last.success
 
 
 def test_a_cancelled_reset_leaves_no_sandbox(ledger_tasks: Path) -> None:

@@ -18,10 +18,10 @@ from rl.learner.credit import Minibatch
 from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
-from rollout.episodes.environment import ChatMessage
+from rollout.episodes.environment import ChatMessage, RewardFailed
 from tests.museum.lab import STOPS, Game, Lab
 from tests.rl.learner.tiny_policies import VOCAB
-from tests.rollout.trajectories import with_sequence
+from tests.rollout.trajectories import turns_apart, with_sequence
 
 Spoil = Callable[[Lab, pytest.MonkeyPatch], None]
 
@@ -362,6 +362,46 @@ def not_centred(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("sign-flipped", "advantage-sign")
 def sign_flipped(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     estimated(lab, lambda plain: lambda rewards, group: -plain(rewards, group))
+
+
+def forked(lab: Lab) -> None:
+    """Of every episode each turn stands in a sequence of its own, the last one first."""
+
+    def apart(trajectories: list[Trajectory]) -> list[Trajectory]:
+        return [msgspec.structs.replace(each, sequences=turns_apart(each.sequence)[::-1]) for each in trajectories]
+
+    vars(lab)["delivered"] = apart
+
+
+@fault("credit-by-sequence", "credit-order", "algo.advantage=turn")
+def credit_by_sequence(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """The learner counts the turns of a sample as its sequences are listed."""
+    from rl.models import packing
+
+    def listed(batch_part: BatchPart, sequences: list[int]) -> np.ndarray:
+        lengths = [batch_part.lengths[i] for i in sequences]
+        return np.arange(len(sequences)).repeat(lengths)  # one turn each
+
+    forked(lab)
+    patch.setattr(packing, "_sample_turns", listed)
+
+
+@fault("turns-unordered", "batch-contradicts")
+def turns_unordered(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    forked(lab)
+    assembled(lab, lambda batch_part: {"turn_order": []})
+
+
+@fault("reward-function-fails", "reward-failed")
+def reward_function_fails(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    plain = Game.judge
+
+    def judge(self: Game, ids: list[int]) -> float:
+        if ids[0] % 4 == 0:
+            raise RewardFailed(f"my_rewards:even raised KeyError: {ids[0]}")
+        return plain(self, ids)
+
+    patch.setattr(Game, "judge", judge)
 
 
 @fault("judge-always", "judge-always")

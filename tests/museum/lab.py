@@ -335,6 +335,7 @@ class Lab:
         if wrong := fault(trajectory, self.core.ticket(ticket.ticket_id), newest, VOCAB):
             self._carry_out(self.core.refused(ticket.ticket_id, wrong, 0.0))
         else:
+            self.broker_guards.rewarded([trajectory.unrewarded])
             self._carry_out(self.core.finished(ticket.ticket_id, outcome_of(trajectory), 0.0))
 
     def _carry_out(self, actions: list[Action]) -> None:

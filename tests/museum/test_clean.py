@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.museum.lab import Lab
+from rl.learner.credit import Minibatch
+from rl.wire.messages import BatchPart
+from rollout.episodes.environment import Step
+from tests.museum.faults import forked
+from tests.museum.lab import Game, Lab
 
 CLEAN = {
     "synchronous": [],
@@ -25,6 +31,43 @@ def test_a_clean_run_raises_nothing(model_folder: Path, overrides: list[str]) ->
     lab = Lab(model_folder, *overrides, steps=5)
     assert lab.train() == []
     assert lab.core.n == 5
+
+
+@pytest.mark.parametrize("advantage", ["group", "turn", "batch"])
+def test_a_clean_run_of_forked_histories_raises_nothing(model_folder: Path, advantage: str) -> None:
+    lab = Lab(model_folder, f"algo.advantage={advantage}")
+    forked(lab)
+    assert lab.train() == [] and lab.core.n == 3
+
+
+def test_rewards_without_an_opinion_do_no_harm(model_folder: Path) -> None:
+    """Of whole groups, and in the last step of a whole batch: nothing of them moves the weights or any mean."""
+
+    class Unsure(Game):
+        async def step(self, action: str, *, truncated: bool = False) -> Step:
+            step = await super().step(action, truncated=truncated)
+            return replace(step, reward=None) if self.task % 3 == 0 or lab.step == 2 else step
+
+    lab = Lab(model_folder, "learner.weight_decay=0.0")
+    lab.environment = Unsure
+    seen = []
+    minibatches = lab.trainer.minibatches
+
+    def watched(batch_part: BatchPart) -> list[Minibatch]:
+        seen.append((batch_part, minibatches(batch_part)))
+        return seen[-1][1]
+
+    vars(lab.trainer)["minibatches"] = watched
+    assert lab.train() == [] and lab.core.n == 3
+
+    for step, (batch_part, (minibatch,)) in enumerate(seen):
+        masked = [row for row in batch_part.rows if row.unrewarded]
+        assert len(masked) == 16 if step == 2 else 0 < len(masked) < 16
+        trained = sum(row.loss_tokens for row in batch_part.rows if not row.unrewarded)
+        assert minibatch.loss_tokens == sum(pack.loss_tokens for pack in minibatch.packs) == trained
+        assert batch_part.metrics["reward/no_opinion"] == len(masked)
+        assert ("rollout/reward" in batch_part.metrics) == (step < 2)
+    assert all(torch.isfinite(tensor).all() for tensor in lab.trainer.policy.state_dict().values())
 
 
 @pytest.mark.parametrize("alpha", [0, 1, 2])

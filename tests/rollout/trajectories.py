@@ -56,6 +56,19 @@ def with_sequence(trajectory: Trajectory, turns: list[Turn] | None = None, **col
     return replace(trajectory, sequences=[changed])
 
 
+def turns_apart(sequence: TokenSequence) -> list[TokenSequence]:
+    """Each turn in a sequence of its own, which repeats what came before, masked."""
+    found = []
+    end = 0
+    for turn in sequence.turns:
+        columns = {name: values[: turn.end].copy() for name, values in sequence.columns.items()}
+        for name, masked in (("loss_mask", 0), ("policy_version", -1), ("logp_behavior", 0)):
+            columns[name][:end] = masked
+        found.append(TokenSequence(columns=columns, turns=[turn], shared=end))
+        end = turn.end
+    return found
+
+
 def reply_columns(token_ids: Sequence[int], logp: Any = -0.5, version: Any = 0) -> dict[str, np.ndarray]:
     """What a generator answers beside these ids: one value for all of them, or one each."""
     size = len(token_ids)

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from launch.cli import main
+from launch.commands.show import conversation
 from rl.store.samples import SampleFile, read_samples, sample_of
 from rl.wire.messages import Ticket, Version
+from rollout.episodes.tokenizer import IdTokenizer
 from tests.launch.simulated_run import simulated_run
 from tests.rollout.trajectories import make_trajectory
 
@@ -81,3 +84,10 @@ def test_a_sample_says_what_the_trajectory_said() -> None:
     assert sample.token_ids == trajectory.sequence.token_ids.tolist()
     assert np.allclose(sample.logp, trajectory.sequence.logp_behavior, atol=1e-4)
     assert (sample.reward, sample.success) == (trajectory.reward, trajectory.success)
+
+
+def test_a_failed_reward_is_shown_as_such() -> None:
+    trajectory = make_trajectory(Ticket(5, 5, 2, 0, Version(0, 3)), seq=1, reward=0.0)
+    sample = sample_of(replace(trajectory, unrewarded="judge raised TimeoutError"))
+    head = str(next(conversation(sample, IdTokenizer())))
+    assert "not rewarded: judge raised TimeoutError" in head and "reward 0" not in head

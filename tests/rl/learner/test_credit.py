@@ -68,7 +68,7 @@ def test_turns_and_their_rewards_stand_where_they_were_earned() -> None:
     batch_part = one_batch_part()
     packs = make_packs(batch_part, 40, 0)
     algo = algorithm()
-    episodes = gather_episodes(batch_part, packs, shaped_rewards(batch_part, algo), algo)
+    episodes, _ = gather_episodes(batch_part, packs, shaped_rewards(batch_part, algo), algo)
     assert episodes.rewards.tolist() == [sum(earned) for earned in TURNS]
     flat = [reward for earned in TURNS for reward in earned]
     for turn, (sample, reward) in enumerate(zip(episodes.turn_sample.tolist(), flat, strict=True)):
@@ -81,7 +81,7 @@ def test_turns_and_their_rewards_stand_where_they_were_earned() -> None:
 def test_rows_without_turn_rewards_are_one_turn() -> None:
     (batch_part,) = make_batch(0)
     algo = algorithm()
-    episodes = gather_episodes(batch_part, make_packs(batch_part, 40, 0), shaped_rewards(batch_part, algo), algo)
+    episodes, _ = gather_episodes(batch_part, make_packs(batch_part, 40, 0), shaped_rewards(batch_part, algo), algo)
     assert episodes.turn_sample.tolist() == list(range(8))
     np.testing.assert_array_equal(episodes.turn_rewards, [row.reward for row in batch_part.rows])
 
@@ -94,7 +94,7 @@ def test_shaping_changes_advantages_turns_and_what_the_loss_sees() -> None:
     rewards = shaped_rewards(batch_part, algo)
     torch.testing.assert_close(rewards.float(), expected)
 
-    episodes = gather_episodes(batch_part, make_packs(batch_part, 40, 0), rewards, algo)
+    episodes, _ = gather_episodes(batch_part, make_packs(batch_part, 40, 0), rewards, algo)
     torch.testing.assert_close(episodes.rewards, rewards)
     first = episodes.turn_rewards[::2].tolist()
     assert first == [earned[0] for earned in TURNS]  # only the last turn pays

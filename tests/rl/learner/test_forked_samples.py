@@ -47,7 +47,8 @@ def whole(chance: random.Random, sample: int) -> Trajectory:
         read = [chance.randrange(1, 3) for _ in range(chance.randint(1, 3))]
         made = [1000 * (sample + 1) + 100 * turn + k for k in range(chance.randint(1, 6))]
         version = chance.choice([version, version, STEP])
-        turns.append(Turn(len(ids) + len(read), len(ids) + len(read) + len(made), chance.random(), 0, 0, "stop", 0))
+        start = len(ids) + len(read)
+        turns.append(Turn(start, start + len(made), chance.random(), 0, 0, "stop", 0, turn))
         ids += read + made
         mask += [0] * len(read) + [1] * len(made)
         versions += [-1] * len(read) + [version] * len(made)

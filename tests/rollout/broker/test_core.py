@@ -79,12 +79,26 @@ class Driver:
         return self.do(self.core.first_token(ticket.ticket_id, Version(self.timeline, version), self.now))
 
     def finish(
-        self, ticket: Ticket, version: int, reward: float = 1.0, tokens: int = 5, *, late: bool = False
+        self,
+        ticket: Ticket,
+        version: int,
+        reward: float = 1.0,
+        tokens: int = 5,
+        *,
+        late: bool = False,
+        unrewarded: str = "",
     ) -> list[Action]:
         """late: the generators' report comes after the trajectory."""
         self.live.pop(ticket.ticket_id, None)
         outcome = EpisodeOutcome(
-            self.timeline, version, reward, tokens, tokens, success=reward, payload=ticket.ticket_id
+            self.timeline,
+            version,
+            reward,
+            tokens,
+            tokens,
+            success=reward,
+            payload=ticket.ticket_id,
+            unrewarded=unrewarded,
         )
         reported = ticket.kind == "train"
         actions: list[Action] = []
@@ -355,6 +369,46 @@ def test_constant_groups_are_dropped_up_to_the_bound() -> None:
     driver.finish_group(1, 0, (0.0, 0.0))  # the bound is reached: kept
     (batch,) = of(driver.finish_group(2, 0), EmitBatch)
     assert groups_of(batch) == [1, 2] and batch.metrics["broker/filtered_groups"] == 1
+
+
+def test_a_sample_without_a_reward_completes_its_group_and_is_no_zero() -> None:
+    """Filtering, records and metrics look at the others; a group of which one is left has nothing to compare."""
+    driver = Driver(rules(groups_per_batch=2, group_size=3, filter_constant_groups=True), capacity=12)
+    driver.publish(0)
+    driver.request(0)
+    one, other, third = driver.group(0)
+    driver.finish(one, 0, 1.0)
+    driver.finish(other, 0, 1.0)
+    (record,) = of(driver.finish(third, 0, 0.0, unrewarded="judge raised TimeoutError"), GroupRecord)
+    assert (record.end, record.rewards, record.success) == ("filtered", [1.0, 1.0], 1.0)
+
+    for ticket in driver.group(1):
+        actions = driver.finish(ticket, 0, 0.0, unrewarded="judge raised TimeoutError")
+    (record,) = of(actions, GroupRecord)
+    assert (record.end, record.rewards, record.success) == ("filtered", [], None)
+
+    for group in 2, 3:
+        one, other, third = driver.group(group)
+        driver.finish(one, 0, 0.0, unrewarded="judge raised TimeoutError")
+        driver.finish(other, 0, 1.0)
+        actions = driver.finish(third, 0, 0.0)
+    (batch,) = of(actions, EmitBatch)
+    assert groups_of(batch) == [2, 3] and len(batch.samples) == 6
+    assert (batch.metrics["rollout/reward"], batch.metrics["rollout/accuracy"]) == (0.5, 0.5)
+    assert batch.metrics["reward/failed"] == 2
+
+    driver.publish(1)
+    report = driver.core.report()
+    assert report["reward"]["last"] == 0.5
+    assert (report["kept"]["episodes"], report["kept"]["success"]) == (6, 0.5)
+
+
+def test_an_evaluated_task_without_a_reward_has_failed_and_is_not_tried_again() -> None:
+    driver = Driver(rules(max_attempts=2), capacity=2)
+    (first, second) = of(driver.do(driver.core.eval_requested(Version(0, 0), 2, 0.0)) + driver.publish(0), IssueTicket)
+    driver.finish(first.ticket, 0, 0.0, unrewarded="judge raised TimeoutError")
+    (report,) = of(driver.finish(second.ticket, 0, 1.0), EvalReport)
+    assert (report.accuracy, report.failed, len(report.episodes)) == (1.0, 1, 1)
 
 
 def test_a_step_tells_the_successes_of_the_groups_that_were_dropped_in_it_and_of_no_earlier_one() -> None:

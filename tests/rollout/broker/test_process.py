@@ -19,7 +19,9 @@ from rl.observe.trace import read_trace
 from rl.observe.trace_events import Issued
 from rl.wire.columns import COLUMNS, register_configured
 from rl.wire.messages import (
+    NO_OPINION,
     AckTickets,
+    AlarmRaised,
     BatchPart,
     BatchRequest,
     BatchUnderway,
@@ -248,6 +250,30 @@ def test_a_whole_run(broker: BrokerProcess) -> None:
     assert report["eval"]["last"]["versions"] == {"1": 2}
     broker.tell_broker(Stop("done"))
     assert broker.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("broker", [(*BASE, "rollout.group_size=8")], indirect=True)
+def test_rewards_that_fail_complete_their_groups_and_an_alarm_names_the_first(broker: BrokerProcess) -> None:
+    """The sixth is more than 1 % of 500. A missing opinion is no failure, and nothing is tried again."""
+    send(broker.learner, Published(Version(0, 0)))
+    send(broker.learner, BatchRequest(0))
+    broker.join(0, 16)
+    tickets = broker.tickets(16)
+    for place, ticket in enumerate(tickets):
+        why = f"my_module:mine raised KeyError: {place}" if place < 6 else NO_OPINION if place < 8 else ""
+        told = make_trajectory(ticket, broker.next_seq(), 1.0 if place == 9 else 0.0)
+        send(broker.results, replace(told, unrewarded=why))
+        send(broker.proxy, Usage(ticket.ticket_id, 4))
+
+    alarm = broker.await_control(AlarmRaised)
+    assert isinstance(alarm, AlarmRaised) and (alarm.who, alarm.name) == ("broker.0", "reward-failed")
+    assert alarm.detail.startswith("6 of the last ") and alarm.detail.endswith("my_module:mine raised KeyError: 0")
+
+    batch_part = _next(broker.batch_parts[0])
+    assert isinstance(batch_part, BatchPart)
+    assert [row.unrewarded for row in batch_part.rows] == [True] * 8 + [False] * 8
+    assert (batch_part.metrics["reward/failed"], batch_part.metrics["reward/no_opinion"]) == (6, 2)
+    assert batch_part.metrics["rollout/reward"] == 1 / 8
 
 
 @pytest.mark.parametrize("broker", [BASE], indirect=True)

@@ -17,9 +17,9 @@ from experiments.gateway.tokenizers import make_folder
 from rl.config.schema import load_config
 from rl.config.section import NoOptions
 from rl.config.seeds import turn_seed
-from rl.wire.messages import Abort, Generate, Generated, Trajectory, Version
+from rl.wire.messages import NO_OPINION, Abort, Generate, Generated, Trajectory, Version
 from rl.wire.process import WaitExpired
-from rollout.episodes.environment import ChatMessage, Opening, Step, TurnText
+from rollout.episodes.environment import ChatMessage, Opening, RewardFailed, Step, TurnText
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.hooks import EpisodeHooks
@@ -214,7 +214,6 @@ class Nonsense(Scripted):
     ("answer", "message"),
     [
         (None, "NoneType, not a Step"),
-        (Step([], float("inf"), True, True), "reward inf"),
         (Step(["text"], 0.0, False, False), "not a list of ChatMessage"),  # type: ignore[list-item]
         (Step([], 0.0, True, False, {"x": "y"}), "no number"),  # type: ignore[dict-item]
         (Step([], 0.0, True, False, {"speed": float("nan")}), "answered the speed nan"),
@@ -227,6 +226,53 @@ def test_nonsense_from_an_environment_fails_the_ticket(answer: Any, message: str
     with pytest.raises(EpisodeFailed, match=message):
         run(environment, episode_context(two_ids))
     assert environment.closes == 1
+
+
+class Unsure(Scripted):
+    """Earns these rewards, turn by turn; a text is why one has failed."""
+
+    def __init__(self, *rewards: Any) -> None:
+        super().__init__(turns=len(rewards))
+        self.rewards = rewards
+
+    async def step(self, action: str, truncated: bool = False) -> Step:
+        step = await super().step(action, truncated)
+        earned = self.rewards[len(self.actions) - 1]
+        if isinstance(earned, RewardFailed):
+            raise earned
+        return replace(step, reward=earned)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "earned", "unrewarded"),
+    [
+        ((None, 0.5), [0.0, 0.5], ""),
+        ((0.5, None), [0.5, 0.0], ""),
+        ((0.0,), [0.0], ""),
+        ((None, None), [0.0, 0.0], NO_OPINION),
+        ((0.5, float("nan"), 1.0), [0.5, 0.0], "environment: step of turn 2 answered the reward nan"),
+        ((float("inf"),), [0.0], "environment: step of turn 1 answered the reward inf"),
+        (("much",), [0.0], "environment: step of turn 1 answered a reward that is no number"),
+        ((0.5, RewardFailed("grade raised KeyError: 3"), 1.0), [0.5, 0.0], "grade raised KeyError: 3"),
+    ],
+)
+def test_a_reward_that_is_not_known_masks_the_episode_and_fails_no_ticket(
+    rewards: tuple[Any, ...], earned: list[float], unrewarded: str
+) -> None:
+    environment = Unsure(*rewards)
+    result = run(environment, episode_context(two_ids))
+    assert [turn.reward for turn in result.turns] == earned and result.reward == sum(earned)
+    assert result.unrewarded.startswith(unrewarded) and bool(result.unrewarded) == bool(unrewarded)
+    assert result.stop_reason == "done" and environment.closes == 1
+
+
+def test_a_verdict_on_demand_may_fail_as_well() -> None:
+    class Broken(Judged):
+        async def finish(self) -> Step:
+            raise RewardFailed("the tests could not be run")
+
+    result = run(Broken(), episode_context(two_ids, "env.max_turns=2"))
+    assert (result.unrewarded, result.stop_reason) == ("the tests could not be run", "done")
 
 
 async def settle() -> None:

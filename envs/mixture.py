@@ -113,6 +113,7 @@ class MixtureFamily:
 
         offered = [each.family.audit_s for each in self.members.values() if isinstance(each.family, Audited)]
         self.audit_s = max(offered, default=0.0)
+
         sizes = {name: member.family.task_count("train") for name, member in self.members.items()}
         counts = shares(sizes, {name: each.weight for name, each in options.members.items()}, options.tasks)
         self.shares = counts  # of one pass

@@ -280,11 +280,13 @@ class _Episode:
         env_s = time.monotonic() - begin
         reward = step.reward or 0.0
         self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, reward))
+
         self.info.update(step.info)
         self.success = step.success
         if step.reward is not None:
             self.unrewarded = ""
-        number = len(conversation.turns)
+
+        number = self.progress.turns - 1  # over all conversations
         turn = Turn(start, end, reward, generate_s, env_s, reason, generated.generator, number)
         try:
             conversation.end_turn(turn, step.columns)

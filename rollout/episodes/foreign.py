@@ -62,6 +62,7 @@ async def play(
     except RewardFailed as error:
         unrewarded = str(error) or repr(error)
         outcome = Outcome(None, False)
+
     except EpisodeFailed:
         raise
     except Overrun:

@@ -120,6 +120,7 @@ def test_within_a_tool_loop_the_template_keeps_thoughts(chat: ChatTokenizer) -> 
     first, second = texts(chat, played)
     assert first.count("hm") == 2 and "hm" not in second and "<tool_response>\n3" in second
     assert [len(each.turns) for each in played.sequences] == [2, 1] and played.info["forks_thinking"] == 1
+    assert [turn.number for each in played.sequences for turn in each.turns] == [0, 1, 2]
 
 
 def test_a_history_that_is_too_long_without_its_thoughts_ends_the_episode(chat: ChatTokenizer) -> None:

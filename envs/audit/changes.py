@@ -7,7 +7,7 @@ What is not understood here is left alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 Variant = tuple[str, bool, str]
@@ -232,7 +232,7 @@ def of_text(text: str) -> Iterator[Variant]:
         yield "its opposite", False, f"\\text{{not }}{text}"
 
 
-_OF = {
+_OF: dict[str, Callable[[str], Iterator[Variant]]] = {
     "number": of_number,
     "percentage": of_percentage,
     "unit": of_unit,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from envs.audit.auditor import Change, replayed
 from envs.code.audit import changes
@@ -53,7 +53,7 @@ class CodeOptions(SourceOptions):
 class CodeFamily:
     """The problems and the sandboxes of one environment server."""
 
-    Options = CodeOptions
+    Options: type[BaseModel] = CodeOptions
     audit_s = 0.5
 
     def __init__(self, options: CodeOptions, seed: int) -> None:

@@ -32,6 +32,7 @@ _SAME = (
     (re.compile(r"\\(?:math(?:bf|it|sf|rm|normal)|text(?:bf|it|rm)?|boldsymbol|bm|mbox) ?\{ ?([-+\d.,/]+) ?\}"), r"\1"),
     (re.compile(r"\\(?:text|mbox|mathrm) ?\{ ?(?:and|or) ?\}|(?<=\d) (?:and|or) (?=[-\d])"), ", "),
     (re.compile(r" ?\\(?:text|mathrm|mbox) ?\{ ?(?:percent|per cent) ?\}|(?<=\d) percent$|\\%"), "%"),
+    (re.compile(r"^ ?([-+]) ?\{ ?([\d.]+) ?\}$"), r"\1\2"),
 )
 _WRAPPED = (re.compile(r"\\\((.*)\\\)"), re.compile(r"\\\[(.*)\\\]"), re.compile(r"\{([^{}]*)\}"))
 _BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit) ?\{((?:[^{}]|\{[^{}]*\})*)\}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from envs.math import algebra
 from envs.math.answers import Symbolic, decide, judge, typed
 from envs.math.values import Judge
+from tests.envs.blind_pairs import FILE, pairs
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "math_pairs.jsonl").read_text().splitlines()]
 MAY_REFUSE = 2
@@ -33,6 +34,16 @@ def accepted(gold: str, answer: str, asked: str = "") -> bool:
 def test_written_pairs() -> None:
     assert len(PAIRS) >= 500 and sum(pair["equal"] for pair in PAIRS) * 2 == len(PAIRS)
     verdicts = [(pair, accepted(pair["gold"], pair["answer"])) for pair in PAIRS]
+    assert not [pair for pair, verdict in verdicts if verdict and not pair["equal"]]
+    refused = [pair for pair, verdict in verdicts if pair["equal"] and not verdict]
+    assert len(refused) <= MAY_REFUSE, refused
+
+
+def test_blind_pairs() -> None:
+    """Made without a look at the verifier, in notations of their own; the verdicts are those of exact fractions."""
+    blind = [json.loads(line) for line in FILE.read_text().splitlines()]
+    assert blind == pairs() and len(blind) == 500 and sum(pair["equal"] for pair in blind) == 250
+    verdicts = [(pair, accepted(pair["gold"], pair["answer"])) for pair in blind]
     assert not [pair for pair, verdict in verdicts if verdict and not pair["equal"]]
     refused = [pair for pair, verdict in verdicts if pair["equal"] and not verdict]
     assert len(refused) <= MAY_REFUSE, refused

@@ -246,12 +246,14 @@ class _Episode:
             self.unrewarded = str(error) or repr(error)
 
         env_s = time.monotonic() - begin
+
         reward = step.reward or 0.0
         self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, reward))
         self.info.update(step.info)
         self.success = step.success
         if step.reward is not None:
             self.unrewarded = ""
+
         number = len(conversation.turns)
         turn = Turn(start, end, reward, generate_s, env_s, reason, generated.generator, number)
         try:

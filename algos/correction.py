@@ -26,12 +26,12 @@ Mask = Literal["none", "token", "sequence", "geometric"]
 class Correction:
     """Bounds are of ratios; a `sequence` ratio is the product of its tokens', `geometric` their geometric mean.
 
-    Without arguments nothing is corrected, and nothing is bounded: the section `algo.correction` has the defaults.
+    Without bounds nothing is cut: the section `algo.correction` has the defaults.
     """
 
-    weight: Weight = "none"
+    weight: Weight
+    mask: Mask
     cap: float = math.inf
-    mask: Mask = "none"
     low: float = 0.0
     high: float = math.inf
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from rl.observe.alarms import Alarms
+from rollout.episodes.conversation import template_drift
 from rollout.episodes.environment import EnvironmentFamily
-from rollout.episodes.tokenizer import ConversationTokenizer
+from rollout.episodes.thinking import Thinking
+from rollout.episodes.tokenizer import AgentTokenizer
 
 _LOOKED_AT = 20_000  # training tasks, evenly spread
 
 
-def check_server(family: EnvironmentFamily, tokenizer: ConversationTokenizer, eval_tasks: int, alarms: Alarms) -> None:
+def check_server(
+    family: EnvironmentFamily, tokenizer: AgentTokenizer, thinking: Thinking, eval_tasks: int, alarms: Alarms
+) -> None:
     """To be called after the family's start. Raises RunAlarm when held-out tasks are trained."""
     share = overlap(family, eval_tasks)
     found = f"{share:.0%} of {eval_tasks} held-out tasks are training tasks"
     alarms.check("eval-on-train", share > alarms.limit("eval-on-train", "share"), found)
 
-    drift = tokenizer.drift()
+    drift = template_drift(tokenizer, thinking)
     alarms.check("template-drift", bool(drift), drift)
 
 

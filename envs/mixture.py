@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from envs.audit.auditor import Audited, Change
 from envs.registry import load_family, made
 from rl.config.plugins import validated
 from rl.config.tree import ConfigError
@@ -109,8 +111,12 @@ class MixtureFamily:
             terms = EpisodeTerms(name, member.max_turns, member.max_tokens, member.eval_temperature)
             self.members[name] = Member(family, terms)
 
+        offered = [each.family.audit_s for each in self.members.values() if isinstance(each.family, Audited)]
+        self.audit_s = max(offered, default=0.0)
+
         sizes = {name: member.family.task_count("train") for name, member in self.members.items()}
         counts = shares(sizes, {name: each.weight for name, each in options.members.items()}, options.tasks)
+        self.shares = counts  # of one pass
         self._names = list(counts)
         self._ends = list(accumulate(counts.values()))
         self._held_out = alternating(
@@ -179,6 +185,19 @@ class MixtureFamily:
 
     async def start(self) -> None:
         await asyncio.gather(*(member.family.start() for member in self.members.values()))
+
+    async def changes(self, task: MixtureTask, response: str, dice: random.Random) -> list[Change]:
+        """What the task's member offers."""
+        family = self.members[task.label].family
+        if not isinstance(family, Audited):
+            return []
+        made = await family.changes(task.task, response, dice)
+        return [replace(change, task=MixtureTask(task.label, change.task)) for change in made]
+
+    async def judged(self, change: Change) -> bool:
+        family = self.members[change.task.label].family
+        assert isinstance(family, Audited)
+        return await family.judged(replace(change, task=change.task.task))
 
     def make(self) -> MixtureEnvironment:
         return MixtureEnvironment(self)

@@ -110,14 +110,15 @@ def _check_needs(needs: Needs, config: Config) -> None:
         )
 
 
-def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
-    """What the preflight asks for: (train tasks, eval tasks). Raises ConfigError, one line.
+def validate_env(config: Config, dry: bool = False) -> tuple[int, int, EnvironmentFamily | None]:
+    """What the preflight asks for: train tasks, eval tasks, and the family. Raises ConfigError, one line.
 
     `dry`: nothing is made; a family whose tasks take long to make says how many there will be, in `planned(options)`.
     """
     kind = load_family(config.env.name)
     options = validate_options(config)
     planned = kind.planned(options) if dry and hasattr(kind, "planned") else None
+    family = None
     if planned is None:
         family = make_family(config)
         planned = {split: family.task_count(split) for split in ("train", "eval")}
@@ -128,4 +129,4 @@ def validate_env(config: Config, dry: bool = False) -> tuple[int, int]:
         raise ConfigError(f"env {config.env.name!r} has no training task")
     if config.eval.tasks > held_out:
         raise ConfigError(f"eval.tasks={config.eval.tasks}: env {config.env.name!r} has only {held_out} held-out tasks")
-    return train, held_out
+    return train, held_out, family

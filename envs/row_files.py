@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.wire.text import Mender
+
 KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 Values = Mapping[str, Any]
 
@@ -180,23 +182,14 @@ def _as_written(value: Any, kind: Any) -> Any:
 def _mended(path: Path, rows: Iterable[Values]) -> Iterator[Values]:
     """The rows, with U+FFFD for each half of a surrogate pair, which no tokenizer takes; how many rows had one is said
     once."""
+    mender = Mender()
     mended: list[int] = []
     for number, row in enumerate(rows, start=1):
-        whole = _whole(row)
-        if whole != row:
+        before = mender.count
+        yield mender.value(row)
+        if mender.count > before:
             mended.append(number)
-        yield whole
 
     if mended:
         text = f"{len(mended)} rows hold half of a surrogate pair (first: row {mended[0]}), read as U+FFFD"
         print(f"{path}: {text}", file=sys.stderr, flush=True)
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_whole(each) for each in value]
-    if isinstance(value, dict):
-        return {_whole(name): _whole(each) for name, each in value.items()}
-    return value

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import zmq
 from msgspec.structs import replace
 
+from envs.audit.auditor import ANSWERS, Auditor
 from envs.guards import check_server
 from envs.registry import make_family
 from rl.config.hooks import make_hooks
@@ -33,11 +34,13 @@ from rl.config.schema import Config, ConfigError
 from rl.observe.trace_events import EpisodeEnded
 from rl.store.samples import SampleFile
 from rl.wire import messages
+from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Ticket, Trajectory
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
 from rl.wire.run import ProcessContext, context_from_command_line
-from rl.wire.sockets import identity, open_socket
+from rl.wire.sockets import open_socket
+from rl.wire.text import whole
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.foreign import ForeignContext
@@ -87,11 +90,12 @@ class EnvServer:
 
         run = process.run
         me = f"env_server.{process.index}.{process.incarnation}"
+        self._auditor = Auditor(family, -(-ANSWERS // process.config.env.servers), process.alarms)
         self._samples = SampleFile(run.folder, me, self.config.tracking.samples)
         self._malformed = Malformed("env_server")
         self._tickets = self._open_tickets()
         self._frontend = self._open_frontend()
-        self._trajectories = Outgoing(open_socket(zmq.PUSH, run, "trajectories"), self._fail)
+        self._trajectories = Outgoing(self._connect("trajectories"), self._fail)
 
         # The proxy answers an abort at once, unless the generator hangs: then when the supervisor has fenced it.
         self._client = GenerationClient(self._ask, abort_deadline_s=self.config.timeouts.hang_s + 30)
@@ -120,9 +124,12 @@ class EnvServer:
         return self._open("frontend", self._from_proxy, self._greet_proxy)
 
     def _open(self, name: str, handle: Handler[Message], again: Callable[[], None]) -> Port:
-        me = identity("env_server", self.process.index, self.process.incarnation)
-        socket = open_socket(zmq.DEALER, self.process.run, name, identity=me)
-        return Port(socket, handle, self._malformed, self._fail, again)
+        return Port(self._connect(name), handle, self._malformed, self._fail, again)
+
+    def _connect(self, name: str) -> zmq.SyncSocket:
+        run = self.process.run
+        me = run.names.of("env_server", self.process.index, self.process.incarnation)
+        return open_socket(zmq.DEALER, run, name, identity=me)
 
     def _ask(self, message: messages.Generate | messages.Abort) -> None:
         self._frontend.send(message)
@@ -147,7 +154,10 @@ class EnvServer:
         if self._parsers is not None:
             await self._parsers.ready()
         if self.process.index == 0:
-            check_server(self.family, self._context.tokenizer, self.config.eval.tasks, self.process.alarms)
+            config = self.config
+            check_server(
+                self.family, self._context.tokenizer, config.chat.thinking, config.eval.tasks, self.process.alarms
+            )
         self._greet_proxy()
         self._greet_broker()
 
@@ -209,8 +219,11 @@ class EnvServer:
             "env_s": activity.seconds["environment"],
             "generate_wait_s": activity.seconds["generate"],
             "close_failures": activity.close_failures,
+            "textless_tokens": activity.textless_tokens,
             "unacknowledged": len(self._unacknowledged),
             "malformed": self._malformed.count,
+            "audited": self._auditor.tally.answers,
+            "audit_s": self._auditor.tally.seconds,
             **self._counts,
             **(self._parsers.stats if self._parsers else {}),
         }
@@ -294,17 +307,26 @@ class EnvServer:
         elif task.cancelled() or error is not None:
             self._counts["episodes_failed"] += 1
             reason = running.ending if error is None else _described(error)
-            reason = reason[:REASON_CHARS]
+            reason = whole(reason)[:REASON_CHARS]
             self.process.trace.add(EpisodeEnded(ticket_id, "failed", turns, reason=reason))
             self._send_end(messages.TicketFailed(reason=reason, **end))
 
         else:
             self._counts["episodes_done"] += 1
             played = task.result()
+            if played.success:
+                self._offer(running)
+            played = replace(played, info=played.info | self._auditor.news())
             outcome = (turns, played.tokens_generated, played.reward, played.success)
             self.process.trace.add(EpisodeEnded(ticket_id, played.stop_reason, *outcome))
             self._samples.add(played)
             self._send_end(replace(played, seq=self._seq, **self._me))
+
+    def _offer(self, running: RunningEpisode) -> None:
+        """A rewarded answer, for the audit of the verifier."""
+        ticket = running.ticket
+        task = self.family.task("eval" if ticket.kind == "eval" else "train", ticket.task_index)
+        self._auditor.offer(ticket.version.n, task, running.progress.answer)
 
     def _send_end(self, end: End) -> None:
         self._unacknowledged[end.ticket_id] = (end, time.monotonic() + RESEND_S)
@@ -330,6 +352,7 @@ class EnvServer:
         """End every episode and the family's workers, within STOP_S each."""
         self._stopped = True
         self._client.close()
+        await self._auditor.stop()
         if self._parsers is not None:
             self._parsers.close()
 
@@ -387,7 +410,7 @@ async def serve(process: Process) -> None:
 
 def main(context: ProcessContext) -> None:
     with Process("env_server", context) as process:
-        asyncio.new_event_loop().run_until_complete(serve(process))
+        AwakeLoop(process.tick_s).run_until_complete(serve(process))
     zmq.Context.instance().term()  # what was sent last leaves, within the sockets' linger
     sys.stdout.flush()
     os._exit(0)  # abandoned calls and threads of an environment must not keep the process alive

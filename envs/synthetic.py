@@ -66,6 +66,10 @@ class SyntheticFamily:
     def task(self, split: str, index: int) -> SyntheticTask:
         return SyntheticTask(split, index)
 
+    def data(self) -> list[int]:
+        options = self.options
+        return [self.seed, options.tasks, options.prompt_tokens, options.vocab_size]
+
     async def start(self) -> None:
         pass
 

@@ -27,7 +27,7 @@ Environments say theirs in [environments.md](environments.md), losses in [losses
 LIMITS = """## Limits of alarms
 
 `alarms.limits.NAME.LIMIT=value` sets one, as `alarms.limits.large-steps.kl=0.02` does. What each alarm watches, and
-what to change, is in [alarms.py](../rl/observe/alarms.py).
+what to change, is in [alarms.yaml](../rl/observe/alarms.yaml).
 """
 _COLUMNS = ("field", "type", "default", "what it says", "where it matters")
 _BOUNDS = {

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from envs.registry import make_family
+from experiments.columns import token_columns
 from experiments.sampling import Sampled, sample
 from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 from rl.config.schema import Config, load_config
@@ -31,7 +32,6 @@ from rl.config.seeds import sample_seed, task_order, turn_seed
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.models.policy import Policy
-from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, SampleRow
 from rollout.episodes.environment import EnvironmentFamily
 from rollout.episodes.tokenizer import ChatTokenizer

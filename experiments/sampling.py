@@ -5,8 +5,9 @@ python -m experiments.sampling [field=value ...]     makes a tiny model; prints 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,6 @@ def sample(
 
     Temperature 0 is greedy (its log-probabilities are at temperature 1).
     """
-    from rl.models.stock import padded_attention  # with transformers, which takes seconds to import
-
     device = next(model.parameters()).device
     token_ids, attention = (tensor.to(device) for tensor in _pad_left(prompts, max_tokens))
     positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -56,7 +55,7 @@ def sample(
     cache = None
     cached = 0  # columns in the cache
 
-    with padded_attention(model):
+    with _padded_attention(model):
         for step in range(max_tokens):
             column = cached + token_ids.shape[1]
             output = model(
@@ -82,6 +81,17 @@ def sample(
     chosen, chosen_logp, counted = (torch.stack(column, 1) for column in zip(*steps, strict=True))
     columns = zip(chosen.tolist(), chosen_logp.tolist(), counted.sum(1).tolist(), strict=True)
     return [Sampled(ids[:length], logp[:length]) for ids, logp, length in columns]
+
+
+@contextlib.contextmanager
+def _padded_attention(model: Any) -> Iterator[None]:
+    """While this is entered, a model that reads packs takes rows with padding, a mask and a cache."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[Tensor, Tensor]:

@@ -15,24 +15,14 @@ from launch.plan import ProcessSpec
 from rl.config.schema import Config
 from rl.wire.messages import Fatal, Heartbeat
 from rl.wire.run import RunFile
-from rl.wire.sockets import identity
 
 _LAST_WORDS_S = 5.0  # the exception of a process that has ended arrives this long after its end, at most
 _KILLED_S = 5.0  # for the kernel to end a killed process
 
-_LIMITED_BY = {
-    "generator": "generator",
-    "env_server": "env",
-    "parsers": "env",
-    "proxy": "learner",
-    "broker": "learner",
-    "learner": "learner",
-}
-
 
 @dataclass
 class Child:
-    """A process of the run, and what its heartbeats said last. Times are of the monotonic clock."""
+    """A process of the run, and what its heartbeats said last. Times are of the supervisor's clock."""
 
     spec: ProcessSpec
     incarnation: int
@@ -41,6 +31,8 @@ class Child:
     started: float
     beat: Heartbeat
     """The newest, or one without progress before the first."""
+    identity: bytes = b""
+    """Of its control socket."""
     registered: bool = False
     last_beat: float = 0.0
     progressed: float = 0.0
@@ -55,14 +47,12 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
-    @property
-    def identity(self) -> bytes:
-        """The identity of its control socket."""
-        return identity(self.spec.role, self.spec.index, self.incarnation)
+    def says_more(self, seconds: float) -> bool:
+        """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel.
 
-    def says_more(self, since: float) -> bool:
-        """Whether it ended by an exception, whose message is on its way: a socket may be later than the kernel."""
-        return self.handle.poll() == 1 and self.last_words is None and time.monotonic() < since + _LAST_WORDS_S
+        seconds: how long it was waited for.
+        """
+        return self.handle.poll() == 1 and self.last_words is None and seconds < _LAST_WORDS_S
 
     def how_it_ended(self) -> tuple[str, str]:
         """How it ended, in a few words and in detail: its traceback, or the end of its log."""
@@ -106,19 +96,21 @@ class Exits:
 
 def most_restarts(config: Config, role: str) -> int:
     """How often each process of this role may be started again."""
-    limit: int = getattr(config, _LIMITED_BY[role]).max_restarts
-    return limit
+    if role == "generator":
+        return config.generator.max_restarts
+    return (config.env if role in ("env_server", "parsers") else config.learner).max_restarts
 
 
-def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher) -> Child:
-    """Start one process of the plan. Its log stands in the run's folder."""
+def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher, now: float) -> Child:
+    """Start one process of the plan, by the supervisor's clock. Its log stands in the run's folder."""
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
     node = launcher.place(spec.role, spec.index)
     complete = spec.complete(run, incarnation, node)
     handle = launcher.start(complete, node)
     silent = Heartbeat(spec.role, spec.index, incarnation, progress=-1, busy=False)
-    return Child(spec, incarnation, handle, complete.log, time.monotonic(), silent)
+    name = run.names.of(spec.role, spec.index, incarnation)
+    return Child(spec, incarnation, handle, complete.log, now, silent, name)
 
 
 def wait_all(children: Iterable[Child], timeout_s: float) -> list[Child]:

@@ -2,27 +2,61 @@
 
 What is logged goes into a queue with an end. What does not fit, or what wandb refuses, is dropped and counted
 (`summary.json`, key `dashboard`). A resumed run goes on in the wandb run of the one that it continues.
+
+Few numbers of a row are drawn, grouped by what stands before the slash. `metrics.jsonl` has all of them: the counters
+of every process, and each diagnostic by the age of its tokens.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from rl.config.damage import readable
 from rl.config.schema import TrackingConfig
-from rl.observe.charts import charts
 from rl.observe.tracking import Dashboard
 from rl.store.samples import FOLDER, Sample
 from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import load_tokenizer
 
+_PROCESS = re.compile(r"^(broker|proxy|learner|generator|env_server|parsers)\.\d+/|^wait/")
+_BY_AGE = re.compile(r"^stale_\w+/")
+_DRAWN_BY_AGE = ("/kl_behavior", "/ess", "/tokens")
+_LEFT_OUT = {
+    "train/reward",  # rollout/reward
+    "version/timeline",
+    "time/over",
+    "tokens/trained",
+    "loss/kl_behavior_k1",
+    "loss/token_staleness",
+    "loss/token_staleness_max",
+    "loss/ratio_p05",
+    "loss/ratio_p50",
+    "loss/ratio_p95",
+    "broker/hold_s",
+    "broker/wait_s",
+    "weight_sync/bytes",
+    "weight_sync/count",
+    "weight_sync/copy_mean_s",
+    "weight_sync/wait_mean_s",
+    "eval/version_min",
+    "eval/version_max",
+}
+_RENAMED = {
+    "tokens_per_second": "speed/tokens_per_second",
+    "generator_idle_fraction": "speed/generator_idle",
+    "time/step": "speed/step_s",
+    "time/wait_batch": "speed/learner_waits_s",
+    "time/train": "speed/train_s",
+    "time/publish": "speed/publish_s",
+    "time/elapsed": "speed/elapsed_s",
+}
 _MOST_WAITING = 10_000
 _ID = "wandb-id"
 COLUMNS = ("kind", "version", "task", "group", "reward", "success", "ended by", "tokens", "conversation")
@@ -205,7 +239,7 @@ def recent_conversations(run: Path) -> list[list[str | float | bool]]:
 
 def _newest(run: Path) -> list[Sample]:
     """The samples at the end of every file; the first line there, and one that is being written, may be a part."""
-    found = []
+    found: list[Sample] = []
     for path in (run / FOLDER).glob("env_server.*.jsonl"):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -213,5 +247,18 @@ def _newest(run: Path) -> list[Sample]:
             lines = file.read().split(b"\n")[:-1]
 
         whole = lines if size <= _TAIL_BYTES else lines[1:]
-        found += [msgspec.json.decode(line, type=Sample) for line in whole]
+        found += readable(whole, Sample)
     return found
+
+
+def charts(values: dict[str, float]) -> dict[str, float]:
+    """The numbers that people look at while a run goes on; every name has a group."""
+    return {_RENAMED.get(name, name): value for name, value in values.items() if _is_drawn(name)}
+
+
+def _is_drawn(name: str) -> bool:
+    if name in _LEFT_OUT or _PROCESS.match(name) or name.startswith("queue/"):
+        return False
+    if name.startswith("staleness/"):
+        return name in ("staleness/mean", "staleness/max")
+    return not _BY_AGE.match(name) or name.endswith(_DRAWN_BY_AGE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import socket
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 from rich.table import Table
 
+from envs.data import data_of
+from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
 from launch.gpus import Gpu, visible_gpus
 from launch.launcher import LAUNCHERS
@@ -41,8 +42,10 @@ from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.run import RunFile, numeric
 from rl.wire.sockets import make_curve_key
 from rollout.broker.core import BrokerCore
+from rollout.broker.intake import Intake
+from rollout.broker.kept import Kept, keep, restore
 from rollout.broker.rules import Rules
-from rollout.broker.tasks import make_priority
+from rollout.episodes.environment import EnvironmentFamily
 from rollout.generator.engines import engine_options
 from rollout.parsers.names import check_names
 from rollout.proxy.core import ProxyCore
@@ -64,6 +67,8 @@ class Preflight:
     memory: list[Need]
     train_tasks: int
     eval_tasks: int
+    data: dict[str, str]
+    """What the training tasks are, by environment."""
     unchecked: list[str]
     """What a dry run could not check, a line each."""
 
@@ -87,13 +92,16 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     if not dry:
         shape_by_model(prepared.folder)
     memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
-    train_tasks, eval_tasks = _count_tasks(config, dry, unchecked)
+    train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)
+    data = {} if dry or family is None else data_of(config.env.name, family)
+    if family is not None and prepared.folder is not None:
+        check_lengths(config, family, prepared.folder)
 
     if not config.network.curve:
         print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
     make_room(config, prepared.weight_bytes)
     plan = make_plan(config, device, gpus)
-    return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, unchecked)
+    return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, data, unchecked)
 
 
 def _installed() -> bool:
@@ -174,15 +182,31 @@ def _check_plugins(config: Config) -> None:
     ProxyCore(hooks=config.rollout.hooks)
     make_hooks("env_server", config.rollout.hooks, print, print)
 
-    kept = [("priority", make_priority(rules)), ("curriculum", core.groups.tasks.source), ("hooks", core.hooks)]
-    for name, plugin in kept:
-        try:
-            pickle.dumps(plugin)
-        except Exception as error:
-            lost = f"the broker's log cannot keep its state ({error}); hold no lambdas, locks and open files in it"
-            raise ConfigError(f"rollout.{name}={getattr(rules, name)!r}: {lost}") from None
+    _check_kept(core, rules)
     register_configured(config.algo.columns)
     load("launcher", config.launcher, LAUNCHERS)
+
+
+def _check_kept(core: BrokerCore, rules: Rules) -> None:
+    """What curriculum, priority and hooks hold comes back from the broker's log as it was, after a first draw."""
+
+    def written(core: BrokerCore) -> bytes:
+        return msgspec.msgpack.encode(keep(Intake(core, 0)).state)
+
+    fresh = BrokerCore(rules)
+    try:
+        core.groups.tasks.take()
+        state = msgspec.msgpack.decode(written(core))
+        restore(Intake(fresh, 0), Kept(state, []))
+        lost = "" if msgspec.msgpack.decode(written(fresh)) == state else "restore(state()) makes it another one"
+    except Exception as error:  # of code that is not ours
+        lost = f"{type(error).__name__}: {error}"
+
+    if lost:
+        plugins = {"curriculum": rules.curriculum, "priority": rules.priority, "hooks": rules.hooks}
+        named = ", ".join(f"rollout.{name}={value!r}" for name, value in plugins.items() if ":" in str(value))
+        fix = "state() must return plain data for MessagePack, and restore(state) go on from it"
+        raise ConfigError(f"{named}: the broker's log cannot keep its state ({lost}); {fix}") from None
 
 
 def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:
@@ -231,28 +255,28 @@ def _known_to_the_hub(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int]:
+def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int, EnvironmentFamily | None]:
     try:
         validate_options(config)
     except ConfigError as error:
         if not (dry and not _installed() and isinstance(error.__cause__, ModuleNotFoundError)):
             raise
         unchecked.append(f"env.name={config.env.name!r}: {error.__cause__.name} is not installed yet")
-        return 0, 0
+        return 0, 0, None
 
     source = str(config.env.options.get("source", ""))
     on_hub = "/" in source and not source.startswith(("/", ".")) and not Path(source).exists()
     if dry and on_hub:
         unchecked.append(f"env.options.source={source!r} is not read in a dry run")
-        return 0, 0
+        return 0, 0, None
 
-    train_tasks, eval_tasks = validate_env(config, dry)
+    train_tasks, eval_tasks, family = validate_env(config, dry)
     groups = config.rollout.groups_per_batch
     if train_tasks < groups:
         raise ConfigError(
             f"rollout.groups_per_batch={groups}: env {config.env.name!r} has only {train_tasks} training tasks"
         )
-    return train_tasks, eval_tasks
+    return train_tasks, eval_tasks, family
 
 
 def _check_network(config: Config) -> None:
@@ -279,7 +303,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
     with _only_start(folder):
         meta = _resume_from(config, verify)
         if meta is not None:
-            _check_journal(config, checked.train_tasks, meta)
+            _check_journal(checked, meta)
         if folder.exists():
             config = _set_aside(folder, config)
         folder.mkdir(parents=True)
@@ -295,6 +319,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         start_step=meta.step if meta else 0,
         model_folder=checked.prepared.folder,
         train_tasks=checked.train_tasks,
+        data=checked.data,
         eval_tasks=min(checked.eval_tasks or config.eval.tasks, config.eval.tasks),
         started_at=started,
     )
@@ -353,12 +378,14 @@ def _resume_from(config: Config, read: Callable[[Path], Meta]) -> Meta | None:
         raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
 
 
-def _check_journal(config: Config, train_tasks: int, meta: Meta) -> None:
-    """The broker can go on from the journal with this configuration. Raises ConfigError."""
+def _check_journal(checked: Preflight, meta: Meta) -> None:
+    """The broker can go on from the journal with this configuration and these data. Raises ConfigError."""
+    config = checked.config
     assert config.resume is not None
     try:
         state = msgspec.msgpack.decode(read_journal(config.resume))
-        BrokerCore(Rules.of(config, train_tasks, meta.step)).restore(state)
+        core = BrokerCore(Rules.of(config, checked.train_tasks, meta.step), data=checked.data)
+        core.restore(state, new_data=config.resume_data == "new")
     except (CheckpointError, ValueError, LookupError, msgspec.MsgspecError) as error:
         raise ConfigError(f"resume={str(config.resume)!r}: {error}") from None
 

@@ -19,7 +19,7 @@ import psutil
 from pydantic import ValidationError
 
 from envs.registry import demonstrator
-from launch.launcher.local import Begin, Files, begin_process
+from launch.launcher.local import Begin, Command, Files, begin_process
 from rl.config.algo import AlgoConfig
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
@@ -73,7 +73,7 @@ def needs_validation(config: Config) -> bool:
 def _run_child(arguments: list[str], files: Files, begin: Begin) -> int | None:
     """Run a child to its end; returns its exit code. A terminal's Ctrl-C reaches this process alone, which tells the
     child once."""
-    child = begin("launch.prepare", arguments, files, imports=PREPARE_IMPORTS)
+    child = begin(Command("launch.prepare", arguments, {}, PREPARE_IMPORTS), files)
     try:
         return child.wait()
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from launch.children import Child
 from rl.observe.alarms import RaisedAlarm
 from rl.wire.run import RunFile
 
+_SUMMARY_BYTES = 1 << 18  # some times what one takes
 Children = dict[tuple[str, int], Child]
 """The living processes by role and index."""
 BROKER_KEYS = (
@@ -118,6 +120,16 @@ def build_summary(
     return summary | ({"error": error} if error else {})
 
 
+def reserve_summary(path: Path) -> None:
+    """Take room for it now: a disk that is full at the end still has the summary. Raises OSError."""
+    with path.with_suffix(".part").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _SUMMARY_BYTES)
+
+
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Valid JSON whatever the numbers are: one that is not finite becomes null."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    """Valid JSON whatever the numbers are: one that is not finite becomes null. Raises OSError; then there is none."""
+    partial = path.with_suffix(".part")
+    with partial.open("r+b" if partial.exists() else "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        file.truncate()
+    partial.replace(path)

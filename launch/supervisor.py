@@ -23,18 +23,21 @@ import zmq
 
 from launch.children import Child, Exits, end_all, log_tail, most_restarts, spawn, wait_all
 from launch.dashboard import open_dashboard
+from launch.heard import check_said
 from launch.launcher.address_book import AddressBook, Told
 from launch.launcher.local import LocalLauncher
 from launch.launcher.protocol import Launcher
 from launch.live import Display
 from launch.plan import ProcessSpec
-from launch.summary import Children, Observed, build_summary, write_summary
+from launch.summary import Children, Observed, build_summary, reserve_summary, write_summary
+from rl.config.failures import ENDS_RUN
 from rl.observe.alarms import Clock, RaisedAlarm, keep_alarm, limit, line
 from rl.observe.trace import Trace
 from rl.observe.trace_events import AlarmShown, ProcessDied, ProcessStarted, RunEnded
 from rl.observe.tracking import Tracker
 from rl.weights.host import clean_up
 from rl.wire import messages
+from rl.wire.awake import Awake
 from rl.wire.messages import Message, ProtocolError
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
@@ -73,6 +76,7 @@ class Supervisor:
         self._save_until: float | None = None  # since the first Ctrl-C
         self._saver: Child | None = None  # the broker that was told of it
 
+        run.make_names()
         self._socket = open_socket(zmq.ROUTER, run, "control", bind=True)
         self._exits = Exits()
         self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"), self._exits.fileno())
@@ -81,6 +85,7 @@ class Supervisor:
         self._display = Display(run, self._observed)
         self._trace = Trace(run.folder, "supervisor", 0, 0, run.config.tracking.trace)
         self._clock = Clock(time.time(), time.monotonic())
+        self._awake = Awake(time.monotonic(), _POLL_S)
 
     def execute(self) -> int:
         """Run to the end. Returns the exit code: 0 success, 1 failure, 130 interrupted."""
@@ -92,6 +97,7 @@ class Supervisor:
         handlers = {number: signal.signal(number, self._interrupt) for number in stops}
 
         try:
+            reserve_summary(self._run.folder / "summary.json")
             # Those that take seconds to import come last: a launcher may still have it done for them.
             for spec in sorted(self._plan, key=lambda each: bool(each.imports)):
                 self._spawn(spec, 0)
@@ -134,12 +140,16 @@ class Supervisor:
         trained = self._observed.step > self._run.start_step
         if self._save_until is not None or not trained:
             raise KeyboardInterrupt
-        self._save_until = time.monotonic() + self._config.timeouts.save_s
+        self._save_until = self._now() + self._config.timeouts.save_s
+
+    def _now(self) -> float:
+        """The time by which children are judged: a supervisor that was stopped has heard of nobody."""
+        return self._awake.read(time.monotonic())
 
     # ------------------------------------------------------------ start and watch
 
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
-        child = spawn(spec, self._run, incarnation, self._launcher)
+        child = spawn(spec, self._run, incarnation, self._launcher, self._now())
         self._children[spec.role, spec.index] = child
         self._exits.watch(child.handle)
         self._trace.add(ProcessStarted(spec.role, spec.index, incarnation))
@@ -163,7 +173,7 @@ class Supervisor:
             self._saver = broker
             self._send(broker.identity, messages.Stop("interrupted", save_first=True))
             self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
-        if self._has_finished("learner") or time.monotonic() > until:
+        if self._has_finished("learner") or self._now() > until:
             raise KeyboardInterrupt
 
     def _has_finished(self, role: str) -> bool:
@@ -179,6 +189,7 @@ class Supervisor:
     def _handle(self, message: Message, peer: bytes) -> None:
         """The sender is known by its identity, never by what its message says."""
         child = self._child(peer)
+        check_said(message, child.spec, child.incarnation)
         if isinstance(message, messages.Spoken):
             if message.seq in child.heard:
                 return
@@ -191,7 +202,7 @@ class Supervisor:
                 self._beat(child, message)
             case messages.Register():
                 child.registered = True
-                child.last_beat = time.monotonic()
+                child.last_beat = self._now()
                 self._tell(self._book.register(peer, message))
 
             case messages.Metrics():
@@ -213,7 +224,7 @@ class Supervisor:
         raise ProtocolError(f"stranger {peer!r} on the control socket")
 
     def _beat(self, child: Child, beat: messages.Heartbeat) -> None:
-        child.last_beat = time.monotonic()
+        child.last_beat = self._now()
         if beat.progress != child.beat.progress or not beat.busy:
             child.progressed = child.last_beat
         child.beat = beat
@@ -251,14 +262,14 @@ class Supervisor:
 
     def _check_children(self) -> None:
         limits = self._config.timeouts
-        now = time.monotonic()
+        now = self._now()
         for child in list(self._children.values()):
             if child is not self._children[child.spec.role, child.spec.index]:
                 continue  # replaced meanwhile, with another rank
 
             if child.handle.poll() is not None:
                 self._drain()  # what it sent before its death may be the first cause
-                while child.says_more(now):
+                while child.says_more(self._now() - now):
                     self._drain(_POLL_S)
 
                 self._child_ended(child)
@@ -298,6 +309,8 @@ class Supervisor:
     def _child_ended(self, child: Child) -> None:
         """Replace it, or raise RunFailed."""
         how, detail = child.how_it_ended()
+        if child.handle.poll() == ENDS_RUN:
+            raise RunFailed(f"{child.name}: {log_tail(child.log, 1)}")
         ended = f"{child.name} ended: {how}"
         self._trace_death(child, how)
 

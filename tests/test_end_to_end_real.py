@@ -19,7 +19,7 @@ import torch
 
 from rl.config.schema import load_config
 from rl.learner import checkpoint
-from rl.learner.optimizer import Optimizer
+from rl.learner.trainer import Optimizer
 from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
 from rl.store.batch_files import read_batch_parts

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
+import signal
 import socket
 from pathlib import Path
 
@@ -10,18 +13,21 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
+from rl.store.batch_files import read_batch_parts
 from rl.weights.host import wire
 from rl.wire import messages
 from rl.wire.codec import PROTOCOL
 from rl.wire.messages import Frames, Message, Version, encode
+from rl.wire.names import Names
 from rl.wire.run import RunFile
 from rl.wire.sockets import open_socket
+from tests.any_message import KINDS, any_message
 from tests.rollout.trajectories import make_trajectory
 from tests.test_end_to_end_simulated import check_books, finish, metrics_rows, start, wait_for_step
 
 ALONE = ("control", "tickets", "trajectories", "usage", "steps", "frontend", "backend", "weight_status")
-ONE_WAY = ("trajectories", "usage", "batches", "notices")
 PROMPT = np.arange(4, dtype=np.int32)
 HUGE = 2**63 - 1
 TICKET = messages.Ticket(1, 0, 0, 0, Version(0, 0))
@@ -99,19 +105,21 @@ def hostile_frames() -> list[Frames]:
     return frames
 
 
+def sockets_of(run: RunFile) -> list[str]:
+    config = run.config
+    several = {"batches": config.learner.ranks, "blobs": config.learner.ranks, "notices": config.generator.count}
+    return [*ALONE, *(f"{kind}.{index}" for kind, count in several.items() for index in range(count))]
+
+
 def attack(run: RunFile, *, keyed: bool) -> None:
     """Every frame, on every socket: from a peer with a name that nobody has, or without the run's key."""
     context = zmq.Context()
     network = run.config.network.model_copy(update={"curve": keyed})
     stranger = run.model_copy(update={"config": run.config.model_copy(update={"network": network})})
-    config = run.config
-    several = {"batches": config.learner.ranks, "blobs": config.learner.ranks, "notices": config.generator.count}
-    names = [*ALONE, *(f"{kind}.{index}" for kind, count in several.items() for index in range(count))]
-
-    for name in names:
+    for name in sockets_of(run):
         kind, _, index = name.partition(".")
         sender = open_socket(
-            zmq.PUSH if kind in ONE_WAY else zmq.DEALER,
+            zmq.DEALER,
             stranger,
             kind,
             int(index) if index else None,
@@ -148,3 +156,54 @@ def test_no_frame_ends_a_run(tmp_path: Path, keyed: bool) -> None:
     for owner in ("learner.0", "updater", "weights"):
         assert f"{owner}: dropped message" in logs["learner.0.0"]
     assert sum(map(len, logs.values())) < 50_000, "bad input floods the logs"
+
+
+def forged_batches(run: RunFile) -> list[Message]:
+    """As the broker makes them, with other rewards: of the steps that the learner asks for next."""
+    part = read_batch_parts(run.folder)[-1]
+    rows = [replace(row, reward=9.0, turn_rewards=[]) for row in part.rows]
+    metrics = part.metrics | {"rollout/reward": 9.0}
+    places = itertools.product(range(part.step, part.step + 4), range(run.config.learner.ranks))
+    return [replace(part, step=step, rank=rank, rows=rows, metrics=metrics) for step, rank in places]
+
+
+def speak_as(run: RunFile, name: bytes, pick: random.Random) -> None:
+    """Every type of message, on every socket: from one who has the run's key, under a name of the run."""
+    context = zmq.Context()
+    forged = [*FORGED, *forged_batches(run)]
+    for socket_name in sockets_of(run):
+        kind, _, index = socket_name.partition(".")
+        sender = open_socket(zmq.DEALER, run, kind, int(index) if index else None, identity=name, context=context)
+        for message in [*(any_message(each, pick) for each in KINDS), *forged]:
+            sender.send_multipart(encode(message), zmq.DONTWAIT)
+    context.destroy(linger=2000)
+
+
+def test_who_has_the_key_speaks_in_nobodys_name(tmp_path: Path) -> None:
+    """Every message in the name of every living process: none is heard, and no name is taken over."""
+    options = ("steps=5000", "weights.transport=zmq", "learner.options.step_s=0.1", "tracking.save_batches=true")
+    process = start(tmp_path, *options)
+    wait_for_step(tmp_path, 2)
+    folder = tmp_path / "simulated"
+    run = RunFile.load(folder)
+    living = sorted(log.stem for log in (folder / "logs").glob("*.log"))
+    assert {name.partition(".")[0] for name in living} >= {"broker", "proxy", "env_server", "generator", "learner"}
+
+    pick = random.Random(0)
+    for number, name in enumerate(living):
+        names = Names() if number % 2 else Names.made()  # the plain name, and one that another run would prove
+        speak_as(run, names.proven(name.encode()), pick)
+    wait_for_step(tmp_path, metrics_rows(tmp_path)[-1]["step"] + 5)
+    process.send_signal(signal.SIGINT)
+    summary = finish(process, tmp_path, code=130)
+    check_books(summary, steps=summary["steps"])
+
+    assert not {"process-died", "data-repeated"} & summary["alarms"].keys(), summary["alarms"]
+    assert summary["broker"]["refused_trajectories"] == 0
+    assert sorted(log.stem for log in (folder / "logs").glob("*.log")) == living, "somebody was replaced"
+    rows = [row for row in metrics_rows(tmp_path) if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and all(
+        0 <= row["train/reward"] <= 1 for row in rows
+    )
+    dropped = {name: rows[-1][f"{name}/malformed"] for name in ("broker.0", "proxy.0", "generator.0", "generator.1")}
+    assert min(dropped.values()) > 100, dropped

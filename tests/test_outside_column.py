@@ -17,6 +17,7 @@ from msgspec import structs
 
 from algos.registry import NoOptions
 from algos.types import LossInputs, LossResult
+from experiments.columns import token_columns
 from rl.config.schema import ConfigError, load_config
 from rl.learner.algorithm import make_algorithm
 from rl.learner.batches import check_batch_part
@@ -33,7 +34,6 @@ from rl.wire.columns import (
     register,
     register_configured,
     shape_by_model,
-    token_columns,
 )
 from rl.wire.messages import (
     BatchPart,

@@ -13,6 +13,8 @@ import pytest
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="not run: mounting needs root")
 READ_ONLY = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
 
+FULL = 'mount -t tmpfs -o size=1500k none "$0" && "$@"; code=$?; cat "$0"/simulated/summary.json; exit $code'
+
 
 def run(unwritable: Path, recipe: str, *changes: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line where this folder is empty and cannot be written."""
@@ -42,3 +44,17 @@ def test_a_run_over_sockets_needs_no_shared_memory(tmp_path: Path) -> None:
     ended = run(Path("/dev/shm"), "simulated", f"runs={tmp_path}", "steps=3", "weights.transport=zmq")
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "simulated" / "summary.json").read_text())["steps"] == 3
+
+
+def test_a_disk_that_fills_up_ends_the_run_in_one_line_with_its_summary(tmp_path: Path) -> None:
+    fresco = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", f"runs={tmp_path}"]
+    changes = ["steps=100000", "tracking.trace=full", "weights.transport=zmq", "tracking.live=false"]
+    command = ["unshare", "--mount", "sh", "-c", FULL, str(tmp_path), *fresco, *changes]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1 and "Traceback" not in ended.stdout + ended.stderr
+
+    shown, _, summary_text = ended.stdout.partition("\n{\n")
+    summary = json.loads("{" + summary_text)
+    line = (ended.stderr or shown).splitlines()[-1]
+    assert line.startswith("fresco: ") and "No space left on device" in line and str(tmp_path) in line
+    assert "No space left on device" in summary["error"] and summary["steps"] > 0

@@ -99,6 +99,10 @@ class AlfworldFamily:
     def task(self, split: str, index: int) -> GameEntry:
         return self._games[split][index]
 
+    def data(self) -> list[str]:
+        """The games by their places in the folder, which may have been moved."""
+        return [str(game.path.relative_to(self.folder)) for game in self._games["train"]]
+
     async def start(self) -> None:
         await self.pool.start()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from envs.audit.auditor import Audited, Change, Tally, audit
 from envs.check import agents
 from envs.check.attacks import HOSTILE
 from envs.check.elsewhere import openings_elsewhere
@@ -19,9 +21,11 @@ from envs.check.resources import held
 from envs.check.watch import LoopWatch
 from envs.guards import overlap
 from rl.observe.alarms import limit
+from rollout.episodes.environment import Solvable
 
 FEW = 0.8  # share of different tasks below which a game has few of them, and held-out tasks must repeat
 LUCK = 0.25  # success that an agent may have by chance
+QUICK_S = 0.1  # of an audited answer: then as many are audited as there are openings
 SHOWN = 100  # characters of a text in a message
 
 
@@ -168,6 +172,36 @@ async def answer_types(lab: Lab) -> None:
     lab.page.add("answer types", said + texts if texts else "", said, note=True)
 
 
+async def audited(lab: Lab) -> None:
+    """Solutions that were changed into wrong ones earn nothing, and what is spelled otherwise earns the same."""
+    family: object = lab.player.family
+    if not isinstance(family, Audited):
+        return
+    count = lab.scope.openings if family.audit_s < QUICK_S else lab.scope.tasks
+    tally = Tally()
+    for index in lab.spread("train", count):
+        task = lab.player.family.task("train", index)
+        said = await _solution(lab.player.family.make(), task)
+        if said and await family.judged(Change("as it is", True, task, said)):
+            tally.add(await audit(family, task, said, random.Random(index)))
+
+    lab.page.audit = tally
+    wrong = f"{tally.accepted} of {tally.wrong} wrong answers are accepted" if tally.accepted else ""
+    if tally.refused and not wrong:
+        wrong = f"{tally.refused} of {tally.equal} equal answers are refused"
+    found = f"{wrong}; {tally.examples[0][:SHOWN]}" if wrong else ""
+    lab.page.add("audit", found, tally.said())
+
+
+async def _solution(environment: Any, task: Any) -> str | None:
+    try:
+        await environment.reset(task)
+        said: str | None = await environment.gold() if isinstance(environment, Solvable) else None
+        return said
+    finally:
+        await environment.close()
+
+
 async def bad_output(lab: Lab) -> None:
     """Whatever a model writes, the step answers."""
     broken = []
@@ -244,6 +278,7 @@ CHECKS: tuple[Check, ...] = (
     answer_types,
     bad_output,
     who_earns,
+    audited,
     flat,
     deadlines,
 )

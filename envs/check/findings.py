@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from envs.audit.auditor import Tally
 from envs.check.player import PlayResult
 
 Verdict = Literal["ok", "note", "FAIL"]
@@ -46,6 +47,7 @@ class Page:
     earned: list[Earned] = field(default_factory=list)
     histogram: list[int] = field(default_factory=list)
     """Tasks by the share of a model's tries that solved them: ten equal parts, then those always solved."""
+    audit: Tally | None = None
     seconds: float = 0.0
 
     def add(self, check: str, wrong: str, fine: str, note: bool = False) -> None:

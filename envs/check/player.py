@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from rl.config.schema import Config
 from rl.wire.columns import ONE_TURN, masked_columns, masked_context
 from rl.wire.messages import Generate, Generated, Ticket, Trajectory, Version
-from rollout.episodes.environment import ChatMessage, Environment, EnvironmentFamily
+from rollout.episodes.environment import ChatMessage, Environment, EnvironmentFamily, Tools
 from rollout.episodes.episode import Activity, EpisodeContext, EpisodeFailed, run_episode
+from rollout.episodes.tokenizer import IdTokenizer
 
 END = 256  # of a turn; ids below are bytes
 LONGEST = 1 << 24  # bytes of a conversation, and of a turn
@@ -67,22 +67,20 @@ class PlayResult:
         return self.error, self.text, self.rewards, self.success, self.stop_reason
 
 
-class ByteTokenizer:
+class ByteTokenizer(IdTokenizer):
     """A message is its bytes; no message is lost and none is added."""
 
-    stop_ids = [END]  # noqa: RUF012
+    def __init__(self) -> None:
+        self.stop_ids = [END]
 
-    def prompt(self, messages: Sequence[ChatMessage], **_: Any) -> list[int]:
-        return [byte for message in messages for byte in f"{message.content}\n".encode("utf-8", "replace")]
+    def written(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> str:
+        return "".join(f"{message.content}\n" for message in messages)
 
-    def glue(self, messages: Sequence[ChatMessage], last_id: int, **_: Any) -> list[int]:
-        return self.prompt(messages)
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
 
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return bytes(each for each in ids if each < END).decode("utf-8", "replace")
-
-    def drift(self) -> str:
-        return ""
 
 
 class Player:
@@ -96,6 +94,7 @@ class Player:
         limits = {
             "sampling": config.sampling.model_copy(update={"max_tokens": LONGEST}),
             "generator": config.generator.model_copy(update={"max_model_len": 4 * LONGEST}),
+            "chat": config.chat.model_copy(update={"thinking": "keep"}),  # one sequence holds what was said
         }
         self.config = config.model_copy(update=limits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from envs.audit.auditor import Change, replayed
+from envs.code.audit import changes
 from envs.code.generate import generated_problem
 from envs.code.problems import CodeProblem, load_problems
 from envs.code.verifier import CodeVerifier, Verdict
@@ -51,6 +54,7 @@ class CodeFamily:
     """The problems and the sandboxes of one environment server."""
 
     Options = CodeOptions
+    audit_s = 0.5
 
     def __init__(self, options: CodeOptions, seed: int) -> None:
         """Raises RowError or ValueError for a source that cannot be used."""
@@ -89,6 +93,11 @@ class CodeFamily:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
 
+    def opening(self, task: CodeProblem) -> list[ChatMessage]:
+        options = self.options
+        opening = [ChatMessage("system", options.system_prompt)] if options.system_prompt else []
+        return [*opening, ChatMessage("user", task.question + options.instruction)]
+
     async def start(self) -> None:
         """Raises SandboxError, one line, where no sandbox can run."""
         await self._sandboxes.start()
@@ -101,6 +110,15 @@ class CodeFamily:
         self._empty.cleanup()
 
     async def verify(self, problem: CodeProblem, response: str) -> Verdict:
+        return await self._sandboxes.run(lambda: self._verifier().verify(problem, response))
+
+    async def changes(self, task: CodeProblem, response: str, dice: random.Random) -> list[Change]:
+        return await self._sandboxes.run(lambda: changes(self._verifier(), task, response, dice))
+
+    async def judged(self, change: Change) -> bool:
+        return await replayed(self, change)
+
+    def _verifier(self) -> CodeVerifier:
         options = self.options
         limits = Limits(
             timeout_s=options.timeout_s,
@@ -112,10 +130,9 @@ class CodeFamily:
             output_bytes=80 << 20,
         )
 
-        verifier = CodeVerifier(
+        return CodeVerifier(
             self._sandboxes.backend, Template(Path(self._empty.name)), default_runtime().python, limits, options.case_s
         )
-        return await self._sandboxes.run(lambda: verifier.verify(problem, response))
 
 
 class CodeEnvironment:
@@ -126,9 +143,7 @@ class CodeEnvironment:
 
     async def reset(self, task: CodeProblem) -> list[ChatMessage]:
         self._problem = task
-        options = self._family.options
-        opening = [ChatMessage("system", options.system_prompt)] if options.system_prompt else []
-        return [*opening, ChatMessage("user", task.question + options.instruction)]
+        return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         try:

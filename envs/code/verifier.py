@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from envs.answers import answer_of
 from envs.code.harness.run_code import decoded
@@ -70,11 +70,24 @@ class CodeVerifier:
 
     def verify(self, problem: CodeProblem, response: str) -> Verdict:
         """Blocks for one sandbox and one Python. Raises SandboxError for faults of the host only."""
-        total = len(problem.asserts) + len(problem.calls) + len(problem.cases)
+        total = tests_in(problem)
         code = extract_code(response)
         if code is None:
             return Verdict(0, total, no_code=True)
 
+        result, results = self._run(problem, code)
+        if problem.cases:
+            pairs = zip(results, problem.cases, strict=True)
+            passed = sum(isinstance(got, str) and same_output(got, expected) for got, (_, expected) in pairs)
+        else:
+            passed = sum(_holds(got, test) for got, test in zip(results, tests_of(problem), strict=True))
+        return Verdict(passed, total, result.timed_out, result.out_of_memory)
+
+    def outputs(self, problem: CodeProblem, code: str) -> list[object]:
+        """What the tests get of a program, compared with nothing; None where it failed. Blocks as `verify` does."""
+        return self._run(problem, code)[1]
+
+    def _run(self, problem: CodeProblem, code: str) -> tuple[Result, list[object]]:
         key = secrets.token_hex(16)
         job = json.dumps(job_of(problem, code, key, self.case_s))
         argv = [self.python, "-I", "-S", f"{HARNESS}/run_code.py"]
@@ -84,13 +97,11 @@ class CodeVerifier:
         finally:
             sandbox.close()
 
-        results = _results(result, key, total)
-        if problem.cases:
-            pairs = zip(results, problem.cases, strict=True)
-            passed = sum(isinstance(got, str) and same_output(got, expected) for got, (_, expected) in pairs)
-        else:
-            passed = sum(_holds(got, test) for got, test in zip(results, tests_of(problem), strict=True))
-        return Verdict(passed, total, result.timed_out, result.out_of_memory)
+        return result, _results(result, key, tests_in(problem))
+
+
+def tests_in(problem: CodeProblem) -> int:
+    return len(problem.asserts) + len(problem.calls) + len(problem.cases)
 
 
 def job_of(problem: CodeProblem, code: str, key: str, case_s: float) -> dict[str, object]:
@@ -126,13 +137,18 @@ def _holds(got: object, test: Test) -> bool:
     if kind == "assert" or not isinstance(got, dict):
         return got is True and kind == "assert"
     try:
-        value = decoded(got["value"], _refuse)
+        value = value_given(got)
         if kind == "call" and isinstance(expected, tuple):
             # As APPS compares: a tuple is a list, and keys are texts.
             return json.loads(json.dumps(value)) in expected
         return bool(value == expected)
     except (KeyError, ValueError, TypeError, RecursionError):
         return False
+
+
+def value_given(got: dict[str, object]) -> Any:
+    """The value that a test got. Raises KeyError, ValueError or TypeError where that is no plain one."""
+    return decoded(got["value"], _refuse)
 
 
 def _refuse(_: int) -> NoReturn:

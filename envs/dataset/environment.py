@@ -9,12 +9,16 @@ None is no opinion: the other functions decide. A function that raises for the f
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from envs.answers import answer_of, tagged
+from envs.audit.auditor import Change, replayed, variants
+from envs.audit.changes import of_plain, value_of
 from envs.dataset.judge import Judge, JudgeOptions
 from envs.dataset.requests import ScoreReply, ScoreRequest
 from envs.dataset.rewards import EXACT, JUDGE, load_reward, row_as_json
@@ -77,6 +81,7 @@ class DatasetTask:
 
 class DatasetFamily:
     Options: type[BaseModel] = DatasetOptions
+    audit_s = 0.02
 
     def __init__(self, options: DatasetOptions, seed: int) -> None:
         """Raises RowError or ConfigError for rows or rewards that cannot be used."""
@@ -113,6 +118,12 @@ class DatasetFamily:
     def task(self, split: str, index: int) -> DatasetTask:
         return self._tasks[split][index]
 
+    def opening(self, task: DatasetTask) -> list[ChatMessage]:
+        return list(task.opening)
+
+    def data(self) -> list[str]:
+        return [task.row for task in self._tasks["train"]]
+
     async def start(self) -> None:
         """Raises ConfigError where a reward function cannot score the first row."""
         if self.judge is not None:
@@ -132,6 +143,26 @@ class DatasetFamily:
         await self.pool.stop()
         if self.judge is not None:
             await self.judge.stop()
+
+    async def changes(self, task: DatasetTask, response: str, dice: random.Random) -> list[Change]:
+        """Of the reward that decides on success: of `exact` all that is told apart, of a function of the user's own
+        other numbers than the gold one."""
+        first = next(iter(self.options.reward))
+        said = tagged(response, "answer")
+        answer = answer_of(response).strip() if said is None else said
+        if task.gold is None or first == JUDGE or not answer:
+            return []
+
+        around = ("", "") if said is None else ("<answer>", "</answer>")
+        made = of_plain(answer)
+        if first != EXACT:
+            number = value_of(answer)
+            same = number is not None and number == value_of(task.gold)
+            made = [variant for variant in made if same and not variant[1]]
+        return variants(task, around[0], made, around[1])
+
+    async def judged(self, change: Change) -> bool:
+        return await replayed(self, change)
 
     async def score(self, response: str, row: str) -> ScoreReply:
         """The score by the reward functions. Raises WorkerNotStarted."""
@@ -154,7 +185,7 @@ class DatasetEnvironment:
 
     async def reset(self, task: DatasetTask) -> list[ChatMessage]:
         self._task = task
-        return list(task.opening)
+        return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         family = self._family

@@ -1,9 +1,10 @@
 """What a request may say about sampling, and what it may not: training needs the policy's own distribution.
 
 * Overridden, and said so in the header `x-fresco-overridden`: temperature, top_p and their kin, penalties, seeds. The
-  ticket decides them, as for every environment. Likewise the wish for one call at most, which only the model can grant.
-* Refused with status 400: what would force tokens (logit bias, a response format, a tool that must be called), and what
-  no text model of ours reads (pictures, sound, files).
+  ticket decides them, as for every environment. Likewise the wish for one call at most, or for one at least
+  (`tool_choice` "required", or "any"), which only the model can grant.
+* Refused with status 400: what would force tokens (logit bias, a response format, a certain tool), and what no text
+  model of ours reads (pictures, sound, files).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ OVERRIDDEN = (
     "logprobs",
     "top_logprobs",
 )
+_SOME_CALL = ("required", "any")  # a call, of whatever tool
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -53,6 +55,8 @@ def overridden(body: Body) -> list[str]:
     """The parameters of this request that had no effect."""
     found = [name for name in OVERRIDDEN if body.get(name) not in (None, False)]
     choice = body.get("tool_choice")
+    if _kind(choice) in _SOME_CALL:
+        found.append("tool_choice")
     if body.get("parallel_tool_calls") is False:
         found.append("parallel_tool_calls")
     if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
@@ -70,14 +74,18 @@ def refuse_forced(body: Body, *, format_field: str = "response_format") -> None:
 
 
 def offered(body: Body, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools that the model is shown, by `tool_choice`. Raises RequestRefused for a call that is forced."""
+    """The tools that the model is shown, by `tool_choice`. Raises RequestRefused where a certain one is forced."""
     choice = body.get("tool_choice") or "auto"
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    kind = _kind(choice)
     if kind == "none":
         return []
-    if kind != "auto":
-        raise RequestRefused(f"tool_choice={choice!r} forces a call: only 'auto' and 'none' are sampled freely")
+    if kind != "auto" and kind not in _SOME_CALL:
+        raise RequestRefused(f"tool_choice={choice!r} forces one tool: only 'auto' and 'none' are sampled freely")
     return tools
+
+
+def _kind(choice: Any) -> Any:
+    return choice.get("type") if isinstance(choice, Mapping) else choice
 
 
 def number(body: Body, *names: str, most: int = 1 << 31) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,8 +23,10 @@ from aiohttp import web
 from envs.gateway import anthropic_messages, openai_chat, openai_responses, rules
 from envs.gateway.openai_chat import Event
 from envs.gateway.rules import Body
+from rl.wire.text import Mender
 from rollout.episodes.environment import Endpoint
 from rollout.episodes.forest import RequestRefused
+from rollout.episodes.parsing import no_constant
 from rollout.episodes.session import LiveAnswer, ModelAnswer, ModelRequest, Session, SessionClosed
 from rollout.episodes.turns import EpisodeFailed
 
@@ -120,7 +123,7 @@ class Gateway:
                 return _refused(api, 401, "no open session has this address and this key")
 
             try:
-                body = await _body(request)
+                body = await _body(request, session)
                 wanted = api.read(body, request.headers.get("x-stainless-retry-count", "0") != "0")
                 headers = {"x-fresco-overridden": ", ".join(rules.overridden(body))}
                 if wanted.stream:
@@ -136,7 +139,7 @@ class Gateway:
         if session is None:
             return _refused(anthropic_messages, 401, "no open session has this address and this key")
         try:
-            wanted = anthropic_messages.read(await _body(request), is_retry=False)
+            wanted = anthropic_messages.read(await _body(request, session), is_retry=False)
             return _json({"input_tokens": session.forest.count_tokens(wanted.messages, wanted.tools)})
         except RequestRefused as error:
             return _refused(anthropic_messages, 400, str(error))
@@ -162,16 +165,25 @@ def _json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None
     )
 
 
-async def _body(request: web.Request) -> Body:
+async def _body(request: web.Request, session: Session) -> Body:
+    data = await request.read()
     try:
-        body = msgspec.json.decode(await request.read())
+        body = msgspec.json.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
-        raise RequestRefused("the body is no JSON") from None
+        body = _with_halves(data, session.forest.mender)
     if not isinstance(body, dict):
         raise RequestRefused("the body is no JSON object")
     if _levels(body) > DEEPEST_BODY:
         raise RequestRefused(f"the body is nested more than {DEEPEST_BODY} levels deep")
     return body
+
+
+def _with_halves(data: bytes, mender: Mender) -> Any:
+    """JSON that may name half of a surrogate pair. Raises RequestRefused."""
+    try:
+        return mender.value(json.loads(data, parse_constant=no_constant))
+    except (ValueError, RecursionError):
+        raise RequestRefused("the body is no JSON") from None
 
 
 def _levels(value: Any) -> int:

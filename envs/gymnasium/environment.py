@@ -68,7 +68,7 @@ class GymnasiumFamily:
     def __init__(self, options: GymnasiumOptions, seed: int) -> None:
         """Raises ValueError for a game that cannot be made or has no form as text."""
         self.options = options
-        settings = _settings(options)
+        self._settings = settings = _settings(options)
         self.opening, self.success_return = _inspect(options, settings)
         self._first = Random(f"{seed} {options.id}").randrange(1 << 30)
 
@@ -95,6 +95,9 @@ class GymnasiumFamily:
     def task(self, split: str, index: int) -> GymTask:
         """Training seeds lie below 2^30, held-out ones above."""
         return GymTask((self._first + index) % (1 << 30) + ((1 << 30) if split == "eval" else 0))
+
+    def data(self) -> list[object]:
+        return [self._settings, self._first, self.options.tasks]
 
     async def start(self) -> None:
         await self.pool.start()

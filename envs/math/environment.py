@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from envs.answers import answer_of
+from envs.audit.auditor import Change, replayed, variants
+from envs.audit.changes import of_latex
 from envs.math import arithmetic
-from envs.math.answers import typed
+from envs.math.answers import last_box, typed
 from envs.math.datasets import Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
@@ -52,6 +56,7 @@ class MathOptions(BaseModel):
 
 class MathFamily:
     Options: type[BaseModel] = MathOptions
+    audit_s = 0.005
 
     def __init__(self, options: MathOptions, seed: int) -> None:
         self.options = options
@@ -80,6 +85,11 @@ class MathFamily:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
 
+    def opening(self, task: Problem) -> list[ChatMessage]:
+        system = self.options.system_prompt
+        opening = [ChatMessage("system", system)] if system else []
+        return [*opening, ChatMessage("user", task.question + self.suffix)]
+
     def answer_types(self) -> dict[str, list[str]]:
         """The training tasks' gold answers by their type."""
         found: dict[str, list[str]] = {}
@@ -97,6 +107,17 @@ class MathFamily:
     async def stop(self) -> None:
         await self.verifier.stop()
 
+    async def changes(self, task: Problem, response: str, dice: random.Random) -> list[Change]:
+        answer = last_box(answer_of(response))
+        if answer is None:
+            return []
+        before = response[: response.rfind("\\boxed")]
+        made = of_latex(answer, typed(task.answer, task.asked).value.kind, task.answer)
+        return variants(task, f"{before}\\boxed{{", made, "}")
+
+    async def judged(self, change: Change) -> bool:
+        return await replayed(self, change)
+
 
 class MathEnvironment:
     def __init__(self, family: MathFamily) -> None:
@@ -105,9 +126,7 @@ class MathEnvironment:
     async def reset(self, task: Problem) -> list[ChatMessage]:
         self._task = task
         self._kind = getattr(task, "kind", "")
-        system = self._family.options.system_prompt
-        opening = [ChatMessage("system", system)] if system else []
-        return [*opening, ChatMessage("user", task.question + self._family.suffix)]
+        return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         verdict = await self._family.verifier.verify(self._task.answer, action, self._task.asked)

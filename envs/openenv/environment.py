@@ -80,6 +80,9 @@ class OpenEnvFamily:
     def task(self, split: str, index: int) -> OpenEnvTask:
         return OpenEnvTask((self._first + index) % BEYOND + (BEYOND if split == "eval" else 0))
 
+    def data(self) -> list[object]:
+        return [self.options.reset, self._first, self.options.tasks]
+
     async def start(self) -> None:
         """Raises ConnectionError where no server answers."""
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.options.deadline_s))

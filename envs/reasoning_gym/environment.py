@@ -7,6 +7,7 @@ and held-out tasks therefore begin 2^30 apart.
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from envs.answers import tagged
+from envs.audit.auditor import Change, replayed, variants
+from envs.audit.changes import of_plain, value_of
 from envs.reasoning_gym.requests import PuzzleReply, PuzzleRequest
 from envs.workers.pool import Pool
 from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
@@ -55,6 +58,7 @@ class Puzzle:
 
 class ReasoningGymFamily:
     Options: type[BaseModel] = ReasoningGymOptions
+    audit_s = 0.05
 
     def __init__(self, options: ReasoningGymOptions, seed: int) -> None:
         """Raises ValueError for a data set or an argument that reasoning-gym does not know."""
@@ -88,6 +92,9 @@ class ReasoningGymFamily:
     def task(self, split: str, index: int) -> Puzzle:
         return Puzzle(self.options.dataset, self._seeds[split], index)
 
+    def data(self) -> list[object]:
+        return [self.options.dataset, self.options.config, self._seeds["train"], self.options.tasks]
+
     async def start(self) -> None:
         await self.pool.start()
 
@@ -96,6 +103,19 @@ class ReasoningGymFamily:
 
     async def stop(self) -> None:
         await self.pool.stop()
+
+    async def changes(self, task: Puzzle, response: str, dice: random.Random) -> list[Change]:
+        """Other numbers, where the answer is the gold number: elsewhere a puzzle may have several solutions."""
+        environment = self.make()
+        await environment.reset(task)
+        gold = f"{environment.known}"
+        answer = tagged(response, "answer")
+        if answer is None or value_of(gold) is None or answer.strip() != gold.strip():
+            return []
+        return variants(task, "<answer>", of_plain(gold.strip()), "</answer>")
+
+    async def judged(self, change: Change) -> bool:
+        return await replayed(self, change)
 
 
 class ReasoningGymEnvironment:
@@ -106,7 +126,7 @@ class ReasoningGymEnvironment:
     async def reset(self, task: Puzzle) -> list[ChatMessage]:
         self._task = task
         reply = await self._ask(None)
-        self._gold = reply.gold
+        self.known = reply.gold
         system = self._options.system_prompt
         opening = [ChatMessage("system", system)] if system else []
         asks = f"\n{self._options.instruction}" if self._options.instruction else ""
@@ -131,7 +151,7 @@ class ReasoningGymEnvironment:
         return Step([], score, done=True, success=success, info=info)
 
     async def gold(self) -> str | None:
-        return f"<answer>{self._gold}</answer>" if self._gold else None
+        return f"<answer>{self.known}</answer>" if self.known else None
 
     async def close(self) -> None:
         pass

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, Field
 
+from envs.audit.auditor import Change
 from envs.rows import RowError
 from envs.sandbox import BackendName, Limits, Sandbox, SandboxError
 from envs.sandbox.service import SandboxService
 from envs.sources import SourceOptions, split_tasks
+from envs.swe.audit import changes
 from envs.swe.checkout import Checkout, open_checkout
 from envs.swe.checkout_cache import CheckoutCache
 from envs.swe.evaluate import MAX_DIFF_CHARS, TEST_LIMITS, DiffResult, evaluate
@@ -69,6 +73,7 @@ class SweFamily:
     """The tasks and the sandboxes of one environment server."""
 
     Options: type[BaseModel] = SweOptions
+    audit_s = 30.0
 
     def __init__(self, options: SweOptions, seed: int) -> None:
         """Raises RowError or ValueError for a source that cannot be used."""
@@ -108,6 +113,12 @@ class SweFamily:
         held_out = self.options.eval_count
         return held_out if split == "eval" else self.options.generated_count - held_out
 
+    def data(self) -> Sequence[object]:
+        """Of generated tasks what makes them."""
+        if self._tasks is not None:
+            return self._tasks["train"]
+        return [*self.options.packages, self.seed, self.options.generated_count, self.options.eval_count]
+
     def task(self, split: str, index: int) -> SweTask:
         """Generated tasks are there once `start` is done."""
         assert self._tasks is not None, "start() comes first"
@@ -138,6 +149,25 @@ class SweFamily:
     def evaluate(self, task: SweTask, checkout: Checkout, diff: str) -> DiffResult:
         """Blocks for the time of the tests."""
         return evaluate(self.sandboxes.backend, checkout, task, diff, self._test_limits)
+
+    async def changes(self, task: SweTask, response: str, dice: random.Random) -> list[Change]:
+        """Of the task's own fix: whether other diffs are right is not known without the tests."""
+
+        def made() -> list[Change]:
+            _, sandbox = self.open_sandbox(task)
+            try:
+                return changes(task, sandbox, dice)
+            finally:
+                sandbox.close()
+
+        return await self.sandboxes.run(made)
+
+    async def judged(self, change: Change) -> bool:
+        def resolved() -> bool:
+            checkout = self._checkouts.prepare(change.task, images=self.sandboxes.backend.name != "bubblewrap")
+            return self.evaluate(change.task, checkout, change.response).resolved
+
+        return await self.sandboxes.run(resolved)
 
     def _split(self, tasks: list[SweTask]) -> dict[str, list[SweTask]]:
         return split_tasks(self.options, tasks, _load)

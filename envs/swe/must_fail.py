@@ -3,7 +3,9 @@
 The copies have the paths and the names of the tests that are counted, so that code which makes exactly those pass, or
 whose objects equal everything, gives itself away. A test of FAIL_TO_PASS that is sure to reach an equality
 (`assert a == b`, `self.assertEqual(a, b)`) keeps its body. One side of each such equality is changed to another value
-of its type. Any other test fails at its first statement, and so costs no time.
+of its type. A literal becomes another literal in the text itself: code which takes its answer from the test's frame,
+constants or source passes here too, and is found out. Any other test fails at its first statement, and so costs no
+time.
 """
 
 from __future__ import annotations
@@ -65,19 +67,31 @@ def must_fail_copy(source: str, fail_to_pass: Collection[str], pass_to_pass: Col
     found = _Finder(source, fail_to_pass, pass_to_pass)
     found.below(tree.body, ())
     data = source.encode()
-    for place, text in sorted(found.edits, key=lambda edit: edit[0], reverse=True):
-        data = data[:place] + text.encode() + data[place:]
+    for start, end, text in sorted(found.edits, reverse=True):
+        data = data[:start] + text.encode() + data[end:]
 
     other = _OTHER.format(name=found.other, number=found.random.randrange(10**4, 10**6), pause_s=_PAUSE_S)
     return MustFail(data.decode() + other, frozenset(found.names))
+
+
+def literals_of(source: str, fail_to_pass: Collection[str]) -> list[tuple[int, int]]:
+    """Where the literals stand, in bytes, to which tests of FAIL_TO_PASS are sure to compare something."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    found = _Finder(source, fail_to_pass, ())
+    found.below(tree.body, ())
+    return found.literals
 
 
 class _Finder:
     def __init__(self, source: str, fail_to_pass: Collection[str], pass_to_pass: Collection[str]) -> None:
         self.random = random.Random(secrets.randbits(64))
         self.other = f"other_{secrets.token_hex(8)}"
-        self.edits: list[tuple[int, str]] = []
-        """(place in bytes, what to put there)"""
+        self.edits: list[tuple[int, int, str]] = []
+        """(begin and end in bytes, what to put there)"""
+        self.literals: list[tuple[int, int]] = []
         self.names: set[str] = set()
         self._with_body = {*fail_to_pass}
         self._listed = {name.rpartition("::")[2] for name in (*fail_to_pass, *pass_to_pass)}
@@ -104,13 +118,22 @@ class _Finder:
         names = {name, (described or "").strip().split("\n")[0].strip()} - {""}
         sides = list(_sure_sides(test, statements)) if names & self._with_body else []
         for side in sides:
-            self.edits += [(self._begin(side), f"{self.other}("), (self._end(side), ")")]
+            self._change(self._begin(side), self._end(side), side)
         if not sides:
             self.edits.append(self._failure_before(statements[0]))
 
         self.names |= names
 
-    def _failure_before(self, statement: ast.stmt) -> tuple[int, str]:
+    def _change(self, begin: int, end: int, side: ast.expr) -> None:
+        try:
+            literal = another(ast.literal_eval(side), self.random.randrange(10**4, 10**6))
+        except (ValueError, TypeError, SyntaxError, RecursionError):
+            self.edits += [(begin, begin, f"{self.other}("), (end, end, ")")]
+        else:
+            self.edits.append((begin, end, repr(literal)))
+            self.literals.append((begin, end))
+
+    def _failure_before(self, statement: ast.stmt) -> tuple[int, int, str]:
         decorators = getattr(statement, "decorator_list", [])
         line = min([statement.lineno, *(each.lineno for each in decorators)])
         indent = self._lines[line - 1][: statement.col_offset]
@@ -119,7 +142,8 @@ class _Finder:
 
         # A body may stand behind its `def`, in the same line.
         separator = "; " if indent.strip() else f"\n{indent.decode()}"
-        return self._place(line, statement.col_offset), failure + separator
+        place = self._place(line, statement.col_offset)
+        return place, place, failure + separator
 
     def _begin(self, node: ast.expr) -> int:
         return self._place(node.lineno, node.col_offset)
@@ -130,6 +154,30 @@ class _Finder:
 
     def _place(self, line: int, column: int) -> int:
         return sum(map(len, self._lines[: line - 1])) + column
+
+
+def another(value: object, more: int) -> object:
+    """Another value of the same type, in a short text, as far as literals can have one."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return more if value != more else more + 1
+        case float():
+            return more + 0.5 if value != more + 0.5 else more + 1.5
+
+        case complex():
+            return complex(value.real, more)
+        case str():
+            return str(more) if value != str(more) else f"{more}0"
+
+        case bytes():
+            return str(more).encode()
+        case list() | tuple() | set():
+            return type(value)([more])
+        case dict():
+            return {more: more}
+    return more
 
 
 def _sure_sides(test: ast.AST, statements: Sequence[ast.stmt]) -> Iterator[ast.expr]:

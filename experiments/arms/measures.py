@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from experiments.arms.records import Record, Won
 from experiments.arms.study import START, Study
 from experiments.bench._ratios import BUSY
-from launch.intervals import paired_bootstrap, wilson
+from rl.observe.intervals import paired_bootstrap, wilson
 
 ALL = "all"
 MARK = "*"

@@ -8,7 +8,7 @@ from experiments.arms.measures import ALL, MARK, column, is_busy, pairs, share
 from experiments.arms.records import Record, missing
 from experiments.arms.study import START, Study
 from experiments.bench._ratios import BUSY
-from launch.intervals import paired_bootstrap
+from rl.observe.intervals import paired_bootstrap
 
 _TITLES = {"cpu_s": "CPU s", "wall_s": "wall s", "others": "used by others", "score": "score at the end"}
 

@@ -21,7 +21,7 @@ import numpy as np
 from experiments.bench._measuring import Timing, family_cpu_s, temporary_run
 from rl.learner.publish import probe_length
 from rl.store.batch_files import read_batch_parts
-from rl.weights.proof import LONG_PROBES
+from rl.weights.updater import LONG_PROBES
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines.environment import engine_environment
 

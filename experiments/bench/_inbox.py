@@ -20,7 +20,8 @@ def receive_all(socket: zmq.SyncSocket) -> list[tuple[bytes, Message]]:
 
 def receive(socket: zmq.SyncSocket) -> Message:
     """The next message, where each comes alone. Never blocks: raises zmq.Again if there is none."""
-    return decode(receive_frames(socket))
+    frames = receive_frames(socket)
+    return decode(frames[1:] if socket.type == zmq.ROUTER else frames)
 
 
 def receive_from(socket: zmq.SyncSocket) -> tuple[bytes, Message]:

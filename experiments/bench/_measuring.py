@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import psutil
 
+from experiments.columns import token_columns
 from rl.config.schema import load_config
-from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, SampleRow
 from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key

@@ -1,4 +1,4 @@
-"""Acknowledged trajectories per second through the real broker process, against a bare PULL loop.
+"""Acknowledged trajectories per second through the real broker process, against a bare loop.
 
     python -m experiments.bench broker [--rounds 5] [--seconds 5] [--tokens 4096] [--out FILE.json]
 
@@ -31,7 +31,7 @@ import zmq
 from experiments.bench._inbox import receive_all, receive_from
 from experiments.bench._measuring import Timing, cpu_s_of, parser_of, temporary_run, write
 from experiments.bench._ratios import Idle, provenance, ratio_of
-from rl.wire.columns import token_columns
+from experiments.columns import token_columns
 from rl.wire.messages import (
     AckTickets,
     BatchRequest,
@@ -106,8 +106,8 @@ class Encoded:
 def produce(run: RunFile, seconds: float, tokens: int, bare: bool) -> None:
     """The producer process; prints what it measured as one line of JSON."""
     tickets = open_socket(zmq.DEALER, run, "tickets", identity=identity("env_server", 0, 0))
-    results = open_socket(zmq.PUSH, run, "trajectories")
-    usage = open_socket(zmq.PUSH, run, "usage")
+    results = open_socket(zmq.DEALER, run, "trajectories", identity=identity("env_server", 0, 0))
+    usage = open_socket(zmq.DEALER, run, "usage", identity=identity("proxy", 0))
     send(tickets, ServerHello(0, 0, OPEN))
     seq = acknowledged = 0
     encoded: dict[Version, Encoded] = {}
@@ -152,7 +152,7 @@ def drain(socket: zmq.Socket[bytes]) -> Iterator[Message]:
 def bare_loop(run: RunFile) -> None:
     """The limit: receive, acknowledge, and hand out the next ticket; trajectories are not even decoded."""
     tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
-    results = open_socket(zmq.PULL, run, "trajectories", bind=True)
+    results = open_socket(zmq.ROUTER, run, "trajectories", bind=True)
     peer = tickets.recv_multipart()[0]
     for ticket_id in range(OPEN):
         send_to(tickets, peer, Ticket(ticket_id, 0, 0, 0, Version(0, 0)))
@@ -178,7 +178,7 @@ def bare_loop(run: RunFile) -> None:
 def serve_broker(run: RunFile, producer: list[str]) -> dict[str, float]:
     """Supervisor and learner around the broker process."""
     control = open_socket(zmq.ROUTER, run, "control", bind=True)
-    batch_parts = open_socket(zmq.PULL, run, "batches", 0, bind=True)
+    batch_parts = open_socket(zmq.ROUTER, run, "batches", 0, bind=True)
     broker = subprocess.Popen([sys.executable, "-m", "rollout.broker.process", "--run", str(run.folder)])
 
     try:

@@ -38,7 +38,7 @@ from rl.learner.publish import probe_length, probe_logp
 from rl.learner.update import UpdateStats
 from rl.observe.alarms import Alarms
 from rl.store.batch_files import read_batch_parts
-from rl.weights.proof import LONG_PROBES
+from rl.weights.updater import LONG_PROBES
 from rl.wire.messages import BatchPart, TokenSequence, Trajectory, Turn
 from rl.wire.process import Process
 from rl.wire.run import ProcessContext, RunFile

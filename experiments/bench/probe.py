@@ -30,7 +30,7 @@ from rl.learner.publish import probe_logp
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
 from rl.models.stock import load_stock
-from rl.weights.proof import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
+from rl.weights.updater import EXACT_PROBE_TOKENS, PROBE_TOKENS, TOLERANCE
 from rollout.episodes.tokenizer import ChatTokenizer
 from rollout.generator.engines.environment import engine_environment
 

@@ -218,10 +218,10 @@ async def _whole_path(run: RunFile) -> AsyncIterator[Side]:
     """Proxy and generator as the supervisor starts them; this process stands in for supervisor, broker and learner."""
     sinks = [
         open_socket(zmq.ROUTER, run, "control", bind=True),
-        open_socket(zmq.PULL, run, "usage", bind=True),
+        open_socket(zmq.ROUTER, run, "usage", bind=True),
         open_socket(zmq.ROUTER, run, "weight_status", bind=True),
     ]
-    notices = open_socket(zmq.PUSH, run, "notices", 0)
+    notices = open_socket(zmq.DEALER, run, "notices", 0, identity=identity("learner", 0))
     sender = _sender(run)
 
     children = [

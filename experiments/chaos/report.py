@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from experiments.chaos.play import Played
-from launch.intervals import wilson
+from rl.observe.intervals import wilson
 
 
 def costs(played: Played, free: Played) -> dict[str, dict[str, float]]:

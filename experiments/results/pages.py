@@ -142,19 +142,26 @@ def _machine(said: Any) -> str:
         return f"{said['cores']} cores"
     if isinstance(said, list):
         return " or ".join(dict.fromkeys(map(_machine, said)))
-    short = re.sub(r", Linux.*|, x86_64|\(R\)| Processor|AMD ", "", str(said))
-    return short.replace("cores of ", "× ")
+    short = re.sub(r", Linux.*|, x86_64|(Intel|AMD|Processor|\(R\)) ?", "", str(said))
+    return short.replace(" cores of ", "-core ").strip()
 
 
 def page(measured: Measured) -> str:
     """The text of docs/results.md."""
     parts = ["# What was measured", "Written by `python -m experiments.results`; do not edit.", measured.about.strip()]
     for section in measured.sections:
-        lines = ["| what | measured | machine, date | how |", "|---|---|---|---|"]
+        numbers: dict[tuple[str, str], int] = {}  # by the command, and by the machine and date
+        lines = ["| what | measured | how |", "|---|---|---|"]
         for row in section.rows:
-            file = f"[file](../experiments/results/{_shown(row.file)}): " if row.file else ""
-            lines.append(f"| {row.what} | {' | '.join(told(row))} | {file}`{row.command}` |")
-        parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines)]
+            figure, when = told(row)
+            told_once = (row.command, f": {when}" if row.file else "")
+            number = str(numbers.setdefault(told_once, len(numbers) + 1))
+            how = f"[{number}](../experiments/results/{_shown(row.file)})" if row.file else number
+            lines.append(f"| {row.what} | {figure} | {how} |")
+
+        ran = [f"{command}  # {n}{when}" for (command, when), n in numbers.items()]
+        block = "\n".join(["```bash", *ran, "```"])
+        parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines), block]
     return "\n\n".join(parts) + "\n"
 
 

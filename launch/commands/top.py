@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import select
 import sys
@@ -26,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.live import clock
+from rl.config.damage import readable
 from rl.config.schema import ConfigError
 from rl.observe import trace_events
 from rl.observe.trace import FOLDER, SUFFIX, TraceFile, boot_id
@@ -61,7 +61,7 @@ class Watched:
             case trace_events.SpanBegan(name):
                 self._doing.append((name, at))
             case trace_events.SpanEnded():
-                self._doing.pop()
+                del self._doing[-1:]
             case trace_events.LoadBegan(_, version):
                 self._doing = [(f"load version {version}", at)]
             case trace_events.LoadEnded():
@@ -185,7 +185,7 @@ def _order(watched: Watched) -> tuple[int, int, int]:
     return place, source.index, source.incarnation
 
 
-def _last_row(path: Path) -> dict[str, float]:
+def _last_row(path: Path) -> dict[str, float | list[float]]:
     """The row of a trained batch, if one is among the last rows."""
     if not path.exists():
         return {}
@@ -195,8 +195,8 @@ def _last_row(path: Path) -> dict[str, float]:
 
     for line in reversed(lines):
         if b'"train/loss"' in line and line.startswith(b"{") and line.endswith(b"\n"):
-            row: dict[str, float] = json.loads(line)
-            return row
+            for row in readable([line], dict[str, float | list[float]]):
+                return row
     return {}
 
 

@@ -31,13 +31,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from launch.gpus import visible_gpus
-from launch.launcher.local import Begin, Begun, Files, begin_process
+from launch.launcher.local import Begin, Begun, Command, Files, begin_process
 from launch.plan import make_plan
 from launch.prepare import PREPARE_IMPORTS
 from rl.config.schema import Config
@@ -49,19 +48,6 @@ _KNOWN = b"k"
 _END_S = 5.0
 _THREADS_END_S = 5.0
 _ENDED = "ZX"  # proc_pid_stat(5): zombie, dead
-
-
-@dataclass(frozen=True)
-class Request:
-    """A process to begin: `main()` of a module, as `python -m module arguments` would call it."""
-
-    module: str
-    arguments: list[str]
-    environment: dict[str, str]
-    """Variables beside the server's own."""
-    imports: list[str]
-    """What must be there before the copy is made."""
-    parent: int
 
 
 class Copy(psutil.Process):
@@ -96,19 +82,12 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def begin(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        files: Files,
-        environment: dict[str, str] | None = None,
-        imports: Sequence[str] = (),
-    ) -> Copy | None:
+    def begin(self, command: Command, files: Files) -> Copy | None:
         """Begin a copy with these files as standard input, output and error. None: the server is dead, or did not
         answer within its deadline (it is stopped, or hangs in an import) and is dead now, or has threads.
         """
-        request = Request(module, [*arguments], environment or {}, [*imports], os.getpid())
-        message = json.dumps(asdict(request)).encode()
+        environment = command.environment | {"FRESCO_PARENT_PID": str(os.getpid())}
+        message = json.dumps(command._replace(environment=environment)).encode()
         word, ours = socket.socketpair()  # for the copy; it reads the end of it unless we speak
 
         with word, ours:
@@ -153,15 +132,9 @@ def begin_as_copies(config: Config) -> Iterator[Begin]:
     own["OMP_NUM_THREADS"] = "1"
     server = ForkServer([*PREPARE_IMPORTS, *needed], own, config.timeouts.hang_s)
 
-    def begin(
-        module: str,
-        arguments: Sequence[str],
-        files: Files,
-        environment: dict[str, str] | None = None,
-        imports: Sequence[str] = (),
-    ) -> Begun:
-        copy = server.begin(module, arguments, files, environment, imports) if imports else None
-        return copy or begin_process(module, arguments, files, environment)
+    def begin(command: Command, files: Files) -> Begun:
+        copy = server.begin(command, files) if command.imports else None
+        return copy or begin_process(command, files)
 
     try:
         yield begin
@@ -172,7 +145,7 @@ def begin_as_copies(config: Config) -> Iterator[Begin]:
 # ------------------------------------------------------------ the server's side
 
 
-def _serve(line: socket.socket, imports: list[str]) -> Request | None:
+def _serve(line: socket.socket, imports: list[str]) -> Command | None:
     """Import while nobody asks, and copy when somebody does. Returns in a copy with what it has to do, and at the end
     with nothing.
     """
@@ -184,17 +157,17 @@ def _serve(line: socket.socket, imports: list[str]) -> Request | None:
         message, files, _flags, _sender = socket.recv_fds(line, _REQUEST_BYTES, 4)
         if not message:
             return None
-        request = Request(**json.loads(message))
-        for name in request.imports:
+        command = Command(*json.loads(message))
+        for name in command.imports:
             _import(name)
         if not is_alone(_THREADS_END_S):
             line.close()
             return None
 
-        pid = _copy(request, files)
+        pid = _copy(command, files)
         if pid is None:
             line.close()
-            return request
+            return command
         line.send(str(pid).encode())
 
 
@@ -229,7 +202,7 @@ def _import(name: str) -> None:
         importlib.import_module(name)
 
 
-def _copy(request: Request, files: list[int]) -> int | None:
+def _copy(command: Command, files: list[int]) -> int | None:
     """The copy's pid; None in the copy itself, once it is the child of whoever asked for it."""
     gc.freeze()  # what is there will stay: collecting it would only write to shared pages
     pid_read, pid_write = os.pipe()
@@ -250,7 +223,7 @@ def _copy(request: Request, files: list[int]) -> int | None:
         if os.read(word, len(_KNOWN)) != _KNOWN:
             os._exit(1)
         os.close(word)
-        _become(request, standard)
+        _become(command, standard)
         return None
 
     os.waitpid(between, 0)
@@ -260,20 +233,20 @@ def _copy(request: Request, files: list[int]) -> int | None:
     return pid
 
 
-def _become(request: Request, files: list[int]) -> None:
+def _become(command: Command, files: list[int]) -> None:
     """The process that was asked for, as far as its own code and the kernel can tell."""
     os.setsid()
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
 
-    os.environ.update(request.environment, FRESCO_PARENT_PID=str(request.parent))
+    os.environ.update(command.environment)
     tempfile.tempdir = None  # the server's: this one's goes with the run
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
 
-    sys.argv = [request.module, *request.arguments]
+    sys.argv = [command.module, *command.arguments]
     if setproctitle := sys.modules.get("setproctitle"):  # vLLM brings it; it changes what `ps` shows
         setproctitle.setproctitle(f"{sys.executable} -m {' '.join(sys.argv)}")
 
@@ -283,9 +256,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # an import leaves nothing to collect, and looking for it takes a quarter of the time
     _import("setproctitle")
-    request = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
-    if request is not None:
-        importlib.import_module(request.module).main()
+    command = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    if command is not None:
+        importlib.import_module(command.module).main()
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import psutil
 
@@ -39,35 +39,32 @@ class Begun(Protocol):
     def cpu_affinity(self, cpus: list[int]) -> Any: ...
 
 
-class Begin(Protocol):
-    """How a child of this process begins. It leads a session, and dies with the thread that called."""
+class Command(NamedTuple):
+    """A process to begin: `main()` of a module, as `python -m module arguments` would call it."""
 
-    def __call__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        files: Files,
-        environment: dict[str, str] | None = None,
-        imports: Sequence[str] = (),
-    ) -> Begun: ...
+    module: str
+    arguments: Sequence[str]
+    environment: dict[str, str]
+    """Variables beside those of whoever begins it."""
+    imports: Sequence[str] = ()
+    """What takes seconds to import, where somebody has it ready."""
 
 
-def begin_process(
-    module: str,
-    arguments: Sequence[str],
-    files: Files,
-    environment: dict[str, str] | None = None,
-    imports: Sequence[str] = (),
-) -> Begun:
-    """Start a process by its command line. `files`: its standard input, output and error; `imports`: it sees to them
-    itself."""
+Begin = Callable[[Command, Files], Begun]
+"""Begins a child of this process, with standard input, output and error.
+
+It leads a session, and dies with the thread that called."""
+
+
+def begin_process(command: Command, files: Files) -> Begun:
+    """Start a process by its command line; it sees to its imports itself."""
     stdin, stdout, stderr = files
     return psutil.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", command.module, *command.arguments],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
-        env=os.environ | (environment or {}) | {"FRESCO_PARENT_PID": str(os.getpid())},
+        env=os.environ | command.environment | {"FRESCO_PARENT_PID": str(os.getpid())},
         start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only
     )
 
@@ -91,7 +88,8 @@ class LocalLauncher:
         """A child of this process."""
         environment = spec.environment | self._environment
         with spec.log.open("wb") as log, Path(os.devnull).open("rb") as nothing:
-            begun = self._begin(spec.module, spec.arguments, (nothing, log, log), environment, spec.imports)
+            command = Command(spec.module, spec.arguments, environment, spec.imports)
+            begun = self._begin(command, (nothing, log, log))
 
         if spec.cores:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -33,7 +33,7 @@ class Spec:
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
-    """Variables beside the node's own."""
+    """Variables beside the node's own. By one of them others believe the process its name, so they stand in no log."""
     log: Path
     """The file for standard output and error."""
     gpus: tuple[str, ...] = ()

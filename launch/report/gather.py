@@ -13,15 +13,17 @@ import msgspec
 import numpy as np
 from filelock import FileLock, Timeout
 
-from launch.intervals import Z95, paired_bootstrap, wilson
+from launch.provenance import FILE as PROVENANCE
 from launch.provenance import flat, read_provenance
 from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
 from launch.report.timeline import Timeline, gather_timeline
-from rl.config.schema import ConfigError
+from rl.config.damage import readable, reading
 from rl.observe.alarms import read_alarms
+from rl.observe.intervals import Z95, paired_bootstrap, wilson
 from rl.wire.run import RunFile
 
+_WITHOUT = "move it away, and the report is made without it"
 _MOST_ROWS = 3000
 _BINS = 40
 _MOST_HISTOGRAMS = 400
@@ -37,49 +39,71 @@ class RunPage:
 
 
 def gather(folder: Path) -> RunPage:
-    """What the report shows of a run that has ended in any way, or goes on. Raises ConfigError if its run.json cannot
-    be read."""
-    try:
-        run = RunFile.load(folder)
-    except ValueError as error:
-        raise ConfigError(f"{str(folder)!r}: run.json is of another version of Fresco: {error}") from None
-
-    rows = read_rows(folder / "metrics.jsonl")
-    trained = [row for row in rows if "train/loss" in row]
-    summary = _json(folder / "summary.json")
+    """What the report shows of a run that has ended in any way, or goes on. Raises ConfigError where a
+    file that it needs is damaged."""
+    run = RunFile.load(folder)
     alarms = read_alarms(folder)
     timeline: Timeline = gather_timeline(folder, run.started_at, alarms)
     samples: SamplePage = gather_samples(folder, run)
+    with reading(folder / PROVENANCE, _WITHOUT):
+        origin = read_provenance(folder, run.config)
 
-    last = trained[-1] if trained else {}
-    broker = summary.get("broker", {})
-    facts = {
+    rows: list[Row] = []
+    with reading(folder / "metrics.jsonl", _WITHOUT):
+        rows = read_rows(folder / "metrics.jsonl")
+        facts = _of_rows(rows, run)
+    with reading(folder / "evals.jsonl", _WITHOUT):
+        gained = gain(folder / "evals.jsonl")
+    with reading(folder / "summary.json", _WITHOUT):
+        facts |= _of_summary(folder, run, rows, facts)
+
+    facts |= {
         "name": run.config.name,
-        "state": state(folder, run, summary, last),
-        "error": summary.get("error", ""),
-        "origin": read_provenance(folder, run.config),
+        "origin": origin,
         "config": flat(run.config.model_dump(mode="json")),
         "started": run.started_at,
         "startStep": run.start_step,
         "batch": run.config.batch_size,
-        "seconds": summary.get("seconds") or _since(run, rows),
-        "rows": columns(_thinned(trained, _MOST_ROWS), run),
-        "histograms": histograms(_thinned(trained, _MOST_HISTOGRAMS)),
-        "evaluations": evaluations(rows, run),
-        "gain": gain(folder / "evals.jsonl"),
-        "ledger": summary.get("ledger") or ledger(last, len(trained), run),
-        "staleness": (summary.get("staleness") or {}).get("histogram") or _staleness(trained),
-        "violations": summary.get("freshness_violations"),
-        "summary": {key: value for key, value in summary.items() if isinstance(value, float | int | str)},
+        "gain": gained,
         "alarms": [msgspec.structs.asdict(alarm) for alarm in alarms],
         "waits": timeline.waits,
         "failures": timeline.failures,
-        "failed": broker.get("cut", {}).get("failed", {}).get("running", {}),
-        "cut": broker.get("kept_against_cut", {}),
         "timeline": timeline.facts,
         "samples": samples.facts,
     }
     return RunPage(facts, {"timeline": timeline.arrays, "samples": samples.arrays})
+
+
+def _of_rows(rows: list[Row], run: RunFile) -> dict[str, Any]:
+    """What the rows of metrics say, the books of a run that could not close them included."""
+    trained = [row for row in rows if "train/loss" in row]
+    return {
+        "rows": columns(_thinned(trained, _MOST_ROWS), run),
+        "histograms": histograms(_thinned(trained, _MOST_HISTOGRAMS)),
+        "evaluations": evaluations(rows, run),
+        "seconds": _since(run, rows),
+        "ledger": ledger(trained[-1] if trained else {}, len(trained), run),
+        "staleness": _staleness(trained),
+    }
+
+
+def _of_summary(folder: Path, run: RunFile, rows: list[Row], known: dict[str, Any]) -> dict[str, Any]:
+    """How it ended, and its books; what is `known` without them stands for what they do not say."""
+    summary = _json(folder / "summary.json")
+    broker = summary.get("broker", {})
+    trained = [row for row in rows if "train/loss" in row]
+
+    return {
+        "state": state(folder, run, summary, trained[-1] if trained else {}),
+        "error": summary.get("error", ""),
+        "seconds": summary.get("seconds") or known["seconds"],
+        "ledger": summary.get("ledger") or known["ledger"],
+        "staleness": (summary.get("staleness") or {}).get("histogram") or known["staleness"],
+        "violations": summary.get("freshness_violations"),
+        "summary": {key: value for key, value in summary.items() if isinstance(value, float | int | str)},
+        "failed": broker.get("cut", {}).get("failed", {}).get("running", {}),
+        "cut": broker.get("kept_against_cut", {}),
+    }
 
 
 def state(folder: Path, run: RunFile, summary: dict[str, Any], last: Row) -> str:
@@ -107,7 +131,7 @@ def state(folder: Path, run: RunFile, summary: dict[str, Any], last: Row) -> str
 def read_rows(path: Path) -> list[Row]:
     """The rows of whole lines only: a killed supervisor may have left half of one."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
+    return list(readable((line for line in lines if line.endswith(b"\n")), dict[str, Any]))
 
 
 def columns(rows: Sequence[Row], run: RunFile) -> dict[str, list[float | None]]:

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 
 import launch.warm_start.sft
-import launch.warm_start.word_tokenizer
 from envs.registry import demonstrator, make_family
 from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, progress_report, train_supervised
 from launch.warm_start.tiny import TinyRecipe, new_model
-from launch.warm_start.word_tokenizer import PIECE, build_tokenizer, save_tokenizer
+from launch.warm_start.word_tokenizer import PIECE, SOURCES, build_tokenizer, save_tokenizer
 from rl.config.schema import Config, ConfigError
 from rl.store.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.conversation import Conversation
@@ -37,7 +36,7 @@ from rollout.episodes.tokenizer import ChatTokenizer
 
 _WARMUP_STEPS = 20
 _PARTS = 2  # of a batch on the CPU, a core each
-_SOURCES = (launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__file__, __file__)
+_SOURCES = (launch.warm_start.sft.__file__, *SOURCES, __file__)
 
 
 def warm_started(

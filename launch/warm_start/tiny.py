@@ -17,15 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 import launch.warm_start.sft
-import launch.warm_start.word_tokenizer
 from envs.math import arithmetic
 from launch.warm_start.sft import Example, SupervisedOptions, progress_report, train_supervised
-from launch.warm_start.word_tokenizer import PADDING, TURN_END, build_tokenizer, save_tokenizer
+from launch.warm_start.word_tokenizer import PADDING, SOURCES, TURN_END, build_tokenizer, save_tokenizer
 from rl.store.made_once import cache_folder, digest, made_once, to_stderr
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.tokenizer import ChatTokenizer
 
-_SOURCES = (arithmetic.__file__, launch.warm_start.sft.__file__, launch.warm_start.word_tokenizer.__file__, __file__)
+_SOURCES = (arithmetic.__file__, launch.warm_start.sft.__file__, *SOURCES, __file__)
 
 
 class TinyRecipe(BaseModel):

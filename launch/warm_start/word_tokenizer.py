@@ -20,17 +20,9 @@ TURN_END = "<|im_end|>"
 # token everywhere; a newline goes with what it ends.
 PIECE = r"\d{1,3}| ?\\[A-Za-z]+\{?| ?[A-Za-z]+(?: (?=\d)|\n)?| ?[^\sA-Za-z\d]+(?: (?=\d)|\n)?|\s+"
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
-    "{%- for call in message.tool_calls or [] %}"
-    '{{- \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}"
-    "{%- endfor %}"
-    "{{- '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+SOURCES = (__file__, CHAT_TEMPLATE)
+"""What a tokenizer is made of."""
 
 
 def build_tokenizer(corpus: Iterable[str], piece: str = PIECE) -> Tokenizer:
@@ -68,5 +60,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
         eos_token=TURN_END,
         pad_token=PADDING,
         model_max_length=longest,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.read_text().strip(),
     ).save_pretrained(folder)

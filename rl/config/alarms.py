@@ -1,4 +1,4 @@
-"""The configuration's section `alarms`. Their names and their limits' own values stand in `rl/observe/alarms.py`."""
+"""The configuration's section `alarms`. Their names and their limits' own values stand in `rl/observe/alarms.yaml`."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class ChatConfig(Section):
     """A turn that is not read after so long stays content; a tenth of it is for the parser alone."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as Qwen3's `enable_thinking`."""
-    thinking: Annotated[Literal["keep", "template"], Where("agents")] = "keep"
-    """Reasoning of earlier turns in an agent's history: as sampled, or as the template has it, which may begin a new
+    thinking: Literal["keep", "template"] = "keep"
+    """Reasoning of earlier turns in the history: as sampled, or as the template has it, which may begin a new
     sequence."""
     stop: Annotated[list[str], Where("agents")] = Field(default_factory=list)
     """Texts that end an agent's turn, beside those that it asks for itself."""

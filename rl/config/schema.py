@@ -248,6 +248,9 @@ class Config(Section):
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None
     """A checkpoint folder to continue from."""
+    resume_data: Literal["same", "new"] = "same"
+    """Whether a `resume` trains the data of its checkpoint; with `new` others are taken, from their first row, and what
+    was open of the old ones has ended."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from rl.config.yaml_text import YamlRefused, read_yaml
+
 
 class ConfigError(ValueError):
     """Bad configuration: one line naming the field, the value and the fix."""
@@ -41,12 +43,14 @@ def nearest(key: str, valid: list[str]) -> str:
 def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a YAML file over that of its `base`. Raises ConfigError."""
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = read_yaml(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise ConfigError(f"recipe {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {error}; it must be a YAML file") from None
-    except yaml.YAMLError as error:
+    except YamlRefused as error:
+        raise ConfigError(f"recipe {str(path)!r}: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"recipe {str(path)!r} is not valid YAML: {str(error).splitlines()[0]}") from None
 
     if not isinstance(tree, dict):
@@ -94,8 +98,10 @@ def apply_override(tree: dict[str, Any], item: str) -> None:
         raise ConfigError(f"override {item!r} is not of the form key=value")
 
     try:
-        value = yaml.safe_load(text) if text else ""  # YAML reads nothing as null
-    except yaml.YAMLError:
+        value = read_yaml(text) if text else ""  # YAML reads nothing as null
+    except YamlRefused as error:
+        raise ConfigError(f"override {item!r:.200}: {error}") from None
+    except (yaml.YAMLError, ValueError):
         value = text
     if isinstance(value, str):  # YAML reads 1e-4 as a string
         try:

@@ -46,6 +46,7 @@ class StepGuards:
         self._trainer = trainer
         self._config = config
         self._alarms = alarms
+        self._check = alarms.check
 
         self._first_step = first_step
         self._begun = False
@@ -71,18 +72,16 @@ class StepGuards:
         self._order(batch_part, minibatches)
 
         held = sum(tensor.grad is not None for tensor in self._parameters)
-        self._alarms.check(
-            "gradients-kept", held > 0, f"step {batch_part.step} begins with gradients of {held} tensors"
-        )
+        self._check("gradients-kept", held > 0, f"step {batch_part.step} begins with gradients of {held} tensors")
         if self._reference is not None:
             moved = not torch.equal(self._reference.entries(), self._reference_entries)
-            self._alarms.check("reference-moved", moved, f"it is another one at step {batch_part.step}")
+            self._check("reference-moved", moved, f"it is another one at step {batch_part.step}")
 
         self._steps = self._counted_steps()
         if not self._begun:
             self._begun = True
             lost = (self._steps == 0) != (batch_part.step == 0)
-            self._alarms.check(
+            self._check(
                 "optimizer-steps", lost, f"step {batch_part.step} finds {self._steps:.0f} steps in AdamW's state"
             )
         self._before = self._matrices.entries()
@@ -92,7 +91,7 @@ class StepGuards:
         with."""
         self._updates += 1
         counted = self._counted_steps() - self._steps
-        self._alarms.check(
+        self._check(
             "optimizer-steps", counted != self._updates, f"{counted:.0f} of {self._updates} steps in step {self._step}"
         )
         if self._updates > 1:
@@ -101,34 +100,32 @@ class StepGuards:
         self._at_equal_weights(stats)
         (norm,) = stats.steps["train/grad_norm"]
         advantages = any(bool(pack.advantages[pack.mask].any()) for pack in minibatch.packs)
-        self._alarms.check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
+        self._check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
         if norm and not self._stands_by_schedule():
             still = self._matrices.still(self._before)
             few = 10 * len(still) <= len(self._matrices.names)
-            self._alarms.check("weights-still", not few, f"step {self._step} did not move {', '.join(still[:3])}")
+            self._check("weights-still", not few, f"step {self._step} did not move {', '.join(still[:3])}")
 
     def trained(self, metrics: dict[str, float]) -> None:
         """metrics: of the whole batch, from all ranks."""
         ess = metrics.get("loss/ess", 1.0)
         kl = metrics.get("loss/kl_behavior", 0.0)
         far = ess < self._alarms.limit("off-policy", "ess") or kl > self._alarms.limit("off-policy", "kl")
-        self._alarms.check("off-policy", far, f"effective sample size {ess:.3f} of 1, KL {kl:.3g} at step {self._step}")
+        self._check("off-policy", far, f"effective sample size {ess:.3f} of 1, KL {kl:.3g} at step {self._step}")
 
         age = max(1.0, metrics.get("loss/token_staleness", 0.0))
         found = f"KL {kl:.2g} to a policy {age:.1f} versions before, at step {self._step}"
-        self._alarms.check("large-steps", kl > self._alarms.limit("large-steps", "kl") * age**2, found)
+        self._check("large-steps", kl > self._alarms.limit("large-steps", "kl") * age**2, found)
 
         entropy = metrics.get("loss/entropy", math.inf)
         low = entropy < self._alarms.limit("entropy", "nats")
-        self._alarms.check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
+        self._check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
 
     def _same_for_all_ranks(self, batch_part: BatchPart) -> None:
         """Ranks see each other's rows only through this number."""
         seen = crc32(msgspec.msgpack.encode([batch_part.step, batch_part.timeline, batch_part.rows]))
         ends = all_reduce(torch.tensor([seen, -seen]), "max").tolist()
-        self._alarms.check(
-            "ranks-differ", ends != [seen, -seen], f"the rows of step {batch_part.step} differ between ranks"
-        )
+        self._check("ranks-differ", ends != [seen, -seen], f"the rows of step {batch_part.step} differ between ranks")
 
     def _tokens(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
         kept = torch.tensor([row.loss_tokens for row in batch_part.rows]) * kept_rows(
@@ -140,7 +137,7 @@ class StepGuards:
         wrong = (divided, summed) != (int(kept.sum()), own)
         step = batch_part.step
         found = f"divided by {divided} tokens of {kept.sum()}, {summed} of this rank's {own} summed in step {step}"
-        self._alarms.check("loss-tokens", wrong, found)
+        self._check("loss-tokens", wrong, found)
 
     def _signs(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
         algorithm = self._trainer.algorithm
@@ -168,7 +165,7 @@ class StepGuards:
         wrong |= (wanted.abs() <= slack) & (torch.maximum(first.abs(), last.abs()) > 1e-3)
         trained = torch.zeros(len(wanted), dtype=torch.bool).index_fill(0, sample, True)
         count = int((wrong & trained).sum())
-        self._alarms.check("advantage-sign", count > 0, f"{count} samples of step {batch_part.step}")
+        self._check("advantage-sign", count > 0, f"{count} samples of step {batch_part.step}")
 
     def _order(self, batch_part: BatchPart, minibatches: list[Minibatch]) -> None:
         """Look at the first token of each turn, as the batch part itself says where it stands and when it was."""
@@ -198,7 +195,7 @@ class StepGuards:
             return
 
         gap = math.sqrt(2 * max(0.0, sums["kl_behavior"]) / tokens)  # k3 is half the square of a small log-ratio
-        self._alarms.check(
+        self._check(
             "log-ratio", gap > self._log_ratio, f"{gap:.3g} nats at step {self._step}, limit {self._log_ratio:g}"
         )
 
@@ -219,9 +216,7 @@ class StepGuards:
         variance = max(_TINY, sums["surprise_square"] / tokens - mean**2, sums["surprise_variance"] / tokens)
         error = math.sqrt(variance / tokens)
         wrong = abs(mean) > max(share * entropy, errors * error)
-        self._alarms.check(
-            "surprise", wrong, f"{mean:+.3f} nats beside an entropy of {entropy:.3f} at step {self._step}"
-        )
+        self._check("surprise", wrong, f"{mean:+.3f} nats beside an entropy of {entropy:.3f} at step {self._step}")
 
     def _gap_grows(self, gap: float) -> None:
         """Against the largest of the first gaps: rounding alone neither adds up nor grows."""
@@ -232,7 +227,7 @@ class StepGuards:
         first = max(self._first_gaps)
         most = self._alarms.limit("log-ratio-grows", "times") * first
         grown = gap > max(most, _NOTABLE * self._log_ratio)
-        self._alarms.check("log-ratio-grows", grown, f"from {first:.2g} to {gap:.2g} nats at step {self._step}")
+        self._check("log-ratio-grows", grown, f"from {first:.2g} to {gap:.2g} nats at step {self._step}")
 
     def _counted_steps(self) -> float:
         """AdamW's own count; 0 before its first step. It stands beside each tensor, on a GPU: they are read as one."""

@@ -12,10 +12,12 @@ its first n on.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 
+from rl.config.damage import RESUME, reading
 from rl.wire.messages import Version
 
 
@@ -36,8 +38,16 @@ class Publications:
         self._path = folder / "versions.jsonl"
 
         if self._path.exists():
-            for line in self._path.read_bytes().splitlines():
+            self._read_again()
+
+    def _read_again(self) -> None:
+        """What an earlier incarnation wrote. Of a version whose line was begun and not ended no generator knows."""
+        content = self._path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        with reading(self._path, RESUME):
+            for line in content[:whole].splitlines():
                 self._note(msgspec.json.decode(line, type=_Line))
+        os.truncate(self._path, whole)
 
     def add(self, n: int, checksum: int | None) -> Version:
         """Version `n` has these bytes. In a new timeline, if it had others before, or if nobody can say."""

@@ -18,7 +18,7 @@ from rl.learner.run_client import RunClient
 from rl.models.packing import sequence_pack
 from rl.models.protocol import PolicyModel
 from rl.weights.channel import Entry
-from rl.weights.proof import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
+from rl.weights.updater import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 from rl.wire.messages import BatchPart
 from rl.wire.run import RunFile
 

@@ -35,13 +35,15 @@ from rl.weights import make_sender
 from rl.weights.channel import Entry, Piece, WeightsError, bytes_of
 from rl.weights.service import UpdaterService
 from rl.wire import messages
+from rl.wire.awake import Awake
 from rl.wire.messages import BatchPart, Journal, Message, ProtocolError, Stop, Version
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
-from rl.wire.sockets import identity, made_again, open_socket, send
+from rl.wire.sockets import made_again, open_socket, send
 
 T = TypeVar("T")
 M = TypeVar("M", BatchPart, Journal)
+_TURN_S = 1.0  # of a wait, with what is done in it
 _POLL_MS = 100  # how soon a failed weight update is noticed while waiting
 ToBroker = messages.BatchRequest | messages.Published | messages.EvalRequest | messages.SaveRequest
 
@@ -83,7 +85,7 @@ class BrokerLine:
             send(self.socket, message)
 
     def _open(self) -> zmq.SyncSocket:
-        name = identity("learner", 0, self._process.incarnation)
+        name = self._process.run.names.of("learner", 0, self._process.incarnation)
         return open_socket(zmq.DEALER, self._process.run, "steps", identity=name)
 
 
@@ -104,7 +106,7 @@ def begin_from(process: Process) -> tuple[Path | None, int]:
 
 
 class RunClient:
-    """Sockets `batches.<rank>` (PULL, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
+    """Sockets `batches.<rank>` (ROUTER, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
 
     def __init__(self, process: Process, entries: Sequence[Entry], first_step: int) -> None:
         self.process = process
@@ -115,7 +117,7 @@ class RunClient:
         self.last_step = (
             self.run.start_step + self.config.steps
         )  # one past the last batch, if its time is not over before
-        self._batch_parts = open_socket(zmq.PULL, self.run, "batches", self.rank, bind=True)
+        self._batch_parts = open_socket(zmq.ROUTER, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 
         self._step = first_step
@@ -124,6 +126,7 @@ class RunClient:
 
         self._broker: BrokerLine | None = None
         self._broker_since = 0.0
+        self._awake = Awake(time.monotonic(), _TURN_S)
         self._service: UpdaterService | None = None
         self._sender = make_sender(self.run, self.rank, entries, self._wait_while_listening)
         self._sender.open()
@@ -137,6 +140,10 @@ class RunClient:
         self._waited_s = 0.0  # for the current batch
         self._began = self._reported = time.monotonic()
         self._summary: dict[str, Any] = {"steps": 0}
+
+    def _clock(self) -> float:
+        """The time by which others are judged."""
+        return self._awake.read(time.monotonic())
 
     @property
     def timeline(self) -> int:
@@ -247,14 +254,14 @@ class RunClient:
         was told to stop offers nothing more.
         """
         deadline_s = self.config.weights.deadline_s
-        deadline = time.monotonic() + deadline_s
+        deadline = self._clock() + deadline_s
         with self.span(f"wait {what}"):
             while True:
                 self.listen()
                 try:
                     return ask(_POLL_MS / 1000)
                 except WaitExpired as error:
-                    if time.monotonic() >= deadline:
+                    if self._clock() >= deadline:
                         raise WaitExpired(f"no {what} within weights.deadline_s={deadline_s:g} s: {error}") from None
 
     def _evaluation_due(self, n: int) -> bool:
@@ -388,7 +395,7 @@ class RunClient:
 
     def _peer_died(self, died: messages.PeerDied) -> None:
         if died.role == "broker":
-            self._broker_since = time.monotonic()
+            self._broker_since = self._clock()
             if self._broker is not None:
                 self._broker.reopen()
         elif died.role == "generator":
@@ -400,13 +407,15 @@ class RunClient:
         self, socket_of: Callable[[], zmq.SyncSocket], kind: type[M], whom: str, deadline_s: float, what: str
     ) -> M:
         """The next message of this kind, honouring Stop, failures of the weight updates and a new broker meanwhile."""
-        begin = time.monotonic()
+        begin = self._clock()
         arrived: list[M] = []
 
         def take(message: Message, peer: bytes) -> None:
             nonlocal begin
+            if peer:
+                self.run.names.sender(peer, "broker")
             if isinstance(message, messages.BatchUnderway):
-                begin = time.monotonic()
+                begin = self._clock()
                 return
             if not isinstance(message, kind):
                 raise ProtocolError(f"{type(message).__name__} instead of the {what}")
@@ -414,7 +423,7 @@ class RunClient:
 
         with self.process.waits.on(whom), self.span(f"wait {whom}"):
             while not arrived:
-                if time.monotonic() >= max(begin, self._broker_since) + deadline_s:
+                if self._clock() >= max(begin, self._broker_since) + deadline_s:
                     raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {whom}: {what}")
                 self.listen()
                 receiver = Receiver({socket_of(): take}, self._malformed, self.process.wake_fd, limit=1)

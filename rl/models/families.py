@@ -46,34 +46,24 @@ FAMILIES = {
     "ministral": Family("Ministral"),
     "starcoder2": Family("StarCoder2"),
     "seed_oss": Family("Seed-OSS"),
+    "arcee": Family("AFM 4.5B"),
 }
 """The families by `model_type`."""
 
-REFUSED = {
-    "gpt2": _LAYERS,
-    "bloom": _LAYERS,
-    "cohere2": "the engine's sliding windows reach one token further than those of transformers",
-    "gemma2": "final_logit_softcapping bends its logits after the head",
-    "gpt_oss": "its attention has sinks, which no attention of the learner knows",
-    "gpt_neox": _NAMES,
-    "opt": _NAMES,
-    "gemma4_text": _NAMES,
-    "lfm2": _STATE,
-    "bamba": _STATE,
-    "falcon_h1": _STATE,
-    "falcon_mamba": _STATE,
-    "granitemoehybrid": _STATE,
-    "jamba": _STATE,
-    "mamba": _STATE,
-    "mamba2": _STATE,
-    "minimax": _STATE,
-    "nemotron_h": _STATE,
-    "qwen3_5_text": _STATE,
-    "qwen3_next": _STATE,
-    "recurrent_gemma": _STATE,
-    "rwkv": _STATE,
-    "zamba2": _STATE,
+_STATEFUL = (
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 mamba mamba2 minimax nemotron_h qwen3_5_text qwen3_next "
+    "recurrent_gemma rwkv zamba2"
+)
+_BY_REASON = {
+    "the engine's sliding windows reach one token further than those of transformers": ["cohere2"],
+    "final_logit_softcapping bends its logits after the head": ["gemma2"],
+    "its attention has sinks, which no attention of the learner knows": ["gpt_oss"],
+    "its decoder hands nothing of a pack on to its attention": ["nemotron"],
+    _LAYERS: ["gpt2", "bloom"],
+    _NAMES: ["gpt_neox", "opt", "gemma4_text"],
+    _STATE: _STATEFUL.split(),
 }
+REFUSED = {name: reason for reason, names in _BY_REASON.items() for name in names}
 """Families with a known fault, by `model_type`: refused with `model.untested=true` as well."""
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")

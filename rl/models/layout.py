@@ -70,7 +70,7 @@ def placed(held: T, device: torch.device | str) -> T:
         value = value.to(device, non_blocking=True)
     elif isinstance(value, dict):
         value = {name: placed(each, device) for name, each in value.items()}
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         value = replace(value, **{each.name: placed(getattr(value, each.name), device) for each in fields(value)})
 
     moved: T = value

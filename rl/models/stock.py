@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +37,3 @@ def logits(model: Any, hidden: Tensor) -> Tensor:
     """(..., vocabulary) of states (..., H)."""
     found: Tensor = model.get_output_embeddings()(hidden)
     return found
-
-
-@contextlib.contextmanager
-def padded_attention(model: Any) -> Iterator[None]:
-    """While this is entered, a model that reads packs takes rows with padding, a mask and a cache."""
-    own = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)

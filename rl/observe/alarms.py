@@ -3,8 +3,8 @@
 One registry for every process, without torch. A guard stands where its data are and calls `Alarms.check`. An alarm that
 stops ends the process with `RunAlarm`, and so the run; any other is told to the supervisor, and the run goes on.
 Either is shown once, in terminal, report and wandb; `alarms.jsonl` and `summary.json` also say how often it came again.
-docs/silent-faults.md says which fault which alarm finds. Limits stand here, where a preflight without torch can check
-what `alarms.limits` says of them.
+docs/silent-faults.md says which fault which alarm finds. `alarms.yaml` has their texts and limits; a preflight without
+torch checks what `alarms.limits` says of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rl.config.alarms import AlarmsConfig
+from rl.config.damage import readable
 from rl.config.failures import EndsRun
 from rl.config.section import LARGEST
 from rl.config.tree import ConfigError, nearest
@@ -26,8 +27,7 @@ _NAME = "alarms.jsonl"
 """In the folder of a run: every alarm when it is raised, also of a run that goes on or was killed."""
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a guard compares with; least and most: between which another value may lie."""
 
     value: float
@@ -36,8 +36,7 @@ class Limit:
     most: float = LARGEST
 
 
-@dataclass(frozen=True)
-class Alarm:
+class Alarm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """watches: what must hold. cause: the likeliest. change: the field, or where to look.
 
     stops: the run ends. patient: only after so many wrong steps in a row as its limit `steps` says.
@@ -48,7 +47,7 @@ class Alarm:
     change: str
     stops: bool = False
     patient: bool = False
-    own_limits: Mapping[str, Limit] = field(default_factory=dict)
+    own_limits: dict[str, Limit] = msgspec.field(default_factory=dict, name="limits")
 
     @property
     def limits(self) -> Mapping[str, Limit]:
@@ -57,304 +56,7 @@ class Alarm:
 
 
 _PATIENCE = {"steps": Limit(3, "Wrong steps in a row before the alarm is raised.", least=1)}
-_FAILED = {"share": Limit(0.3, "Largest share of attempts or tasks that fail.", most=1)}
-_SLOWER = {
-    "times": Limit(3, "How many times the others' median its fastest quarter of turns may take.", least=1),
-    "s": Limit(0.2, "Seconds that a turn must take more than theirs as well."),
-}
-
-
-ALARMS = {
-    # ------------------------------------------------------------ weights and log-probabilities
-    "weights-differ": Alarm(
-        "bytes and probe of every load against what the learner published",
-        "the engine did not apply the weights that it received",
-        "weights.transport, generator.dtype, or weights.probe_tolerance",
-        stops=True,
-    ),
-    "log-ratio": Alarm(
-        "log-probabilities of learner and sampler for tokens of the very weights that are trained",
-        "another temperature, mask, position, template or attention on one side, or keys and values of old weights",
-        "sampling.temperature, generator.on_update=recompute, or alarms.limits.log-ratio for an imprecise engine",
-        own_limits={
-            "nats": Limit(0.15, "Largest root mean square difference, in nats."),
-            "float32_nats": Limit(
-                3e-3, "The same, where both compute in float32 and updates recompute running requests."
-            ),
-        },
-    ),
-    "not-exact": Alarm(
-        "log-probabilities of learner and sampler for every token, each under the weights that sampled it",
-        "a token that was not sampled in its place, old keys and values, or a version that is not the token's",
-        "generator.on_update=recompute, chat.parser, or alarms.exact where the engine is only imprecise",
-        stops=True,
-    ),
-    "log-ratio-grows": Alarm(
-        "the difference of learner and sampler under equal weights stays as it was at first",
-        "rounding that adds up: a cast of buffers, weights in another dtype, or a kernel that drifts with the weights",
-        "model.dtype, generator.dtype, or alarms.limits.log-ratio-grows",
-        patient=True,
-        own_limits={
-            "times": Limit(
-                10, "How many times its first size it may reach, once above a tenth of log-ratio's.", least=1
-            )
-        },
-    ),
-    "surprise": Alarm(
-        "sampled tokens are as likely as the entropy of the policy says",
-        "the engine samples from a truncated, penalised or greedy distribution",
-        "the model's generation_config.json, sampling.temperature",
-        own_limits={
-            "share": Limit(0.05, "Largest |mean of -log p - entropy| of sampled tokens, as a share of the entropy."),
-            "errors": Limit(6, "How many of its standard errors it must be as well."),
-        },
-    ),
-    "no-diversity": Alarm(
-        "members of a group differ",
-        "one seed for a whole group, greedy sampling, or a policy that has become deterministic",
-        "sampling.temperature, algo.entropy_coef",
-        patient=True,
-    ),
-    "entropy": Alarm(
-        "the policy still explores",
-        "entropy has collapsed: the learning rate or the clip range is too large",
-        "learner.lr, algo.entropy_coef, algo.options.clip_high",
-        patient=True,
-        own_limits={"nats": Limit(1e-3, "Least mean entropy on sampled tokens, in nats.")},
-    ),
-    "off-policy": Alarm(
-        "the policy still samples much as the one that sampled the batch: effective sample size, KL",
-        "the learning rate is too high, or samples are too old",
-        "learner.lr, rollout.alpha, rollout.max_staleness, algo.correction",
-        patient=True,
-        own_limits={
-            "ess": Limit(
-                0.2, "Least effective sample size of the importance ratios, as a share of the tokens.", most=1
-            ),
-            "kl": Limit(1, "Largest mean KL (k3) to the policies that sampled a batch, in nats a token."),
-        },
-    ),
-    "large-steps": Alarm(
-        "one step of the optimizer changes the policy little",
-        "the learning rate is too high",
-        "learner.lr, learner.warmup_steps, learner.max_grad_norm",
-        patient=True,
-        own_limits={
-            "kl": Limit(5e-3, "Largest such KL to the version before; to older ones, times the square of their age.")
-        },
-    ),
-    "old-samples": Alarm(
-        "trained samples are at most a few versions old, on average",
-        "rollout runs far ahead of training",
-        "rollout.alpha, rollout.max_staleness, or alarms.limits.old-samples",
-        patient=True,
-        own_limits={"versions": Limit(8, "Largest mean staleness of a batch.")},
-    ),
-    # ------------------------------------------------------------ batches
-    "stale-batch": Alarm(
-        "no trained sample is older than the staleness bound, ceil(rollout.alpha) or rollout.max_staleness",
-        "a defect in the broker",
-        "report it, with the run's folder",
-        stops=True,
-    ),
-    "batch-contradicts": Alarm(
-        "tokens, masks, versions, rows and statistics of a batch agree with each other",
-        "tokens are trained that were not sampled, or belong to another sample",
-        "the environment's or the engine's own code",
-        stops=True,
-    ),
-    "ranks-differ": Alarm(
-        "every rank trains its part of one batch",
-        "batch parts of different batches were delivered",
-        "report it, with the run's folder",
-        stops=True,
-    ),
-    "double-start": Alarm(
-        "no prompt begins with the same token twice",
-        "chat template and tokenizer both add the token of the beginning",
-        "the model's chat_template.jinja or tokenizer_config.json",
-    ),
-    "template-drift": Alarm(
-        "the ids of a conversation are what the chat template writes for it",
-        "the template writes history in another form than the turn had when it was sampled",
-        "the model's chat_template.jinja",
-    ),
-    "advantage-sign": Alarm(
-        "an advantage has the sign of the reward less its group's mean",
-        "rewards of other samples, statistics of other groups, or no centring",
-        "algo.advantage and its own code",
-        stops=True,
-    ),
-    "credit-order": Alarm(
-        "the advantage of a turn and of the next one in time differ by what the turn earned",
-        "turns are credited in the order of their sequences",
-        "algo.advantage and its own code",
-        stops=True,
-    ),
-    "loss-tokens": Alarm(
-        "the loss is divided by all tokens that it sums",
-        "tokens of a part were counted",
-        "report it, with the run's folder",
-        stops=True,
-    ),
-    # ------------------------------------------------------------ the optimizer
-    "gradient-zero": Alarm(
-        "advantages that are not 0 give a gradient",
-        "the loss masks or clips every token",
-        "algo.correction, algo.options",
-    ),
-    "weights-still": Alarm(
-        "a step moves every tensor of the model",
-        "the learning rate is 0, layers are frozen, or the optimizer holds other tensors",
-        "learner.lr, learner.schedule, learner.warmup_steps",
-    ),
-    "optimizer-steps": Alarm(
-        "AdamW has counted every step, also those before a resume",
-        "its state was lost, or a step was skipped",
-        "the checkpoint that resume names",
-        stops=True,
-    ),
-    "gradients-kept": Alarm(
-        "a step begins without gradients",
-        "those of the step before were not cleared",
-        "the optimizer's code",
-        stops=True,
-    ),
-    "reference-moved": Alarm(
-        "the reference of the KL penalty stays as it was",
-        "it shares tensors with the policy",
-        "algo.kl.reference",
-        stops=True,
-    ),
-    # ------------------------------------------------------------ rewards, tasks, evaluation
-    "judge-always": Alarm(
-        "some answer fails", "the judge passes everything, or the tasks are too easy", "env.options", patient=True
-    ),
-    "judge-never": Alarm(
-        "some answer succeeds",
-        "answers miss the form that the judge reads, the judge is dead, or the tasks are too hard",
-        "env.options, sampling.max_tokens",
-        patient=True,
-    ),
-    "reward-failed": Alarm(
-        "reward functions, judges and verifiers say what an answer is worth",
-        "one of them raises, hangs, dies or answers NaN: such samples are not trained",
-        "the function that is named, env.options, the logs of the environment servers",
-        own_limits={"share": Limit(0.01, "Largest share of the last 500 rewards that may fail.", most=1)},
-    ),
-    "constant-groups": Alarm(
-        "some group has members of different reward",
-        "tasks are all too easy or all too hard, or rewards depend on the task only",
-        "rollout.group_size, rollout.curriculum, env.options",
-        patient=True,
-    ),
-    "truncated": Alarm(
-        "episodes end by themselves",
-        "the limit of tokens or turns is too low",
-        "sampling.max_tokens, env.max_turns, generator.max_model_len",
-        patient=True,
-        own_limits={
-            "share": Limit(0.9, "Largest share of a batch's episodes that a limit of length or turns cut.", most=1)
-        },
-    ),
-    "answers-cut": Alarm(
-        "few answers are cut by the limit of tokens",
-        "the limit is too low for this model or these tasks: what is right but long is never rewarded",
-        "sampling.max_tokens, generator.max_model_len, algo.mask_truncated",
-        patient=True,
-        own_limits={"share": Limit(0.2, "Largest share of a batch's answers that the limit of tokens cut.", most=1)},
-    ),
-    "unreadable": Alarm(
-        "the environment can use most answers",
-        "answers lack the box, tag or call that is asked for: another chat template, or too few tokens for it",
-        "sampling.max_tokens, the model's chat_template.jinja, the instruction in env.options",
-        patient=True,
-        own_limits={"share": Limit(0.9, "Largest share of answers that the environment cannot use.", most=1)},
-    ),
-    "invalid-actions": Alarm(
-        "answers that the environment cannot use do not become more",
-        "the policy forgets the form of an answer: the learning rate is too high, or wrong forms are rewarded",
-        "learner.lr, rewards for invalid actions in env.options, algo.kl.coef",
-        own_limits={"rise": Limit(0.25, "Largest rise of that share since the first batches.", most=1)},
-    ),
-    "task-type-never": Alarm(
-        "every type of task succeeds now and then, if any does",
-        "the judge or the tasks of this type are broken, or they are too hard for the model",
-        "the tasks in env.options, or rollout.curriculum=success",
-        own_limits={"groups": Limit(16, "Failed groups of 8 samples before a type counts as never solved.", least=1)},
-    ),
-    "long-episodes-cut": Alarm(
-        "episodes that redundancy cuts are no longer than those that are trained",
-        "the first to finish win, so long answers are hardly ever trained",
-        "rollout.redundant_episodes, rollout.redundant_groups",
-        own_limits={"times": Limit(1.5, "How many times as long as trained episodes the cut ones may be.")},
-    ),
-    "failing-task": Alarm(
-        "a task that was begun comes to an end in one of its attempts",
-        "this task hangs or crashes its environment, or needs more time than the deadline allows",
-        "the task itself, env.step_deadline_s, rollout.episode_deadline_s",
-    ),
-    "failing-episodes": Alarm(
-        "episodes come to an end",
-        "environments or judges fail or run past their deadline",
-        "env.step_deadline_s, the logs of the environment servers",
-        patient=True,
-        own_limits=_FAILED,
-    ),
-    "data-repeated": Alarm(
-        "a batch has other tasks than the last ones",
-        "the order of the data began anew, or does not advance",
-        "resume, rollout.curriculum",
-        own_limits={"share": Limit(0.9, "Largest share of a batch's tasks that the last batches had as well.", most=1)},
-    ),
-    "eval-on-train": Alarm(
-        "held-out tasks are not trained",
-        "both splits hold the same tasks",
-        "env.options, or alarms.limits.eval-on-train",
-        stops=True,
-        own_limits={"share": Limit(0.1, "Largest share of held-out tasks that are training tasks.", most=1)},
-    ),
-    "eval-incomplete": Alarm(
-        "held-out tasks are answered",
-        "their episodes fail or run past their deadline, or are refused: answered by older weights, say",
-        "env.step_deadline_s, the logs of broker and environment servers",
-        own_limits=_FAILED,
-    ),
-    # ------------------------------------------------------------ processes and time
-    "slow-server": Alarm(
-        "environment servers take about equally long for a turn",
-        "its machine is overloaded, or what it talks to is slow",
-        "that server's log, rollout.hooks=[quarantine, hedging]",
-        own_limits=_SLOWER,
-    ),
-    "slow-generator": Alarm(
-        "generators take about equally long for a token",
-        "its device is shared or throttled, or requests are not balanced",
-        "that generator's log and device, generator.max_num_seqs, pin_prompts in rollout.hooks",
-        own_limits=_SLOWER,
-    ),
-    "learner-starved": Alarm(
-        "a learner with a device of its own does not wait for batches nearly all the time",
-        "generation or environments are too slow for it",
-        "generator.count and learner.ranks (fresco plan --run), rollout.alpha, env.servers",
-        patient=True,
-        own_limits={
-            "share": Limit(0.9, "Largest share of a step that the learner waits for its batch.", most=1),
-            "s": Limit(1, "Shortest such wait that counts."),
-        },
-    ),
-    "process-died": Alarm(
-        "no process of the run dies",
-        "memory ran out, somebody killed it, or it hung",
-        "its log, generator.kv_cache_bytes, timeouts.hang_s",
-    ),
-    "clock": Alarm(
-        "wall clock and monotonic clock advance together",
-        "the clock was set, or the machine was suspended",
-        "the machine's time service",
-        own_limits={"s": Limit(5, "Largest jump of the wall clock against the monotonic one.")},
-    ),
-}
+ALARMS = msgspec.yaml.decode(Path(__file__).with_suffix(".yaml").read_bytes(), type=dict[str, Alarm])
 
 
 class RunAlarm(EndsRun, RuntimeError):
@@ -490,10 +192,10 @@ def read_alarms(run: Path) -> list[RaisedAlarm]:
     path = run / _NAME
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     raised: dict[str, RaisedAlarm] = {}
-    for line in lines:
-        alarm = msgspec.json.decode(line, type=RaisedAlarm | RaisedAgain)
+    kinds: Any = RaisedAlarm | RaisedAgain
+    for alarm in readable(lines, kinds):
         if isinstance(alarm, RaisedAlarm):
             raised[alarm.name] = alarm
-        else:
+        elif alarm.name in raised:
             raised[alarm.name].again(alarm.step)
     return list(raised.values())

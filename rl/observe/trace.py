@@ -180,7 +180,7 @@ class TraceFile:
                         break
                     try:
                         event = self._decoder.decode(memoryview(rest)[content : content + size])
-                    except msgspec.DecodeError:
+                    except (msgspec.DecodeError, UnicodeDecodeError):
                         return
                     start = content + size
                     self._next += _HEAD.size + size

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from rl.wire.messages import BatchPart, ProtocolError, decode, encode
+from rl.config.damage import reading
+from rl.wire.messages import BatchPart, decode, encode
 
 FOLDER = "batches"
 _DIGEST_BYTES = 16
@@ -30,19 +31,19 @@ def write_batch_part(run_folder: Path, batch_part: BatchPart) -> None:
 
 
 def read_batch_part(run_folder: Path, step: int, rank: int) -> BatchPart:
-    """Raises FileNotFoundError, and ProtocolError for a damaged file."""
+    """Raises FileNotFoundError, and Damaged."""
     path = _path(run_folder, step, rank)
     content = memoryview(path.read_bytes())
-    digest, frames = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if xxhash.xxh3_128_digest(frames) != digest:
-        raise ProtocolError(f"{path} was damaged since it was written; resume=CHECKPOINT trains other batches instead")
-    batch_part = decode(msgspec.msgpack.decode(frames))
+    with reading(path, "resume=CHECKPOINT trains other batches instead"):
+        if xxhash.xxh3_128_digest(content[_DIGEST_BYTES:]) != content[:_DIGEST_BYTES]:
+            raise ValueError("its digest is another one")
+        batch_part = decode(msgspec.msgpack.decode(content[_DIGEST_BYTES:]))
     assert isinstance(batch_part, BatchPart)
     return batch_part
 
 
 def read_batch_parts(run_folder: Path) -> list[BatchPart]:
-    """Every saved batch part, by step and rank. Raises ProtocolError for a damaged file."""
+    """Every saved batch part, by step and rank. Raises Damaged."""
     return [read_batch_part(run_folder, *place) for place in sorted(_places(run_folder))]
 
 

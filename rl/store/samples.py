@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from rl.config.damage import readable
 from rl.wire.messages import Trajectory
 
 FOLDER = "samples"
@@ -158,8 +159,7 @@ def read_trained(run: Path) -> dict[int, Trained]:
 
 
 def _lines(folder: Path, kind: type[S]) -> Iterator[S]:
-    """Every whole line of the folder's files."""
+    """Every line of the folder's files that can be read."""
     for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                yield msgspec.json.decode(line, type=kind)
+        whole = (line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
+        yield from readable(whole, kind)

@@ -1,4 +1,4 @@
-"""How the learner's weights reach the engines: `channel` is the seam, `updater` says when, `proof` whether."""
+"""How the learner's weights reach the engines: `channel` is the seam, `updater` says when and whether."""
 
 from __future__ import annotations
 

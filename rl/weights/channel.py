@@ -6,8 +6,8 @@
     sender.announce(version)                            receiver.release()      after it
 
 A channel is a pair of classes in one file, and a `Channel` that names them: `weights.transport=module:NAME`.
-The updater (`rl.weights.updater`) says which engine takes when, and the proof (`rl.weights.proof`) judges what arrived,
-whatever the channel. `docs/adding-a-channel.md` has a complete one.
+The updater (`rl.weights.updater`) says which engine takes when, and judges what arrived, whatever the channel.
+`docs/adding-a-channel.md` has a complete one.
 """
 
 from __future__ import annotations

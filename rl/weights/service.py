@@ -5,8 +5,8 @@
     service.publish(version, checksum, probe_ids, probe_logp)   # once it is announced
     service.raise_if_failed()                                   # in the main loop, and in its waits
 
-`notices` is one PUSH per generator (a PUSH connected to several hands each message to one of them),
-`weight_status` a ROUTER on which generators report. A PUSH is connected when its generator first reports. By then it
+`notices` is one DEALER per generator (a DEALER connected to several hands each message to one of them),
+`weight_status` a ROUTER on which generators report. A DEALER is connected when its generator first reports. By then it
 listens, and what is sent cannot go into the connection of an earlier incarnation, whose end is yet to be noticed. A
 failure is weights that did not arrive as published. It is kept in `failed` and raised in the main thread. The service's
 thread tells the supervisor (`Fatal`), so that it is known while the main thread waits or computes.
@@ -27,13 +27,12 @@ import zmq
 
 from rl.observe.alarms import line
 from rl.weights.channel import WeightsError
-from rl.weights.proof import TOLERANCE
-from rl.weights.updater import Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
+from rl.weights.updater import TOLERANCE, Action, Loaded, LoadedAll, LoadFailed, Mismatch, Notify, UpdaterCore
 from rl.wire.messages import AlarmRaised, Fatal, Message, PeerDied, ProtocolError, Version, WeightStatus
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
-from rl.wire.sockets import follow, open_socket, send, sender
+from rl.wire.sockets import follow, open_socket, send
 
 _TICK_S = 0.25
 _STOP_S = 5.0
@@ -62,7 +61,7 @@ class UpdaterService:
         self.loaded_all: Version | None = None
         """The newest version that every generator has had at one time."""
         self._sums = dict.fromkeys(("count", "failed", "total", *_PHASES), 0.0)
-        self._notices: dict[int, tuple[int, zmq.Socket[bytes]]] = {}  # generator -> incarnation and its PUSH
+        self._notices: dict[int, tuple[int, zmq.Socket[bytes]]] = {}  # generator -> incarnation and its DEALER
         self._events: queue.SimpleQueue[Callable[[float], list[Action]]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -137,7 +136,7 @@ class UpdaterService:
             receiver.drain()
 
     def _from_generator(self, message: Message, peer: bytes) -> None:
-        known = sender(peer, "generator", self._run.config.generator.count)
+        known = self._run.names.sender(peer, "generator", self._run.config.generator.count)
         if not isinstance(message, WeightStatus) or (message.generator, message.incarnation) != known:
             raise ProtocolError(f"{type(message).__name__} from {peer!r} on weight_status")
         self._connect(message.generator, message.incarnation)
@@ -148,7 +147,9 @@ class UpdaterService:
         if incarnation > known:
             if socket is not None:
                 socket.close(linger=0)
-            self._notices[generator] = incarnation, open_socket(zmq.PUSH, self._run, "notices", generator)
+            me = self._run.names.of("learner", 0, self._process.incarnation)
+            socket = open_socket(zmq.DEALER, self._run, "notices", generator, identity=me)
+            self._notices[generator] = incarnation, socket
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

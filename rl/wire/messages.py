@@ -67,31 +67,30 @@ class TokenSequence(TokenColumns, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- control: every process <-> supervisor
 
 
-class Register(Struct, frozen=True, tag="register"):
-    """A process is there; said again whenever it binds a socket, or looks for one, that is not in it yet."""
+class OfProcess(Struct, frozen=True):
+    """One process of the run: what is said by it, or of it."""
 
     role: str
     index: int
     incarnation: int
+
+
+class Register(OfProcess, frozen=True, tag="register"):
+    """A process is there; said again whenever it binds a socket, or looks for one, that is not in it yet."""
+
     listens: dict[str, str] = {}  # endpoints of its sockets, by name
     needs: list[str] = []  # sockets of others
 
 
-class PeerListens(Struct, frozen=True, tag="peer_listens"):
+class PeerListens(OfProcess, frozen=True, tag="peer_listens"):
     """Sockets that the receiver looks for, and the process that has bound them."""
 
-    role: str
-    index: int
-    incarnation: int
     listens: dict[str, str]
 
 
-class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+class Heartbeat(OfProcess, frozen=True, tag="heartbeat"):
     """A sign of life from a thread of its own; `progress` is counted by the main loop, so a hung loop is noticed."""
 
-    role: str
-    index: int
-    incarnation: int
     progress: int
     busy: bool
     stats: dict[str, float] = {}
@@ -123,7 +122,7 @@ class Fatal(Spoken, frozen=True, tag="fatal"):
 
 
 class AlarmRaised(Spoken, frozen=True, tag="alarm"):
-    """An alarm of `rl/observe/alarms.py`; of one that stops the run, before the exception."""
+    """An alarm of `rl/observe/alarms.yaml`; of one that stops the run, before the exception."""
 
     who: str
     name: str
@@ -137,12 +136,8 @@ class Done(Spoken, frozen=True, tag="done"):
     report: bytes = b""
 
 
-class PeerDied(Struct, frozen=True, tag="peer_died"):
+class PeerDied(OfProcess, frozen=True, tag="peer_died"):
     """The supervisor has fenced this incarnation: it is dead for certain."""
-
-    role: str
-    index: int
-    incarnation: int
 
 
 class Stop(Struct, frozen=True, tag="stop"):
@@ -194,22 +189,23 @@ class AckTickets(Struct, frozen=True, tag="ack"):
     ticket_ids: list[int]
 
 
-class TicketFailed(Struct, frozen=True, tag="failed"):
+class EndOfTicket(Struct, frozen=True):
+    """What an environment server says of a ticket at its end, on either socket; `seq` numbers what it says."""
+
     server: int
     incarnation: int
     seq: int
     ticket_id: int
+
+
+class TicketFailed(EndOfTicket, frozen=True, tag="failed"):
     reason: str
     turns: int = 0  # begun by then
 
 
-class TicketCancelled(Struct, frozen=True, tag="cancelled"):
+class TicketCancelled(EndOfTicket, frozen=True, tag="cancelled"):
     """Answer to a cancel: the episode has ended and its generation was aborted."""
 
-    server: int
-    incarnation: int
-    seq: int
-    ticket_id: int
     turns: int = 0  # begun by then
 
 
@@ -217,13 +213,9 @@ NO_OPINION = "nobody has an opinion on its reward"
 """`Trajectory.unrewarded` where nothing has failed."""
 
 
-class Trajectory(Struct, frozen=True, tag="trajectory"):
+class Trajectory(EndOfTicket, frozen=True, tag="trajectory"):
     """One finished episode: its sequences in the order in which they began; several if its history forked."""
 
-    server: int
-    incarnation: int
-    seq: int
-    ticket_id: int
     sample_id: int
     group_id: int
     task_index: int
@@ -470,7 +462,7 @@ class BatchPart(TokenColumns, frozen=True, kw_only=True, tag="batch_part"):
 
 
 class WeightNotice(Struct, frozen=True, tag="weight_notice"):
-    """Learner -> generator (PUSH/PULL, one pair per receiver): load this version, the newest."""
+    """Learner -> generator: load this version, the newest."""
 
     version: Version
     probe_ids: list[int]

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import zmq
 from msgspec.structs import replace
 
-from rl.config.failures import EndsRun, ends_run
+from rl.config.failures import EndsRun, cannot_write, ends_run
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import Trace
 from rl.observe.trace_events import Pulse
@@ -45,7 +45,7 @@ from rl.wire.cpu import wake_without_pushing
 from rl.wire.messages import Message, ProtocolError
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext
-from rl.wire.sockets import identity, open_socket, send
+from rl.wire.sockets import open_socket, send
 
 _PR_SET_PDEATHSIG = 1
 _PULSE_S = 1.0
@@ -147,11 +147,12 @@ class Process:
         if error is not None and not self.stopping:
             if isinstance(error, RunAlarm):
                 self.send(messages.AlarmRaised(f"{self.role}.{self.index}", error.name, error.detail))
-            says_all = isinstance(error, EndsRun) and error.one_line
+            message = f"{type(error).__name__}: {error}"
+            if cannot_write(error):
+                message = f"{self.run.folder} cannot be written: {error}; make room, then resume=CHECKPOINT goes on"
+            says_all = cannot_write(error) or (isinstance(error, EndsRun) and error.one_line)
             detail = "" if says_all else "".join(traceback.format_exception(kind, error, trace))
-            self.send(
-                messages.Fatal(self.role, self.index, f"{type(error).__name__}: {error}", detail, ends_run(error))
-            )
+            self.send(messages.Fatal(self.role, self.index, message, detail, ends_run(error)))
         self.send_closing_report()
 
         self._finished = True
@@ -182,7 +183,7 @@ class Process:
 
     def _serve_control(self) -> None:
         context = zmq.Context()  # its own, so that ending it means that the last words have left
-        name = identity(self.role, self.index, self.incarnation)
+        name = self.run.names.of(self.role, self.index, self.incarnation)
         socket = open_socket(zmq.DEALER, self.run, "control", identity=name, context=context)
         self._registered = self._registration()
         send(socket, self._registered)

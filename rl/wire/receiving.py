@@ -163,6 +163,7 @@ class Port:
         again: Callable[[], None] | None = None,
     ) -> None:
         self._socket = socket
+        self._addressed = socket.type == zmq.ROUTER
         self._handle = handle
         self._malformed = malformed
         self._failed = failed
@@ -224,7 +225,7 @@ class Port:
             for _ in range(_MESSAGES_PER_CALLBACK):
                 if not self._readable():
                     return
-                _take(self._socket, self._handle, False, self._malformed, codec)
+                _take(self._socket, self._handle, self._addressed, self._malformed, codec)
         except Exception as error:
             self._failed(error)
         self._schedule()

@@ -10,14 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import zmq
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
+from rl.config.damage import RESUME, Damaged, reading
+from rl.config.failures import ENDS_RUN
 from rl.config.schema import Config, ConfigError, validate
 from rl.wire.addresses import Addresses
 from rl.wire.columns import register_configured, shape_by_model
+from rl.wire.names import Names
+
+KEY_FILE = "curve.key"
 
 
 class RunFile(BaseModel):
@@ -37,17 +44,25 @@ class RunFile(BaseModel):
     """Local folder of the model (config, weights, tokenizer.json, chat template); None when simulated."""
     train_tasks: int
     eval_tasks: int
+    data: dict[str, str] = {}
+    """What the training tasks are, by environment (`envs/data.py`)."""
     started_at: float
     """time.time() of the command."""
     _addresses: Addresses = PrivateAttr(default_factory=Addresses)
+    _names: Names = PrivateAttr(default_factory=Names)
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFile:
-        """Raises ConfigError where a version with other fields wrote it."""
-        tree = json.loads((Path(folder) / "run.json").read_text())
-        if "config" not in tree:
-            raise ConfigError(f"{folder}/run.json has no configuration: it is damaged, or no run's")
-        run = cls.model_validate(tree | {"config": validate(tree["config"])})
+        """Raises ConfigError where it is damaged, or a version with other fields wrote it."""
+        path = Path(folder) / "run.json"
+        with reading(path, RESUME):
+            tree = json.loads(path.read_text())
+            try:
+                config = validate(tree["config"])
+            except ConfigError as error:
+                raise Damaged(f"{path} is damaged, or of another version of Fresco: {error}; {RESUME}") from None
+            run = cls.model_validate(tree | {"config": config})
+        run._names = Names.given()
         register_configured(run.config.algo.columns)
         shape_by_model(run.model_folder)
         return run
@@ -57,6 +72,14 @@ class RunFile(BaseModel):
         partial = self.folder / "run.json.part"
         partial.write_text(self.model_dump_json(indent=2))
         partial.replace(self.folder / "run.json")
+
+    def curve_key(self) -> tuple[bytes, bytes]:
+        """The run's public and secret key. Raises Damaged."""
+        with reading(self.folder / KEY_FILE, RESUME):
+            public, secret = (self.folder / KEY_FILE).read_bytes().split(b"\n")
+            if zmq.curve_public(secret) != public:
+                raise ValueError("no pair of keys")
+        return public, secret
 
     @property
     def learner_device(self) -> str:
@@ -68,6 +91,15 @@ class RunFile(BaseModel):
     def addresses(self) -> Addresses:
         """The addresses of the run's sockets, as far as this process knows them. They are not part of the file."""
         return self._addresses
+
+    @property
+    def names(self) -> Names:
+        """What its processes are called on the wire. They are not part of the file."""
+        return self._names
+
+    def make_names(self) -> None:
+        """To be called by the supervisor, before it starts a process."""
+        self._names = Names.made()
 
     @property
     def host(self) -> str:
@@ -118,7 +150,14 @@ def context_from_command_line(argv: list[str] | None = None) -> ProcessContext:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
     arguments = parser.parse_args(argv)
-    run = RunFile.load(arguments.run)
+
+    try:
+        run = RunFile.load(arguments.run)
+        run.curve_key()
+    except Damaged as error:
+        print(error, file=sys.stderr)
+        sys.exit(ENDS_RUN)
+
     run.addresses.host = arguments.host
     if arguments.control:
         run.addresses.give({"control": arguments.control})

@@ -2,11 +2,9 @@
 
 A run has one CURVE key pair, in a file that only its owner can read. Both ends of every connection use it, over ipc and
 tcp. Who does not have it is refused in the handshake, before any message, and can neither read nor pose as a peer.
-Within the run a ROUTER knows its peers by their identities, which `sender` reads.
-
-Payload goes over PUSH/PULL (one pair per receiver: a PUSH to many hands each message to one of them);
-what needs an address or an answer over ROUTER/DEALER. PULL of a dead process loses what was in flight,
-so whatever must not be lost is acknowledged and sent again by its sender.
+Within the run every message comes over a ROUTER, which knows its peers by their identities: names with a proof
+(`rl.wire.names`). A dead process loses what was in flight to it, so whatever must not be lost is acknowledged and sent
+again by its sender.
 
 A connection that breaks is made again by ZeroMQ, which tells nobody; what was on its way in either direction is lost.
 So every socket that connects counts its handshakes (`made_again`). Then whoever owns it says anew what it holds and
@@ -15,6 +13,7 @@ asks for, as it does to the successor of a process that died.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from pathlib import Path
@@ -23,8 +22,8 @@ import zmq
 
 from rl.wire.addresses import Addresses
 from rl.wire.codec import MAX_FRAME_BYTES
-from rl.wire.messages import Frames, Message, ProtocolError, encode, encode_all
-from rl.wire.run import RunFile, socket_name
+from rl.wire.messages import Frames, Message, encode, encode_all
+from rl.wire.run import KEY_FILE, RunFile, socket_name
 
 HIGH_WATER_MARK = 100_000  # messages; senders count what is under way, so that no socket has to block
 # Plain numbers: enums are slow to combine.
@@ -32,7 +31,6 @@ _DONTWAIT = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 _COPIED_BYTES = 1 << 14  # smaller frames share a receive buffer: a view would keep it alive, and may be unaligned
 _TOGETHER = 256  # messages at most, so that a receiver's turn has an end
-_KEY_FILE = "curve.key"
 _UNIQUE = itertools.count()
 _CLOSE_S = 5.0  # what ZeroMQ's thread may take to close a connection; it takes a millisecond
 
@@ -43,16 +41,22 @@ class PeerGone(ConnectionError):
 
 def make_curve_key(folder: Path) -> None:
     """The run's key pair, readable by the owner only. Its public half is secret as well: to know it is to be a peer."""
-    descriptor = os.open(folder / _KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(b"\n".join(zmq.curve_keypair()))
+
+
+def secret(run: RunFile, purpose: bytes) -> bytes:
+    """32 bytes that only who has the run's key can know, for one purpose (at most 16 bytes long)."""
+    key = (run.folder / KEY_FILE).read_bytes()
+    return hashlib.blake2b(key, digest_size=32, person=purpose).digest()
 
 
 def _secure(socket: zmq.SyncSocket, run: RunFile, *, server: bool) -> None:
     if not run.config.network.curve:
         return
 
-    public, secret = (run.folder / _KEY_FILE).read_bytes().split(b"\n")
+    public, secret = run.curve_key()
     socket.curve_publickey = public
     socket.curve_secretkey = secret
     if server:
@@ -257,14 +261,5 @@ def receive_frames(socket: zmq.SyncSocket) -> list[bytes | memoryview]:
 
 
 def identity(role: str, index: int, incarnation: int = 0) -> bytes:
-    """Socket identity of a process, e.g. `generator.0.2`."""
+    """The plain name of a process, e.g. `generator.0.2` (`rl.wire.names`)."""
     return f"{role}.{index}.{incarnation}".encode()
-
-
-def sender(peer: bytes, role: str, count: int) -> tuple[int, int]:
-    """(index, incarnation) of the peer of a ROUTER. Raises ProtocolError unless it is one of `count` of this role."""
-    match peer.split(b"."):
-        case [name, index, incarnation] if name == role.encode() and index.isdigit() and incarnation.isdigit():
-            if int(index) < count:
-                return int(index), int(incarnation)
-    raise ProtocolError(f"stranger {peer!r} where {count} {role}s are known")

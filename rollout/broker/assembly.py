@@ -153,11 +153,11 @@ def _solved(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def info_means(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """`env/...`: means of the environments' own numbers, each over the samples that have it."""
+    """`env/...`: means of the environments' own numbers, each over the samples that have it; `audit/...` as it is."""
     sums: dict[str, list[float]] = {}
     for info in infos:
         for name, value in info.items():
-            sums.setdefault(f"env/{name}", []).append(value)
+            sums.setdefault(name if name.startswith("audit/") else f"env/{name}", []).append(value)
     return {name: sum(values) / len(values) for name, values in sums.items()}
 
 

@@ -27,7 +27,8 @@ after its end is dropped, so a sample counts once whatever is sent again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from rl.config.hooks import make_hooks
@@ -52,17 +53,26 @@ from rollout.broker.tickets import Tickets
 class BrokerCore:
     """`tasks` and `ledger` replace the usual ones. Raises ConfigError for a name in the rules that does not exist."""
 
-    def __init__(self, rules: Rules, *, tasks: TaskSource | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        tasks: TaskSource | None = None,
+        ledger: Ledger | None = None,
+        data: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """data: what the tasks are, by environment (`envs/data.py`); empty: unknown."""
         self.rules = rules
         self.stopped = False
         self._out: list[Action] = []  # what this event led to so far
 
-        priority = make_priority(rules)
+        self.priority = priority = make_priority(rules)
         self.ledger = ledger or Ledger()
         self.servers = Servers()
         self.tickets = Tickets(rules, self.ledger, self.servers)
         self.copies = Copies(self.tickets)
-        self.groups = Groups(rules, self.tickets, TaskQueue(tasks or make_task_source(rules)), priority.issue)
+        queue = TaskQueue(tasks or make_task_source(rules), data)
+        self.groups = Groups(rules, self.tickets, queue, priority.issue)
         self.batches = Batches(rules, self.groups, priority.consume)
         self.evaluations = Evaluations(self.groups)
         self.history = History(self.batches, self.evaluations)
@@ -369,9 +379,9 @@ class BrokerCore:
         """Plain data for a checkpoint at version n (`history.py`)."""
         return snapshot(self.groups)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a snapshot; only a core that has seen no event may do so."""
-        restore(self.groups, state)
+    def restore(self, state: dict[str, Any], new_data: bool = False) -> None:
+        """Continue from a snapshot; only a core that has seen no event may do so. new_data: it may be of other data."""
+        restore(self.groups, state, new_data)
 
     def report(self) -> dict[str, Any]:
         """The closing report (`Statistics.report`), at any time."""

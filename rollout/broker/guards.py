@@ -1,7 +1,8 @@
 """What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md).
 
 The module is pure. An environment takes part by two names in its `info`. `success_<type>` is 1 or 0 and names the type
-of its task; `invalid_share` is the share of an episode's answers that it could not use.
+of its task; `invalid_share` is the share of an episode's answers that it could not use. Its server adds
+`textless_tokens`, the sampled tokens that stand for no text.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _LEAST_GROUPS = 8
 _LEAST_SAMPLES = 16
 TYPE = "success_"
 INVALID = "invalid_share"
+TEXTLESS = "textless_tokens"
 _FIRST_SAMPLES = 64  # whose share of invalid answers later ones are compared with, and as many later ones
 _SAMPLES_OF_A_GROUP = 8  # so many count as one group of a type
 _EXPECTED = 10  # successes that did not come, by the rate before them
@@ -42,6 +44,7 @@ class BatchGuards:
 
     def __init__(self, rules: Rules, alarms: Alarms) -> None:
         self._alarms = alarms
+        self._check = alarms.check
         self._shuffled = rules.curriculum == "shuffled"
         self._trained: deque[int] = deque(maxlen=rules.train_tasks // 4)  # tasks of the last groups
         # A batch at least, and of small batches so many that what all of them share says something.
@@ -60,11 +63,9 @@ class BatchGuards:
 
     def restored(self, core: BrokerCore) -> None:
         """Go on after a journal: every group that was trained had drawn a task."""
-        groups = core.ledger.samples[State.TRAINED] // core.rules.group_size
-        drawn = core.groups.tasks.source.snapshot() if self._shuffled else groups
-        self._alarms.check(
-            "data-repeated", drawn < groups, f"{drawn} tasks drawn for {groups} groups that were trained"
-        )
+        groups = core.ledger.samples[State.TRAINED] // core.rules.group_size - core.groups.tasks.trained_before
+        drawn = core.groups.tasks.source.state() if self._shuffled else groups
+        self._check("data-repeated", drawn < groups, f"{drawn} tasks drawn for {groups} groups that were trained")
 
     def batch(self, batch: EmitBatch, stats: Statistics) -> None:
         """stats: of the run so far."""
@@ -78,20 +79,20 @@ class BatchGuards:
         self._constant += [len(set(known)) == 1 for known in rewards if len(known) > 1]
         self._equal += [len({_content(member) for member in members}) == 1 for members in several]
         count = len(self._constant)
-        self._alarms.check("constant-groups", _all(self._constant), f"the last {count} groups, up to step {batch.step}")
+        self._check("constant-groups", _all(self._constant), f"the last {count} groups, up to step {batch.step}")
         found = f"members of the last {count} groups are equal, up to step {batch.step}"
-        self._alarms.check("no-diversity", _all(self._equal), found)
+        self._check("no-diversity", _all(self._equal), found)
 
         starts = {_start(sample) for sample in batch.samples}
         double = len(groups) > 1 and len(starts) == 1 and len(set(*starts)) == 1
-        self._alarms.check("double-start", double, f"every prompt of step {batch.step} begins with the ids {starts}")
+        self._check("double-start", double, f"every prompt of step {batch.step} begins with the ids {starts}")
         self._tasks(batch.step, [members[0].task_index for members in groups.values()])
         failed = stats.cut[_FAILED].running if _FAILED in stats.cut else 0
         self._failures(batch.step, stats.issued.episodes + failed, failed)
 
         stale = batch.metrics.get("staleness/mean", 0.0)
         limit = self._alarms.limit("old-samples", "versions")
-        self._alarms.check("old-samples", stale > limit, f"{stale:.1f} versions on average in step {batch.step}")
+        self._check("old-samples", stale > limit, f"{stale:.1f} versions on average in step {batch.step}")
         self._task_guards.batch(batch.step, list(groups.values()), stats)
         self._outliers.batch(batch.step, batch.samples)
 
@@ -107,7 +108,7 @@ class BatchGuards:
     def evaluated(self, report: EvalReport) -> None:
         share = report.failed / report.tasks
         found = f"{share:.0%} of {report.tasks} tasks at version {report.version.n} have no answer"
-        self._alarms.check("eval-incomplete", share > self._alarms.limit("eval-incomplete", "share"), found)
+        self._check("eval-incomplete", share > self._alarms.limit("eval-incomplete", "share"), found)
 
     def _judge(self, batch: EmitBatch) -> None:
         outcomes = [sample.outcome for sample in batch.samples]
@@ -115,21 +116,19 @@ class BatchGuards:
         self._passed += [outcome.success >= 1 for outcome in judged]
         self._failed_tasks += [outcome.success <= 0 for outcome in judged]
         found = f"the last {len(self._passed)} samples, up to step {batch.step}"
-        self._alarms.check("judge-always", _all(self._passed), found)
-        self._alarms.check("judge-never", _all(self._failed_tasks), found)
+        self._check("judge-always", _all(self._passed), found)
+        self._check("judge-never", _all(self._failed_tasks), found)
 
         cut = sum(outcome.payload is not None and outcome.payload.stop_reason != "done" for outcome in outcomes)
         share = cut / len(outcomes)
         limit = self._alarms.limit("truncated", "share")
-        self._alarms.check("truncated", share > limit, f"{share:.0%} of the episodes of step {batch.step}")
+        self._check("truncated", share > limit, f"{share:.0%} of the episodes of step {batch.step}")
 
     def _tasks(self, step: int, tasks: list[int]) -> None:
         """Check the tasks of a seeded order: a task comes again only after the others."""
         again = sum(task in self._trained for task in tasks) / len(tasks)
         repeated = self._shuffled and again > self._alarms.limit("data-repeated", "share")
-        self._alarms.check(
-            "data-repeated", repeated, f"{again:.0%} of the tasks of step {step} were trained just before"
-        )
+        self._check("data-repeated", repeated, f"{again:.0%} of the tasks of step {step} were trained just before")
         self._trained.extend(tasks)
 
     def _failures(self, step: int, ended: int, failed: int) -> None:
@@ -137,7 +136,7 @@ class BatchGuards:
         attempts = ended - self._ended
         share = (failed - self._failed) / max(1, attempts)
         limit = self._alarms.limit("failing-episodes", "share")
-        self._alarms.check("failing-episodes", share > limit, f"{share:.0%} of {attempts} attempts before step {step}")
+        self._check("failing-episodes", share > limit, f"{share:.0%} of {attempts} attempts before step {step}")
         self._ended = ended
         self._failed = failed
 
@@ -225,6 +224,7 @@ class TaskGuards:
 
     def __init__(self, alarms: Alarms) -> None:
         self._alarms = alarms
+        self._check = alarms.check
         self._types: dict[str, _Type] = {}
         self._first: list[float] = []  # shares of invalid answers
         self._last: deque[float] = deque(maxlen=_FIRST_SAMPLES)
@@ -236,12 +236,13 @@ class TaskGuards:
         samples = [sample for members in groups for sample in members]
         self._check_types(step)
         self._check_form(step, samples)
+        self._check_text(step, samples)
         self._check_length(step, samples)
         self._check_cut(step, stats)
 
     def ended(self, record: GroupRecord) -> None:
         failed = record.end == NAMES[State.FAILED]
-        self._alarms.check("failing-task", failed, f"task {record.task_index} failed in every attempt at a sample")
+        self._check("failing-task", failed, f"task {record.task_index} failed in every attempt at a sample")
 
     def _count(self, members: list[BatchSample]) -> None:
         by_type: dict[str, list[bool]] = {}
@@ -262,7 +263,7 @@ class TaskGuards:
             if each.groups_since >= limit and (not each.successes or each.missing >= _EXPECTED)
         ]
         counts = ", ".join(f"{name} (its last {self._types[name].samples_since} samples)" for name in never)
-        self._alarms.check("task-type-never", bool(never) and some_succeed, f"{counts}, up to step {step}")
+        self._check("task-type-never", bool(never) and some_succeed, f"{counts}, up to step {step}")
 
     def _check_form(self, step: int, samples: list[BatchSample]) -> None:
         shares = [sample.outcome.info[INVALID] for sample in samples if INVALID in sample.outcome.info]
@@ -271,7 +272,7 @@ class TaskGuards:
 
         share = fmean(shares)
         unreadable = share > self._alarms.limit("unreadable", "share")
-        self._alarms.check("unreadable", unreadable, f"{share:.0%} of the answers of step {step}")
+        self._check("unreadable", unreadable, f"{share:.0%} of the answers of step {step}")
 
         room = _FIRST_SAMPLES - len(self._first)
         self._first += shares[:room]
@@ -281,14 +282,21 @@ class TaskGuards:
             last = fmean(self._last)
             found = f"{first:.0%} of the first answers, {last:.0%} of those up to step {step}"
             risen = last - first > self._alarms.limit("invalid-actions", "rise")
-            self._alarms.check("invalid-actions", risen, found)
+            self._check("invalid-actions", risen, found)
+
+    def _check_text(self, step: int, samples: list[BatchSample]) -> None:
+        textless = sum(sample.outcome.info.get(TEXTLESS, 0.0) for sample in samples)
+        sampled = sum(sample.outcome.length for sample in samples)
+        wrong = textless > self._alarms.limit("ids-without-text", "share") * sampled
+        found = f"{textless:.0f} of {sampled} sampled tokens of step {step} stand for no text"
+        self._alarms.check("ids-without-text", wrong, found)
 
     def _check_length(self, step: int, samples: list[BatchSample]) -> None:
         played = [sample.outcome.payload for sample in samples if sample.outcome.payload is not None]
         ends = [turn.finish_reason for trajectory in played for turn in trajectory.turns]
         share = ends.count("length") / max(1, len(ends))
         limit = self._alarms.limit("answers-cut", "share")
-        self._alarms.check("answers-cut", share > limit, f"{share:.0%} of those of step {step}")
+        self._check("answers-cut", share > limit, f"{share:.0%} of those of step {step}")
 
     def _check_cut(self, step: int, stats: Statistics) -> None:
         """Compare the lengths of what was cut. Those cut while they ran count with what they had by then: longer ones
@@ -309,7 +317,7 @@ class TaskGuards:
             f"{count} cut episodes had {lengths[0]:.0f} tokens and {turns[0]:.1f} turns by then, trained ones "
             f"have {lengths[1]:.0f} and {turns[1]:.1f}, up to step {step}"
         )
-        self._alarms.check("long-episodes-cut", wrong, found)
+        self._check("long-episodes-cut", wrong, found)
 
 
 @dataclass
@@ -353,11 +361,11 @@ class Outliers:
         if len(self._batches) < self._least_batches or not tokens:
             return
 
-        self._check("slow-server", "env_server", [each.servers for each in self._batches], "turn", step, 1)
+        self._compare("slow-server", "env_server", [each.servers for each in self._batches], "turn", step, 1)
         size = median(tokens)
-        self._check("slow-generator", "generator", [each.generators for each in self._batches], "token", step, size)
+        self._compare("slow-generator", "generator", [each.generators for each in self._batches], "token", step, size)
 
-    def _check(
+    def _compare(
         self, name: str, role: str, batches: list[dict[int, list[float]]], unit: str, step: int, size: float
     ) -> None:
         """batches: seconds of a unit by process, of each; size: units of a turn."""

@@ -9,12 +9,14 @@ older stay. So what counts as trained is what the weights have seen, and no samp
 groups (queued, running, waiting, batched) leave the ledger with their samples and tokens. They stand in front of the
 data under their old ids, with their cut-offs: the restored core issues them anew, with the same seeds. What had ended
 stays counted. So the ledger closes before and after, and nothing trained can be trained again: tickets of the old
-timeline have ids that the new timeline does not know. Pending evaluations are not part of it; the learner asks for what
+timeline have ids that the new timeline does not know. With other data (`resume_data=new`) what stood in front is gone,
+and the order begins anew. Pending evaluations are not part of it; the learner asks for what
 it needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +34,10 @@ from rollout.broker.statistics import Statistics, Tally
 _FORMAT = 2
 
 
-@dataclass(slots=True)
-class _Trained:
+@dataclass(slots=True, eq=False)
+class Trained:
+    """What a step was made of, for as long as it may be taken back."""
+
     groups: list[Group]
     outcomes: list[EpisodeOutcome]
     staleness: dict[int, int]  # of everything trained before this step
@@ -45,7 +49,7 @@ class History:
         self._batches = batches
         self._evaluations = evaluations
         self._groups = batches.groups
-        self._steps: dict[int, _Trained] = {}
+        self._steps: dict[int, Trained] = {}
 
     def trained(self, now: float) -> list[GroupRecord]:
         """The learner has published the version that batch n made."""
@@ -53,7 +57,7 @@ class History:
         batch = self._batches.untrained[n]
         outcomes = [member.outcome for group in batch for member in group.members if member.outcome is not None]
         stats = self._groups.stats
-        self._steps[n] = _Trained(batch, outcomes, dict(stats.staleness), copy(stats.kept))
+        self._steps[n] = Trained(batch, outcomes, dict(stats.staleness), copy(stats.kept))
         return self._batches.trained(now)
 
     def forget(self, before: int) -> None:
@@ -80,7 +84,7 @@ class History:
         self._evaluations.roll_back(version)
         return records
 
-    def _take_back(self, step: _Trained) -> None:
+    def _take_back(self, step: Trained) -> None:
         groups = self._groups
         groups.stats.staleness = step.staleness
         groups.stats.kept = step.kept
@@ -110,14 +114,16 @@ def snapshot(groups: Groups) -> dict[str, Any]:
         "n": groups.n,
         "group_size": groups.rules.group_size,
         "members": groups.rules.members,
+        "data": groups.tasks.data,
         "tasks": groups.tasks.snapshot([(group.group_id, group.task) for group in groups.open.values()]),
         "ledger": groups.tickets.ledger.snapshot(members),
         "stats": msgspec.to_builtins(groups.stats),
     }
 
 
-def restore(groups: Groups, state: dict[str, Any]) -> None:
-    """Raises ValueError if the journal is of another format or of groups of another size (sample ids would clash)."""
+def restore(groups: Groups, state: dict[str, Any], new_data: bool) -> None:
+    """Raises ValueError if the journal is of another format, of other data, or of groups of another size (sample ids
+    would clash)."""
     if state["format"] != _FORMAT:
         raise ValueError(f"journal of format {state['format']}, this broker reads {_FORMAT}")
     if groups.tickets.timeline >= 0 or groups.open:
@@ -128,7 +134,35 @@ def restore(groups: Groups, state: dict[str, Any]) -> None:
         if value != getattr(rules, name):
             raise ValueError(f"rollout.{name}={getattr(rules, name)}: its groups have {value}; set it as it was")
 
+    trains = rules.steps > state["n"]  # an evaluation takes whatever tasks it likes
+    other = _other_data(state.get("data", {}), groups.tasks.data) if trains else ""
+    if other and not new_data:
+        raise ValueError(f"{other}; give it the same, or set resume_data=new to begin with their first row")
+
     groups.advance_to(state["n"], state["n"])
-    groups.tasks.restore(state["tasks"])
     groups.tickets.ledger.restore(state["ledger"])
+    if other or (new_data and not state.get("data")):
+        trained = groups.tickets.ledger.samples[State.TRAINED] // rules.group_size
+        groups.tasks.begin_anew(state["tasks"]["next_group"], trained)
+    else:
+        groups.tasks.restore(state["tasks"])
     groups.stats = msgspec.convert(state["stats"], Statistics, strict=False)
+
+
+def _other_data(then: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """How the data differ from those of the journal; empty if they do not, or if one of both does not say what it has.
+
+    Where they lie does not matter, only how many tasks they are and their digest.
+    """
+    if not then or not now:
+        return ""
+    lines = []
+    for name in sorted({*then, *now}):
+        before, after = then.get(name, "nothing"), now.get(name, "nothing")
+        if _known_by(before) != _known_by(after):
+            lines.append(f"{name} was trained on {before}, and has {after}")
+    return ", ".join(lines)
+
+
+def _known_by(line: str) -> tuple[str, str]:
+    return line.partition(" ")[0], line.rpartition(" ")[2]

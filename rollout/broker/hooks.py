@@ -40,7 +40,8 @@ class BrokerHook(Hook):
     """Every method may be left out. A hook reads the broker's parts and changes none: the core does what it proposes.
 
     A method may be a generator: each proposal has been carried out, where that was possible, when it goes on.
-    What a hook keeps goes into the broker's log, so it can be pickled.
+    What a hook keeps goes into the broker's log: its attributes, or what its `state` returns for its `restore`
+    (`kept.py`).
     """
 
     role: ClassVar[Role] = "broker"

@@ -6,6 +6,7 @@ It has no sockets and no clock. The same messages at the same times lead to the 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rl.wire import messages
@@ -137,6 +138,7 @@ class Intake:
         return {index: order.waiting for (index, _), order in self._orders.items() if order.waiting}
 
 
+@dataclass(slots=True, eq=False)
 class Reorder(Generic[T]):
     """The order of one server's messages, which travel on two sockets but share one sequence number.
 
@@ -146,11 +148,10 @@ class Reorder(Generic[T]):
     At most `limit` messages wait for a missing one: a server has no more open, so more is a fault of the peer.
     """
 
-    def __init__(self, limit: int = 100_000) -> None:
-        self.limit = limit
-        self.next = 0
-        self.duplicates = 0
-        self._early: dict[int, T] = {}
+    limit: int = 100_000
+    next: int = 0
+    duplicates: int = 0
+    _early: dict[int, T] = field(default_factory=dict)
 
     def push(self, seq: int, message: T) -> list[T]:
         """Raises ValueError for a number that no server would send."""

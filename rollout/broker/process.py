@@ -23,29 +23,33 @@ from functools import partial
 import msgspec
 import zmq
 
+from rl.config.damage import RESUME, reading
 from rl.config.failures import EndsRun
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_part
 from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
-from rl.wire.messages import Message, ProtocolError
+from rl.wire.awake import Awake
+from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
-from rl.wire.sockets import PeerGone, identity, open_socket, send, send_all, send_to, sender
+from rl.wire.sockets import PeerGone, open_socket, secret, send, send_all, send_to
 from rollout.broker import actions
 from rollout.broker.assembly import info_means, make_batch_parts, no_batch
 from rollout.broker.core import BrokerCore
 from rollout.broker.deadlines import Patience
 from rollout.broker.guards import BatchGuards
 from rollout.broker.intake import Intake, ProxyMessage, ServerMessage
+from rollout.broker.kept import keep, restore
 from rollout.broker.ledger import Ledger, TracedLedger
 from rollout.broker.rules import Rules
 from rollout.broker.statistics import labelled_metrics
-from rollout.broker.validation import vocabulary_of
+from rollout.broker.validation import check_report, check_wish, vocabulary_of
 from rollout.broker.write_ahead import WriteAheadLog
 
+_LOG = "broker.log"
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
@@ -67,23 +71,28 @@ class Broker:
         rules = Rules.of(self.config, run.train_tasks, run.start_step)
         self.guards = BatchGuards(rules, process.alarms)
         ledger = TracedLedger() if self.config.tracking.trace == "full" else Ledger()
-        self.intake = Intake(BrokerCore(rules, ledger=ledger), vocabulary_of(run))
+        self.intake = Intake(BrokerCore(rules, ledger=ledger, data=run.data), vocabulary_of(run))
         self._outgoing: list[tuple[int, int, Message]] = []  # to servers (index, incarnation), sent once per turn
         self._later: list[actions.Action | messages.BatchRequest] = []  # for the end of the turn
         self._evals = run.folder / "evals.jsonl"
-        self.log = WriteAheadLog(run.folder / "broker.log")
+        self.log = WriteAheadLog(run.folder / _LOG, secret(run, b"broker.log"))
 
         self.tickets = open_socket(zmq.ROUTER, run, "tickets", bind=True)
-        self.trajectories = open_socket(zmq.PULL, run, "trajectories", bind=True)
-        self.usage = open_socket(zmq.PULL, run, "usage", bind=True)
+        self.trajectories = open_socket(zmq.ROUTER, run, "trajectories", bind=True)
+        self.usage = open_socket(zmq.ROUTER, run, "usage", bind=True)
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True)
-        self.batches = [open_socket(zmq.PUSH, run, "batches", rank) for rank in range(self.config.learner.ranks)]
+        self.names = run.names
+        me = self.names.of("broker", process.index, process.incarnation)
+        self.batches = [
+            open_socket(zmq.DEALER, run, "batches", rank, identity=me) for rank in range(self.config.learner.ranks)
+        ]
 
         self._no_more = False  # batches: the learner is to be told
         self._learner = b""  # address of rank 0, known from its first message
         self._learner_incarnation = -1
         self._saves: list[messages.SaveRequest] = []  # of versions that are not published yet
-        self._now = time.monotonic()  # of this turn
+        self._awake = Awake(time.monotonic(), self.process.tick_s)
+        self._now = self._awake.read(time.monotonic())  # of this turn
         self._waiting_since = self._now  # the learner's earliest possible wait for batch n
         self._patience = Patience(self.config.learner.batch_deadline_s, self._now)
         self.counts = {"tickets": 0, "cancels": 0}
@@ -93,9 +102,10 @@ class Broker:
         if self.log.exists():
             self._recover()
         elif self.config.resume is not None:
-            self.core.restore(msgspec.msgpack.decode(read_journal(self.config.resume)))
+            state = msgspec.msgpack.decode(read_journal(self.config.resume))
+            self.core.restore(state, new_data=self.config.resume_data == "new")
             self.guards.restored(self.core)
-        self.log.begin(self.intake)
+        self.log.begin(keep(self.intake))
 
     @property
     def core(self) -> BrokerCore:
@@ -119,7 +129,7 @@ class Broker:
         while not process.stopping:
             with process.waits.on("env_server" if self.core.batches.requested else "learner"):
                 receiver.wait(self._wait_s())
-            self._now = time.monotonic()
+            self._now = self._awake.read(time.monotonic())
             receiver.drain()
             for message in process.received():
                 self._from_supervisor(message)
@@ -142,22 +152,27 @@ class Broker:
     def _wait_s(self) -> float:
         deadline = self.core.next_deadline()
         tick_s = self.process.tick_s
-        return tick_s if deadline is None else min(tick_s, max(0.0, deadline - time.monotonic()))
+        return tick_s if deadline is None else min(tick_s, max(0.0, deadline - self._awake.read(time.monotonic())))
 
     # ------------------------------------------------------------ messages to events
 
-    def _from_proxy(self, message: Message, _peer: bytes) -> None:
+    def _from_proxy(self, message: Message, peer: bytes) -> None:
+        self.names.sender(peer, "proxy")
         if not isinstance(message, ProxyMessage | messages.StillSampling):
             raise ProtocolError(f"{type(message).__name__} on the usage socket")
+        newest = Version(self.core.timeline, self.core.groups.e)
+        check_report(message, newest, self.config.generator.max_model_len)
         self._patience.advanced(self._now)
         if isinstance(message, ProxyMessage):
             self._take(message)
 
-    def _result(self, message: Message, _peer: bytes) -> None:
+    def _result(self, message: Message, peer: bytes) -> None:
         """A trajectory, of a server that has said hello."""
         if not isinstance(message, messages.Trajectory):
             raise ProtocolError(f"{type(message).__name__} on the trajectories socket")
         key = (message.server, message.incarnation)
+        if key != self.names.sender(peer, "env_server", self.config.env.servers):
+            raise ProtocolError(f"Trajectory in the name of another than {peer!r}")
         if not self.intake.knows(*key):
             raise ProtocolError(f"Trajectory of an unknown environment server {key}")
         self._patience.advanced(self._now)
@@ -166,12 +181,17 @@ class Broker:
     def _from_server(self, message: Message, peer: bytes) -> None:
         if not isinstance(message, ServerMessage) or isinstance(message, messages.Trajectory):
             raise ProtocolError(f"{type(message).__name__} on the tickets socket")
-        if (message.server, message.incarnation) != sender(peer, "env_server", self.config.env.servers):
+        if (message.server, message.incarnation) != self.names.sender(peer, "env_server", self.config.env.servers):
             raise ProtocolError(f"{type(message).__name__} in the name of another than {peer!r}")
         self._take(message)
 
     def _from_learner(self, message: Message, peer: bytes) -> None:
-        _, self._learner_incarnation = sender(peer, "learner", 1)
+        _, incarnation = self.names.sender(peer, "learner")
+        if incarnation < self._learner_incarnation:
+            raise ProtocolError(f"{type(message).__name__} of {peer!r}, which has been replaced")
+        check_wish(message, self.core.n, self.core.groups.e, self.process.run.eval_tasks)
+
+        self._learner_incarnation = incarnation
         self._learner = peer
         match message:
             case messages.SaveRequest(_, newest):
@@ -209,7 +229,10 @@ class Broker:
 
     def _recover(self) -> None:
         """What an earlier incarnation knew. Servers say hello and the learner asks again for what it did not send."""
-        self.intake, events = self.log.read()
+        with reading(self.process.run.folder / _LOG, RESUME):
+            kept, events = self.log.read()
+            restore(self.intake, kept)
+
         since: float | None = None  # of the first event
         for now, message in events:
             since = now if since is None else since
@@ -225,7 +248,8 @@ class Broker:
             self._trace(event for event in self.core.ledger.take_events() if event not in traced)
 
         evals = self._evals.read_bytes().split(b"\n")[:-1] if self._evals.exists() else []
-        told = {json.loads(row)["version"] for row in evals}
+        with reading(self._evals, RESUME):
+            told = {json.loads(row)["version"] for row in evals}
         self._later = [action for action in self._later if not self._was_told(action, told)]
         self._carry_out_later()
 
@@ -299,7 +323,7 @@ class Broker:
         self._save()
         self._send_to_servers()
         if self.log.is_long:
-            self.log.begin(self.intake)
+            self.log.begin(keep(self.intake))
 
     def _trace(self, events: Iterable[TraceEvent]) -> None:
         """Trace only what the log has: nothing else may be told twice, by this incarnation and by the next."""
@@ -347,7 +371,7 @@ class Broker:
             self._outgoing.append((index, incarnation, messages.AckTickets(ticket_ids)))
         to_each: defaultdict[bytes, list[Message]] = defaultdict(list)
         for index, incarnation, message in self._outgoing:
-            to_each[identity("env_server", index, incarnation)].append(message)
+            to_each[self.names.of("env_server", index, incarnation)].append(message)
         for server, together in to_each.items():
             with contextlib.suppress(PeerGone):  # it died: its PeerDied gives back what it held
                 send_all(self.tickets, together, server)

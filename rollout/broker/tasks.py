@@ -2,7 +2,8 @@
 
 Tasks cut off come back first, then the data in the order of a curriculum. A custom one is a `TaskSource`, made for
 `rollout.curriculum=package.module:Name` as `Name(run_seed=..., tasks=..., **rollout.curriculum_options)`: the order of
-tasks as a function of what became of earlier groups. Its snapshot goes into the broker's journal with every checkpoint.
+tasks as a function of what became of earlier groups. Its `state` goes into the journal of every checkpoint, and into
+the broker's log.
 
 `rollout.priority=package.module:Name` is a `Priority`, such as `Oldest`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, lgamma
 from typing import Any, Protocol
@@ -35,9 +37,13 @@ class TaskSource(Protocol):
         """A group has ended (trained, stale, filtered, settled, redundant or failed)."""
         ...
 
-    def snapshot(self) -> Any: ...
+    def state(self) -> Any:
+        """Plain data for MessagePack, for the journal and for the broker's log: lists, not tuples or arrays."""
+        ...
 
-    def restore(self, state: Any) -> None: ...
+    def restore(self, state: Any) -> None:
+        """Go on as the one whose state this is. Raises ValueError for the state of another curriculum."""
+        ...
 
 
 class ShuffledTasks:
@@ -61,7 +67,7 @@ class ShuffledTasks:
     def ended(self, record: GroupRecord) -> None:
         """The order depends on nothing that happens."""
 
-    def snapshot(self) -> int:
+    def state(self) -> int:
         return self.cursor
 
     def restore(self, state: int) -> None:
@@ -84,9 +90,11 @@ class DrawnTask:
 class TaskQueue:
     """Drawn tasks in order: groups open at a restore under their old ids, tasks put back (oldest first), new ones."""
 
-    def __init__(self, source: TaskSource) -> None:
+    def __init__(self, source: TaskSource, data: Mapping[str, str]) -> None:
         self.source = source
+        self.data = dict(data)
         self.next_group = 0
+        self.trained_before = 0  # groups of other data, before this run was resumed with these
         self._front: list[tuple[bool, int, int, int, int]] = []  # (put back?, order, task, cut-offs, origin)
 
     def put_back(self, task: DrawnTask) -> None:
@@ -104,15 +112,22 @@ class TaskQueue:
         """Open groups stand in front under their own ids, so that their samples keep ids and seeds."""
         reopened = [(False, group_id, a.task_index, a.cut_offs, a.origin) for group_id, a in open_groups]
         return {
-            "source": self.source.snapshot(),
+            "source": self.source.state(),
             "next_group": self.next_group,
+            "trained_before": self.trained_before,
             "front": sorted([*self._front, *reopened]),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.source.restore(state["source"])
         self.next_group = state["next_group"]
+        self.trained_before = state.get("trained_before", 0)
         self._front = [(bool(e[0]), e[1], e[2], e[3], e[4]) for e in state["front"]]  # sorted is a heap
+
+    def begin_anew(self, next_group: int, trained: int) -> None:
+        """Other data take the place of those of a journal: open groups and tasks that were put back are gone."""
+        self.next_group = next_group
+        self.trained_before = trained
 
     def _new_id(self) -> int:
         self.next_group += 1
@@ -282,9 +297,9 @@ class SuccessWeighted:
         )
         self._resting.append((self.drawn + self.rest, record.task_index))
 
-    def snapshot(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {
-            "cursor": self._order.snapshot(),
+            "cursor": self._order.state(),
             "known": [[task, *counts] for task, counts in self.known.items()],
             "resting": [list(each) for each in self._resting],
             "recent": [self.success, self.mixed],
@@ -339,6 +354,6 @@ def make_task_source(rules: Rules) -> TaskSource:
     if rules.curriculum == "success":
         arguments["group_size"] = rules.group_size
     arguments |= rules.curriculum_options
-    needs = ("next", "ended", "snapshot", "restore")
+    needs = ("next", "ended", "state", "restore")
     source: TaskSource = make("rollout.curriculum", rules.curriculum, known, needs, **arguments)
     return source

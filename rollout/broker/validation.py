@@ -16,7 +16,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from rl.wire.columns import Scope, mismatch
-from rl.wire.messages import Ticket, TokenSequence, Trajectory, Version
+from rl.wire.messages import (
+    BatchRequest,
+    EvalRequest,
+    FirstToken,
+    Message,
+    ProtocolError,
+    Published,
+    SaveRequest,
+    Ticket,
+    TokenSequence,
+    Trajectory,
+    Usage,
+    Version,
+)
 from rl.wire.run import RunFile
 
 NOT_LIVE = "its ticket has ended, or never was"
@@ -180,3 +193,33 @@ def _number_faults(trajectory: Trajectory) -> Iterator[str]:
     for name, value in trajectory.info.items():
         if not abs(value) <= LARGEST_NUMBER:
             yield f"info {name!r}: {value:g}: its size may be at most {LARGEST_NUMBER:g}"
+
+
+def check_report(message: Message, newest: Version, max_model_len: int) -> None:
+    """Raises ProtocolError for what no proxy would report now. newest: the newest version that there can be."""
+    match message:
+        case Usage(_, tokens):
+            most = max_model_len * (newest.n + 2)  # an update may begin a response anew
+            if not 0 <= tokens <= most:
+                raise ProtocolError(f"Usage of {tokens} tokens: one request samples at most {most}")
+        case FirstToken(version=version):
+            if version > newest or version.n < 0:
+                raise ProtocolError(f"FirstToken of version {version.timeline}.{version.n}, which is not out yet")
+
+
+def check_wish(message: Message, n: int, e: int, eval_tasks: int) -> None:
+    """Raises ProtocolError for what no learner would say now. n: the published version; e: assembled batches."""
+    match message:
+        case BatchRequest(step):
+            fits = 0 <= step <= e + 1  # one ahead
+        case Published(version):
+            fits = version.timeline >= 0 and 0 <= version.n <= e
+        case EvalRequest(version, tasks):
+            fits = 0 <= version.n <= e and 1 <= tasks <= eval_tasks
+        case SaveRequest(version, newest):
+            fits = n <= version.n <= e and 0 <= newest <= n
+        case _:
+            fits = False
+
+    if not fits:
+        raise ProtocolError(f"{message!r:.200} of the learner, at version {n} with {e} batches assembled")

@@ -1,43 +1,54 @@
 """The broker's write-ahead log: its state at one moment, and every event since. After its death it goes on from there.
 
-    log = WriteAheadLog(path)
+    log = WriteAheadLog(path, key)
     if log.exists():                 # of an earlier incarnation
-        state, events = log.read()
-    log.begin(state)                 # replaces what is there, at once
+        kept, events = log.read()
+    log.begin(keep(intake))          # replaces what is there, at once
     log.append(now, message)         # every event, before it changes anything outside
     log.flush()                      # before anything leaves that follows from it; in every turn of the loop
 
-A record is a head (length, xxh3 of the content, xxh3 of both) and its content. The first holds the state, pickled:
-plug-ins keep what they like, and nobody but this process's successor reads it. The others hold a time and the frames of
-a message. What is written survives the process at once. It is synced to the disk in groups, a second's records each, by
-a thread beside the loop. Nobody waits for the disk: after a machine's death the run recovers from a checkpoint.
+The file begins with its format and a salt. A record is a head (length and tag of the content, xxh3 of both) and its
+content, MessagePack. The first holds the state (`kept.py`), the others a time, and all of them the frames of messages.
+The tag is a MAC (GMAC) under a key of the run and the salt, with the number of the record. So only who has the run's
+key can write a log that is read, and no record can be left out, moved or taken from another log.
+
+What is written survives the process at once. It is synced to the disk in groups, a second's records each, by a thread
+beside the loop. Nobody waits for the disk: after a machine's death the run recovers from a checkpoint.
 
 Large arrays, such as columns with hundreds of bytes a token, stay out of the log. They stand in a file beside it, which
-only grows: the record says where, and what they hash to. They are written before their record, so that a record that
+only grows: the record says where, and has their tags. They are written before their record, so that a record that
 is whole has all of them. A log that begins anew begins a new file, and the old one goes with the old log.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import mmap
 import os
-import pickle
+import secrets
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
-from xxhash import xxh3_64
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from xxhash import xxh3_64_intdigest as digest
 
 from rl.config.failures import EndsRun
-from rl.wire.codec import SHARED_FRAMES, is_large
-from rl.wire.messages import Message, decode, encode
+from rl.wire.codec import SHARED_FRAMES
+from rl.wire.messages import Frames, Message, decode, decode_all, encode, encode_all
+from rollout.broker.kept import Kept
 
-_HEAD = struct.Struct("<QQ")
+_FORMAT = b"fresco's write-ahead log, format 2\n"
+_SALT_BYTES = 32
+_TAG_BYTES = 16
+_NONCE = struct.Struct("<QI")  # number of the record, and of an array of it; 0: the record itself
+_HEAD = struct.Struct(f"<Q{_TAG_BYTES}s")
 _CHECK = struct.Struct("<Q")
 _LONG_BYTES = 64 << 20
 _LONG_BYTES_BESIDE = 1 << 30
@@ -57,7 +68,7 @@ class _Beside(msgspec.Struct, array_like=True):
 
     offset: int
     sizes: list[int]
-    digest: int
+    tags: list[bytes]
 
     def places(self) -> list[slice]:
         places = []
@@ -68,9 +79,32 @@ class _Beside(msgspec.Struct, array_like=True):
         return places
 
 
+class _Seal:
+    """Tags of the records of one file, each of which has its number."""
+
+    def __init__(self, key: bytes, salt: bytes) -> None:
+        self._cipher = AESGCM(hashlib.blake2b(salt, key=key, digest_size=32, person=b"broker.log").digest())
+
+    def tag(self, content: bytes | memoryview, record: int, array: int = 0) -> bytes:
+        return self._cipher.encrypt(_NONCE.pack(record, array), b"", content)
+
+    def fits(self, tag: bytes, content: bytes | memoryview, record: int, array: int = 0) -> bool:
+        try:
+            self._cipher.decrypt(_NONCE.pack(record, array), tag, content)
+        except InvalidTag:
+            return False
+        return True
+
+
+_First = tuple[tuple[int, Any], list[bytes], _Beside | None]
+
+
 class WriteAheadLog:
-    def __init__(self, path: Path) -> None:
+    """`key`: secret bytes of the run."""
+
+    def __init__(self, path: Path, key: bytes) -> None:
         self._path = path
+        self._key = key
         self._waiting: list[bytes] = []
         self._waiting_beside: list[bytes | memoryview] = []
         self._events = 0
@@ -85,18 +119,20 @@ class WriteAheadLog:
     def exists(self) -> bool:
         return self._path.exists()
 
-    def begin(self, state: Any) -> None:
+    def begin(self, kept: Kept) -> None:
         """From now on the log is this state and what follows."""
         earlier = self._files_beside()
         beside = 1 + max(earlier, default=0)
-        self._beside = self._file_beside(beside).open("wb")
+        self._beside = _open_new(self._file_beside(beside))
         self._bytes_beside = 0
         partial = self._path.with_suffix(".tmp")
-        self._file = partial.open("wb")
+        self._file = _open_new(partial)
 
-        large: list[memoryview] = []
-        pickled = pickle.dumps(state, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda each: not _take(each, large))
-        self._waiting = [*_record(msgspec.msgpack.encode((beside, pickled, self._put_beside(large))))]
+        salt = secrets.token_bytes(_SALT_BYTES)
+        self._seal = _Seal(self._key, salt)
+        self._number = 0
+        self._waiting = [_FORMAT, salt]
+        self._add((beside, kept.state), encode_all(kept.messages) if kept.messages else [])
         self.flush()
         partial.replace(self._path)
         for number in earlier:
@@ -115,9 +151,7 @@ class WriteAheadLog:
 
     def append(self, now: float, message: Message | None) -> None:
         """An event at this time; None: a deadline has passed."""
-        frames = [] if message is None else encode(message)
-        beside = self._put_beside(frames[SHARED_FRAMES:])
-        self._waiting += _record(msgspec.msgpack.encode((now, frames[:SHARED_FRAMES], beside)))
+        self._add(now, [] if message is None else encode(message))
         self._events += 1
 
     def flush(self) -> None:
@@ -138,18 +172,24 @@ class WriteAheadLog:
             self._synced_at = now
             self._is_synced = True
 
-    def _put_beside(self, arrays: Sequence[bytes | memoryview]) -> _Beside | None:
-        """Put large arrays beside the log, for the next `flush`."""
+    def _add(self, what: Any, frames: Frames) -> None:
+        """A record of this and the frames of messages, for the next `flush`."""
+        content = msgspec.msgpack.encode((what, frames[:SHARED_FRAMES], self._put_beside(frames[SHARED_FRAMES:])))
+        head = _HEAD.pack(len(content), self._seal.tag(content, self._number))
+        self._waiting += (head, _CHECK.pack(digest(head)), content)
+        self._number += 1
+
+    def _put_beside(self, arrays: Frames) -> _Beside | None:
+        """Put large arrays of the next record beside the log, for the next `flush`."""
         if not arrays:
             return None
-        hashed = xxh3_64()
         offset = self._bytes_beside
+        tags = [self._seal.tag(array, self._number, index) for index, array in enumerate(arrays, 1)]
         for array in arrays:
-            hashed.update(array)
             padding = bytes(-len(array) % _ALIGNMENT)
             self._waiting_beside += (array, padding)
             self._bytes_beside += len(array) + len(padding)
-        return _Beside(offset, [len(array) for array in arrays], hashed.intdigest())
+        return _Beside(offset, [len(array) for array in arrays], tags)
 
     def _sync(self) -> bool:
         """Begin with the next group; False while the disk is busy with the one before. Raises OSError of that one."""
@@ -163,18 +203,28 @@ class WriteAheadLog:
         self._syncing = self._disk.submit(_sync_and_close, [os.dup(file.fileno()) for file in files])
         return True
 
-    def read(self) -> tuple[Any, Iterator[tuple[float, Message | None]]]:
+    def read(self) -> tuple[Kept, Iterator[tuple[float, Message | None]]]:
         """The state and the events since. A last record that its dead writer did not finish is dropped.
 
         Raises LogDamaged, now or while the events are read.
         """
-        records = self._records()
-        number, pickled, beside = msgspec.msgpack.decode(next(records), type=tuple[int, bytes, _Beside | None])
+        data = memoryview(self._path.read_bytes())
+        begin = len(_FORMAT) + _SALT_BYTES
+        if data[: len(_FORMAT)] != _FORMAT or len(data) < begin:
+            what = "is damaged, or an earlier version of Fresco wrote it, in a format that is not read any more"
+            raise LogDamaged(f"{self._path} {what}: resume=CHECKPOINT begins without it")
+
+        seal = _Seal(self._key, bytes(data[len(_FORMAT) : begin]))
+        records = self._records(data, begin, seal)
+        if (first := next(records, None)) is None:
+            raise _damaged(self._path, begin)
+        (number, state), frames, beside = msgspec.msgpack.decode(first, type=_First)
         path = self._file_beside(number)
         large = _mapped(path)
-        if (arrays := _arrays(large, beside)) is None:
+        if (arrays := _arrays(large, beside, seal, 0)) is None:
             raise _damaged(path, 0)
-        return pickle.loads(pickled, buffers=arrays), _events(records, large, path)
+        messages = decode_all([*frames, *arrays]) if frames else []
+        return Kept(state, messages), _events(records, large, path, seal)
 
     def remove(self) -> None:
         self._disk.shutdown()
@@ -184,19 +234,19 @@ class WriteAheadLog:
         for number in self._files_beside():
             self._file_beside(number).unlink()
 
-    def _records(self) -> Iterator[memoryview]:
+    def _records(self, data: memoryview, start: int, seal: _Seal) -> Iterator[memoryview]:
         """The content of each."""
-        data = memoryview(self._path.read_bytes())
-        start = 0
-        while (begin := start + _HEAD.size + _CHECK.size) <= len(data):
+        for number in itertools.count():
+            if (begin := start + _HEAD.size + _CHECK.size) > len(data):
+                return
             head = data[start : start + _HEAD.size]
-            size, check = _HEAD.unpack(head)
+            size, tag = _HEAD.unpack(head)
             whole = digest(head) == _CHECK.unpack(data[begin - _CHECK.size : begin])[0]
             content = data[begin : begin + size]
 
             if whole and len(content) < size:
                 return
-            if not whole or digest(content) != check:
+            if not whole or not seal.fits(tag, content, number):
                 raise _damaged(self._path, start)
             yield content
             start = begin + size
@@ -209,16 +259,24 @@ class WriteAheadLog:
         return [int(path.suffix[1:]) for path in self._path.parent.glob(f"{self._path.stem}.columns.*")]
 
 
-def _events(records: Iterator[memoryview], large: memoryview, path: Path) -> Iterator[tuple[float, Message | None]]:
-    for record in records:
+def _events(
+    records: Iterator[memoryview], large: memoryview, path: Path, seal: _Seal
+) -> Iterator[tuple[float, Message | None]]:
+    for number, record in enumerate(records, 1):
         now, frames, beside = msgspec.msgpack.decode(record, type=tuple[float, list[bytes], _Beside | None])
-        arrays = _arrays(large, beside)
+        arrays = _arrays(large, beside, seal, number)
         if beside is not None and arrays is None:
             is_torn = beside.places()[-1].stop > len(large)
             if is_torn and next(records, None) is None:
                 return
             raise _damaged(path, beside.offset)
         yield now, decode([*frames, *(arrays or ())]) if frames else None
+
+
+def _open_new(path: Path) -> IO[bytes]:
+    """An empty file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def _damaged(path: Path, start: int) -> LogDamaged:
@@ -233,24 +291,13 @@ def _mapped(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _take(buffer: pickle.PickleBuffer, large: list[memoryview]) -> bool:
-    """Whether a part of the state stands beside the log. What may be written to stays in the state."""
-    view = memoryview(buffer)
-    if not (view.readonly and is_large(view)):
-        return False
-    large.append(buffer.raw())
-    return True
-
-
-def _arrays(large: memoryview, beside: _Beside | None) -> list[memoryview] | None:
+def _arrays(large: memoryview, beside: _Beside | None, seal: _Seal, record: int) -> list[memoryview] | None:
     """A record's large arrays; None where they are not what was written."""
     if beside is None:
         return []
     arrays = [large[place] for place in beside.places()]
-    hashed = xxh3_64()
-    for array in arrays:
-        hashed.update(array)
-    whole = [len(array) for array in arrays] == beside.sizes and hashed.intdigest() == beside.digest
+    tagged = zip(beside.tags, arrays, strict=True)
+    whole = all(seal.fits(tag, array, record, index) for index, (tag, array) in enumerate(tagged, 1))
     return arrays if whole else None
 
 
@@ -260,8 +307,3 @@ def _sync_and_close(descriptors: list[int]) -> None:
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _record(content: bytes) -> tuple[bytes, bytes, bytes]:
-    head = _HEAD.pack(len(content), digest(content))
-    return head, _CHECK.pack(digest(head)), content

@@ -234,7 +234,9 @@ class EnvironmentFamily(Protocol):
 
     With `tools = True` its episodes begin with an `Opening`, with `foreign = True` they are `ForeignLoop`s.
     `Options` is the pydantic model that `env.options` is validated against (unknown keys refused). A class may also
-    have `needs(options) -> Needs`, and `planned(options)` where tasks take long to make (`envs/registry.py`).
+    have `needs(options) -> Needs`, and `planned(options)` where tasks take long to make (`envs/registry.py`). A family
+    may have `data()`: values by which a resume knows its training data again, where the tasks do not say it. With
+    `opening(task)`, the messages of `reset`, their length is checked at the start.
     """
 
     Options: type[BaseModel]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +23,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from rl.config.schema import Config
 from rl.observe.trace import NO_TRACE, Trace
 from rl.observe.trace_events import ResetBegan, ResetEnded, StepBegan, StepEnded
 from rl.wire.columns import ONE_TURN, masked_columns
 from rl.wire.messages import NO_OPINION, Ticket, Trajectory, Turn
+from rl.wire.text import Mender
 from rollout.episodes.bridge import BridgeRefused
 from rollout.episodes.conversation import Conversation, ToolConversation
 from rollout.episodes.environment import (
@@ -45,8 +47,8 @@ from rollout.episodes.environment import (
 from rollout.episodes.foreign import ForeignContext, info_of, play, reward_of
 from rollout.episodes.hooks import GENERATE, STEP, EpisodeHooks
 from rollout.episodes.isolation import Overrun, isolated
-from rollout.episodes.parsing import TurnReader
-from rollout.episodes.tokenizer import ConversationTokenizer
+from rollout.episodes.parsing import TurnReader, mended
+from rollout.episodes.tokenizer import AgentTokenizer
 from rollout.episodes.turns import EpisodeFailed as EpisodeFailed
 from rollout.episodes.turns import GenerateCall, TurnSampler
 
@@ -64,6 +66,7 @@ class Activity:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Episode-seconds spent so far, likewise."""
     close_failures: int = 0
+    textless_tokens: int = 0
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -81,6 +84,7 @@ class Progress:
     """How far an episode has come: what is known of one that does not end by itself."""
 
     turns: int = 0  # begun: with a generation requested
+    answer: str = ""  # the last turn that the environment was given
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class EpisodeContext:
     """What every episode of a server shares."""
 
     config: Config
-    tokenizer: ConversationTokenizer
+    tokenizer: AgentTokenizer
     generate: GenerateCall
     activity: Activity = field(default_factory=Activity)
     trace: Trace = NO_TRACE
@@ -111,15 +115,29 @@ async def run_episode(
     environment = make()
     progress = progress or Progress()
     if isinstance(environment, ForeignLoop):
-        return await _run_foreign(ticket, environment, task, context, progress)
+        return _with_textless(await _run_foreign(ticket, environment, task, context, progress), context)
 
     episode = _Episode(ticket, environment, context, progress)
     context.hooks.join(ticket.ticket_id)
     try:
-        return await episode.run(task)
+        return _with_textless(await episode.run(task), context)
     finally:
         context.hooks.leave(ticket.ticket_id)  # before closing, for which nobody else needs to wait
         await close(environment, ticket, context)
+
+
+def _with_textless(played: Trajectory, context: EpisodeContext) -> Trajectory:
+    """With the number of sampled ids that stand for no text, if there are any; a few of them are named in the log."""
+    sampled = np.concatenate([each.token_ids[each.loss_mask != 0] for each in played.sequences])
+    textless = context.tokenizer.textless(sampled)
+    if not len(textless):
+        return played
+
+    if not context.activity.textless_tokens:
+        named = ", ".join(map(str, dict.fromkeys(textless[:8].tolist())))
+        print(f"sampled ids that stand for no text: {named}, …; the tokenizer has none of them", flush=True)
+    context.activity.textless_tokens += len(textless)
+    return replace(played, info=played.info | {"textless_tokens": float(len(textless))})
 
 
 async def _run_foreign(
@@ -165,6 +183,8 @@ class _Episode:
 
     def __post_init__(self) -> None:
         self.sampler = _sampler(self.ticket, self.context)
+        self.mender = Mender()  # of what environment and model wrote
+        self.conversations: list[Conversation] = []  # several where the template drops thoughts
 
     async def run(self, task: Any) -> Trajectory:
         begin = time.monotonic()
@@ -174,11 +194,11 @@ class _Episode:
         trace.add(ResetEnded(self.ticket.ticket_id))
         if isinstance(self.environment, OnOwnTerms):
             self._take(self.environment.terms)
-        conversation = self._conversation(opening)
+        self.conversations.append(self._conversation(opening))
 
         stop_reason = ""
         while not stop_reason:
-            stop_reason = await self._turn(conversation)
+            stop_reason = await self._turn(self.conversations[-1])
 
         return Trajectory(
             server=0,
@@ -190,24 +210,36 @@ class _Episode:
             task_index=self.ticket.task_index,
             kind=self.ticket.kind,
             timeline=self.sampler.timeline,
-            sequences=[conversation.sequence()],
-            columns=conversation.sample_columns(),
-            reward=math.fsum(turn.reward for turn in conversation.turns),
+            sequences=[conversation.sequence() for conversation in self.conversations],
+            columns=self.conversations[-1].sample_columns(),
+            reward=math.fsum(turn.reward for each in self.conversations for turn in each.turns),
             success=self.success,
             stop_reason=stop_reason,
             tokens_generated=self.sampler.tokens_generated,
             seconds=time.monotonic() - begin,
-            info=self.info,
+            info=self.info | self._counts(),
             label=self.terms.label,
             unrewarded=self.unrewarded,
         )
 
     def _conversation(self, opening: Opening | list[ChatMessage]) -> Conversation:
+        thinking = self.context.config.chat.thinking
         if not isinstance(opening, Opening):
-            return Conversation(self.context.tokenizer, opening)
+            return Conversation(self.context.tokenizer, self._whole(opening), thinking)
         if self.context.reader is None:
             raise EpisodeFailed("environment: reset answered an Opening, and its family does not say tools = True")
-        return ToolConversation(self.context.reader, opening)
+        whole = Opening(self._whole(opening.messages), self.mender.value(list(opening.tools)))
+        return ToolConversation(self.context.reader, whole, thinking, self.mender)
+
+    def _whole(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        return [mended(message, self.mender) for message in messages]
+
+    def _counts(self) -> dict[str, float]:
+        """What became of the conversation, as the environment's own numbers are reported; what is 0 is left out."""
+        drifts = Counter(each.drift() for each in self.conversations if len(each.turns) > 1)
+        found = {f"drift_{kind}": count for kind, count in drifts.items() if kind != "none"}
+        found |= {"forks_thinking": len(self.conversations) - 1, "half_characters": self.mender.count}
+        return {name: float(count) for name, count in found.items() if count}
 
     def _take(self, terms: EpisodeTerms) -> None:
         self.terms = terms
@@ -219,10 +251,9 @@ class _Episode:
     async def _turn(self, conversation: Conversation) -> str:
         """One generate → step round; the reason to stop, or the empty string."""
         start = len(conversation)
-        what = f"step of turn {len(conversation.turns) + 1}"
-
         await self._wait_for_hooks(GENERATE)
         self.progress.turns += 1
+        what = f"step of turn {self.progress.turns}"
         begin = time.monotonic()
         generated, cut_by_context = await self.sampler.turn(conversation)
         generate_s = time.monotonic() - begin
@@ -233,6 +264,7 @@ class _Episode:
         begin = time.monotonic()
         self.context.trace.add(StepBegan(self.ticket.ticket_id, self.progress.turns))
         reason = generated.finish_reason
+        self.progress.answer = text
         call = self.environment.step(text, truncated=reason == "length")
 
         try:
@@ -249,12 +281,13 @@ class _Episode:
 
         reward = step.reward or 0.0
         self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, reward))
+
         self.info.update(step.info)
         self.success = step.success
         if step.reward is not None:
             self.unrewarded = ""
 
-        number = len(conversation.turns)
+        number = self.progress.turns - 1  # over all conversations
         turn = Turn(start, end, reward, generate_s, env_s, reason, generated.generator, number)
         try:
             conversation.end_turn(turn, step.columns)
@@ -274,13 +307,19 @@ class _Episode:
             return "context"
         if step.done:
             return "length" if reason == "length" else "done"
-        if len(conversation.turns) + 1 >= min(self.terms.max_turns or math.inf, self.context.config.env.max_turns):
+
+        if self.progress.turns >= min(self.terms.max_turns or math.inf, self.context.config.env.max_turns):
             return "max_turns"
         room = self.context.config.generator.max_model_len - 1  # the next turn needs one id at least
         try:
-            return "" if conversation.append_messages(step.messages, limit=room) else "context"
+            following = conversation.followed(self._whole(step.messages), limit=room)
         except BridgeRefused as error:
             raise EpisodeFailed(f"environment: what follows the turn cannot be written: {error}") from None
+        if following is None:
+            return "context"
+        if following is not conversation:
+            self.conversations.append(following)
+        return ""
 
     async def _finished(self, step: Step) -> Step:
         """The last step of an episode that is cut, with what an environment that judges on demand says of the work."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from rl.config.schema import Config
 from rl.wire.messages import NO_OPINION, Ticket, TokenSequence, Trajectory
+from rl.wire.text import whole
 from rollout.episodes.environment import Endpoint, ForeignLoop, Outcome, RewardFailed
 from rollout.episodes.forest import Forest
 from rollout.episodes.isolation import Overrun, isolated
@@ -117,6 +118,8 @@ def _counts(session: Session) -> dict[str, float]:
     found = {f"forks_{reason}": float(count) for reason, count in forest.forks.items()}
     for kind, count in forest.drift().items():
         found[f"drift_{kind}"] = float(count)
+    if forest.mender.count:
+        found["half_characters"] = float(forest.mender.count)
     return found | {
         "gateway_requests": float(session.begun),
         "gateway_joined": float(session.joined),
@@ -157,7 +160,7 @@ def reward_of(value: Any, what: str) -> float | None:
 def info_of(values: Mapping[str, Any], what: str) -> dict[str, float]:
     """Plain numbers by name. Raises EpisodeFailed."""
     try:
-        info = {str(name): float(value) for name, value in values.items()}
+        info = {whole(str(name)): float(value) for name, value in values.items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise EpisodeFailed(f"environment: {what} answered info that is no number: {error}") from None
     for name, value in info.items():

@@ -32,21 +32,22 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from rl.config.chat import ChatConfig
 from rl.wire.messages import TokenSequence, Turn
+from rl.wire.text import Mender
 from rollout.episodes.bridge import BridgeRefused
 from rollout.episodes.environment import ChatMessage, Tools
 from rollout.episodes.live import LiveTurn
-from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader
+from rollout.episodes.parsing import ParsedTurn, SampledText, TurnReader, mended
 from rollout.episodes.sequence import GrowingSequence
+from rollout.episodes.thinking import Thinking as Thinking
+from rollout.episodes.thinking import drift, keeps_thoughts
 from rollout.episodes.tokenizer import AgentTokenizer
 
-Thinking = Literal["keep", "template"]
 Ids = Sequence[int] | np.ndarray
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _DEFAULTS = ChatConfig()
@@ -104,6 +105,7 @@ class Forest:
         self.forks: Counter[str] = Counter()  # new roots after the first, by reason
         self.turns: list[ForestTurn] = []  # finished, in this order
 
+        self.mender = Mender()  # of what clients and the model wrote
         self.reader = reader
         self._tokenizer = reader.tokenizer
         self._thinking = thinking
@@ -119,7 +121,7 @@ class Forest:
     def attach(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> ForestTurn:
         """A turn to be sampled after these messages. Raises RequestRefused."""
         _check(messages)
-        history = tuple(messages)
+        history, tools = self._whole(messages, tools)
         parent, ids, reason = self._place(history, tools)
         before = parent.context if parent else np.zeros(0, np.int32)
 
@@ -137,7 +139,7 @@ class Forest:
     def count_tokens(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> int:
         """The number of tokens in the prompt of such a request. Raises RequestRefused."""
         _check(messages)
-        parent, ids, _ = self._place(tuple(messages), tools)
+        parent, ids, _ = self._place(*self._whole(messages, tools))
         return len(ids) + (len(parent.context) if parent else 0)
 
     def live(self, turn: ForestTurn, stop: Sequence[str] = ()) -> LiveTurn:
@@ -171,7 +173,7 @@ class Forest:
 
     def read(self, turn: ForestTurn, parsed: ParsedTurn) -> ChatMessage:
         """The message that answers the request. `answered` makes it a part of the episode."""
-        return self.reader.message(parsed, f"{self._name}{turn.number}")
+        return self.reader.message(parsed, f"{self._name}{turn.number}", self.mender)
 
     def answered(self, turn: ForestTurn, message: ChatMessage) -> None:
         """The agent is given this message for the finished turn: it is a part of the episode from now on."""
@@ -210,28 +212,20 @@ class Forest:
         return growing.sample_columns()
 
     def drift(self) -> Counter[str]:
-        """How sequences differ from what the template writes for their whole history, by kind.
-
-        `none`; `ids`: the same text in other tokens; `text`: the template writes the history differently.
-        """
+        """How sequences differ from what the template writes for their whole history, by kind."""
         parents = {turn.parent for turn in self.turns}
         kinds: Counter[str] = Counter()
         for turn in self.turns:
             if turn in parents:
                 continue
             prompt = turn.context[: turn.prompt_length].tolist()
-            try:
-                text = self._tokenizer.written(_with_reasoning(turn), turn.tools)
-            except ValueError:
-                kinds["text"] += 1
-                continue
-
-            written = self._tokenizer.encode(text)
-            equal = self._tokenizer.turn_text(prompt) == self._tokenizer.turn_text(written)
-            kinds["none" if written == prompt else "ids" if equal else "text"] += 1
+            kinds[drift(self._tokenizer, prompt, _with_reasoning(turn), turn.tools)] += 1
         return kinds
 
     # ------------------------------------------------------------ inside
+
+    def _whole(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[tuple[ChatMessage, ...], Tools]:
+        return tuple(mended(each, self.mender) for each in messages), self.mender.value(list(tools))
 
     def _begun_by_prompt(self, turn: ForestTurn) -> str:
         return self.reader.begun(turn.context[: turn.prompt_length].tolist())
@@ -274,15 +268,11 @@ class Forest:
 
     def _keeps_reasoning(self, turn: ForestTurn, new: Sequence[ChatMessage], tools: Tools) -> bool:
         """Whether, with `thinking="template"`, the template still writes the reasoning of all turns before."""
-        thoughts = [each.message.reasoning for each in turn.path if each.message and each.message.reasoning]
-        if self._thinking == "keep" or not thoughts:
+        if self._thinking == "keep":
             return True
         assert turn.message is not None
-        try:
-            text = self._tokenizer.written([*_with_reasoning(turn), turn.message, *new], tools)
-        except ValueError:
-            return False
-        return all(thought.strip() in text for thought in thoughts)
+        sampled = [len(each.history) for each in turn.path]
+        return keeps_thoughts(self._tokenizer, [*_with_reasoning(turn), turn.message, *new], sampled, tools)
 
     def _why(self, history: tuple[ChatMessage, ...], with_tools: list[bytes]) -> str:
         """Why this history opens a root of its own."""

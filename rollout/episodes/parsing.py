@@ -10,15 +10,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 from rl.config.plugins import load
 from rl.config.schema import Config, ConfigError
+from rl.wire.text import Mender
 from rollout.episodes.environment import ChatMessage, ToolCall, Tools
-from rollout.episodes.tokenizer import AgentTokenizer, TokenizerError
+from rollout.episodes.tokenizer import THINK, AgentTokenizer, TokenizerError
 
-THINK_BEGIN = "<think>"
-THINK_END = "</think>"
+THINK_BEGIN, THINK_END = THINK
 _CALL_BEGIN = "<tool_call>"
 _CALL_OPENED = re.compile(r"<tool_call>\s*(?=\{)")
 _CALL_CLOSED = re.compile(r"\}\s*</tool_call>")
@@ -89,6 +89,21 @@ def answer_of(text: str) -> str:
     return text.partition(THINK_END)[2] if text.lstrip().startswith(THINK_BEGIN) else text
 
 
+def thought_and_answer(text: str) -> ParsedTurn:
+    """A turn of an environment without tools, as the chat template writes history."""
+    thought = text.lstrip().removeprefix(THINK_BEGIN).partition(THINK_END)[0].strip() if answer_of(text) != text else ""
+    return ParsedTurn(answer_of(text).lstrip("\n"), thought) if thought else ParsedTurn(text)
+
+
+def mended(message: ChatMessage, mender: Mender) -> ChatMessage:
+    """The message of a client or an environment in texts that can be encoded."""
+    calls = tuple(
+        ToolCall(mender.text(call.id), mender.text(call.name), mender.json(call.arguments)) for call in message.calls
+    )
+    said = {name: mender.text(getattr(message, name)) for name in ("content", "reasoning", "call_id", "name")}
+    return replace(message, calls=calls, **said)
+
+
 class PlainParser:
     """All of the turn is content."""
 
@@ -146,10 +161,11 @@ class TurnReader:
             return await self.parser.parsed(turn)
         return self.parser.parse(turn.begun + turn.text)
 
-    def message(self, parsed: ParsedTurn, name: str) -> ChatMessage:
+    def message(self, parsed: ParsedTurn, name: str, mender: Mender) -> ChatMessage:
         """What a sampled turn is. name: makes the ids of its calls unique."""
         calls = tuple(
-            ToolCall(f"call_{name}_{place}", tool, arguments) for place, (tool, arguments) in enumerate(parsed.calls)
+            ToolCall(f"call_{name}_{place}", mender.text(tool), mender.json(arguments))
+            for place, (tool, arguments) in enumerate(parsed.calls)
         )
         return ChatMessage("assistant", parsed.content, parsed.reasoning, calls)
 
@@ -242,7 +258,7 @@ def _hermes_call(text: str) -> tuple[str, str] | None:
     if len(text) > _LONGEST_CALL:
         return None
     try:
-        call = json.loads(text)
+        call = json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
@@ -252,3 +268,8 @@ def _hermes_call(text: str) -> tuple[str, str] | None:
     if not isinstance(arguments, dict | str):
         return None
     return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def no_constant(name: str) -> NoReturn:
+    """Python reads NaN and Infinity, which are no JSON: no client could read what would be sent."""
+    raise ValueError(f"{name} is no JSON")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jinja2
+import numpy as np
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -26,6 +27,7 @@ from tokenizers import Tokenizer
 from rollout.episodes.bridge import Closed, bridge_ids, closed_turn
 from rollout.episodes.environment import ChatMessage, ToolCall, Tools
 
+THINK = ("<think>", "</think>")
 DUMMY_USER = "fresco dummy question"
 DUMMY_TURN = "fresco dummy answer"
 _CLOSED_CACHED = 1024  # sets of tools
@@ -53,8 +55,8 @@ class ConversationTokenizer(Protocol):
         """Text of a generated turn, special tokens left out. Never raises for ids that a model produced."""
         ...
 
-    def drift(self) -> str:
-        """Where ids of a conversation, put together turn by turn, are not what the template writes; empty: nowhere."""
+    def textless(self, ids: np.ndarray) -> np.ndarray:
+        """Those of the ids that stand for no text: a padded model can sample them."""
         ...
 
 
@@ -104,7 +106,9 @@ class ChatTokenizer:
         self._template = _compile(_chat_template(folder, settings))
         # The episodes of a group begin alike, and side by side.
         self._plain_prompt = lru_cache(_PROMPTS_CACHED)(lambda messages: self._encode(self.written(messages)))
+        self._known = np.array(sorted(self._tokenizer.get_vocab(with_added_tokens=True).values()), np.int32)
         special = {id: token for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._left_out = {id for id, token in special.items() if token.content not in THINK}
         self._special_texts = [token.content for token in special.values() if len(token.content.strip()) > 2]
 
         # A template may close turns with a token that the model's configuration does not list as an end
@@ -153,19 +157,15 @@ class ChatTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """The marks of a thought stay: what stands behind it is known by them."""
+        return self._tokenizer.decode([id for id in ids if id not in self._left_out], skip_special_tokens=False)
 
     def turn_text(self, ids: Sequence[int]) -> str:
         ends = len(ids) - (len(ids) > 0 and ids[-1] in self.stop_ids)
         return self._tokenizer.decode(list(ids[:ends]), skip_special_tokens=False)
 
-    def drift(self) -> str:
-        user = ChatMessage("user", DUMMY_USER)
-        turn = self.encode(DUMMY_TURN)
-        joined = [*self.prompt([user]), *turn, *self.glue([user], last_id=turn[-1])]
-        written = self.prompt([user, ChatMessage("assistant", DUMMY_TURN), user])
-        ours, theirs = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (joined, written))
-        return "" if ours == theirs else f"turn by turn {ours!r}, as a whole {theirs!r}"
+    def textless(self, ids: np.ndarray) -> np.ndarray:
+        return ids[~np.isin(ids, self._known)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text, as it would stand within a turn."""
@@ -235,8 +235,8 @@ class IdTokenizer:
     def turn_text(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
 
-    def drift(self) -> str:
-        return ""
+    def textless(self, ids: np.ndarray) -> np.ndarray:
+        return ids[:0]
 
 
 def load_tokenizer(model_folder: Path | None, template_options: Mapping[str, Any] | None = None) -> AgentTokenizer:

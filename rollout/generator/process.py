@@ -20,13 +20,15 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
+from rl.config.failures import EngineDied
 from rl.observe.trace_events import EngineState, FirstToken, LoadBegan, LoadEnded, SamplingBegan, SamplingEnded
 from rl.wire import messages
+from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Version
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Port
 from rl.wire.run import context_from_command_line
-from rl.wire.sockets import identity, open_socket, send
+from rl.wire.sockets import open_socket, send
 from rollout.generator.engines import make_engine
 from rollout.generator.engines.base import Engine, EngineInfo, Sampled
 from rollout.generator.jobs import DELIVERED_EVERY, Gate, Job, Streams
@@ -62,9 +64,9 @@ class GeneratorServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        self._me = identity("generator", process.index, process.incarnation)
+        self._me = process.run.names.of("generator", process.index, process.incarnation)
         self._connect = partial(open_socket, run=process.run, context=context)
-        notices = self._connect(zmq.PULL, name="notices", index=process.index, bind=True)
+        notices = self._connect(zmq.ROUTER, name="notices", index=process.index, bind=True)
         self._malformed = Malformed("generator")
         self._backend = self._open_backend()
         self._streams = Streams(lambda grown: self._backend.send(grown))
@@ -256,9 +258,13 @@ class GeneratorServer:
 
     # ------------------------------------------------------------ weights
 
-    def _from_learner(self, message: Message, _peer: bytes) -> None:
+    def _from_learner(self, message: Message, peer: bytes) -> None:
+        run = self._process.run
+        run.names.sender(peer, "learner")
         if not isinstance(message, messages.WeightNotice):
             raise ProtocolError(f"{type(message).__name__} from the learner")
+        if not 0 <= message.version.n <= run.start_step + run.config.steps:
+            raise ProtocolError(f"WeightNotice of version {message.version.n}, which this run never has")
         self._notice = message
         self._noticed.set()
 
@@ -279,6 +285,8 @@ class GeneratorServer:
 
         try:
             status = await self._while_it_advances(self._engine.load(notice.version, notice.probe_ids))
+        except EngineDied:
+            raise  # as `watch` does: whichever of them is first
         except Exception as error:
             where = f"generator {process.index}: weights of version {notice.version.n}"
             failed = f"{where}: {type(error).__name__}: {error}"
@@ -304,17 +312,18 @@ class GeneratorServer:
             deadline_s += config.generator.drain_deadline_s
 
         task = asyncio.create_task(load)
+        clock = asyncio.get_running_loop().time
         seen = -1
-        since = time.monotonic()
+        since = clock()
 
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=config.timeouts.heartbeat_s)
                 if (loaded := self._engine.loaded()) != seen:
                     seen = loaded
-                    since = time.monotonic()
+                    since = clock()
                     self._process.progress += 1
-                elif time.monotonic() - since > deadline_s:
+                elif clock() - since > deadline_s:
                     raise TimeoutError(f"it has stood still for weights.deadline_s={config.weights.deadline_s:g} s")
             return task.result()
 
@@ -376,8 +385,9 @@ async def serve(process: Process, engine: Engine) -> None:
 
 def main() -> None:
     context = context_from_command_line()
-    with Process("generator", context) as process:
-        asyncio.run(serve(process, make_engine(context)))
+    process = Process("generator", context)
+    with process, asyncio.Runner(loop_factory=partial(AwakeLoop, process.tick_s)) as runner:
+        runner.run(serve(process, make_engine(context)))
 
 
 if __name__ == "__main__":

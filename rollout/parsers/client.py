@@ -21,7 +21,7 @@ import zmq
 from rl.wire.messages import ClientHello, Message, ParserHello, ParseTurn, ProtocolError, TurnParsed
 from rl.wire.process import Process, WaitExpired
 from rl.wire.receiving import Malformed, Port
-from rl.wire.sockets import identity, open_socket
+from rl.wire.sockets import open_socket
 from rollout.episodes.parsing import DistantParser, ParsedTurn, SampledText, TurnReader, make_reader
 from rollout.episodes.tokenizer import AgentTokenizer
 
@@ -115,7 +115,7 @@ class ParserClient(DistantParser):
             del self._asked[turn.request_id]
 
     def _open(self) -> Port:
-        me = identity("env_server", self._process.index, self._process.incarnation)
+        me = self._process.run.names.of("env_server", self._process.index, self._process.incarnation)
         socket = open_socket(zmq.DEALER, self._process.run, "parsers", identity=me)
         return Port(socket, self._from_parsers, self._malformed, self._failed, self._greet)
 

@@ -19,7 +19,7 @@ from rl.wire.messages import ClientHello, Message, ParserHello, ParseTurn, Proto
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext, RunFile, context_from_command_line
-from rl.wire.sockets import PeerGone, open_socket, send_to, sender
+from rl.wire.sockets import PeerGone, open_socket, send_to
 from rollout.episodes.tokenizer import load_tokenizer
 from rollout.parsers.fitting import ParserRefused, fitting_opener
 from rollout.parsers.vllm_parser import VllmParser
@@ -62,7 +62,7 @@ class Parsers:
         self._socket.close()
 
     def _from_client(self, message: Message, peer: bytes) -> None:
-        sender(peer, "env_server", self._process.config.env.servers)
+        self._process.run.names.sender(peer, "env_server", self._process.config.env.servers)
         match message:
             case ClientHello():
                 self._answer(peer, ParserHello(self._opener))
@@ -134,11 +134,9 @@ def make_parser(run: RunFile) -> tuple[VllmParser, str]:
 
 def main(context: ProcessContext | None = None) -> None:
     with Process("parsers", context or context_from_command_line()) as process:
-        parsers = Parsers(process, *make_parser(process.run))
-        try:
+        parser = make_parser(process.run)
+        with contextlib.closing(Parsers(process, *parser)) as parsers:
             parsers.serve()
-        finally:
-            parsers.close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from vllm.parser.parser_manager import ParserManager
 from vllm.tokenizers import get_tokenizer
 
 from rl.config.chat import ChatConfig
+from rl.wire.text import whole
 from rollout.episodes.parsing import ParsedTurn
 
 _HARMONY = {"openai", "openai_gptoss"}
@@ -57,17 +58,18 @@ class VllmParser:
         reasoning, content, calls = self._made(request.tools).parse(
             text, request, enable_auto_tools=True, model_output_token_ids=ids
         )
-        found = tuple((_utf8(call.name), _utf8(call.arguments)) for call in calls or ())
-        return ParsedTurn(_utf8(content or ""), _utf8(reasoning or ""), found)
+        found = tuple((whole(call.name), _escaped(call.arguments)) for call in calls or ())
+        return ParsedTurn(whole(content or ""), whole(reasoning or ""), found)
 
     def _made(self, tools: Any) -> Any:
         """A new one for each turn: parsers keep what they have read."""
         return self._kind(self._tokenizer, tools, chat_template_kwargs=self._options)
 
 
-def _utf8(text: str) -> str:
-    """A model may write half of a surrogate pair into JSON, and no message can hold that."""
-    return text.encode(errors="replace").decode()
+def _escaped(arguments: str) -> str:
+    """A model may write half of a surrogate pair into JSON. No message can hold that, but its escape: the environment
+    server replaces and counts it."""
+    return arguments.encode(errors="backslashreplace").decode()
 
 
 @lru_cache(maxsize=64)

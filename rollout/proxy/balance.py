@@ -96,32 +96,41 @@ T = TypeVar("T", bound=Waiting)
 
 
 class PriorityQueue(Generic[T]):
-    """Waiting requests by (priority, arrival). What left the queue is dropped lazily, at constant amortised cost."""
+    """Waiting requests by (priority, arrival). What left the queue is dropped lazily, at constant amortised cost.
+
+    What left it and came back under another key stands where that key says: its old place is nobody's.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, T]] = []
-        self._aside: list[tuple[int, int, T]] = []
+        self._aside: list[T] = []
         self._compact_at = 64
 
     def push(self, request: T) -> None:
         heapq.heappush(self._heap, (request.priority, request.key, request))
         if len(self._heap) > self._compact_at:
-            waiting = {entry[1]: entry for entry in self._heap if entry[2].queued}
+            waiting = {entry[1]: entry for entry in self._heap if _holds(entry)}
             self._heap = list(waiting.values())
             heapq.heapify(self._heap)
             self._compact_at = 2 * len(self._heap) + 64
 
     def head(self) -> T | None:
-        while self._heap and not self._heap[0][2].queued:
+        while self._heap and not _holds(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def set_head_aside(self) -> None:
         """Take the head of the queue aside: it blocks nobody until `recall`."""
-        self._aside.append(heapq.heappop(self._heap))
+        self._aside.append(heapq.heappop(self._heap)[2])
 
     def recall(self) -> None:
         """What was set aside stands in its old place again."""
-        for _, _, request in self._aside:
+        for request in self._aside:
             self.push(request)
         self._aside.clear()
+
+
+def _holds(entry: tuple[int, int, Waiting]) -> bool:
+    """Whether its request waits in this place."""
+    _, key, request = entry
+    return request.queued and request.key == key

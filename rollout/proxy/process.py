@@ -10,6 +10,7 @@ poll loop that drains every socket in turn.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import defaultdict
@@ -25,7 +26,7 @@ from rl.wire.messages import Message, ProtocolError
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext, context_from_command_line
-from rl.wire.sockets import PeerGone, identity, open_socket, send_all, sender
+from rl.wire.sockets import PeerGone, open_socket, send_all
 from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.continuations import Continuations
 from rollout.proxy.core import ProxyCore
@@ -45,9 +46,12 @@ class Proxy:
             kv_admission="expected",
         )
         self._first_key = self._core.next_key = 1 + process.incarnation * _KEYS
+
         self._frontend = open_socket(zmq.ROUTER, run, "frontend", bind=True)
         self._backend = open_socket(zmq.ROUTER, run, "backend", bind=True)
-        self._usage = open_socket(zmq.PUSH, run, "usage")
+        self._names = run.names
+        me = self._names.of("proxy", process.index, process.incarnation)
+        self._usage = open_socket(zmq.DEALER, run, "usage", identity=me)
 
         self._requests: dict[int, messages.Generate] = {}  # by key
         self._continuations = Continuations()
@@ -93,7 +97,7 @@ class Proxy:
     # ------------------------------------------------------------ events in
 
     def _from_client(self, message: Message, peer: bytes) -> None:
-        sender(peer, "env_server", self._process.config.env.servers)
+        self._names.sender(peer, "env_server", self._process.config.env.servers)
         match message:
             case messages.Generate():
                 self._add(message, peer)
@@ -173,8 +177,10 @@ class Proxy:
 
     def _greeted(self, hello: messages.GeneratorHello, peer: bytes) -> None:
         me = hello.generator, hello.incarnation
-        if me != sender(peer, "generator", self._process.config.generator.count):
+        if me != self._names.sender(peer, "generator", self._process.config.generator.count):
             raise ProtocolError(f"GeneratorHello in the name of another than {peer!r}")
+        if min(hello.kv_tokens, hello.max_num_seqs, hello.max_model_len) < 1:
+            raise ProtocolError(f"GeneratorHello of {peer!r} without room for a token")
         if peer in self._incarnations:  # the connection broke and was made again
             self._perform(self._core.generator_again(time.monotonic(), *me, hello.requests))
             return
@@ -194,7 +200,7 @@ class Proxy:
             self._perform(self._core.generator_died(now, died.index, died.incarnation))
             self._sent_again += max(0, self._core.queue_depth - before)
         elif died.role == "env_server":
-            self._perform(self._core.client_died(now, identity("env_server", died.index, died.incarnation)))
+            self._perform(self._core.client_died(now, self._names.of("env_server", died.index, died.incarnation)))
 
     # ------------------------------------------------------------ actions out
 
@@ -308,12 +314,8 @@ def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generate
 
 
 def main(context: ProcessContext) -> None:
-    with Process("proxy", context) as process:
-        proxy = Proxy(process)
-        try:
-            proxy.serve()
-        finally:
-            proxy.close()
+    with Process("proxy", context) as process, contextlib.closing(Proxy(process)) as proxy:
+        proxy.serve()
 
 
 if __name__ == "__main__":

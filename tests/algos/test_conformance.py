@@ -31,11 +31,11 @@ def test_every_loss(name: str, options: dict[str, Any], check: str) -> None:
 @pytest.mark.parametrize(
     "correction",
     [
-        Correction(weight="token", cap=2.0),
-        Correction(weight="sequence", cap=2.0),
+        Correction(mask="none", weight="token", cap=2.0),
+        Correction(mask="none", weight="sequence", cap=2.0),
         Correction(mask="token", weight="token", cap=2.0, low=0.5, high=2.0),
-        Correction(mask="sequence", low=0.2, high=5),
-        Correction(mask="geometric", low=0.9, high=1.1),
+        Correction(weight="none", mask="sequence", low=0.2, high=5),
+        Correction(weight="none", mask="geometric", low=0.9, high=1.1),
     ],
     ids=lambda c: f"{c.weight}-{c.mask}",
 )

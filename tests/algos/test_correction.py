@@ -27,13 +27,13 @@ def two_samples() -> LossInputs:
 @pytest.mark.parametrize(
     "correction, weights",
     [
-        (Correction(weight="token", cap=2.0), [0.5, 2.0, 1.1, 1.2]),
-        (Correction(weight="sequence", cap=1.4), [1.4, 1.4, 1.32, 1.32]),
-        (Correction(mask="token", low=0.6, high=2.0), [0.0, 0.0, 1.0, 1.0]),
-        (Correction(mask="token", low=0.4, high=2.0), [1.0, 0.0, 1.0, 1.0]),
+        (Correction(mask="none", weight="token", cap=2.0), [0.5, 2.0, 1.1, 1.2]),
+        (Correction(mask="none", weight="sequence", cap=1.4), [1.4, 1.4, 1.32, 1.32]),
+        (Correction(weight="none", mask="token", low=0.6, high=2.0), [0.0, 0.0, 1.0, 1.0]),
+        (Correction(weight="none", mask="token", low=0.4, high=2.0), [1.0, 0.0, 1.0, 1.0]),
         (Correction(weight="token", cap=9.0, mask="token", low=0.4, high=2.0), [0.5, 0.0, 1.1, 1.2]),  # IcePop
-        (Correction(mask="sequence", low=0.5, high=1.4), [0.0, 0.0, 1.0, 1.0]),
-        (Correction(mask="geometric", low=0.9, high=1.2), [0.0, 0.0, 1.0, 1.0]),  # 1.22 and 1.15
+        (Correction(weight="none", mask="sequence", low=0.5, high=1.4), [0.0, 0.0, 1.0, 1.0]),
+        (Correction(weight="none", mask="geometric", low=0.9, high=1.2), [0.0, 0.0, 1.0, 1.0]),  # 1.22 and 1.15
         (Correction(weight="sequence", cap=9.0, mask="geometric", low=0.9, high=1.3), [1.5, 1.5, 1.32, 1.32]),
     ],
 )
@@ -52,15 +52,15 @@ def test_what_each_cut_took_is_logged() -> None:
 
 def test_without_one_the_loss_is_untouched() -> None:
     inputs = random_inputs()
-    assert not Correction().active
-    assert torch.equal(Correction()(inputs, REINFORCE).per_token, REINFORCE(inputs).per_token)
+    assert not Correction(weight="none", mask="none").active
+    assert torch.equal(Correction(weight="none", mask="none")(inputs, REINFORCE).per_token, REINFORCE(inputs).per_token)
 
 
 @pytest.mark.parametrize("name", registered("loss"))
 def test_a_mask_alone_leaves_the_losss_own_weights(name: str) -> None:
     inputs = random_inputs()
     loss = make_loss(name, {})
-    masked = Correction(mask="token", low=0.0, high=1e30)(inputs, loss)
+    masked = Correction(weight="none", mask="token", low=0.0, high=1e30)(inputs, loss)
     torch.testing.assert_close(masked.per_token, loss(inputs).per_token)
 
 
@@ -71,11 +71,11 @@ def test_under_a_weight_the_proximal_policy_counts_as_the_one_that_sampled(name:
     assert inputs.logp_proximal is not None
     weight = (inputs.logp_proximal - inputs.logp_behavior).detach().exp()
     expected = weight * loss(replace(inputs, logp_behavior=inputs.logp_proximal)).per_token
-    torch.testing.assert_close(Correction(weight="token", cap=1e30)(inputs, loss).per_token, expected)
+    torch.testing.assert_close(Correction(mask="none", weight="token", cap=1e30)(inputs, loss).per_token, expected)
 
 
 def test_corrected_ppo_is_decoupled_ppo() -> None:
     inputs = random_inputs()
-    corrected = Correction(weight="token", cap=5.0)(inputs, make_loss("ppo", {})).per_token
+    corrected = Correction(mask="none", weight="token", cap=5.0)(inputs, make_loss("ppo", {})).per_token
     decoupled = make_loss("decoupled_ppo", {"cap": 5.0})(inputs).per_token
     torch.testing.assert_close(corrected, decoupled)

@@ -68,7 +68,7 @@ class FaultyEnvironment:
                 pass
 
         if self.kind == "raise":
-            raise ValueError("on purpose")
+            raise ValueError("on purpose \ud83d")  # half of an emoji, which no message can carry
         if self.kind == "exit":
             sys.exit(3)
         reward = float("nan") if self.kind == "nan" else 1.0

@@ -74,7 +74,7 @@ class ServerPeers:
         self.hello: ServerHello | None = None
 
         self._context = zmq.Context()
-        kinds = {"control": zmq.ROUTER, "tickets": zmq.ROUTER, "trajectories": zmq.PULL, "frontend": zmq.ROUTER}
+        kinds = {"control": zmq.ROUTER, "tickets": zmq.ROUTER, "trajectories": zmq.ROUTER, "frontend": zmq.ROUTER}
         self.sockets = {
             name: open_socket(kind, run, name, bind=True, context=self._context) for name, kind in kinds.items()
         }

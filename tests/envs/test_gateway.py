@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -246,7 +247,7 @@ def test_what_would_falsify_training_is_overridden_or_refused(chat: ChatTokenize
         refused: list[tuple[dict[str, Any], str]] = [
             ({"logit_bias": {"1": 5}}, "logit_bias changes what is sampled"),
             ({"response_format": {"type": "json_object"}}, "response_format.type='json_object' forces tokens"),
-            ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice='required' forces a call"),
+            ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "forces one tool"),
             ({"messages": picture}, r"messages\[0\].content: parts of type 'image_url' are not read"),
             ({"n": 1000}, "n=1000: a whole number from 1 to 64 is wanted"),
             ({"messages": [*ASK, {"role": "assistant", "content": "so"}]}, "the last message is the assistant's"),
@@ -255,6 +256,85 @@ def test_what_would_falsify_training_is_overridden_or_refused(chat: ChatTokenize
             with pytest.raises(openai.BadRequestError, match=why):
                 await rig.openai.chat.completions.create(**({"model": "m", "messages": ASK} | fields))
         assert len(rig.asked) == 1
+
+    run(chat, scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_required_is_left_to_the_model_and_named(chat: ChatTokenizer, stream: bool) -> None:
+    """So smolagents and pydantic-ai ask."""
+
+    async def scene(rig: Rig) -> None:
+        rig.says = [CALL, CALL, CALL]
+        tools: Any = TOOLS
+        asked: dict[str, Any] = {"model": "m", "stream": stream}
+        create = rig.openai.chat.completions.with_raw_response.create
+        raw = [await create(messages=ASK, tools=tools, tool_choice="required", **asked)]
+        create = rig.openai.responses.with_raw_response.create
+        function: Any = {"type": "function", **TOOLS[0]["function"]}
+        raw += [await create(input="hi", tools=[function], tool_choice="required", **asked)]
+        create = rig.anthropic.messages.with_raw_response.create
+        any_tool: Any = {"type": "any"}
+        raw += [await create(messages=ASK[1:], tools=CLAUDE_TOOLS, tool_choice=any_tool, max_tokens=9, **asked)]
+        assert [each.headers["x-fresco-overridden"] for each in raw] == ["tool_choice"] * 3
+
+    run(chat, scene)
+
+
+HALVES = [
+    (CALL.replace("2", r'"\ud83d"'), {"a": 1, "b": "\ufffd"}),
+    (CALL.replace('"add"', r'"add\ud83d"'), {"a": 1, "b": 2}),
+    (CALL.replace("2", "NaN"), None),  # no JSON, so no call
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("says", "arguments"), HALVES)
+def test_half_an_emoji_in_a_call_is_answered_and_counted(
+    chat: ChatTokenizer, says: str, arguments: dict[str, Any] | None, stream: bool
+) -> None:
+    async def scene(rig: Rig) -> None:
+        rig.says = [says] * 3
+        function = {"type": "function", **TOOLS[0]["function"]}
+        bodies: dict[str, dict[str, Any]] = {
+            "chat/completions": {"messages": ASK, "tools": TOOLS},
+            "responses": {"input": "hi", "tools": [function]},
+            "messages": {"messages": ASK[1:], "tools": CLAUDE_TOOLS, "max_tokens": 99},
+        }
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {rig.endpoint.api_key}"}) as http:
+            for path, body in bodies.items():
+                url = f"{rig.endpoint.base_url}/v1/{path}"
+                async with http.post(url, json=body | {"stream": stream}) as answer:
+                    text = (await answer.read()).decode()
+                assert answer.status == 200 and "event: error" not in text, (path, text)
+        turns = rig.session.forest.turns
+        assert [[json.loads(call.arguments) for call in turn.message.calls] for turn in turns if turn.message] == [
+            [arguments] if arguments else []
+        ] * 3
+        assert rig.session.forest.mender.count == (3 if arguments else 0)
+
+    run(chat, scene)
+
+
+def test_half_an_emoji_of_a_client_is_replaced_and_counted(chat: ChatTokenizer) -> None:
+    """In a text, in what a tool answered, and within the JSON of a call's arguments."""
+
+    async def scene(rig: Rig) -> None:
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": r'{"a": "\ud83d"}'}}
+        history = [
+            {"role": "user", "content": "half \ud83d"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "\ude00", "tool_call_id": "c1"},
+        ]
+        data = json.dumps({"messages": history, "model": "\ud83d"})
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {rig.endpoint.api_key}"}) as http:
+            url = f"{rig.endpoint.base_url}/v1/chat/completions"
+            async with http.post(url, data=data) as answer:
+                assert answer.status == 200 and (await answer.json())["model"] == "\ufffd"
+            async with http.post(url, data=data.replace('"model"', '"x": NaN, "model"')) as answer:
+                assert answer.status == 400 and "the body is no JSON" in await answer.text()
+        read = chat.turn_text(rig.asked[0].prompt_ids.tolist())
+        assert read.count("\ufffd") == 3 and rig.session.forest.mender.count >= 3
 
     run(chat, scene)
 

@@ -57,15 +57,17 @@ def test_instructions_are_read_as_parts_too() -> None:
 
 @pytest.mark.parametrize("api", TOOLS)
 def test_a_call_is_never_forced(api: ModuleType) -> None:
+    """The wish for some call is said to have no effect; one for a certain call is refused."""
     body = {FIELD[api]: [{"role": "user", "content": "hi"}], "tools": [TOOLS[api]]}
-    for free in (None, "auto", {"type": "auto"}):
+    for free in (None, "auto", {"type": "auto"}, "required", {"type": "any"}):
         assert len(api.read(body | {"tool_choice": free}, False).tools) == 1
+        assert rules.overridden({"tool_choice": free}) == ["tool_choice"] * (free in ("required", {"type": "any"}))
     for none in ("none", {"type": "none"}):
         assert not api.read(body | {"tool_choice": none}, False).tools
 
     named = ({"type": "function", "function": {"name": "add"}}, {"type": "function", "name": "add"})
-    for forced in ("required", {"type": "any"}, {"type": "tool", "name": "add"}, *named):
-        with pytest.raises(RequestRefused, match="forces a call: only 'auto' and 'none' are sampled freely"):
+    for forced in ({"type": "tool", "name": "add"}, *named):
+        with pytest.raises(RequestRefused, match="forces one tool: only 'auto' and 'none' are sampled freely"):
             api.read(body | {"tool_choice": forced}, False)
 
 

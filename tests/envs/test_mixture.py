@@ -65,7 +65,7 @@ def test_a_dry_run_counts_the_tasks_of_members_that_say_how_many() -> None:
     config = load_config(
         None, ["env.name=mixture", f"env.options.members={{a: {member}, b: {games}}}", "eval.tasks=12"]
     )
-    assert validate_env(config, dry=True) == validate_env(config) == (160, 12)
+    assert validate_env(config, dry=True)[:2] == validate_env(config)[:2] == (160, 12)
 
 
 @pytest.mark.parametrize(

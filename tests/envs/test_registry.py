@@ -37,7 +37,7 @@ def test_errors_are_one_line(overrides: list[str], message: str) -> None:
 
 
 def test_validate_env() -> None:
-    assert validate_env(load_config(None, ["env.name=synthetic", "env.options.tasks=7"])) == (7, 64)
+    assert validate_env(load_config(None, ["env.name=synthetic", "env.options.tasks=7"]))[:2] == (7, 64)
 
 
 def test_a_dry_run_makes_no_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_dry_run_makes_no_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "env.options.games={train: 300, valid_unseen: 64}",
         "eval.tasks=64",
     ]
-    assert validate_env(load_config(None, overrides), dry=True) == (300, 64)
+    assert validate_env(load_config(None, overrides), dry=True)[:2] == (300, 64)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"eval\.tasks=65"):
         validate_env(load_config(None, [*overrides, "eval.tasks=65"]), dry=True)

@@ -168,7 +168,7 @@ def test_failures_stay_with_their_ticket(make_run: MakeRun) -> None:
         assert reasons.keys() == {1, 2, 3, 5, 6, 7}
         overrun = "environment: step of turn 1 ran past env.step_deadline_s=2"
         assert reasons[1] == reasons[7] == overrun
-        assert reasons[2] == "environment: step of turn 1 raised ValueError: on purpose"
+        assert reasons[2] == "environment: step of turn 1 raised ValueError: on purpose \ufffd"
 
         assert "SystemExit" in reasons[3]
         unjudged = peers.ended()[4]  # another try would spare the model its answer

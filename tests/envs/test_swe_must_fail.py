@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 
 from envs.swe.must_fail import must_fail_copy
@@ -32,7 +35,24 @@ def test_only_tests_that_the_fix_is_for_keep_their_bodies() -> None:
     source = "def test_a():\n    assert x == 1\n\n\ndef test_b():\n    assert x == 1\n"
     copy = must_fail_copy(source, ["test_b"], ["test_a"]).text
     first, second = copy.split("def other_")[0].split("def test_b")
-    assert "other_" not in first and "other_" in second
+    assert first.count("assert x == 1") == 1 and "assert x == 1\n" not in second
+    literal = re.search(r"assert x == (\d+)\n", second)
+    assert literal is not None and literal[1] != "1"
+
+
+LITERALS = ["1", "-2", "1.5", "'a'", "b'a'", "True", "[1, 2]", "(1,)", "{1}", "{1: 2}", "None"]
+
+
+@pytest.mark.parametrize("literal", LITERALS)
+def test_a_literal_becomes_another_literal(literal: str) -> None:
+    """So that what reads the test's frame, constants or source reads the other one, and passes where all must fail."""
+    copy = must_fail_copy(f"def test_a():\n    assert f() == {literal}\n", ["test_a"]).text
+    (test,) = [node for node in ast.parse(copy).body if getattr(node, "name", "") == "test_a"]
+    assert isinstance(test, ast.FunctionDef) and isinstance(test.body[0], ast.Assert)
+    compared = test.body[0].test
+    assert isinstance(compared, ast.Compare)
+    before, after = ast.literal_eval(literal), ast.literal_eval(compared.comparators[0])
+    assert after != before and (type(after) is type(before) or before is None)
 
 
 def test_a_changed_value_is_another_of_its_type() -> None:

@@ -53,7 +53,7 @@ def test_the_pages_are_what_the_command_writes() -> None:
     ],
 )
 def test_a_figure_has_its_spread(figure: str, written: str, folder: Path) -> None:
-    assert told(row(figure=figure)) == (written, "2 × EPYC, 2026-11-26")
+    assert told(row(figure=figure)) == (written, "2-core EPYC, 2026-11-26")
 
 
 def test_an_entry_of_a_list_is_picked_by_its_values(folder: Path) -> None:
@@ -102,8 +102,9 @@ def test_a_study_says_what_each_arm_has_gained_and_how_much_sooner_it_was() -> N
 def test_the_page_has_a_cell_for_each_thing_and_one_link(folder: Path) -> None:
     made = page(Measured("About.", [Section("Learning", [row(figure="{seconds[0]}")], about="More.")]))
     assert made.endswith(
-        "## Learning\n\nMore.\n\n| what | measured | machine, date | how |\n|---|---|---|---|\n"
-        "| w | 1.26 | 2 × EPYC, 2026-11-26 | [file](../experiments/results/a.json): `c` |\n"
+        "## Learning\n\nMore.\n\n| what | measured | how |\n|---|---|---|\n"
+        "| w | 1.26 | [1](../experiments/results/a.json) |\n"
+        "\n```bash\nc  # 1: 2-core EPYC, 2026-11-26\n```\n"
     )
 
 
@@ -112,7 +113,7 @@ def test_the_readme_keeps_all_but_its_table(folder: Path) -> None:
     text = f"before\n{BEGIN}old{END}\nafter"
     made = readme(measured, text)
     assert made.startswith(f"before\n{BEGIN}| what") and made.endswith(
-        f"| short | 2 | 2 × EPYC, 2026-11-26 |\n{END}\nafter"
+        f"| short | 2 | 2-core EPYC, 2026-11-26 |\n{END}\nafter"
     )
     assert readme(measured, made) == made
     with pytest.raises(ValueError, match="put them back"):

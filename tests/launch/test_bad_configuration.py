@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import tempfile
@@ -29,7 +30,7 @@ from rollout.broker.core import BrokerCore
 from rollout.broker.groups import Groups
 from rollout.broker.hooks import BrokerHook
 from rollout.broker.rules import Rules
-from rollout.broker.tasks import Oldest
+from rollout.broker.tasks import Oldest, ShuffledTasks
 from rollout.episodes.hooks import EpisodeHook
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -39,6 +40,34 @@ GIB = 1 << 30
 class Unkept(Oldest):
     def __init__(self) -> None:
         self.order = lambda version: version
+
+
+class Snapshot(ShuffledTasks):
+    """As curricula were before."""
+
+    state = None  # type: ignore[assignment]
+
+    def snapshot(self) -> int:
+        return self.cursor
+
+
+class Opaque(ShuffledTasks):
+    def state(self) -> Any:
+        return random.Random(self.cursor)
+
+
+class Forgetful(ShuffledTasks):
+    def restore(self, state: int) -> None:
+        """Begins anew."""
+
+
+class Tuples(ShuffledTasks):
+    def state(self) -> Any:
+        return (self.cursor, self.tasks)
+
+    def restore(self, state: Any) -> None:
+        if not isinstance(state, tuple):
+            raise ValueError("not from a list")
 
 
 class UnkeptHook(BrokerHook):
@@ -86,6 +115,10 @@ BAD = [
     ("simulated", "rollout.priority=nope", "freshest, oldest"),
     ("simulated", "rollout.priority=os:path", "no method 'issue'"),
     ("simulated", "rollout.priority=tests.launch.test_bad_configuration:Unkept", "the broker's log cannot keep"),
+    ("simulated", "rollout.curriculum=tests.launch.test_bad_configuration:Snapshot", "no method 'state'"),
+    ("simulated", "rollout.curriculum=tests.launch.test_bad_configuration:Opaque", "the broker's log cannot keep"),
+    ("simulated", "rollout.curriculum=tests.launch.test_bad_configuration:Forgetful", "makes it another one"),
+    ("simulated", "rollout.curriculum=tests.launch.test_bad_configuration:Tuples", "ValueError: not from a list"),
     ("simulated", "rollout.hooks=[hedgin]", "did you mean 'hedging'"),
     ("simulated", "rollout.hooks=[no.such:Hook]", "rollout.hooks='no.such:Hook' cannot be imported"),
     ("simulated", "rollout.hooks=[os:path]", "rollout.hooks='os:path' is no hook"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from launch.cores import Need, engine_cores, numa_nodes, rank_cores, share_cores
 from launch.gpus import Gpu
-from launch.plan import make_plan
+from launch.plan import Need, engine_cores, make_plan, numa_nodes, rank_cores, share_cores
 from rl.config.schema import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
 

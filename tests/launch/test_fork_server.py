@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from launch.cpu.fork_server import Copy, ForkServer, begin_as_copies
-from launch.launcher.local import begin_process
+from launch.launcher.local import Command, begin_process
 from launch.plan import make_plan
 from rl.config.schema import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
@@ -43,7 +43,7 @@ def begin(server: ForkServer, what: str, log: IO[bytes], words: str = "", **envi
     with tempfile.TemporaryFile() as stdin:
         stdin.write(words.encode())
         stdin.seek(0)
-        return server.begin(ROLE, [what], (stdin, log, log), environment, [ROLE])
+        return server.begin(Command(ROLE, [what], environment, [ROLE]), (stdin, log, log))
 
 
 def test_a_copy_is_our_child_and_finds_what_was_imported(server: ForkServer, log: IO[bytes], tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_copy_that_nobody_was_told_of_ends(log: IO[bytes], tmp_path: Path) -> 
     (tmp_path / "dying.py").write_text(DYING.format(told=str(told)))
     server = ForkServer([], {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     try:
-        assert server.begin(ROLE, ["sleep"], (log, log, log), {}, [ROLE, "dying"]) is None
+        assert server.begin(Command(ROLE, ["sleep"], {}, [ROLE, "dying"]), (log, log, log)) is None
     finally:
         server.close()
 
@@ -138,9 +138,10 @@ STARTER = f"""
 import sys
 from pathlib import Path
 from launch.cpu.fork_server import ForkServer
+from launch.launcher.local import Command
 server = ForkServer([], {{}})
 log = Path(sys.argv[1]).open("wb")
-copy = server.begin("{ROLE}", ["sleep"], (Path("/dev/null").open(), log, log))
+copy = server.begin(Command("{ROLE}", ["sleep"], {{}}), (Path("/dev/null").open(), log, log))
 print(copy.pid, server._server.pid, flush=True)
 sys.stdin.read()
 """
@@ -200,7 +201,7 @@ def test_no_copy_is_made_while_there_is_a_second_thread(
     (tmp_path / "threaded.py").write_text(THREADED.format(seconds=seconds))
     server = ForkServer([], {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     try:
-        copy = server.begin(ROLE, ["say"], (log, log, log), {}, [ROLE, "threaded"])
+        copy = server.begin(Command(ROLE, ["say"], {}, [ROLE, "threaded"]), (log, log, log))
         assert (copy is not None) == copied
         if copy is not None:
             assert copy.wait(60) == 0

@@ -40,7 +40,7 @@ def start_every_round(runs: Path, begin: Barrier, told: Queue[tuple[int, str, st
         config = load_config(None, [f"runs={runs}", f"name=run-{number}"])
         begin.wait(60)
         try:
-            run = make_run(Preflight(config, "cpu", [], Prepared(None, 0), [], 10, 10, []), started=0.0)
+            run = make_run(Preflight(config, "cpu", [], Prepared(None, 0), [], 10, 10, {}, []), started=0.0)
             told.put((number, "made", run.run_id))
         except ConfigError as error:
             told.put((number, "refused", str(error)))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.dashboard import WandbThread, continued_id, open_dashboard, wandb_mode
-from rl.observe.charts import charts
+from launch.dashboard import WandbThread, charts, continued_id, open_dashboard, wandb_mode
 from rl.observe.tracking import Dashboard, Tracker
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun

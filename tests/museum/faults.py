@@ -20,6 +20,7 @@ from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
 from rollout.episodes.environment import ChatMessage, RewardFailed
 from tests.museum.lab import STOPS, Game, Lab
+from tests.rl.learner.tiny_policies import VOCAB
 from tests.rollout.trajectories import turns_apart, with_sequence
 
 Spoil = Callable[[Lab, pytest.MonkeyPatch], None]
@@ -322,6 +323,12 @@ def all_truncated(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.museum.lab.STOPS", [])
 
 
+@fault("ids-without-text", "ids-without-text")
+def ids_without_text(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """The model's vocabulary is padded beyond its tokenizer's, and nothing keeps it from sampling there."""
+    patch.setattr("tests.museum.lab.IdTokenizer.textless", lambda self, ids: ids[ids >= VOCAB - 7])
+
+
 # ---------------------------------------------------------------- rewards and advantages
 
 
@@ -443,7 +450,7 @@ def sample_twice(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("lr-zero", "weights-still")
 def lr_zero(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("rl.learner.optimizer.learning_rate", lambda *_: 0.0)
+    patch.setattr("rl.learner.trainer.learning_rate", lambda *_: 0.0)
 
 
 @fault("frozen-layers", "weights-still")

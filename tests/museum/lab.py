@@ -26,10 +26,9 @@ from rl.learner.trainer import Trainer
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import NO_TRACE
 from rl.weights.channel import Piece
+from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest, digest
-from rl.weights.host.tensors import tensors, write
-from rl.weights.proof import TOLERANCE
-from rl.weights.updater import Mismatch, UpdaterCore
+from rl.weights.updater import TOLERANCE, Mismatch, UpdaterCore
 from rl.wire.messages import BatchPart, Generate, Generated, Ticket, Trajectory, Version, WeightStatus
 from rollout.broker import BrokerCore, Rules
 from rollout.broker.actions import Action, EmitBatch, EvalReport, GroupRecord, IssueTicket, StopRun

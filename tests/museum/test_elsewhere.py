@@ -16,9 +16,12 @@ from rl.config.schema import load_config
 from rl.learner.run_client import RunClient
 from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, RunAlarm, keep_alarm, read_alarms
 from rl.wire.run import RunFile
+from rollout.broker import BrokerCore
 from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
 from tests.conftest import MakeRun
 from tests.envs.model_folder import TEMPLATE, make_model_folder
+from tests.envs.test_audit import FAULTS as VERIFIERS
+from tests.envs.test_audit import audited
 from tests.launch.test_supervisor import QUIET, execute
 from tests.museum import slow_faults as slow_faults
 from tests.museum.faults import FAULTS
@@ -29,11 +32,14 @@ ELSEWHERE = {
     "optimizer-lost": "optimizer-steps",
     "data-repeated": "data-repeated",
     "eval-on-train": "eval-on-train",
+    "verifier-by-rounding": "verifier-wrong",
     "template-drift": "template-drift",
     "clock-jumps": "clock",
     "death": "process-died",
     "learner-starves": "learner-starved",
 }
+REFUSED = {"data-of-another"}
+ROUNDING = VERIFIERS["rounds to six digits"]
 UNSEEN = {"reward-of-another"}
 TABLE = Path(__file__).parents[2] / "docs" / "silent-faults.md"
 
@@ -57,6 +63,21 @@ def test_data_repeated(first: Lab) -> None:
     assert lab.raised == [(2, "data-repeated")]
 
 
+def test_data_of_another(first: Lab) -> None:
+    """The cursor of the old data would begin the new ones in the middle, and its open tasks would be other ones."""
+    core = BrokerCore(first.core.rules.changed(steps=9), data={"dataset": "40 tasks of b.jsonl, digest 0b"})
+    journal = first.core.snapshot() | {"data": {"dataset": "40 tasks of a.jsonl, digest 0a"}}
+    with pytest.raises(ValueError, match=r"dataset was trained on .* 0a, and has .* 0b; .* resume_data=new"):
+        core.restore(journal)
+
+
+def test_verifier_by_rounding() -> None:
+    """Six digits of a number are compared, so that a model is paid for answers that are nearly right."""
+    told, auditor = audited(ROUNDING, steps=3)
+    assert told and told[0].startswith("verifier-wrong: ") and "next to it" in told[0]
+    assert auditor.news()["audit/false_accept"] > 0
+
+
 class Tasks:
     def __init__(self, eval_from: int) -> None:
         self.eval_from = eval_from
@@ -71,7 +92,8 @@ class Tasks:
 def raised_before_the_first_episode(tasks: Tasks, tokenizer: Any) -> list[str]:
     raised: list[str] = []
     try:
-        check_server(cast(Any, tasks), tokenizer, 100, Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
+        alarms = Alarms(AlarmsConfig(), lambda name, _: raised.append(name))
+        check_server(cast(Any, tasks), tokenizer, "template", 100, alarms)
     except RunAlarm as alarm:
         raised.append(alarm.name)
     return raised
@@ -201,9 +223,10 @@ def rows() -> dict[str, str]:
 def test_the_table_says_what_the_museum_shows() -> None:
     expected = {name: fault.alarm for name, fault in FAULTS.items()} | ELSEWHERE
     found = rows()
-    assert found.keys() == expected.keys() | UNSEEN
+    assert found.keys() == expected.keys() | REFUSED | UNSEEN
     assert ALARMS.keys() == set(expected.values()), "an alarm that nothing has ever raised"
     assert len(found) >= 40 and len(UNSEEN) <= 0.05 * len(found)
     for name, alarm in expected.items():
         assert alarm in ALARMS and f"`{alarm}`" in found[name], name
     assert all(found[name].startswith("none") for name in UNSEEN)
+    assert all(found[name].startswith("refused") for name in REFUSED)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from rl.wire.columns import token_columns
+from experiments.columns import token_columns
 from rl.wire.messages import Ticket, TokenSequence, Trajectory, Turn
 from rollout.episodes.environment import ChatMessage
 from rollout.episodes.forest import Forest, ForestTurn

@@ -10,17 +10,22 @@ Who claims which slot, who waits for whom, what is published, verified and refus
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from rl.weights.channel import Entry, Piece, Receiver, Sender, Wait, WeightsCorrupt, WeightsError, label
-from rl.weights.host.layout import Manifest, Segment, Segments, combined_checksum
+import numpy as np
+
+from rl.weights.channel import ITEM_BYTES, Entry, Piece, Receiver, Sender, Wait, WeightsCorrupt, WeightsError, label
+from rl.weights.host.layout import Manifest, Segment, Segments, TensorSpec, combined_checksum, digest
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.slots import Geometry, SlotTable, draft_of
-from rl.weights.host.tensors import tensors, write
+from rl.wire.awake import Awake
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
@@ -28,8 +33,14 @@ from rl.wire.run import RunFile
 if TYPE_CHECKING:
     from torch import Tensor
 
+_DEVICE_CHUNK_BYTES = 64 << 20  # from a GPU: few large transfers
+_THREAD_BYTES = 32 << 20  # less is hashed sooner than another thread has a core, where all cores are in use
+# The engine only reads; a slot is mapped read-only on purpose.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
 _Found = TypeVar("_Found")
 _POLL_S = 0.001
+_TURN_S = 1.0  # an attempt may ask a peer, and await the answer
 
 
 def wait_for(
@@ -44,13 +55,14 @@ def wait_for(
     Raises WaitExpired with the text of `waiting` when `progress` has stayed the same for `deadline_s`.
     """
     seen = progress()
-    until = time.monotonic() + deadline_s
+    awake = Awake(time.monotonic(), max(every_s, _TURN_S))
+    until = awake.read(time.monotonic()) + deadline_s
 
     while (found := attempt()) is None:
         if (now_at := progress()) != seen:
             seen = now_at
-            until = time.monotonic() + deadline_s
-        if time.monotonic() > until:
+            until = awake.read(time.monotonic()) + deadline_s
+        if awake.read(time.monotonic()) > until:
             raise WaitExpired(f"{waiting()} ({deadline_s:g} s)")
         time.sleep(every_s)
 
@@ -121,18 +133,17 @@ class HostSender(Sender):
 
         Waits for a free slot (never, with three slots); WaitExpired names who holds the slots.
         """
-        slots = self._opened()
         if self._writing is not None:
             begun = label(self._writing[1])
             raise WeightsError(f"rank {self.rank} begins {label(version)} before it committed {begun}")
 
         def waiting() -> str:
-            whom = f"that is for {slots.table.blockers()}" if self.rank == 0 else "chosen by rank 0"
+            whom = f"that is for {self._opened().table.blockers()}" if self.rank == 0 else "chosen by rank 0"
             return f"learner rank {self.rank} waits for a weight slot for version {label(version)}, {whom}"
 
         slot = wait_for(lambda: self._find_slot(version), deadline_s, waiting)
         self._writing = slot, version
-        return slots.view(slot)
+        return self._opened().view(slot)
 
     def commit(self, segments: list[Segment]) -> None:
         """Publish the byte ranges that this rank wrote. The version is ready when every rank has committed.
@@ -281,3 +292,70 @@ class HostReceiver(Receiver):
         if self._leased is None:
             raise WeightsError(f"{self.name} holds no lease")
         return self._leased
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write(view: memoryview, manifest: Manifest, pieces: Iterable[Piece]) -> list[Segment]:
+    """Copy this rank's pieces into the slot and return the segments to commit.
+
+    The cast to the engine's dtype happens in the copy, and a second thread hashes what is written (both release the
+    interpreter lock), unless it is little. Raises WeightsError for an unknown name or rows that do not fit.
+    """
+    written = _write_all(view, manifest, pieces)
+    if manifest.total_bytes < _THREAD_BYTES:
+        return [(begin, length, digest(view[begin : begin + length])) for begin, length in written]
+
+    with ThreadPoolExecutor(1, "weights-digest") as hashing:
+        hashed = [(begin, length, hashing.submit(digest, view[begin : begin + length])) for begin, length in written]
+        return [(begin, length, future.result()) for begin, length, future in hashed]
+
+
+def tensors(manifest: Manifest, view: memoryview) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a leased slot as (name, tensor on the view's own bytes). Read only; valid until `release()`."""
+    import torch
+
+    for spec in manifest.tensors:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        if not spec.nbytes:
+            yield spec.name, torch.empty(spec.shape, dtype=dtype)
+            continue
+        count = spec.nbytes // ITEM_BYTES[spec.dtype]
+        yield spec.name, torch.frombuffer(view, dtype=dtype, count=count, offset=spec.offset).view(spec.shape)
+
+
+def _write_all(view: memoryview, manifest: Manifest, pieces: Iterable[Piece]) -> Iterator[tuple[int, int]]:
+    """Offset and length of each range, as soon as it is written."""
+    specs = {spec.name: spec for spec in manifest.tensors}
+    for name, local, placement in pieces:
+        if name not in specs:
+            raise WeightsError(f"tensor {name!r} is not in the manifest of {len(specs)} tensors")
+        if 0 in local.shape:
+            continue
+
+        spec = specs[name]
+        begin = spec.offset + placement.row * spec.row_bytes
+        length = math.prod(local.shape) * ITEM_BYTES[spec.dtype]
+        if begin + length > spec.offset + spec.nbytes or tuple(local.shape[1:]) != spec.shape[1:]:
+            rows = f"rows from {placement.row} on of shape {tuple(local.shape)}"
+            raise WeightsError(f"tensor {name!r} of shape {spec.shape}: {rows} do not fit")
+        if isinstance(local, np.ndarray):
+            np.frombuffer(view, spec.dtype, local.size, begin)[:] = local.ravel()
+        else:
+            _copy(view, begin, spec, local.detach().reshape(-1))
+        yield begin, length
+
+
+def _copy(view: memoryview, begin: int, spec: TensorSpec, source: Tensor) -> None:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    target = torch.frombuffer(view, dtype=dtype, count=source.numel(), offset=begin)
+    if source.device.type == "cpu":
+        target.copy_(source)
+        return
+    step = _DEVICE_CHUNK_BYTES // ITEM_BYTES[spec.dtype]
+    for chunk, into in zip(source.split(step), target.split(step), strict=True):
+        into.copy_(chunk.to(dtype))  # the cast comes first: half the bytes cross the bus

@@ -23,25 +23,183 @@ import mmap
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import zmq
 
-from rl.weights.channel import Channel, WeightsError
+from rl.weights.channel import Channel, WeightsError, label
 from rl.weights.host import wire
-from rl.weights.host.ends import HostSender, Slots, slot_geometry
-from rl.weights.host.frames_receiver import FramesReceiver
-from rl.weights.host.layout import Manifest, Segment
+from rl.weights.host.ends import HostReceiver, HostSender, Slots, slot_geometry, wait_for
+from rl.weights.host.layout import ALIGNMENT, Manifest, Segment, Segments, Verifier, combined_checksum
 from rl.weights.host.slots import Lease, SlotTable
 from rl.wire.messages import Version
+from rl.wire.process import WaitExpired
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
 from rl.wire.sockets import open_socket
 
 _TICK_S = 0.05
 _ANSWER_S = 1.0  # longest that rank 0's server needs for an answer which waits for nothing
+CHUNK_BYTES = 4 << 20
+CREDIT = 4  # chunks asked for and not received, per rank
+_ASK_AGAIN_S = 0.01
+_SILENCE_S = 3.0  # after so long all is asked again: a learner that was replaced knows nothing of it
+
+
+# ------------------------------------------------------------ the receiving end
+
+
+class _Stream:
+    """What one rank wrote into a slot, fetched in order and verified as it arrives."""
+
+    def __init__(
+        self, connection: wire.Connection, slot: int, segments: Segments, into: memoryview, manifest: Manifest
+    ) -> None:
+        self.connection = connection
+        self.verifier = Verifier(into, segments, manifest)
+        self._slot = slot
+        self._into = np.frombuffer(into, np.uint8)
+        self._wanted = pieces(segments, manifest)
+        self._coming: deque[tuple[int, int]] = deque()
+        connection.begin()
+        for _ in range(CREDIT):
+            self._ask_next()
+
+    @property
+    def fetched(self) -> bool:
+        return not self._coming
+
+    def receive(self) -> int:
+        """Take one message, which is there; returns how many bytes it brought."""
+        chunk = self.connection.receive()
+        if not isinstance(chunk, wire.Chunk):
+            return 0
+
+        offset, length = self._coming.popleft()
+        self._into[offset : offset + length] = chunk.data
+        self.verifier.advance(offset + length)
+        self._ask_next()
+        return length
+
+    def _ask_next(self) -> None:
+        piece = next(self._wanted, None)
+        if piece is not None:
+            self._coming.append(piece)
+            self.connection.post(wire.Fetch(self._slot, *piece))
+
+
+def pieces(segments: Segments, manifest: Manifest) -> Iterator[tuple[int, int]]:
+    """(offset, length) of chunks, in order, that hold all segments and nothing that another rank wrote."""
+    padding = {spec.offset + spec.nbytes for spec in manifest.tensors}  # where the gap up to the next tensor starts
+    runs: list[tuple[int, int]] = []  # first byte and one past the last byte
+    for offset, length, _ in segments.tolist():
+        end = runs[-1][1] if runs else -1
+        follows = -(-end // ALIGNMENT) * ALIGNMENT if end in padding else end
+        begin = runs.pop()[0] if offset == follows else offset
+        runs.append((begin, offset + length))
+
+    for begin, end in runs:
+        for at in range(begin, end, CHUNK_BYTES):
+            yield at, min(CHUNK_BYTES, end - at)
+
+
+class FramesReceiver(HostReceiver):
+    """A leased view is private memory: the ranks' slots are free as soon as all has arrived."""
+
+    _ranks: Sequence[wire.Connection] = ()
+    _streams: Sequence[_Stream] = ()  # of the leased version
+    _segments: Segments
+    _memory: mmap.mmap | None = None
+
+    def open(self, deadline_s: float) -> None:
+        ranks = range(self.run.config.learner.ranks)
+        self._ranks = [wire.Connection(self.run, rank, self.name, self.incarnation) for rank in ranks]
+        layout = self._ranks[0].ask(wire.Describe(), wire.Layout, deadline_s)
+        assert layout is not None
+        self._manifest = layout.manifest
+        # Mapped and touched once: receiving into fresh pages is ten times slower.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self._memory = mmap.mmap(-1, max(1, self._manifest.total_bytes), flags=flags)
+
+    def _close(self) -> None:
+        for connection in self._ranks:
+            connection.close()
+        self._ranks = self._streams = ()
+        self._memory = None
+
+    def _acquire(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
+        manifest = self.manifest
+        assert self._memory is not None
+        view = memoryview(self._memory)[: manifest.total_bytes]
+        first = self._ranks[0]
+        question = wire.AskLease(self.name, self.incarnation, at_least)
+
+        silence_s = min(_SILENCE_S, deadline_s)
+
+        def attempt() -> wire.Granted | None:
+            granted = first.ask(question, wire.Granted, silence_s)
+            self.progress += 0 if granted else first.not_yet.leases
+            return granted
+
+        seen = self.progress
+        until = time.monotonic() + deadline_s
+        while True:
+            try:
+                granted = wait_for(
+                    attempt,
+                    deadline_s,
+                    lambda: self._waiting(at_least, first.not_yet.waiting),
+                    _ASK_AGAIN_S,
+                    lambda: self.progress,
+                )
+
+                self._fetch(granted, view, silence_s)
+                released = first.ask(wire.Release(), wire.Released, silence_s)
+                if released is not None and released.intact:
+                    return granted.version, view
+
+            except WaitExpired:
+                if self.progress != seen:
+                    seen = self.progress
+                    until = time.monotonic() + deadline_s
+                if time.monotonic() >= until:
+                    first.post(wire.Release())  # else rank 0 would keep the slot until its own deadline
+                    raise
+
+    def _fetch(self, granted: wire.Granted, view: memoryview, deadline_s: float) -> None:
+        """Receive what every rank wrote. Raises WaitExpired naming the ranks that send nothing for `deadline_s`."""
+        tables = [np.array(rows, np.uint64).reshape(-1, 3) for rows in granted.segments]
+        self._segments = np.concatenate(tables)
+        self._streams = [
+            _Stream(connection, granted.slot, table, view, self.manifest)
+            for connection, table in zip(self._ranks, tables, strict=True)
+        ]
+        poller = zmq.Poller()
+        for stream in self._streams:
+            poller.register(stream.connection.socket, zmq.POLLIN)
+
+        while waiting := [stream for stream in self._streams if not stream.fetched]:
+            ready = dict(poller.poll(int(1000 * deadline_s)))
+            if not ready:
+                ranks = ", ".join(str(stream.connection.rank) for stream in waiting)
+                raise WaitExpired(f"{self.name} waits for learner rank {ranks} to send {label(granted.version)}")
+            for stream in self._streams:
+                if stream.connection.socket in ready:
+                    self.progress += stream.receive()
+
+    def _verify(self) -> int:
+        for stream in self._streams:
+            stream.verifier.finish()
+        return combined_checksum(self._segments)
+
+    def _end(self) -> bool:
+        return True  # nobody else writes into this memory
+
+
+# ------------------------------------------------------------ the sending end
 
 
 @dataclass
@@ -76,7 +234,7 @@ class PrivateSlots:
         """Lease the newest version to a reader. Raises WeightsError for an incarnation that was replaced."""
         self.end_dead()
         with self.lock() as table:
-            row = table.register(ask.reader, ask.incarnation, 0, 0)
+            row = table.register(ask.reader, ask.incarnation)
             lease = table.lease(row, ask.incarnation, ask.at_least)
             if lease is None:
                 return wire.NotYet(table.progress(), len(table.leased()))
@@ -112,6 +270,7 @@ class _Server:
     def __init__(self, run: RunFile, rank: int, slots: PrivateSlots) -> None:
         self.failed: str | None = None
         self._slots = slots
+        self._names = run.names
         self._stopping = False
         self._socket = open_socket(zmq.ROUTER, run, "blobs", rank, bind=True)
         self._thread = threading.Thread(target=self._serve, name=f"weights.{rank}", daemon=True)
@@ -134,9 +293,10 @@ class _Server:
             self._socket.close(linger=0)
 
     def _from_peer(self, asked: wire.Numbered, peer: bytes) -> None:
+        name = self._names.plain(peer)
         self._slots.saw(peer)
         try:
-            answer = self._answer(peer, asked.message)
+            answer = self._answer(peer, name, asked.message)
         except (WeightsError, IndexError, OverflowError) as error:  # the latter two: a number beyond the table
             answer = wire.Refused(str(error))
 
@@ -148,7 +308,7 @@ class _Server:
                 raise
             self._slots.release(peer)  # it has gone, or does not read; its lease ends with it
 
-    def _answer(self, peer: bytes, question: wire.Question | wire.Answer) -> wire.Answer:
+    def _answer(self, peer: bytes, name: bytes, question: wire.Question | wire.Answer) -> wire.Answer:
         """Raises WeightsError for what cannot be answered."""
         slots = self._slots
         geometry = slots.table.geometry
@@ -162,13 +322,15 @@ class _Server:
                 return wire.NotYet("rank 0 to choose it") if found is None else wire.Slot(found)
 
             case wire.Commit(rank, slot, segments):
-                if not peer.startswith(b"learner-%d." % rank):
-                    raise WeightsError(f"{peer!r} commits in the name of rank {rank}")
+                if not name.startswith(b"learner-%d." % rank):
+                    raise WeightsError(f"{name!r} commits in the name of rank {rank}")
                 with slots.lock() as table:
                     table.commit(slot, rank, segments)
                 return wire.Slot(slot)
 
-            case wire.AskLease():
+            case wire.AskLease(reader, incarnation):
+                if name != f"{reader}.{incarnation}".encode():
+                    raise WeightsError(f"{name!r} asks in the name of reader {reader!r}")
                 return slots.lease(peer, question)
 
             case wire.Fetch(slot, offset, length):

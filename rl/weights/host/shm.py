@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
 from rl.weights.host.ends import HostReceiver, HostSender, wait_for
 from rl.weights.host.layout import Segments, Verifier, combined_checksum
 from rl.weights.host.page_lock import PageLock
-from rl.weights.host.shm_file import SlotsFile, process_started, remove_slots, slots_path
+from rl.weights.host.shm_file import SlotsFile, remove_slots, slots_path
 from rl.weights.host.slots import Lease
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 
 
 class ShmSender(HostSender):
-    """Rank 0 owns the file, also one that an earlier incarnation has made: receivers keep what they have mapped."""
+    """Rank 0 owns the file, also one that an earlier incarnation has made: receivers keep what they have mapped.
+
+    A file that was removed meanwhile is made again, with what was published, before a version is begun and when a
+    receiver has died. Whoever has mapped the old one goes over to it with the next version.
+    """
+
+    _slots: SlotsFile | None = None
 
     def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
         super().__init__(run, rank, entries, wait)
@@ -40,6 +45,32 @@ class ShmSender(HostSender):
         self._page_lock.add(view)
         return view
 
+    def receiver_died(self, name: str, incarnation: int) -> None:
+        super().receiver_died(name, incarnation)
+        self._go_over()
+
+    def _find_slot(self, version: Version) -> int | None:
+        self._go_over()
+        return super()._find_slot(version)
+
+    def _go_over(self) -> None:
+        """From a file that was removed to one that is there; not while a version is being written."""
+        before = self._slots
+        if before is None or before.is_there:
+            return
+
+        if self.rank > 0:
+            found = SlotsFile.attach(self.run, writable=True)
+        else:
+            with before.lock() as table:
+                is_free = table.writing() is None
+                found = SlotsFile.create(self.run, self._manifest, before) if is_free else None
+
+        if found is not None:
+            self._page_lock.close()
+            before.close()
+            self._slots = found
+
     def close(self) -> None:
         self._page_lock.close()
         if self.rank == 0 and self._slots is not None:
@@ -62,9 +93,7 @@ class ShmReceiver(HostReceiver):
             lambda: f"{self.name} waits for learner rank 0 to make its weight slots",
         )
         self._manifest = self._slots.manifest
-        pid = os.getpid()
-        with self._slots.lock() as table:
-            self._row = table.register(self.name, self.incarnation, pid, process_started(pid) or 0)
+        self._row = self._slots.register(self.name, self.incarnation)
 
     def _close(self) -> None:
         if self._slots is not None:
@@ -74,9 +103,8 @@ class ShmReceiver(HostReceiver):
         self._slots = self._lease = None
 
     def _acquire(self, at_least: Version, deadline_s: float) -> tuple[Version, memoryview]:
-        slots = self._opened()
-
         def attempt() -> Lease | None:
+            slots = self._go_over()
             with slots.lock() as table:
                 lease = table.lease(self._row, self.incarnation, at_least)
                 if lease is not None:
@@ -89,11 +117,22 @@ class ShmReceiver(HostReceiver):
         lease = wait_for(
             attempt,
             deadline_s,
-            lambda: self._waiting(at_least, slots.table.progress()),
+            lambda: self._waiting(at_least, self._opened().table.progress()),
             progress=lambda: self.progress,
         )
         self._lease = lease
-        return lease.version, slots.view(lease.slot)
+        return lease.version, self._opened().view(lease.slot)
+
+    def _go_over(self) -> SlotsFile:
+        """The file: another one by now, if it was removed and made again."""
+        before = self._opened()
+        if before.is_there or (found := SlotsFile.attach(self.run, writable=False)) is None:
+            return before
+        self._page_lock.close()
+        before.close()
+        self._slots = found
+        self._row = found.register(self.name, self.incarnation)
+        return found
 
     def _verify(self) -> int:
         slots = self._opened()

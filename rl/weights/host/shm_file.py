@@ -1,12 +1,16 @@
 """Transport `shm`: all slots in one memory-mapped file, `/dev/shm/fresco-<run_id>-weights`, for the whole run.
 
-    page 0   owner and supervisor (pid, start time), lock holder, size of the manifest; magic last, once all is valid
+    page 0   layout of the file, who holds the lock (for messages), size of the manifest
     then     the manifest, the slot table (`rl.weights.host.slots`) and the slots, each page-aligned
 
-Rank 0 makes the file with all its pages allocated and mapped (writing into fresh pages is ten times slower), and
-unlinks it on close; its next incarnation adopts it. Nobody else unlinks it: the file is opened and mapped directly,
-because `multiprocessing.shared_memory` lets the resource tracker of a dying reader unlink it. What a killed run leaves
-is removed by `remove_slots` (its supervisor) or `sweep_stale` (the next run).
+Rank 0 makes the file with all its pages allocated and mapped: writing into fresh pages is ten times slower. The file
+gets its name when all is valid. Rank 0 unlinks it on close; its next incarnation adopts it. Nobody else unlinks it: the
+file is opened and mapped directly, because `multiprocessing.shared_memory` lets the resource tracker of a dying reader
+unlink it. What a killed run leaves is removed by `remove_slots` (its supervisor) or `sweep_stale` (the next run).
+
+Who lives is told by locks, which the kernel frees when their holder dies: numbers of processes mean nothing in another
+container. Each process that has the file open holds one byte of it, the owner another, each reader that of its row.
+A file that is removed all the same is made again (`is_there`).
 
 Decisions are taken under `flock` on the file, which the kernel frees when its holder dies.
 Readers map the slots read-only, so no reader can damage weights.
@@ -19,6 +23,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import tempfile
 import threading
 import time
@@ -35,14 +40,14 @@ from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 
 FOLDER = Path("/dev/shm")
-_MAGIC = 0x0003_6F63_7365_7266  # "fresco" and the layout's version
+_MAGIC = 0x0004_6F63_7365_7266  # "fresco" and the layout's version
 _PAGE = mmap.PAGESIZE
-_FIELDS = ("magic", "owner_pid", "owner_started", "lock_pid", "manifest_bytes", "run_pid", "run_started")
-_HEAD = np.dtype([(name, "<u8") for name in _FIELDS])
+_HEAD = np.dtype([(name, "<u8") for name in ("magic", "lock_pid", "manifest_bytes")])
 _LOCK_POLL_S = 0.0001
 _LOCK_DEADLINE_S = 30.0  # critical sections take microseconds; only a stopped process holds longer
 _DEAD_CHECK_S = 0.25
-_UNFINISHED_S = 60.0  # a file without an owner is being made, unless it is older than this
+_BYTES = struct.Struct("hhqqi")  # C's `struct flock`
+_OWNER, _OPEN, _READERS = range(3)  # bytes that the living hold; of readers the first one
 
 
 def slots_path(run_id: str) -> Path:
@@ -57,17 +62,16 @@ def remove_slots(run_id: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def process_started(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot (with the pid: unique); None if dead or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+def _hold(descriptor: int, byte: int) -> None:
+    """Hold a byte of the file, beside others who do, until the descriptor is closed."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _BYTES.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
 
 
-def _alive(pid: int, started: int) -> bool:
-    return process_started(pid) == started
+def _is_held(descriptor: int, byte: int = 0, count: int = 0) -> bool:
+    """Whether somebody holds one of these bytes through another descriptor; 0 bytes: any at all."""
+    wanted = _BYTES.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0)
+    kind, *_ = _BYTES.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted))
+    return bool(kind != fcntl.F_UNLCK)
 
 
 def check_space(manifest_bytes: int, slots: int) -> None:
@@ -84,36 +88,22 @@ def check_space(manifest_bytes: int, slots: int) -> None:
 
 
 def sweep_stale() -> list[Path]:
-    """Remove the files of runs that are dead; what was removed. A learner that died may be about to come back."""
+    """Remove the files that no living process has open; what was removed."""
     removed = []
     for path in FOLDER.glob("fresco-*-weights"):
         with contextlib.suppress(OSError):  # ended meanwhile; another user's; of a file system that cannot be written
             with path.open("rb") as file:
-                head = _read_head(file.fileno())
-            unfinished = head is None and time.time() - path.stat().st_mtime > _UNFINISHED_S
-            if unfinished or (head is not None and not _owned(head) and not _owned(head, "run")):
+                is_stale = not _is_held(file.fileno())
+            if is_stale:
                 path.unlink()
                 removed.append(path)
     return removed
 
 
 def _read_head(descriptor: int) -> np.void | None:
-    """The head of the file; None if it has none yet."""
+    """The head of the file; None if it has none."""
     raw = os.pread(descriptor, _HEAD.itemsize, 0)
     return np.frombuffer(raw, _HEAD, 1)[0] if len(raw) == _HEAD.itemsize else None
-
-
-def _own(head: np.ndarray) -> None:
-    """This process is the owner, in the run of its supervisor."""
-    pids = {"owner": os.getpid(), "run": int(os.environ.get("FRESCO_PARENT_PID", os.getpid()))}
-    for name, pid in pids.items():
-        head[f"{name}_pid"] = pid
-        head[f"{name}_started"] = process_started(pid) or 0
-
-
-def _owned(head: np.void, name: str = "owner") -> bool:
-    """Whether the process that made the file, or its supervisor (`run`), lives."""
-    return _alive(int(head[f"{name}_pid"]), int(head[f"{name}_started"]))
 
 
 def _pages(nbytes: int) -> int:
@@ -140,6 +130,8 @@ class SlotsFile:
         self._descriptor = descriptor
         self._threads = threading.Lock()  # flock excludes processes, not threads on one descriptor
         self._next_dead_check = 0.0
+        self._row = -1  # its reader's
+        _hold(descriptor, _OPEN)
 
         geometry = slot_geometry(run, manifest)
         table_at, slots_at, size = _offsets(run, manifest)
@@ -152,32 +144,35 @@ class SlotsFile:
         self._data = mmap.mmap(descriptor, size - slots_at, flags=shared, prot=protection, offset=slots_at)
 
     @classmethod
-    def create(cls, run: RunFile, manifest: Manifest) -> SlotsFile:
-        """Make the file, as its owner. Raises ConfigError where there is no room for it."""
-        path = slots_path(run.run_id)
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        encoded = manifest.encode()
-        head = np.zeros(1, _HEAD)
-        _own(head)
-        head["manifest_bytes"] = len(encoded)
-        os.write(descriptor, head.tobytes())  # from here on `sweep_stale` knows whose it is
-
+    def create(cls, run: RunFile, manifest: Manifest, published: SlotsFile | None = None) -> SlotsFile:
+        """Make the file, as its owner, with what another one has `published`. Raises ConfigError where there is no room
+        for it."""
+        descriptor = os.open(FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)  # without a name until it is whole
         *_, size = _offsets(run, manifest)
         try:
             os.posix_fallocate(descriptor, 0, size)  # a later SIGBUS becomes an error here
         except OSError as error:
             available = _available_bytes()
-            path.unlink()
             os.close(descriptor)
             if error.errno != errno.ENOSPC:
                 raise
             raise _no_space(size, available, run.config.weights.slots) from None
 
+        encoded = manifest.encode()
         os.pwrite(descriptor, encoded, _PAGE)
         made = cls(descriptor, run, manifest, writable=True)
-        made.table.clear()
         made.head["magic"] = _MAGIC
+        made.head["manifest_bytes"] = len(encoded)
+        made.table.clear()
+        if published is not None:
+            made.table.take_over(published.table)
+            memoryview(made._data)[:] = memoryview(published._data)
+
+        _hold(descriptor, _OWNER)
+        path = slots_path(run.run_id)
+        path.unlink(missing_ok=True)
+        # With a folder's descriptor, which it does not need, Python's `link` follows the link in /proc.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
         return made
 
     @classmethod
@@ -188,23 +183,35 @@ class SlotsFile:
             return None
         with found.lock() as table:
             table.give_up_drafts()
-        _own(found.head)
+        _hold(found._descriptor, _OWNER)
         return found
 
     @classmethod
     def attach(cls, run: RunFile, *, writable: bool, owned: bool = True) -> SlotsFile | None:
-        """The file, if it has been finished and (`owned`) its owner lives."""
+        """The file, if there is one and (`owned`) its owner lives."""
         path = slots_path(run.run_id)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         head = _read_head(descriptor)
-        if head is None or head["magic"] != _MAGIC or (owned and not _owned(head)):
+        if head is None or head["magic"] != _MAGIC or (owned and not _is_held(descriptor, _OWNER, 1)):
             os.close(descriptor)
             return None
         encoded = os.pread(descriptor, int(head["manifest_bytes"]), _PAGE)
         return cls(descriptor, run, Manifest.decode(encoded), writable=writable)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file still has its name, so that others find it."""
+        return os.fstat(self._descriptor).st_nlink > 0
+
+    def register(self, name: str, incarnation: int) -> int:
+        """The row of this process's reader, which counts as alive as long as the file is open here."""
+        with self.lock() as table:
+            self._row = table.register(name, incarnation)
+        _hold(self._descriptor, _READERS + self._row)
+        return self._row
 
     def view(self, slot: int) -> memoryview:
         begin = slot * self._slot_pages
@@ -231,7 +238,10 @@ class SlotsFile:
         if time.monotonic() >= self._next_dead_check:
             self._next_dead_check = time.monotonic() + _DEAD_CHECK_S
             with self.lock() as table:
-                table.end_dead(_alive)
+                table.end_dead(self._lives)
+
+    def _lives(self, row: int) -> bool:
+        return row == self._row or _is_held(self._descriptor, _READERS + row, 1)
 
     def close(self) -> None:
         # The mappings go when the last view of them does: an engine may still hold tensors on a slot.

@@ -59,7 +59,7 @@ class Geometry:
     @cached_property
     def lease_dtype(self) -> np.dtype[np.void]:
         lease = [("slot", "<i8"), ("sequence", "<u8")]
-        reader = [("name", f"S{_NAME_BYTES}"), ("incarnation", "<i8"), ("pid", "<u8"), ("started", "<u8")]
+        reader = [("name", f"S{_NAME_BYTES}"), ("incarnation", "<i8")]
         return np.dtype(lease + reader)
 
     @property
@@ -91,6 +91,10 @@ class SlotTable:
         self._slots[:] = np.zeros((), self.geometry.slot_dtype)
         self._leases[:] = np.zeros((), self.geometry.lease_dtype)
         self._leases["slot"] = -1
+
+    def take_over(self, other: SlotTable) -> None:
+        """What is published in another block of the same geometry, for a new block. Readers register anew."""
+        self._slots[:] = other._slots
 
     # ------------------------------------------------------------ writers
 
@@ -184,7 +188,7 @@ class SlotTable:
 
     # ------------------------------------------------------------ readers
 
-    def register(self, name: str, incarnation: int, pid: int, started: int) -> int:
+    def register(self, name: str, incarnation: int) -> int:
         """The lease row of reader `name`; what an earlier incarnation held is freed (it was fenced before)."""
         encoded = name.encode()
         if not 0 < len(encoded) <= _NAME_BYTES:
@@ -197,12 +201,12 @@ class SlotTable:
             raise WeightsError(f"reader {name!r} is one more than the {self.geometry.readers} that fit") from None
         if names[index] and self._leases[index]["incarnation"] > incarnation:
             raise WeightsError(f"reader {name!r}: incarnation {incarnation} was replaced by a later one")
-        self._leases[index] = (-1, 0, encoded, incarnation, pid, started)
+        self._leases[index] = (-1, 0, encoded, incarnation)
         return index
 
     def unregister(self, row: int, incarnation: int) -> None:
         if self._leases[row]["incarnation"] == incarnation:
-            self._leases[row] = (-1, 0, b"", 0, 0, 0)
+            self._leases[row] = (-1, 0, b"", 0)
 
     def lease(self, row: int, incarnation: int, at_least: Version) -> Lease | None:
         """Lease the newest slot there is to lease; None if it is older than `at_least` (or of an earlier timeline)."""
@@ -253,9 +257,9 @@ class SlotTable:
             if (name == reader or name.startswith(f"{reader}-")) and entry["incarnation"] <= incarnation:
                 self._end(name)
 
-    def end_dead(self, alive: Callable[[int, int], bool]) -> list[str]:
-        """Free what readers whose `(pid, started)` is no longer alive hold; returns their names."""
-        dead = [self._name(e) for e in self._leases[self._held()] if not alive(int(e["pid"]), int(e["started"]))]
+    def end_dead(self, alive: Callable[[int], bool]) -> list[str]:
+        """Free what readers hold whose rows are no longer those of the living; returns their names."""
+        dead = [self._name(self._leases[row]) for row in self._held().tolist() if not alive(row)]
         for name in dead:
             self._end(name)
         return dead

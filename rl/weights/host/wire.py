@@ -129,7 +129,8 @@ class Connection:
     def __init__(self, run: RunFile, rank: int, name: str, incarnation: int = 0) -> None:
         self.rank = rank
         self.not_yet = NotYet("it has not answered yet")  # the newest
-        self.socket = open_socket(zmq.DEALER, run, "blobs", rank, identity=f"{name}.{incarnation}".encode())
+        me = run.names.proven(f"{name}.{incarnation}".encode())
+        self.socket = open_socket(zmq.DEALER, run, "blobs", rank, identity=me)
         self._name = name
         self._malformed = Malformed(name)
         self._number = 0

@@ -71,7 +71,7 @@ class Engine(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Runs beside everything else, once started: raises as soon as the engine has died, and says of what.
+        """Runs beside everything else, once started: raises EngineDied as soon as the engine has, and says of what.
 
         Calls that are pending then may never return; whoever made them cancels them.
         """

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,23 +104,9 @@ class VllmEngine:
         """Run one request to its end; ValueError if it does not fit the model (the engine goes on)."""
         running = self._running[request.request_id] = _Running(request)
         try:
-            while not running.aborted:
-                if not self._open:
-                    running.gate = asyncio.get_running_loop().create_future()
-                    await running.gate
-                    continue
+            async with self._death_explained():
+                await self._until_answered(running, progress)
 
-                reason = await self._attempt(running, progress)
-                if reason != "abort" or running.aborted:
-                    running.sampled.finish_reason = reason
-                    break
-                running.discarded += len(running.sampled.token_ids)
-                running.sampled = Sampled()
-
-        except EngineDeadError:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.watch(), _EXIT_S)  # raises the reason, which this error does not know
-            raise
         finally:
             del self._running[request.request_id]
 
@@ -136,6 +122,28 @@ class VllmEngine:
             _open_gate(running)
             if running.stream is not None:
                 await running.stream.abort()
+
+    async def _until_answered(self, running: _Running, progress: Callable[[Sampled], None]) -> None:
+        while not running.aborted:
+            if not self._open:
+                running.gate = asyncio.get_running_loop().create_future()
+                await running.gate
+                continue
+
+            reason = await self._attempt(running, progress)
+            if reason != "abort" or running.aborted:
+                running.sampled.finish_reason = reason
+                return
+            running.discarded += len(running.sampled.token_ids)
+            running.sampled = Sampled()
+
+    @contextlib.asynccontextmanager
+    async def _death_explained(self) -> AsyncIterator[None]:
+        """vLLM's own error says that its core is dead, and not why; and it may come before the reason is known."""
+        with contextlib.suppress(EngineDeadError):
+            yield
+            return
+        raise await self._core.death(_EXIT_S)
 
     async def _attempt(self, running: _Running, progress: Callable[[Sampled], None]) -> str:
         """One pass of a request through vLLM, and why it ended: `abort` by the caller or by an update."""
@@ -191,7 +199,7 @@ class VllmEngine:
 
     async def load(self, version: Version, probe_ids: list[int]) -> WeightStatus:
         """Load `version` or a newer one. Raises if the weights cannot be read or do not fit: nothing resumes then."""
-        async with self._loading:
+        async with self._loading, self._death_explained():
             fetched = await self._fetch(version)
             self._open = False
             begin = time.monotonic()

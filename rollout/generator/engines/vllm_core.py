@@ -17,6 +17,8 @@ from vllm.inputs.engine import TokensInput
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
+from rl.config.failures import EngineDied
+
 PauseMode = Literal["keep", "abort", "wait"]
 
 
@@ -41,10 +43,14 @@ class Core(Protocol):
     """Calls are carried out in the order in which they are made."""
 
     config: VllmConfig
-    died: asyncio.Future[BaseException]
+    died: asyncio.Future[EngineDied]
     """What ended the core, once it has ended by itself."""
 
     async def start(self) -> None: ...
+
+    async def death(self, patience_s: float) -> EngineDied:
+        """What ended the core, for whoever met an EngineDeadError: that may be known before the reason is."""
+        ...
 
     async def begin(self, name: str, prompt: TokensInput, parameters: SamplingParams, priority: int) -> Stream:
         """Raises VLLMClientError for a request that does not fit."""

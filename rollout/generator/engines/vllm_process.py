@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from multiprocessing.process import BaseProcess
@@ -16,6 +17,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from rl.config.failures import EngineDied
 from rollout.generator.engines.cpu.copied import begin_as_copy
 from rollout.generator.engines.owner import OWNER_VARIABLE, die_with_owner
 from rollout.generator.engines.vllm_core import PauseMode
@@ -51,8 +53,14 @@ class OwnProcess:
 
     def __init__(self, arguments: AsyncEngineArgs) -> None:
         self._arguments = arguments
-        self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.died: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self._deaths: set[asyncio.Task[None]] = set()
+
+    async def death(self, patience_s: float) -> EngineDied:
+        """The kernel's word. vLLM may have heard of the death before, or of a failure that the process outlives."""
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(self.died), patience_s)
+        return engine_death(self.processes[0])
 
     async def start(self) -> None:
         os.environ[OWNER_VARIABLE] = str(os.getpid())

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from rl.config.failures import EngineDied
 from rl.wire.messages import Generate
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines import engine_options
@@ -110,14 +111,16 @@ def engine_info(config: VllmConfig) -> EngineInfo:
     )
 
 
-def engine_death(process: BaseProcess) -> RuntimeError:
+def engine_death(process: BaseProcess) -> EngineDied:
     """What ended an engine process, with the last lines of the log, which it shares with this process."""
     code = process.exitcode
     signal_name = signal.Signals(-code).name if code is not None and code < 0 else ""
     how = f"was killed by {signal_name}" if signal_name else f"ended with exit code {code}"
+    if process.is_alive():
+        how = "has failed, and does not end"
     if signal_name == "SIGKILL":
         how += ", which is how the kernel ends a process when memory is short"
-    error = RuntimeError(f"vLLM's engine process {process.pid} {how}")
+    error = EngineDied(f"vLLM's engine process {process.pid} {how}")
 
     log = Path("/proc/self/fd/2")
     if log.is_file():

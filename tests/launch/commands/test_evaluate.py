@@ -12,7 +12,7 @@ import pytest
 
 from launch.cli import main, parse
 from launch.commands.evaluate import EpisodeResult, summarise
-from launch.intervals import Z95, paired_bootstrap, wilson
+from rl.observe.intervals import Z95, paired_bootstrap, wilson
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "experiments" / "simulated.yaml"

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,50 @@ def test_recipe_extends_base(tmp_path: Path) -> None:
     (tmp_path / "child.yaml").write_text("base: base.yaml\nrollout: {alpha: 3}\n")
     config = load_config(tmp_path / "child.yaml")
     assert (config.steps, config.rollout.alpha, config.rollout.group_size) == (5, 3, 4)
+
+
+DEEP = "env: {options: " + "[" * 60 + "]" * 60 + "}"
+BOMB = "a: &a [1, 2, 3, 4, 5, 6, 7, 8]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 8)}]\n" for before, name in pairwise("abcdefgh")
+)
+REFUSED_YAML = {
+    "steps: 5\nrollout:\n  alpha: 1\n  alpha: 2\n": "line 4: the key 'alpha' stands already in line 3; keep one",
+    "env:\n  options: {members: {a: {env: math}, 'a': {env: code}}}\n": "line 2: the key 'a' stands already in line 2",
+    BOMB: "line 6: written out, its aliases are more than 100000 values",
+    "env: &a {options: *a}": "line 1: an alias contains itself",
+    "env: &a [[*a]]": "line 1: an alias contains itself",
+    DEEP: "nested more than 50 levels deep",
+    "env: " + "[" * 5000: "nested more than 50 levels deep",
+    "a: &a1 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(2, 90)): "nested more than 50 levels deep",
+    "name: 2024-13-45": "is not valid YAML: month must be in 1..12",
+    f"seed: {'9' * 5000}": "is not valid YAML",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED_YAML, ids=lambda text: re.sub(r"\W+", "-", text[:30]))
+@pytest.mark.parametrize("included", [False, True])
+def test_yaml_that_says_two_things_or_far_too_much_is_one_line(tmp_path: Path, text: str, included: bool) -> None:
+    """Also in a recipe that another one extends."""
+    (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "child.yaml").write_text("base: recipe.yaml\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / ("child.yaml" if included else "recipe.yaml"))
+    message = str(caught.value)
+    assert message.startswith(f"recipe '{tmp_path}/recipe.yaml'") and REFUSED_YAML[text] in message
+    assert "\n" not in message and len(message) < 400
+
+
+def test_an_override_says_one_thing_too() -> None:
+    with pytest.raises(ConfigError, match=r"override 'env.options=\{a: 1, a: 2\}': line 1: the key 'a' stands already"):
+        load_config(None, ["env.options={a: 1, a: 2}"])
+    with pytest.raises(ConfigError, match="nested more than 50 levels deep"):
+        load_config(None, ["env.options=" + "[" * 5000])
+    assert load_config(None, ["name=2024-13-45"]).name == "2024-13-45", "no date, so a text"
+
+
+def test_anchors_that_write_something_once_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("env: {options: {a: &a {x: 1}, b: *a, c: {<<: *a, x: 2}}}\n", encoding="utf-8")
+    assert load_config(tmp_path / "a.yaml").env.options == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 2}}
 
 
 def test_another_plugin_brings_its_own_options(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import zmq
 
 from experiments.bench._inbox import receive_from
+from experiments.columns import token_columns
 from rl.weights.host import clean_up
-from rl.wire.columns import token_columns
 from rl.wire.messages import (
     BatchPart,
     BatchRequest,
@@ -55,7 +55,8 @@ class Harness:
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
         self.steps = open_socket(zmq.ROUTER, run, "steps", bind=True, context=self.context)
         self.batch_parts = [
-            open_socket(zmq.PUSH, run, "batches", rank, context=self.context) for rank in range(self.ranks)
+            open_socket(zmq.DEALER, run, "batches", rank, identity=identity("broker", 0), context=self.context)
+            for rank in range(self.ranks)
         ]
 
     def start(self) -> Harness:

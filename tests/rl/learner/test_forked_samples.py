@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from algos.registry import get_advantage, make_loss, registered
+from experiments.columns import token_columns
 from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.batches import check_batch_part
@@ -23,7 +24,6 @@ from rl.learner.credit import Minibatch, assign, kept_rows, mask_rows
 from rl.learner.update import loss_inputs
 from rl.models.packing import Pack, make_packs, split_minibatches
 from rl.models.protocol import PolicyOutput
-from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, Ticket, TokenSequence, Trajectory, Turn, Version
 from rollout.broker.actions import BatchSample, EmitBatch
 from rollout.broker.assembly import make_batch_parts, outcome_of

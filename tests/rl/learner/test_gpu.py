@@ -20,15 +20,15 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.config.schema import LearnerConfig, load_config
 from rl.learner.algorithm import make_algorithm
-from rl.learner.optimizer import Optimizer
+from rl.learner.trainer import Optimizer
 from rl.learner.update import accumulate_critic, accumulate_gradients
 from rl.models.packed_attention import Kernel, has_varlen
 from rl.models.packing import Pack, make_packs, sequence_pack
 from rl.models.policy import Critic, Policy
 from rl.models.protocol import ModelOptions
+from rl.weights.host.ends import tensors, write
 from rl.weights.host.layout import Manifest
 from rl.weights.host.page_lock import PageLock
-from rl.weights.host.tensors import tensors, write
 from tests.rl.learner.tiny_policies import everywhere, group_batch_part, save_tiny
 
 pytestmark = [

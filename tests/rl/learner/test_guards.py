@@ -44,7 +44,7 @@ def test_rare_tokens_are_missed_by_few_draws_but_not_by_many(branches: int, olde
 
     heard: list[str] = []
     alarms = Alarms(load_config(None, []).alarms, lambda name, _: heard.append(name))
-    guards = SimpleNamespace(_alarms=alarms, _log_ratio=1.0, _gap_grows=lambda gap: None, _step=0)
+    guards = SimpleNamespace(_alarms=alarms, _check=alarms.check, _log_ratio=1.0, _gap_grows=lambda gap: None, _step=0)
     guards._surprise = functools.partial(StepGuards._surprise, cast(Any, guards))
     StepGuards._at_equal_weights(cast(Any, guards), stats)
     assert heard == raised

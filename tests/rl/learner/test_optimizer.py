@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl.config.schema import LearnerConfig
-from rl.learner.optimizer import Optimizer, learning_rate
+from rl.learner.trainer import Optimizer, learning_rate
 
 
 def config(**values: Any) -> LearnerConfig:

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from algos.registry import Loss, LossFunction, make_loss
+from experiments.columns import token_columns
 from rl.config.schema import load_config
 from rl.learner.algorithm import Algorithm, make_algorithm
 from rl.learner.credit import assign
 from rl.learner.update import UpdateStats, accumulate_gradients
 from rl.models.packing import Pack, dummy_pack, make_packs
 from rl.models.policy import Policy
-from rl.wire.columns import token_columns
 from rl.wire.messages import BatchPart, SampleRow
 
 VOCAB = 67  # odd: two ranks hold a different number of rows

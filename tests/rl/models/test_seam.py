@@ -15,8 +15,8 @@ from algos.registry import make_loss
 from rl.config.schema import LearnerConfig, load_config
 from rl.learner.credit import Minibatch
 from rl.learner.guards import ExactCheck
-from rl.learner.optimizer import Optimizer
 from rl.learner.publish import probe_logp
+from rl.learner.trainer import Optimizer
 from rl.learner.update import accumulate_gradients, with_logp
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyModel, PolicyOutput

@@ -43,6 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ministral": WINDOWS,
     "starcoder2": {"head_dim": None, "num_attention_heads": 2, "sliding_window": None},
     "seed_oss": {},
+    "arcee": {},
 }
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.bench._measuring import random_batch_part
+from rl.config.damage import Damaged
 from rl.store.batch_files import read_batch_part, write_batch_part
-from rl.wire.messages import ProtocolError, encode
+from rl.wire.messages import encode
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
@@ -21,8 +22,8 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for place in random.Random(0).sample(range(len(whole)), 100):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(ProtocolError, match=f"{path} was damaged"):
+        with pytest.raises(Damaged, match=f"{path} is damaged"):
             read_batch_part(tmp_path, batch_part.step, batch_part.rank)
     path.write_bytes(whole[:-1])
-    with pytest.raises(ProtocolError, match="damaged"):
+    with pytest.raises(Damaged, match="damaged"):
         read_batch_part(tmp_path, batch_part.step, batch_part.rank)

@@ -26,7 +26,7 @@ class Played:
     def __init__(self, run: RunFile, index: int, incarnation: int = 0) -> None:
         self.index = index
         self.incarnation = incarnation
-        self.notices = open_socket(zmq.PULL, run, "notices", index, bind=True)
+        self.notices = open_socket(zmq.ROUTER, run, "notices", index, bind=True)
         name = identity("generator", index, incarnation)
         self.status = open_socket(zmq.DEALER, run, "weight_status", identity=name)
         self.beat(NOTHING)

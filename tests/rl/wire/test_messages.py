@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from experiments.columns import token_columns
 from rl.wire import codec
 from rl.wire.codec import PROTOCOL
-from rl.wire.columns import token_columns
 from rl.wire.messages import (
     Generate,
     Message,

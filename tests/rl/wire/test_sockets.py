@@ -10,8 +10,9 @@ import zmq
 from experiments.bench._inbox import receive_from
 from rl.wire import sockets
 from rl.wire.messages import BatchRequest, ProtocolError
+from rl.wire.names import Names
 from rl.wire.run import RunFile
-from rl.wire.sockets import make_curve_key, open_socket, send, sender
+from rl.wire.sockets import make_curve_key, open_socket, send
 from tests.conftest import MakeRun
 
 
@@ -65,6 +66,6 @@ def test_a_frame_beyond_the_limit_costs_its_sender_the_connection(
     "peer", [b"learner.0.0", b"env_server.2.0", b"env_server.0", b"env_server.-1.0", b"\0abcd", b""]
 )
 def test_a_stranger_is_refused(peer: bytes) -> None:
-    assert sender(b"env_server.1.12", "env_server", 2) == (1, 12)
+    assert Names().sender(b"env_server.1.12", "env_server", 2) == (1, 12)
     with pytest.raises(ProtocolError, match="stranger"):
-        sender(peer, "env_server", 2)
+        Names().sender(peer, "env_server", 2)

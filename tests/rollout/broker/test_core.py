@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -38,12 +40,18 @@ class Driver:
     """A core with a generous server; keeps what is live and what was emitted."""
 
     def __init__(
-        self, of_run: Rules, capacity: int = 100, state: dict[str, Any] | None = None, timeline: int = 0
+        self,
+        of_run: Rules,
+        capacity: int = 100,
+        state: dict[str, Any] | None = None,
+        timeline: int = 0,
+        data: Mapping[str, str] = MappingProxyType({}),
+        new_data: bool = False,
     ) -> None:
-        self.core = BrokerCore(of_run, ledger=AuditedLedger())
+        self.core = BrokerCore(of_run, ledger=AuditedLedger(), data=data)
         self.timeline = timeline
         if state is not None:
-            self.core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
+            self.core.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state)), new_data)
 
         self.live: dict[int, Ticket] = {}
         self.cancelled: list[int] = []

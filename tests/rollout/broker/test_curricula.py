@@ -118,7 +118,7 @@ def test_it_goes_on_from_its_snapshot() -> None:
     success = {task: task / 30 for task in range(30)}
     one, other = (SuccessWeighted(run_seed=3, tasks=30, group_size=8, rest=2) for _ in range(2))
     play(one, success, 50)
-    other.restore(one.snapshot())
+    other.restore(one.state())
     assert play(one, success, 100, seed=5) == play(other, success, 100, seed=5)
 
 
@@ -132,6 +132,6 @@ def test_its_state_is_part_of_the_journal() -> None:
     driver.publish(1)
     state = driver.core.snapshot()
     resumed = Driver(config, state=state, timeline=1)
-    assert resumed.core.groups.tasks.source.snapshot()["known"] == state["tasks"]["source"]["known"] != []
+    assert resumed.core.groups.tasks.source.state()["known"] == state["tasks"]["source"]["known"] != []
     with pytest.raises(ValueError, match=r"another rollout\.curriculum"):
         BrokerCore(rules(group_size=1)).restore(state)

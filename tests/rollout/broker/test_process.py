@@ -67,7 +67,7 @@ class BrokerProcess:
 
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
         self.batch_parts = [
-            open_socket(zmq.PULL, run, "batches", rank, bind=True, context=self.context)
+            open_socket(zmq.ROUTER, run, "batches", rank, bind=True, context=self.context)
             for rank in range(run.config.learner.ranks)
         ]
         self.begin(0)
@@ -77,8 +77,19 @@ class BrokerProcess:
     def connect(self) -> None:
         run = self.run
         self.learner = open_socket(zmq.DEALER, run, "steps", identity=identity("learner", 0), context=self.context)
-        self.proxy = open_socket(zmq.PUSH, run, "usage", context=self.context)
-        self.results = open_socket(zmq.PUSH, run, "trajectories", context=self.context)
+        self.proxy = open_socket(zmq.DEALER, run, "usage", identity=identity("proxy", 0), context=self.context)
+        self.results_of_each: dict[int, zmq.Socket[bytes]] = {}
+
+    def results_of(self, incarnation: int) -> zmq.Socket[bytes]:
+        if incarnation not in self.results_of_each:
+            me = identity("env_server", 0, incarnation)
+            opened = open_socket(zmq.DEALER, self.run, "trajectories", identity=me, context=self.context)
+            self.results_of_each[incarnation] = opened
+        return self.results_of_each[incarnation]
+
+    @property
+    def results(self) -> zmq.Socket[bytes]:
+        return self.results_of(0)
 
     def begin(self, incarnation: int) -> None:
         command = [sys.executable, "-m", "rollout.broker.process", "--run", str(self.run.folder)]
@@ -93,7 +104,7 @@ class BrokerProcess:
         self.process.kill()
         self.process.communicate()
         self.begin(incarnation)
-        for socket in (self.learner, self.proxy, self.results, *self.servers.values()):
+        for socket in (self.learner, self.proxy, *self.results_of_each.values(), *self.servers.values()):
             socket.close(linger=0)
         self.connect()
         self.join(0, capacity, [ticket.ticket_id for ticket in held] + [NEVER], self.seq[0])
@@ -132,7 +143,7 @@ class BrokerProcess:
 
     def deliver(self, ticket: Ticket, reward: float = 1.0, *, tokens: int = 4, incarnation: int = 0) -> Trajectory:
         trajectory = make_trajectory(ticket, self.next_seq(incarnation), reward, tokens, incarnation)
-        send(self.results, trajectory)
+        send(self.results_of(incarnation), trajectory)
         if ticket.kind == "train":
             send(self.proxy, Usage(ticket.ticket_id, tokens))
         return trajectory
@@ -282,7 +293,7 @@ def test_a_dead_server_and_an_invalid_trajectory(broker: BrokerProcess) -> None:
     broken = with_sequence(
         make_trajectory(again[0], broker.next_seq(1), 1.0, incarnation=1), loss_mask=np.ones(3, np.uint8)
     )
-    send(broker.results, broken)
+    send(broker.results_of(1), broken)
     (retried,) = broker.tickets(1, 1)  # before the group that is still queued
     assert (retried.sample_id, retried.attempt) == (1, 2)
 
@@ -293,7 +304,7 @@ def test_a_dead_server_and_an_invalid_trajectory(broker: BrokerProcess) -> None:
     assert broker.from_broker(1) == AckTickets([broken.ticket_id])
     assert next_from(broker.servers[1], 0.2) is None, "a message is handled only when all before it are"
 
-    send(broker.results, make_trajectory(again[1], result_seq, 1.0, incarnation=1))
+    send(broker.results_of(1), make_trajectory(again[1], result_seq, 1.0, incarnation=1))
     following = broker.tickets(
         2, 1
     )  # sample 1 has failed three times: its group is given up, the next one takes its place

@@ -12,8 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rl.wire.messages import Ticket, Trajectory, Turn, Version
-from rollout.broker.validation import HIGHEST_LOGP, NOT_LIVE, fault, vocabulary_of
+from rl.wire.messages import (
+    BatchRequest,
+    EvalRequest,
+    FirstToken,
+    Message,
+    ProtocolError,
+    Published,
+    SaveRequest,
+    StillSampling,
+    Ticket,
+    Trajectory,
+    Turn,
+    Usage,
+    Version,
+)
+from rollout.broker.validation import HIGHEST_LOGP, NOT_LIVE, check_report, check_wish, fault, vocabulary_of
 from tests.conftest import MakeRun
 from tests.rollout.broker.corruptions import CORRUPTIONS
 from tests.rollout.trajectories import make_trajectory, with_sequence
@@ -128,3 +142,53 @@ def test_the_timeline_lies_between_the_tickets_and_the_newest(timeline: int) -> 
 
 def test_more_tokens_than_an_episode_can_sample_are_refused() -> None:
     assert refused(replace(good(), tokens_generated=2**62)).startswith("tokens_generated")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Usage(1, 45_000_000_000),
+        Usage(1, -1),
+        FirstToken(1, 2, Version(0, 6)),
+        FirstToken(1, 2, Version(1, 0)),
+        FirstToken(1, 2, Version(0, -3)),
+    ],
+    ids=repr,
+)
+def test_what_no_proxy_reports_is_refused(message: Message) -> None:
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        check_report(message, Version(0, 5), 4096)
+
+
+def test_what_a_proxy_reports_is_taken() -> None:
+    for message in (Usage(1, 0), Usage(1, 5 * 4096, lost=True), FirstToken(1, 2, Version(0, 5)), StillSampling()):
+        check_report(message, Version(0, 5), 4096)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        BatchRequest(2**62),
+        BatchRequest(-1),
+        Published(Version(0, 8)),
+        Published(Version(-1, 5)),
+        EvalRequest(Version(0, 5), 2**62),
+        EvalRequest(Version(0, 5), 0),
+        EvalRequest(Version(0, 9), 4),
+        SaveRequest(Version(0, 4)),
+        SaveRequest(Version(0, 5), newest=6),
+        Usage(1, 5),
+    ],
+    ids=repr,
+)
+def test_what_no_learner_asks_for_is_refused(message: Message) -> None:
+    """At version 5, with the batches before 7 assembled."""
+    with pytest.raises(ProtocolError, match=f"{type(message).__name__}.* of the learner, at version 5"):
+        check_wish(message, 5, 7, 16)
+
+
+def test_what_a_learner_asks_for_is_taken() -> None:
+    """One that was killed begins behind, and publishes again what it had published."""
+    wishes: list[Message] = [BatchRequest(3), BatchRequest(7), Published(Version(1, 3)), Published(Version(0, 6))]
+    for message in (*wishes, EvalRequest(Version(0, 5), 16), SaveRequest(Version(0, 6), newest=4)):
+        check_wish(message, 5, 7, 16)

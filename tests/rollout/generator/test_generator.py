@@ -57,7 +57,7 @@ class Outside:
         self.control, self.backend, self.status = (
             open_socket(zmq.ROUTER, run, name, bind=True, context=self.context) for name in names
         )
-        self.notices = open_socket(zmq.PUSH, run, "notices", 0, context=self.context)
+        self.notices = open_socket(zmq.DEALER, run, "notices", 0, identity=identity("learner", 0), context=self.context)
         self.sender = make_sender(run, 0, entries)
         self.sender.open()
         command = [sys.executable, "-m", "rollout.generator.process", "--run", str(run.folder), "--incarnation", "2"]

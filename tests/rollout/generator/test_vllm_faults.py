@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.weights.updater import TOLERANCE, Expected, LoadProof
 from rl.wire.messages import Version, WeightStatus
 from tests.rollout.generator.vllm_rig import PROBE, Rig
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.weights.updater import TOLERANCE, Expected, LoadProof
 from rl.wire.messages import Fatal, WeightStatus
 from rollout.generator.engines.base import Sampled
 from tests.conftest import MakeRun

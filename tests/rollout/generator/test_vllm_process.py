@@ -11,6 +11,8 @@ Two promises, each on one engine in float32 and one in bfloat16, because an engi
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl.weights.channel import Placement
-from rl.weights.proof import TOLERANCE, Expected, LoadProof
+from rl.weights.updater import TOLERANCE, Expected, LoadProof
 from rl.wire.messages import Fatal, Message, Version, WeightNotice, WeightStatus
 from rl.wire.sockets import send
 from rollout.generator.engines.environment import engine_environment
@@ -121,7 +123,11 @@ def test_experts_are_loaded_again_and_a_dead_engine_ends_the_generator(experts: 
     outside.heartbeat(lambda beat: beat.busy)
     reason = f"it has stood still for weights.deadline_s={DEADLINE_S[experts.dtype]:g} s"
     if experts.dtype == "float32":
+        outside.process.send_signal(signal.SIGSTOP)  # all that could tell of the death hear of it in one moment
         engine.kill()
+        while engine.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        outside.process.send_signal(signal.SIGCONT)
         reason = f"engine process {engine.pid} was killed by SIGKILL"
 
     fatal = outside.get(outside.control, lambda each: isinstance(each, Fatal))

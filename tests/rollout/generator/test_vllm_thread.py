@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl.config.failures import EngineDied
 from rl.wire.messages import Version
 from tests.rollout.generator.vllm_rig import PROBE, TOLERANCE, Rig
 
@@ -64,11 +65,9 @@ def test_a_step_that_fails_ends_what_runs_and_says_why() -> None:
         raise MemoryError("no room for this step")
 
     core._engine.step = fail
-    with pytest.raises(MemoryError, match="no room for this step"):
-        rig.generate(rig.request(PROBE))
-    with pytest.raises(MemoryError, match="no room for this step"):
-        rig.call(rig.engine.watch())
-    with pytest.raises(Exception, match="EngineCore encountered an issue") as dead:  # vLLM's own words
-        rig.update()
+    request = rig.request(PROBE)
+    for call in (rig.engine.generate(request, lambda _: None), rig.engine.watch(), rig.next()):
+        with pytest.raises(EngineDied, match="failed with MemoryError: no room for this step") as died:
+            rig.call(call)
+        assert isinstance(died.value.__cause__, MemoryError)
     rig.stop()
-    assert isinstance(dead.value.__cause__, MemoryError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -47,20 +48,40 @@ class Waiter:
     queued: bool = True
 
 
-@given(st.lists(st.one_of(st.integers(0, 3), st.just(None), st.just("leave")), max_size=400))
-def test_the_queue_serves_by_priority_and_arrival(operations: list[int | str | None]) -> None:
-    """Integers arrive with this priority, None serves the head, "leave" takes out the one that arrived last."""
+OPERATIONS = ("arrive", "arrive", "serve", "leave", "return", "return renamed", "set aside", "recall")
+
+
+@given(st.lists(st.sampled_from(OPERATIONS), max_size=400), st.randoms(use_true_random=False))
+def test_the_queue_serves_by_priority_and_arrival(operations: list[str], pick: random.Random) -> None:
+    """Whoever returns under its own key stands in its old place; under a new key in the place of that key."""
     queue: PriorityQueue[Waiter] = PriorityQueue()
     waiting: list[Waiter] = []
-    for key, operation in enumerate(operations):
-        if isinstance(operation, int):
-            waiting.append(Waiter(key, operation))
-            queue.push(waiting[-1])
-        elif operation == "leave" and waiting:
-            waiting.pop().queued = False
+    away: list[Waiter] = []
+    aside: list[Waiter] = []  # of those that wait
 
-        expected = min(waiting, key=lambda waiter: (waiter.priority, waiter.key), default=None)
-        assert queue.head() is expected
-        if operation is None and expected is not None:
-            expected.queued = False
-            waiting.remove(expected)
+    for number, operation in enumerate(operations):
+        in_line = [each for each in waiting if each not in aside]
+        head = min(in_line, key=lambda waiter: (waiter.priority, waiter.key), default=None)
+        assert queue.head() is head
+
+        if operation == "arrive":
+            waiting.append(Waiter(number, pick.randrange(3)))
+            queue.push(waiting[-1])
+        elif operation in ("serve", "leave") and head is not None:
+            gone = head if operation == "serve" else pick.choice(waiting)
+            gone.queued = False
+            away.append(gone)
+            waiting.remove(gone)
+            aside = [each for each in aside if each is not gone]
+        elif operation.startswith("return") and away:
+            back = away.pop(pick.randrange(len(away)))
+            back.queued = True
+            back.key = number if operation == "return renamed" else back.key
+            waiting.append(back)
+            queue.push(back)
+        elif operation == "set aside" and head is not None:
+            queue.set_head_aside()
+            aside.append(head)
+        elif operation == "recall":
+            queue.recall()
+            aside.clear()

@@ -75,6 +75,7 @@ class World:
                     generator = self.generators[index]  # KeyError: sent to a dead generator
                     assert key not in self.forgotten and not self.jobs[key].answers
                     assert all(key not in each.running for each in self.generators.values())
+                    assert not self.mending or key == self.first_in_line()
                     generator.running[key] = 0
                     self.jobs[key].queued = False
                     self.jobs[key].sent += 1
@@ -119,22 +120,26 @@ class World:
                 case ReportFirstToken(key, session):
                     assert self.jobs[key].kind == "train" and self.jobs[key].session == session
 
+    def first_in_line(self) -> int | None:
+        """By priority and key, of those that fit a generator which is up."""
+        largest = max((generator.kv_tokens for generator in self.generators.values()), default=0)
+        queue = [(job.priority, key) for key, job in self.jobs.items() if job.queued and job.need <= largest]
+        return min(queue)[1] if queue else None
+
     def check_head(self) -> None:
         """No starvation, no idling: the first in the queue waits only while it fits nowhere.
 
         What fits only a generator that is dead keeps nobody waiting.
         """
         assert sum(job.queued for job in self.jobs.values()) == self.core.queue_depth
-        largest = max((generator.kv_tokens for generator in self.generators.values()), default=0)
-        queue = [(job.priority, key) for key, job in self.jobs.items() if job.queued and job.need <= largest]
-        if queue:
-            key = min(queue)[1]
+        key = self.first_in_line()
+        if key is not None:
             whole = self.jobs[key].need
             loads = self.core.loads()
             for index, generator in self.generators.items():
                 if self.kv_admission == "whole":
                     need = whole
-                    reserved = sum(self.jobs[key].need for key in generator.running)
+                    reserved = sum(self.jobs[each].need for each in generator.running)
                     assert loads[index][1] == reserved
                 else:
                     need = self.core._requests[key].need
@@ -357,6 +362,16 @@ def add(core: ProxyCore, request_id: int, **meta: int) -> list[Action]:
 def sent_to(actions: list[Action]) -> int:
     (action,) = [action for action in actions if isinstance(action, SendTo)]
     return action.generator
+
+
+def test_a_request_that_was_lost_and_renamed_goes_behind_those_that_wait() -> None:
+    core = core_with(1, seats=2)
+    sent = [sent_to(add(core, request_id)) for request_id in (1, 2)]
+    assert sent == [0, 0] and add(core, 3) == add(core, 4) == []  # they wait
+
+    again = core.generator_again(1.0, 0, 0, [])  # it holds neither: both have new keys
+    assert [each for each in again if isinstance(each, Rename)] == [Rename(1, 5), Rename(2, 6)]
+    assert [each.key for each in again if isinstance(each, SendTo)] == [3, 4]
 
 
 def test_replicas_of_a_prompt_spread_over_idle_generators() -> None:

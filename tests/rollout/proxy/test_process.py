@@ -50,7 +50,7 @@ class Outside:
         self.run = run
         self.context = zmq.Context()
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
-        self.usage = open_socket(zmq.PULL, run, "usage", bind=True, context=self.context)
+        self.usage = open_socket(zmq.ROUTER, run, "usage", bind=True, context=self.context)
         command = [sys.executable, "-m", "rollout.proxy.process", "--run", str(run.folder)]
         self.process = subprocess.Popen(command)
         poll(self.control)

@@ -26,6 +26,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from rl.config.failures import EngineDied
+
 T = TypeVar("T")
 _set_num_threads = torch.set_num_threads  # vLLM puts a function that does nothing into its place
 
@@ -76,12 +78,15 @@ class OwnThread:
         self._arguments = arguments
         self._threads = threads
         self._loop = asyncio.get_running_loop()
-        self.died: asyncio.Future[BaseException] = self._loop.create_future()
+        self.died: asyncio.Future[EngineDied] = self._loop.create_future()
         self.streams: set[Mailbox] = set()
         self.outputs: list[tuple[Mailbox, RequestOutput]] = []  # of the step that runs
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
         self._drained: tuple[asyncio.Future[None], bool] | None = None  # who waits, and whether to clear the cache
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def death(self, patience_s: float) -> EngineDied:
+        return self.died.result()  # nobody else tells of it
 
     async def start(self) -> None:
         _set_num_threads(self._threads)
@@ -177,8 +182,10 @@ class OwnThread:
             mailbox.delivered(output)
 
     def _ended(self, error: BaseException) -> None:
+        died = EngineDied(f"vLLM's engine failed with {type(error).__name__}: {error}")
+        died.__cause__ = error
         if not self.died.done():
-            self.died.set_result(error)
+            self.died.set_result(died)
         for mailbox in self.streams:
             mailbox.wake()
 

@@ -14,7 +14,7 @@ from rl.weights import make_receiver, make_sender
 from rl.weights.channel import Entry, WeightsCorrupt, WeightsError
 from rl.weights.host import wire
 from rl.weights.host.ends import HostReceiver, HostSender
-from rl.weights.host.frames_receiver import FramesReceiver, pieces
+from rl.weights.host.frames import FramesReceiver, pieces
 from rl.weights.host.layout import Manifest, Segment, digest
 from rl.weights.host.shm_file import slots_path
 from rl.wire.messages import Version

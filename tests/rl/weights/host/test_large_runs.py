@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from rl.weights.host.shm_file import process_started
 from rl.wire.messages import Version
 from tests.conftest import MakeRun
 from tests.rl.weights.host.test_ends import publish, read, receiver_of, run_for, sender_of
@@ -26,9 +23,8 @@ def test_the_last_of_all_readers_leases_what_was_written(
     writer.open()
     assert writer._slots is not None
     *others, name = [f"generator-{index}-{rank}" for index in range(generators) for rank in range(tensor_parallel)]
-    pid = os.getpid()
     with writer._slots.lock() as table:
-        rows = {table.register(other, 0, pid, process_started(pid) or 0) for other in others}
+        rows = {table.register(other, 0) for other in others}
     assert len(rows) == generators * tensor_parallel - 1
 
     last = receiver_of(run, name)

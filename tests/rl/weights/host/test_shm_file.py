@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,19 +19,20 @@ import torch
 
 from rl.config.schema import ConfigError
 from rl.weights.channel import Entry, Piece, Placement, WeightsError
+from rl.weights.host import ends as copying
 from rl.weights.host import shm_file
-from rl.weights.host import tensors as copying
+from rl.weights.host.ends import tensors
+from rl.weights.host.ends import write as write_pieces
 from rl.weights.host.layout import Manifest, Segment, digest
 from rl.weights.host.shm import ShmReceiver, ShmSender
-from rl.weights.host.shm_file import check_space, remove_slots, slots_path, sweep_stale
+from rl.weights.host.shm_file import SlotsFile, check_space, remove_slots, slots_path, sweep_stale
 from rl.weights.host.slots import draft_of
-from rl.weights.host.tensors import tensors
-from rl.weights.host.tensors import write as write_pieces
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 
+ROOT = Path(__file__).parents[4]
 SPAWN = multiprocessing.get_context("spawn")
 ENTRIES: list[Entry] = [("a", (300, 77), "bfloat16"), ("b", (5,), "float32"), ("c", (40, 3, 2), "bfloat16")]
 MANIFEST = Manifest.layout(ENTRIES)
@@ -83,29 +86,153 @@ def test_sweep_removes_files_of_dead_runs_only(
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
     dead_run = make_run()
     live_run = make_run()
-    begun = tmp_path / "fresco-00000000-weights"  # its owner has not written its name yet
+    foreign = tmp_path / "fresco-00000000-weights"  # no living process has it open
     with hung_owner(make_and_hang, dead_run, tmp_path):
         live = ShmSender(live_run, 0, ENTRIES)
         live.open()
-        begun.touch()
         (tmp_path / "something-else").touch()
         assert sweep_stale() == []
 
-    assert sweep_stale() == [slots_path(dead_run.run_id)]
-    os.utime(begun, (time.time() - 600,) * 2)
-    assert sweep_stale() == [begun]
+    foreign.write_bytes(b"of an earlier version")
+    assert sorted(sweep_stale()) == sorted([slots_path(dead_run.run_id), foreign])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"fresco-{live_run.run_id}-weights", "something-else"]
     remove_slots(live_run.run_id)
     remove_slots(live_run.run_id)
     live.close()
 
 
+def test_a_file_has_no_name_before_it_is_whole(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever looks while it is made sees nothing to sweep or to read, and a maker that is killed leaves nothing."""
+    monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
+    run = make_run()
+    seen = []
+    allocate = os.posix_fallocate
+
+    def look(descriptor: int, offset: int, size: int) -> None:
+        seen.append((list(tmp_path.iterdir()), sweep_stale(), SlotsFile.attach(run, writable=False)))
+        allocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", look)
+    sender = ShmSender(run, 0, ENTRIES)
+    sender.open()
+    assert seen == [([], [], None)] and slots_path(run.run_id).exists()
+    sender.close()
+
+
+ELSEWHERE = """
+import os
+import sys
+from pathlib import Path
+
+from rl.weights.host import shm_file
+from rl.weights.host.shm import ShmReceiver
+from rl.wire.messages import Version
+from rl.wire.run import RunFile
+
+shm_file.FOLDER = Path(sys.argv[2])
+print("swept", [path.name for path in shm_file.sweep_stale()])
+if sys.argv[1]:
+    reader = ShmReceiver(RunFile.load(sys.argv[1]), "generator-1-0", 0)
+    reader.open(5)
+    print("read", bytes(reader.lease(Version(0, 1), 5)[1][:1]), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+
+def elsewhere(folder: str, shm: Path) -> subprocess.Popen[str]:
+    """A process that numbers processes in its own way, as one in another container does: it sweeps, then reads."""
+    alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command = [*alone, sys.executable, "-c", ELSEWHERE, folder, str(shm)]
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, text=True, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe)
+
+
+def told(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace needs root")
+def test_the_living_are_known_in_another_container(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Containers that share memory and not the numbers of processes: neither side sweeps or frees what is held."""
+    monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
+    run = make_run()
+    writer = ShmSender(run, 0, ENTRIES)
+    writer.open()
+    write(writer, Version(0, 1), 1)
+
+    with elsewhere(str(run.folder), tmp_path) as reader:
+        assert told(reader) == "swept []" and told(reader) == "read b'\\x01'"
+        assert writer._slots is not None
+        for n in (2, 3, 4):  # the other slots, again and again: its lease is that of a living process
+            write(writer, Version(0, n), n)
+            with writer._slots.lock() as table:
+                assert table.end_dead(writer._slots._lives) == [] and len(table.leased()) == 1
+        reader.communicate()  # it ends, and gives nothing back
+        with writer._slots.lock() as table:
+            assert table.end_dead(writer._slots._lives) == ["generator-1-0"]
+
+    dead = make_run()
+    with hung_owner(make_and_hang, dead, tmp_path):
+        pass
+    with elsewhere("", tmp_path) as sweeper:
+        assert told(sweeper) == f"swept ['{slots_path(dead.run_id).name}']"
+    writer.close()
+
+
+@pytest.mark.parametrize("how", ["the next version", "a generator's death"])
+def test_a_file_that_was_removed_is_made_again(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    """With what was published, for who comes anew; who had it open goes over to it."""
+    monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
+    run = make_run("learner.ranks=2")
+    writers = [ShmSender(run, rank, ENTRIES) for rank in range(2)]
+    for writer in writers:
+        writer.open()
+    reader = ShmReceiver(run, "generator-0-0", 0)
+    reader.open(5)
+    publish_both(writers, 1)
+
+    _, leased = reader.lease(Version(0, 1), 5)
+    slots_path(run.run_id).unlink()
+    with pytest.raises(WaitExpired):
+        ShmReceiver(run, "generator-1-0", 0).open(0.01)
+    if how == "the next version":
+        publish_both(writers, 2)
+    else:
+        writers[0].receiver_died("generator-1", 0)
+
+    newest = 2 if how == "the next version" else 1
+    late = ShmReceiver(run, "generator-1-0", 1)
+    late.open(5)
+    version, found = late.lease(Version(0, 1), 5)
+    assert version == Version(0, newest) and values(found) == {newest}
+    assert values(leased) == {1} and reader.release(), "who reads on from the old one reads what it leased"
+    assert late.release()
+    publish_both(writers, 3)
+    version, found = reader.lease(Version(0, 3), 5)
+    assert values(found) == {3} and reader.receipt() == writers[0].checksum(version, 5)
+
+    del leased, found
+    reader.close()
+    late.close()
+    for writer in writers:
+        writer.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_slots_of_a_learner_that_comes_back_are_not_swept_but_adopted(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its supervisor, here this process, lives; another run's start sweeps meanwhile."""
+    """A reader has them open; another run's start sweeps meanwhile."""
     monkeypatch.setattr(shm_file, "FOLDER", tmp_path)
-    monkeypatch.setenv("FRESCO_PARENT_PID", str(os.getpid()))
     run = make_run()
     reader = ShmReceiver(run, "generator-0-0", 0)
     with hung_owner(publish_and_hang, run, tmp_path):
@@ -134,6 +261,21 @@ def write(writer: ShmSender, version: Version, value: int) -> None:
     view = writer.begin(version, 5)
     view[:] = bytes([value]) * len(view)
     writer.commit([(at.offset, at.nbytes, digest(view[at.offset :][: at.nbytes])) for at in MANIFEST.tensors])
+
+
+def values(view: memoryview) -> set[int]:
+    """Of all bytes of all tensors."""
+    return {byte for at in MANIFEST.tensors for byte in view[at.offset : at.offset + at.nbytes]}
+
+
+def publish_both(writers: list[ShmSender], n: int) -> None:
+    """Each of two ranks writes half of the bytes of a version."""
+    for rank, writer in enumerate(writers):
+        view = writer.begin(Version(0, n), 5)
+        for spec in MANIFEST.tensors:
+            view[spec.offset : spec.offset + spec.nbytes] = bytes([n]) * spec.nbytes
+        half = [MANIFEST.tensors[:1], MANIFEST.tensors[1:]][rank]
+        writer.commit([(at.offset, at.nbytes, digest(view[at.offset :][: at.nbytes])) for at in half])
 
 
 def publish_and_hang(folder: str, shm: str, made: object) -> None:

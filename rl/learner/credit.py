@@ -134,8 +134,8 @@ def gather_episodes(
 ) -> tuple[Episodes, Tensor]:
     """What estimators see: rewards per turn and per token, a KL penalty taken off; and (T,) where its tokens stand.
 
-    In the packs a sample stands sequence by sequence. Here its turns and their tokens follow each other in time. Samples
-    whose reward is not known are left out.
+    In the packs a sample stands sequence by sequence. Here its turns and their tokens follow each other in time.
+    Samples whose reward is not known are left out.
 
     rewards (N,) after shaping: what shaping added is earned with a sample's last turn.
     """

@@ -278,6 +278,7 @@ class _Episode:
             self.unrewarded = str(error) or repr(error)
 
         env_s = time.monotonic() - begin
+
         reward = step.reward or 0.0
         self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, reward))
 

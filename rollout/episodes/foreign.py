@@ -58,7 +58,6 @@ async def play(
     try:
         async with context.open_endpoint(ticket.ticket_id, session) as endpoint:
             outcome = _checked(await isolated(loop.run(task, endpoint), ticket.deadline_s))
-            unrewarded = NO_OPINION if outcome.reward is None and not outcome.rewards else ""
     except RewardFailed as error:
         unrewarded = str(error) or repr(error)
         outcome = Outcome(None, False)
@@ -135,10 +134,14 @@ def _checked(outcome: Any) -> Outcome:
         raise EpisodeFailed(f"environment: run answered success={outcome.success!r}: it is True or False")
     if not isinstance(outcome.rewards, Mapping):
         raise EpisodeFailed(f"environment: run answered rewards={outcome.rewards!r}: they are numbers by response")
+
     rewards = {str(name): reward_of(value, "run") for name, value in outcome.rewards.items()}
     info = info_of(outcome.info, "run")
     known = {name: value for name, value in rewards.items() if value is not None}
-    return replace(outcome, reward=reward_of(outcome.reward, "run"), rewards=known, info=info)
+    reward = reward_of(outcome.reward, "run")
+    if reward is None and not known:
+        raise RewardFailed(NO_OPINION)
+    return replace(outcome, reward=reward, rewards=known, info=info)
 
 
 def reward_of(value: Any, what: str) -> float | None:

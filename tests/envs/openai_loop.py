@@ -15,7 +15,7 @@ class LoopOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     turns: int = 3
     does: str = "append"
-    """append | branch | nothing | raise | hang | shout | read | unsure | nan | ungraded"""
+    """append | branch | nothing | raise | hang | shout | read | unsure | broken | ungraded"""
 
 
 class OpenAiLoop:
@@ -46,7 +46,7 @@ class OpenAiLoop:
                 messages += [answer.choices[0].message, {"role": "user", "content": "9"}]
         if does == "ungraded":
             raise RewardFailed("grade raised ValueError: no rubric")
-        if does in ("unsure", "nan"):
+        if does in ("unsure", "broken"):
             return Outcome(None if does == "unsure" else float("nan"), True)
         if does == "shout":
             return Outcome(1.0, True, {"resp-77": 1.0})

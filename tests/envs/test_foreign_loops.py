@@ -72,7 +72,7 @@ def test_a_history_that_branches_is_several_sequences(make_run: MakeRun) -> None
     ("does", "why"),
     [
         ("unsure", NO_OPINION),
-        ("nan", "environment: run answered the reward nan"),
+        ("broken", "environment: run answered the reward nan"),
         ("ungraded", "grade raised ValueError: no rubric"),
     ],
 )

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from dataclasses import asdict
+from typing import Any
 
 from envs.audit.auditor import Change, Tally, audit, cpu_s
 from envs.registry import make_family
@@ -20,15 +21,26 @@ from experiments.bench._ratios import machine
 from experiments.results.pages import RESULTS
 from rl.config.schema import load_config
 from rl.observe.intervals import wilson
+from rollout.episodes.environment import EnvironmentFamily
 
 CHAIN_SUM = "env.options={dataset: chain_sum}"
 CHECKED: dict[str, tuple[int, list[str]]] = {
     "math": (200, []),
     "reasoning_gym": (100, [CHAIN_SUM]),
+    "dataset": (100, ["env.options={source: experiments.own_reward:rows, eval_count: 128, reward: exact}"]),
     "code": (16, []),
     "swe": (4, ["env.max_turns=30", "env.options={generated_count: 12, eval_count: 2}"]),
 }
 """How many solutions, with which fields."""
+
+
+async def _solution(family: EnvironmentFamily, task: Any) -> str:
+    environment = family.make()
+    try:
+        await environment.reset(task)
+        return await environment.gold()  # type: ignore[attr-defined, no-any-return]
+    finally:
+        await environment.close()
 
 
 async def table(name: str) -> dict[str, object]:
@@ -42,12 +54,7 @@ async def table(name: str) -> dict[str, object]:
         there = family.task_count("train")
         for number in range(min(count, there)):
             task = family.task("train", number * there // min(count, there))
-            environment = family.make()
-            try:
-                await environment.reset(task)
-                said = await environment.gold()  # type: ignore[attr-defined]
-            finally:
-                await environment.close()
+            said = await _solution(family, task)
             if name == "swe" or await family.judged(Change("as it is", True, task, said)):  # type: ignore[attr-defined]
                 tally.add(await audit(family, task, said, random.Random(number)))
     finally:

@@ -239,7 +239,7 @@ def recent_conversations(run: Path) -> list[list[str | float | bool]]:
 
 def _newest(run: Path) -> list[Sample]:
     """The samples at the end of every file; the first line there, and one that is being written, may be a part."""
-    found = []
+    found: list[Sample] = []
     for path in (run / FOLDER).glob("env_server.*.jsonl"):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

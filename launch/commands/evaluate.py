@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from envs.registry import load_family, make_family, validate_options
@@ -23,6 +22,7 @@ from launch.cpu.fork_server import begin_as_copies
 from launch.intervals import wilson
 from launch.preflight import check, make_run
 from launch.recipes import SHIPPED
+from launch.terminal import CleanConsole
 from rl.config.schema import Config, ConfigError, ModelConfig, load_config
 from rl.store.checkpoint_folder import CheckpointError, latest, verify
 from rl.wire.run import RunFile
@@ -171,7 +171,7 @@ def print_table(rows: Sequence[SuccessRow], title: str) -> None:
         means = f"{row.turns:.1f}", f"{row.length:.1f}"
         table.add_row(row.label, str(row.episodes), f"{row.success:.3f}", interval, *means)
 
-    Console(highlight=False).print(table)
+    CleanConsole(highlight=False).print(table)
 
 
 def _row(label: str, episodes: Sequence[EpisodeResult]) -> SuccessRow:

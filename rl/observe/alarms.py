@@ -480,12 +480,15 @@ def keep_alarm(run: Path, alarm: RaisedAlarm | RaisedAgain) -> None:
         file.write(msgspec.json.encode(alarm) + b"\n")
 
 
+_Line: Any = RaisedAlarm | RaisedAgain
+
+
 def read_alarms(run: Path) -> list[RaisedAlarm]:
     """One alarm for each name, in the order in which they were raised; a line that was being written is left out."""
     path = run / _NAME
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     raised: dict[str, RaisedAlarm] = {}
-    for alarm in readable(lines, RaisedAlarm | RaisedAgain):
+    for alarm in readable(lines, _Line):
         if isinstance(alarm, RaisedAlarm):
             raised[alarm.name] = alarm
         elif alarm.name in raised:

@@ -29,6 +29,7 @@ from pkgutil import resolve_name
 
 from launch import __version__
 from launch.recipes import find_recipe
+from launch.terminal import say
 from rl.config.failures import CANNOT_WRITE
 from rl.config.plugins import own_packages_first
 from rl.config.schema import ConfigError
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
     except ConfigError as error:
         sys.stdout.flush()  # in a log file, too, the error stands below the configuration
-        print(f"fresco: {error}", file=sys.stderr)
+        say(f"fresco: {error}", sys.stderr)
         return 2
 
     except OSError as error:

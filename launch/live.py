@@ -8,12 +8,13 @@ import time
 from collections import Counter, deque
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from launch.summary import Children, Observed
+from launch.terminal import CleanConsole, say
 from rl.store.checkpoint_folder import latest, read_meta
 from rl.wire.run import RunFile
 
@@ -27,7 +28,7 @@ class Display:
         self._run = run
         self._observed = observed
         self._last_step = run.start_step + run.config.steps
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = CleanConsole(highlight=False, soft_wrap=True)
         self._notes: list[str] = []
         self._row: dict[str, float] = {}
         self._times: deque[float] = deque(maxlen=20)  # when the last steps ended
@@ -77,7 +78,7 @@ class Display:
     def close(self, summary: dict[str, Any], error: Exception | None, interrupted: bool) -> None:
         """The first cause of a failure with its `detail`, or what came out."""
         if error is not None and self._console.quiet:  # rich has found the pipe broken
-            print(f"fresco: {error}", file=sys.stderr)
+            say(f"fresco: {error}", sys.stderr)
         if error is not None:
             if detail := getattr(error, "detail", ""):
                 self._console.print(detail.rstrip(), markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import socket
 import sys
 import tempfile
@@ -19,7 +20,6 @@ import psutil
 import yaml
 from filelock import FileLock, Timeout
 from huggingface_hub import try_to_load_from_cache
-from rich.console import Console
 from rich.table import Table
 
 from envs.data import data_of
@@ -31,6 +31,7 @@ from launch.launcher.local import Begin, begin_process
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, check_family_of, prepare
+from launch.terminal import CleanConsole
 from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
@@ -50,6 +51,7 @@ from rollout.generator.engines import engine_options
 from rollout.parsers.names import check_names
 from rollout.proxy.core import ProxyCore
 
+_DESCRIPTORS = 256  # of any process: modules, logs, pipes, event descriptors
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 _locks: dict[Path, FileLock] = {}
 """The locks, by folder, of the runs that this process made. The kernel lets go of them when it ends, however it
@@ -79,6 +81,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     begin: how the child begins that prepares the model.
     """
     unchecked: list[str] = []
+    _check_descriptors(_DESCRIPTORS)
     check_alarms(config.alarms)
     _check_options(config)
     _check_network(config)
@@ -88,12 +91,12 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     gpus = visible_gpus()
     device = _check_device(config, gpus, dry, unchecked)
 
+    train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
+    data = {} if dry or family is None else data_of(config.env.name, family)
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
         shape_by_model(prepared.folder)
     memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
-    train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)
-    data = {} if dry or family is None else data_of(config.env.name, family)
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
@@ -101,7 +104,17 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
         print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
     make_room(config, prepared.weight_bytes)
     plan = make_plan(config, device, gpus)
+    _check_descriptors(_DESCRIPTORS + 8 * len(plan) + config.env.episodes_per_server)
     return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, data, unchecked)
+
+
+def _check_descriptors(needed: int) -> None:
+    """The system's limit of open files is enough for the process that has the most: sockets, logs, pipes, modules."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    elif soft < needed:
+        raise ConfigError(f"ulimit -n is {soft}: a run opens up to {needed} files at once; set ulimit -n {needed}")
 
 
 def _installed() -> bool:
@@ -408,7 +421,7 @@ def _set_aside(folder: Path, config: Config) -> Config:
 
 def print_plan(checked: Preflight) -> None:
     """What `--dry-run` shows: processes, devices, pinning, endpoints, and what could not be checked here."""
-    console = Console(highlight=False)
+    console = CleanConsole(highlight=False)
     processes = Table("process", "module", "device", "cores", title=f"{len(checked.plan)} processes")
     for spec in checked.plan:
         where = f"cuda:{','.join(spec.gpus)}" if spec.gpus else "cpu"

@@ -49,6 +49,7 @@ async def table(name: str) -> dict[str, object]:
     family = make_family(load_config(None, [f"env.name={name}", *fields]))
     await family.start()
     tally = Tally()
+
     begin, clock = cpu_s(), time.monotonic()
     try:
         there = family.task_count("train")

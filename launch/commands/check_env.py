@@ -16,6 +16,7 @@ from envs.check.difficulty import Model, endpoint
 from envs.check.run import check_environment
 from envs.registry import load_family, validate_options
 from launch.recipes import SHIPPED
+from launch.terminal import say
 from rl.config.schema import ConfigError, load_config
 
 TURNS = 20  # of an episode, where no recipe says how many
@@ -36,7 +37,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.episodes is not None:
         scope = dataclasses.replace(scope, episodes=arguments.episodes)
     page = check_environment(config, scope, _model(arguments))
-    print(page.text())
+    say(page.text())
 
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

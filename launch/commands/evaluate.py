@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from envs.registry import load_family, make_family, validate_options
@@ -22,6 +21,7 @@ from launch.commands.run import execute
 from launch.cpu.fork_server import begin_as_copies
 from launch.preflight import check, make_run
 from launch.recipes import SHIPPED
+from launch.terminal import CleanConsole
 from rl.config.schema import Config, ConfigError, ModelConfig, load_config
 from rl.observe.intervals import wilson
 from rl.store.checkpoint_folder import CheckpointError, latest, verify
@@ -171,7 +171,7 @@ def print_table(rows: Sequence[SuccessRow], title: str) -> None:
         means = f"{row.turns:.1f}", f"{row.length:.1f}"
         table.add_row(row.label, str(row.episodes), f"{row.success:.3f}", interval, *means)
 
-    Console(highlight=False).print(table)
+    CleanConsole(highlight=False).print(table)
 
 
 def _row(label: str, episodes: Sequence[EpisodeResult]) -> SuccessRow:

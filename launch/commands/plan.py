@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from launch.terminal import CleanConsole
 from rl.config.schema import Config, ConfigError, load_config
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Gaussian, LogNormal
@@ -163,7 +164,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("no split of these GPUs can run this recipe: see generator.max_model_len and timeouts")
 
     chosen = best(found)
-    console = Console(file=sys.stdout, width=120)
+    console = CleanConsole(file=sys.stdout, width=120)
     _show(found, chosen, config, console)
     if measured.seconds_per_step:
         _show_fit(config, measured, console)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
+from launch.terminal import CleanConsole
 from rl.config.schema import ConfigError
 from rl.store.samples import Sample, read_samples
 from rl.wire.run import RunFile
@@ -26,7 +26,7 @@ def show(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{str(arguments.run)!r} is no folder of a run (no run.json)")
     chosen = list(islice(matching(read_samples(arguments.run), arguments), arguments.limit))
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = CleanConsole(highlight=False, soft_wrap=True)
     tokenizer = _tokenizer(arguments.run)
     for sample in chosen:
         for line in conversation(sample, tokenizer):

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from launch.live import clock
+from launch.terminal import CleanConsole
 from rl.config.damage import readable
 from rl.config.schema import ConfigError
 from rl.observe import trace_events
@@ -204,7 +205,7 @@ def top(arguments: argparse.Namespace) -> int:
     """Show the run until it ends, or until q is pressed. Raises ConfigError."""
     watch = Watch(arguments.run)
     watch.read_on()
-    console = Console(highlight=False)
+    console = CleanConsole(highlight=False)
     if arguments.once or not sys.stdout.isatty():
         console.print(watch.frame())
         return 0

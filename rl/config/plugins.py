@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rl.config.schema import ConfigError, nearest
-from rl.config.section import refuse_flag
+from rl.config.section import refuse_flag, refuse_size
 
 _ROOT = Path(__file__).parents[2]  # the folder that holds our packages
 
@@ -71,6 +71,7 @@ def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> An
     try:
         for key, value in options.items():
             refuse_flag(model, key, value)
+            refuse_size(key, value)
     except ValueError as error:
         raise ConfigError(f"{where}.{key}={value!r}: {error}") from None
 

@@ -14,6 +14,10 @@ LONGEST_S = 1e9
 """Thirty years: beyond that the kernel's clocks overflow."""
 
 
+_MOST = {"workers": 4096, "threads": 4096, "sandboxes": 1 << 16, "sessions": 1 << 16, "_mb": 1 << 24}
+"""By the end of a field's name: no machine has more, and to try would take the machine down."""
+
+
 class Where(str):
     """Where a field matters, if not wherever its section does (docs/configuration.md)."""
 
@@ -40,19 +44,23 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _numbers_have_bounds(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, int | float) or value == math.inf:
-            return value
-
-        name = str(info.field_name)
-        is_time = name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s"))
-        most = LONGEST_S if is_time else LARGEST
-        if abs(value) > most:
-            raise ValueError(f"lower it: no number here is larger than {most:g}")
+        if value != math.inf:
+            refuse_size(str(info.field_name), value)
         return value
 
 
 class NoOptions(Section):
     """The options of a plug-in that has none."""
+
+
+def refuse_size(name: str, value: Any) -> None:
+    """Raises ValueError for a number that no machine, message or clock can have."""
+    if isinstance(value, int | float):
+        is_time = name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s"))
+        of_kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), LARGEST)
+        most = LONGEST_S if is_time else of_kind
+        if math.isnan(value) or abs(value) > most:
+            raise ValueError(f"lower it: no number here is larger than {most:g}")
 
 
 def refuse_flag(model: type[BaseModel], field: str, value: Any) -> None:

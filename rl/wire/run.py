@@ -59,6 +59,7 @@ class RunFile(BaseModel):
             tree = json.loads(path.read_text())
             if "config" not in tree:
                 raise Damaged(f"{path} has no configuration: it is damaged, or of another version; {RESUME}")
+
             try:
                 config = validate(tree["config"])
             except ConfigError as error:

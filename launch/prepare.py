@@ -89,6 +89,8 @@ def _model_folder(config: Config) -> Path:
     if base is not None:
         check_model_is_trainable(config, base)
         _weight_files(base)
+        if not (base / DIGESTS).exists():  # what we exported was compared with its digests
+            _check_weights(config, base)
     _check_other_models(config)
 
     if config.model.warm_start.demonstrations:
@@ -134,6 +136,15 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         return weight_files(folder)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from None
+
+
+def _check_weights(config: Config, folder: Path) -> None:
+    from rl.models.foreign import check_weights
+
+    try:
+        check_weights(folder)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
 
 def _weight_bytes(folder: Path, dtype: str) -> int:

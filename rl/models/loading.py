@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.dropout import _DropoutNd
@@ -74,9 +74,9 @@ def read_weights(model: Any, folder: str | Path) -> None:
         wanted[files[name]].append((name, tensor))
 
     for path, tensors in wanted.items():  # a file's pages count as ours while it is open
-        with safe_open(path, "pt") as opened:
+        with opened(path) as file:
             for name, tensor in tensors:
-                saved = opened.get_slice(name)
+                saved = file.get_slice(name)
                 if tuple(saved.get_shape()) != tuple(tensor.shape):
                     shapes = f"{tuple(saved.get_shape())} in {path.name}, the model has {tuple(tensor.shape)}"
                     raise ValueError(f"{name} in {str(folder)!r} is of shape {shapes}")
@@ -107,8 +107,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
     found: dict[str, Path] = {}
     for path in [whole] if whole.exists() else sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "numpy") as opened:
-            found |= dict.fromkeys(opened.keys(), path)
+        with opened(path) as file:
+            found |= dict.fromkeys(file.keys(), path)
     if not found:
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         fix = "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder) writes one"
@@ -118,12 +118,22 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return found
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file of weights. Raises ValueError that names it where it was cut short or is no such file."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} in {str(path.parent)!r} cannot be read ({error}); fetch it again") from None
+
+
 def exported_elements(files: Mapping[str, Path]) -> int:
     """The number of elements of all tensors of `weight_files`, and of the head that engines of tied models get."""
     sizes: dict[str, int] = {}
     for path in sorted({*files.values()}):
-        with safe_open(path, "numpy") as opened:
-            sizes |= {name: math.prod(opened.get_slice(name).get_shape()) for name in files if files[name] == path}
+        with opened(path) as file:
+            sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in files if files[name] == path}
     sizes.setdefault("lm_head.weight", sizes.get("model.embed_tokens.weight", 0))
     return sum(sizes.values())
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from experiments.gateway.tokenizers import make_folder
 from launch import preflight, prepare
 from launch.launcher.local import begin_process
 from launch.memory import estimate, read_shape
 from launch.warm_start import imitation
 from rl.config.schema import ConfigError, load_config
+from rl.models import foreign
 from tests.rl.models.tiny_families import save_family
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -85,6 +90,36 @@ def test_pickled_weights_are_refused_before_anything_is_made_of_them(
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     overrides = [f"model.path={tmp_path}", "model.warm_start.demonstrations=10"]
     with pytest.raises(ConfigError, match=r"^model.path: no safetensors file .*pytorch_model.bin is not read"):
+        prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", overrides))
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("truncated", r"model.safetensors in .* cannot be read \(.*\); fetch it again"),
+        ("not finite", r"model.layers.1.mlp.up_proj.weight in model.safetensors has numbers that are not finite"),
+        ("of another", r"tokenizer.json has ids up to \d+, and the embedding 256 rows: of another model"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_of_others_are_read_before_anything_is_made_of_them(
+    what: str, told: str, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imitation, "warm_started", never)
+    monkeypatch.setattr(foreign, "_READ_WHOLE", 1 << 40 if whole else 0)
+    save_family("qwen3", tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if what == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    if what == "not finite":
+        tensors = load_file(weights)
+        tensors["model.layers.1.mlp.up_proj.weight"][-1, 3] = torch.nan
+        save_file(tensors, weights, {"format": "pt"})
+    if what == "of another":
+        shutil.copy(make_folder("qwen3", tmp_path / "larger") / "tokenizer.json", tmp_path)
+
+    overrides = [f"model.path={tmp_path}", "model.warm_start.demonstrations=10"]
+    with pytest.raises(ConfigError, match=f"^model.path.*: .*{told}"):
         prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", overrides))
 
 

@@ -247,7 +247,7 @@ def _newest(run: Path) -> list[Sample]:
             lines = file.read().split(b"\n")[:-1]
 
         whole = lines if size <= _TAIL_BYTES else lines[1:]
-        found += readable(whole, Sample)
+        found += [sample for sample in readable(whole, Sample) if sample.is_whole]
     return found
 
 

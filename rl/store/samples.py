@@ -24,6 +24,7 @@ from rl.wire.messages import Trajectory
 FOLDER = "samples"
 TRAINED = "trained"
 _SHOWN = ("token_ids", "logp_behavior", "policy_version")
+_MOST_IDS = 1 << 31
 _KNUTH = 2654435761  # spreads consecutive numbers evenly over 32 bits
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -62,6 +63,18 @@ class Sample(msgspec.Struct):
     info: dict[str, float] = {}
     unrewarded: str = ""
     """Why its reward is not known, if so: it is not trained."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its lists fit together: a damaged file may hold a line that is JSON, and no episode."""
+        tokens = len(self.token_ids)
+        places = [0, *(place for turn in self.turns for place in (turn.start, turn.end)), tokens]
+        return (
+            tokens == len(self.logp) == len(self.versions)
+            and all(0 <= token < _MOST_IDS for token in self.token_ids)
+            and places == sorted(places)
+            and all(0 <= start <= tokens for start in self.starts)
+        )
 
 
 class Trained(msgspec.Struct):
@@ -148,7 +161,7 @@ def sample_of(trajectory: Trajectory) -> Sample:
 
 def read_samples(run: Path) -> Iterator[Sample]:
     """The samples of every server, in the order in which they ended, also of a run that was killed or goes on."""
-    found = _lines(run / FOLDER, Sample)
+    found = (sample for sample in _lines(run / FOLDER, Sample) if sample.is_whole)
     yield from sorted(found, key=lambda sample: sample.time)
 
 

@@ -4,6 +4,7 @@ name. Never a traceback."""
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,3 +67,18 @@ def test_a_damaged_file_is_never_a_traceback(played: Path, tmp_path: Path, capsy
                     failed.append((path.relative_to(run), attempt, command[0], told.err, len(content)))
         path.write_bytes(whole)
     assert not failed, "\n".join(map(str, failed))
+
+
+@pytest.mark.parametrize(
+    ("was", "now"), [(rb'"turns":\[\[\d+,\d+', b'"turns":[[2,9999'), (rb'"token_ids":\[', b'"token_ids":[-7,')]
+)
+def test_a_line_that_is_no_episode_is_left_out(
+    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], was: bytes, now: bytes
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(played, run)
+    for path in (run / "samples").glob("*.jsonl"):
+        path.write_bytes(re.sub(was, now, path.read_bytes()))
+    for command in (["show"], ["report"]):
+        assert main([*command, str(run)]) == 0
+    assert "no episode was kept" in capsys.readouterr().out

@@ -112,7 +112,10 @@ class MathFamily:
         if answer is None:
             return []
         before = response[: response.rfind("\\boxed")]
-        made = of_latex(answer, typed(task.answer, task.asked).value.kind, task.answer)
+        gold = typed(task.answer, task.asked)
+        made = of_latex(answer, gold.value.kind, task.answer)
+        if gold.same_form:  # an equal value in another form is wrong then, or right, by what is asked
+            made = [each for each in made if not each[1] or each[0] == "spacing"]
         return variants(task, f"{before}\\boxed{{", made, "}")
 
     async def judged(self, change: Change) -> bool:

@@ -53,6 +53,6 @@ def _written(value: Any) -> str:
         return f"{value.dtype}{value.shape}{blake2b(value.tobytes(), digest_size=8).hexdigest()}"
     if is_dataclass(value) and not isinstance(value, type):
         return _written([getattr(value, each.name) for each in fields(value)])
-    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+    if _ADDRESS.search(repr(value)) and hasattr(value, "__dict__"):
         return _written(vars(value))
     return _ADDRESS.sub("", repr(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_a_changed_value_is_another_of_its_type() -> None:
 
 
 @pytest.mark.parametrize("wanted", [np.nan, np.array([np.nan]), np.array([]), np.array([1.0, 2.0])], ids=repr)
-def test_what_numpy_calls_equal_fails_in_the_copy(wanted: object) -> None:
+def test_what_numpy_calls_equal_fails_in_the_copy(wanted: Any) -> None:
     """NaN equals NaN for its assertions, and an empty array an empty one."""
     copy = must_fail_copy("def test_a():\n    assert wanted == wanted\n", ["test_a"])
     namespace = {"wanted": wanted}

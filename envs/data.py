@@ -49,6 +49,7 @@ def _written(value: Any) -> str:
         return f"{{{','.join(sorted(map(_written, value)))}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_written, value))}]"
+
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype}{value.shape}{blake2b(value.tobytes(), digest_size=8).hexdigest()}"
     if is_dataclass(value) and not isinstance(value, type):

@@ -122,6 +122,7 @@ class Judge:
         asked = [options.url, options.model, options.temperature, options.max_tokens, prompt]
         key = hashlib.blake2b(json.dumps(asked).encode("utf-8", "surrogatepass")).hexdigest()
         known = self._kept.get(key) if self._kept is not None else None
+
         try:
             answer = await self._ask(prompt) if known is None else known
         except Exception as error:

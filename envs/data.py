@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from typing import Any
+
+import numpy as np
 
 from envs.mixture import MixtureFamily
 from rollout.episodes.environment import EnvironmentFamily
@@ -28,7 +30,7 @@ def _line(family: EnvironmentFamily, tasks: int) -> str:
     told = getattr(family, "data", None)
     state = blake2b(digest_size=6)
     for each in _tasks(family) if told is None else told():
-        state.update(_ADDRESS.sub("", repr(each)).encode("utf-8", "backslashreplace") + b"\n")
+        state.update(_written(each).encode("utf-8", "backslashreplace") + b"\n")
     source = getattr(getattr(family, "options", None), "source", None)
     return f"{tasks} tasks{f' of {source}' if source else ''}, digest {state.hexdigest()}"
 
@@ -36,6 +38,22 @@ def _line(family: EnvironmentFamily, tasks: int) -> str:
 def _tasks(family: EnvironmentFamily) -> Iterable[Any]:
     count = family.task_count("train")
     for index in range(0, count, 1 + (count - 1) // _MOST_TASKS):
-        task = family.task("train", index)
-        plain = is_dataclass(task) and not isinstance(task, type)
-        yield [getattr(task, each.name) for each in fields(task)] if plain else task
+        yield family.task("train", index)
+
+
+def _written(value: Any) -> str:
+    """The same text in every process, and another one for other data; the order of a mapping's keys means nothing."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_written(key)}:{_written(each)}' for key, each in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{','.join(sorted(map(_written, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_written, value))}]"
+
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype}{value.shape}{blake2b(value.tobytes(), digest_size=8).hexdigest()}"
+    if is_dataclass(value) and not isinstance(value, type):
+        return _written([getattr(value, each.name) for each in fields(value)])
+    if _ADDRESS.search(repr(value)) and hasattr(value, "__dict__"):
+        return _written(vars(value))
+    return _ADDRESS.sub("", repr(value))

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         fix = "source and eval_source name files that are there"
         raise RowError(f"{path} cannot be read: no such file; {fix}") from None
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise RowError(f"{path} cannot be read: {error}") from None
 
 
@@ -90,13 +91,21 @@ def _json(path: Path) -> Iterator[Values]:
 
 
 def _csv(path: Path) -> Iterator[Values]:
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", strict=True)
-    if not reader.fieldnames:
-        raise RowError(f"{path} is empty; its first line names the fields")
-    for row in reader:
-        if "" in row:
-            raise RowError(f"{path}: a row has more fields than the {len(row) - 1} of the first line")
-        yield row
+    csv.field_size_limit(sys.maxsize)  # a prompt may be long
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
+    try:
+        names = list(reader.fieldnames or [])
+        if not names:
+            raise RowError(f"{path} is empty; its first line names the fields")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RowError(f"{path}: the field {twice[0]!r} stands twice in its first line; keep one of them")
+
+        for row in reader:
+            if None in row:
+                raise RowError(f"{path}: a row has more fields than the {len(names)} of the first line")
+            yield row
+    except csv.Error as error:
+        raise RowError(f"{path}, line {reader.line_num + 1} is not CSV: {error}") from None
 
 
 def _object(where: str, text: str) -> Values:
@@ -158,7 +167,7 @@ def _is_narrow(kind: Any) -> bool:
 
     if types.is_struct(kind):
         return any(_is_narrow(kind.field(i).type) for i in range(kind.num_fields))
-    if types.is_list(kind) or types.is_large_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _is_narrow(kind.value_type)
     return bool(types.is_float32(kind) or types.is_float16(kind))
 
@@ -172,7 +181,7 @@ def _as_written(value: Any, kind: Any) -> Any:
         return None
     if types.is_struct(kind):
         return {name: _as_written(each, kind.field(name).type) for name, each in value.items()}
-    if types.is_list(kind) or types.is_large_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return [_as_written(each, kind.value_type) for each in value]
     if types.is_float32(kind):
         return float(str(np.float32(value)))
@@ -186,7 +195,12 @@ def _mended(path: Path, rows: Iterable[Values]) -> Iterator[Values]:
     mended: list[int] = []
     for number, row in enumerate(rows, start=1):
         before = mender.count
-        yield mender.value(row)
+        try:
+            whole = mender.value(row)
+        except RecursionError:
+            raise RowError(f"{path}, row {number} is nested too deep") from None
+        yield whole
+
         if mender.count > before:
             mended.append(number)
 

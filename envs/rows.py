@@ -65,7 +65,7 @@ class Row:
         value = self.get(name)
         if value is None and name not in self.values:
             self.miss(name)
-        if value is None or value != value or value in ("", []):
+        if (isinstance(value, str) and not value.strip()) or value is None or value != value or value == []:
             self.fail(name, f"{_short(value)} is no answer; give the row one, or leave the row out")
         return value
 
@@ -115,6 +115,11 @@ def read_rows(
     rows = _made(source) if _is_function(source) else _hub(source, subset, split)
     for number, values in enumerate(rows, start=1):
         yield Row(values, f"{source}, row {number}")
+
+
+def is_at_hand(source: str) -> bool:
+    """Whether it is no data set of the hub, which has splits. Raises RowError as `read_rows` does."""
+    return _is_function(source) or bool(files_of(source))
 
 
 def _is_function(source: str) -> bool:

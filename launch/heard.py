@@ -8,7 +8,7 @@ from launch.plan import ProcessSpec
 from rl.observe.alarms import ALARMS
 from rl.wire.messages import AlarmRaised, Done, Fatal, Heartbeat, Message, Metrics, ProtocolError, Register
 
-_TRAINED = {"version/timeline", "time/over", "time/step", "train/reward"}
+_TRAINED = {"version/timeline", "time/over", "time/step"}
 """Columns that a row of a trained batch has, beside `train/loss`."""
 _ALLOWED: dict[type, set[str]] = {Metrics: {"learner", "broker"}, Done: {"learner", "broker"}}
 

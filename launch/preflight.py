@@ -42,6 +42,7 @@ from rl.weights.host import make_room
 from rl.wire.columns import register_configured, shape_by_model
 from rl.wire.run import RunFile, numeric
 from rl.wire.sockets import make_curve_key
+from rollout.broker.actions import GroupRecord
 from rollout.broker.core import BrokerCore
 from rollout.broker.intake import Intake
 from rollout.broker.kept import Kept, keep, restore
@@ -52,6 +53,7 @@ from rollout.parsers.names import check_names
 from rollout.proxy.core import ProxyCore
 
 _DESCRIPTORS = 256  # of any process: modules, logs, pipes, event descriptors
+_MOST_DESCRIPTORS = 1 << 16  # that a run takes where it may: agents of their own have pipes and connections
 _IPC_PATH_LIMIT = 107  # bytes of a Unix socket path
 _locks: dict[Path, FileLock] = {}
 """The locks, by folder, of the runs that this process made. The kernel lets go of them when it ends, however it
@@ -111,10 +113,12 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
 def _check_descriptors(needed: int) -> None:
     """The system's limit of open files is enough for the process that has the most: sockets, logs, pipes, modules."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < needed <= hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    elif soft < needed:
+    if soft == resource.RLIM_INFINITY:
+        return
+    allowed = max(soft, _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS))
+    if allowed < needed:
         raise ConfigError(f"ulimit -n is {soft}: a run opens up to {needed} files at once; set ulimit -n {needed}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))  # its processes inherit it
 
 
 def _installed() -> bool:
@@ -201,14 +205,16 @@ def _check_plugins(config: Config) -> None:
 
 
 def _check_kept(core: BrokerCore, rules: Rules) -> None:
-    """What curriculum, priority and hooks hold comes back from the broker's log as it was, after a first draw."""
+    """What curriculum, priority and hooks hold comes back from the broker's log as it was, after a draw and an end."""
 
     def written(core: BrokerCore) -> bytes:
         return msgspec.msgpack.encode(keep(Intake(core, 0)).state)
 
     fresh = BrokerCore(rules)
     try:
-        core.groups.tasks.take()
+        _, task = core.groups.tasks.take()
+        record = GroupRecord(0, task.task_index, "trained", 0, 0, [0.0, 1.0], seconds=1.0, success=0.5)
+        core.groups.tasks.source.ended(record)
         state = msgspec.msgpack.decode(written(core))
         restore(Intake(fresh, 0), Kept(state, []))
         lost = "" if msgspec.msgpack.decode(written(fresh)) == state else "restore(state()) makes it another one"

@@ -18,6 +18,8 @@ _INTEGER = re.compile(r"-?\d+")
 _DECIMAL = re.compile(r"-?\d+\.\d+")
 _FRACTION = re.compile(r"(-?)\\[dtc]?frac\{(-?\d+)\}\{(\d+)\}|(-?)(\d+)/(\d+)")
 _SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?) ?(\\times|\\cdot) ?10\^\{?(-?\d+)\}?")
+_ZERO = re.compile(r"(?<![\d.])0(?![\d.])")
+_GROUPS = re.compile(r"\d,\d{3}(?!\d)")
 _POWER = re.compile(r"([A-Za-z2-9])\^(?:\{(\d)\}|(\d))")
 _UNIT = re.compile(r"(-?[\d.]+)(\\?[,;~ ]*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?)")
 _CELL = re.compile(r"(?<![\w.{}/+^-])-?\d+(?= *(?:&|\\\\))")
@@ -124,7 +126,8 @@ def of_members(text: str, ordered: bool) -> Iterator[Variant]:
     opening, inner, closing = enclosed(text)
     members = members_of(inner)
     unclear = any(each in text for each in ("\\pm", "=", "brace", "\\in "))
-    if len(members) < 2 or not all(members) or unclear:
+    in_groups = ", " in text and _GROUPS.search(text) is not None  # of digits, which are joined by what is wide apart
+    if len(members) < 2 or not all(members) or unclear or in_groups:
         return
 
     def joined(each: list[str]) -> str:
@@ -188,7 +191,7 @@ def of_expression(text: str) -> Iterator[Variant]:
         return
     yield "one more", False, f"{text}+1"
     found = _POWER.search(text)
-    if found is not None:
+    if found is not None and _ZERO.search(text) is None:
         exponent = int(found[2] or found[3])
         yield "exponent +1", False, f"{text[: found.start()]}{found[1]}^{{{exponent + 1}}}{text[found.end() :]}"
     if "\\frac{" in text:
@@ -210,7 +213,7 @@ def of_unit(text: str) -> Iterator[Variant]:
     if found is None or not value_of(found[1]):
         return
     number, unit = found.groups()
-    yield "another unit", False, number + ("\\text{ kg}" if "kg" not in unit else "\\text{ cm}")
+    yield "another unit", False, number + ("\\text{ cm}" if "kg" in unit or "kilo" in unit else "\\text{ kg}")
     yield "without its unit", True, number
     for what, equal, changed in of_number(number):
         yield what, equal, changed + unit

@@ -158,7 +158,7 @@ class DatasetFamily:
         if first != EXACT:
             number = value_of(answer)
             same = number is not None and number == value_of(task.gold)
-            made = [variant for variant in made if same and not variant[1]]
+            made = [each for each in made if same and not each[1] and each[0] != "one more"]  # within a tolerance
         return variants(task, around[0], made, around[1])
 
     async def judged(self, change: Change) -> bool:

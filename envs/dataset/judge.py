@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import re
 import sqlite3
@@ -121,18 +122,21 @@ class Judge:
         asked = [options.url, options.model, options.temperature, options.max_tokens, prompt]
         key = hashlib.blake2b(json.dumps(asked).encode("utf-8", "surrogatepass")).hexdigest()
         known = self._kept.get(key) if self._kept is not None else None
+
         try:
             answer = await self._ask(prompt) if known is None else known
         except Exception as error:
             raise RewardFailed(f"judge raised {type(error).__name__}: {error}") from error
-        if known is None and self._kept is not None:
-            self._kept.put(key, answer)
-
         found = self._pattern.findall(answer)
         try:
             score = float(found[-1]) / options.best
         except (IndexError, ValueError):  # there is none, or the user's pattern took what is no number
-            raise RewardFailed(f"judge gave no score: {options.model} wrote {answer[:200]!r}") from None
+            score = math.nan
+        if not math.isfinite(score):
+            raise RewardFailed(f"judge gave no score: {options.model} wrote {answer[:200]!r}")
+
+        if known is None and self._kept is not None:
+            self._kept.put(key, answer)
         return Judgement(min(1.0, max(0.0, score)), known is not None)
 
     def _prompt(self, task: str, reference: str, response: str) -> str:

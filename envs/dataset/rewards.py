@@ -50,4 +50,4 @@ def score(function: RewardFunction, response: str, row: dict[str, Any]) -> float
 
 def row_as_json(values: Mapping[str, Any]) -> str:
     """The row as JSON, for the way to a worker: what JSON does not know, such as a date, becomes text."""
-    return json.dumps(dict(values), default=str, ensure_ascii=False)
+    return json.dumps(dict(values), default=str, ensure_ascii=False, sort_keys=True)

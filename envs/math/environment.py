@@ -17,7 +17,7 @@ from envs.math.answers import last_box, typed
 from envs.math.datasets import Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
-from envs.rows import RowError
+from envs.rows import RowError, is_at_hand
 from rollout.episodes.environment import ChatMessage, RewardFailed, Step
 
 INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
@@ -112,7 +112,10 @@ class MathFamily:
         if answer is None:
             return []
         before = response[: response.rfind("\\boxed")]
-        made = of_latex(answer, typed(task.answer, task.asked).value.kind, task.answer)
+        gold = typed(task.answer, task.asked)
+        made = of_latex(answer, gold.value.kind, task.answer)
+        if gold.same_form:  # an equal value in another form is wrong then, or right, by what is asked
+            made = [each for each in made if not each[1] or each[0] == "spacing"]
         return variants(task, f"{before}\\boxed{{", made, "}")
 
     async def judged(self, change: Change) -> bool:
@@ -154,11 +157,10 @@ def _load(options: MathOptions) -> tuple[Sequence[Problem], Sequence[Problem]]:
         options.source, options.question_field, options.answer_field, options.subset, options.split, options.type_field
     )
     train = load_problems(source)
-    is_file = options.source.endswith((".jsonl", ".parquet"))
 
     if options.eval_source is not None:
         held_out = load_problems(replace(source, name=options.eval_source, split=options.eval_split or "train"))
-    elif options.eval_split and not is_file:
+    elif options.eval_split and not is_at_hand(options.source):
         held_out = load_problems(replace(source, split=options.eval_split))
     else:
         if len(train) <= options.eval_count:

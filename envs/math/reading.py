@@ -21,6 +21,8 @@ GREEK = re.compile(
 )
 _FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|ln|log|lg|exp")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_CALLED = re.compile(r"\s*\(\s*(?:\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+)\s*\)")
+_DERIVATIVE = re.compile(r"\s*\{\s*(d|\\partial|\\Delta)(?![+\-*/^])[^{}]*\}\s*\{\s*\1\s*\\?[A-Za-z]")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _TIMES = re.compile(r"\\cdot(?![A-Za-z])|\\times(?![A-Za-z])|\*")
@@ -224,12 +226,16 @@ class _Reader:
         if subscript is not None:
             self.at = subscript.end()
             name = f"{name}_{subscript[1] or subscript[2]}"
+        if name[0] not in _APPLIED and _CALLED.match(self.text, self.at):
+            raise Unreadable("a function or a product")
         if name[0] in _APPLIED and self.peek() == "(":
             return ("fn", f"apply {name}", self.group("("))
         return ("sym", name)
 
     def command(self, name: str) -> Node:
         if name == "frac":
+            if _DERIVATIVE.match(self.text, self.at):
+                raise Unreadable("a derivative, or a quotient of products")
             above = self.argument()
             return ("div", above, self.argument())
         if name == "binom":

@@ -38,7 +38,8 @@ def {name}(value):
             other = str(more)
         else:
             other = value + value + more
-        return object() if other == value else other
+        differs = not bool(other == value) and bool(value == value)  # NaN and empty arrays equal what is made of them
+        return other if differs and getattr(value, "size", 1) else object()
     except Exception:
         return object()
 

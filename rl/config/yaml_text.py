@@ -23,6 +23,9 @@ def read_yaml(text: str) -> Any:
             return None
         _check(node, {})
         return loader.construct_document(node)
+
+    except (IndexError, KeyError, AttributeError) as error:  # of a tag whose text is not of its kind
+        raise YamlRefused(f"a tag such as !!int stands at what is none ({type(error).__name__})") from None
     except RecursionError:
         raise YamlRefused(f"it is nested more than {_DEEPEST} levels deep") from None
     finally:

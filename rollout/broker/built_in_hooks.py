@@ -35,6 +35,8 @@ class ConstantGroups(BrokerHook):
     def completed(self, now: float, group: Group) -> Proposals:
         outcomes = group.rewarded()
         rewards = {outcome.reward for outcome in outcomes}
+        if len(outcomes) < group.done < self.groups.size:  # some are not known: the rest may differ
+            return
         if len(rewards) > 1 or self._filtered + self._settled >= self.rules.max_filtered_per_step:
             return
 

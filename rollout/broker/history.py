@@ -161,6 +161,8 @@ def _other_data(then: Mapping[str, str], now: Mapping[str, str]) -> str:
         before, after = then.get(name, "nothing"), now.get(name, "nothing")
         if _known_by(before) != _known_by(after):
             lines.append(f"{name} was trained on {before}, and has {after}")
+    if not lines and list(then) != list(now):
+        lines.append(f"members stood in the order {', '.join(then)}, and stand in the order {', '.join(now)}")
     return ", ".join(lines)
 
 

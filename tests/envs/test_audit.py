@@ -158,6 +158,25 @@ def test_what_is_changed_is_certain_for_numbers() -> None:
             assert other is not None and (other == value) is equal, (text, what, changed)
 
 
+@pytest.mark.parametrize(
+    ("kind", "gold"),
+    [
+        ("unit", "5\\text{ kilograms}"),
+        ("unit", "5\\text{ kg}"),
+        ("expression", "0x^2+3"),
+        ("list", "1,234, 5,678"),
+        ("tuple", "(1,234, 5)"),
+        ("number", "0"),
+        ("list", "2, 2"),
+        ("interval", "(-\\infty, 3]"),
+    ],
+)
+def test_nothing_wrong_is_called_right_nor_right_wrong(kind: str, gold: str) -> None:
+    """By the verifier, which the written pairs hold to be sound."""
+    for what, equal, changed in of_latex(gold, kind):
+        assert proven(gold, changed) == equal, (what, changed)
+
+
 def test_the_audit_keeps_within_its_share_and_is_told_once() -> None:
     _, auditor = audited(accepted, steps=5, cpu=1e-9)
     assert auditor.tally.answers <= 1 or auditor.tally.seconds <= SHARE * 1e-9

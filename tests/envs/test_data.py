@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from envs import lengths
-from envs.data import data_of
+from envs.data import _written, data_of
 from envs.lengths import check_lengths
 from envs.registry import make_family
 from rl.config.schema import ConfigError, load_config
@@ -51,6 +53,39 @@ def test_a_digest_is_that_of_the_training_rows(tmp_path: Path) -> None:
         rows(tmp_path / "e.jsonl", [*prompts, "10?"]),
     ]
     assert len({own, *(digest(*DATASET, f"env.options.source={other}") for other in others)}) == 4
+
+
+def test_a_digest_is_of_what_the_data_say(tmp_path: Path) -> None:
+    """The order of a row's fields and of a set's members says nothing; numbers in an array or an object do."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1?", "answer": "1"}\n')
+    (tmp_path / "b.jsonl").write_text('{"answer": "1", "prompt": "1?"}\n')
+    options = ("env.options.eval_count=0",)
+    of = [digest(*DATASET, *options, f"env.options.source={tmp_path / name}") for name in ("a.jsonl", "b.jsonl")]
+    assert of[0] == of[1]
+
+    class Plain:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    long = np.arange(5000)
+    assert _written({"b", "a"}) == _written({"a", "b"}) == "{'a','b'}"
+    assert len({_written(Plain(1)), _written(Plain(2)), _written(long), _written(long[::-1])}) == 4
+
+
+@pytest.mark.parametrize("source", ["rows.csv", "rows.jsonl.gz", "rows.json", "rows*.jsonl"])
+def test_held_out_problems_of_files_are_not_those_of_training(source: str, tmp_path: Path) -> None:
+    """A file has no splits, so its last rows are held out, whatever its form."""
+    written = [{"question": f"{number}+1?", "answer": str(number + 1)} for number in range(20)]
+    lines = "".join(json.dumps(row) + "\n" for row in written)
+    table = "".join(f"{row['question']},{row['answer']}\n" for row in written)
+    (tmp_path / "rows.csv").write_text("question,answer\n" + table)
+    (tmp_path / "rows.json").write_text(json.dumps(written))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "rows1.jsonl").write_text(lines)
+
+    overrides = ["env.name=math", f"env.options.source={tmp_path / source}", "env.options.eval_count=5"]
+    family = make_family(load_config(None, overrides))
+    assert (family.task_count("train"), family.task_count("eval")) == (15, 5)
 
 
 SEEDED = {

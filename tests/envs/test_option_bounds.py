@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import UnionType
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -14,7 +14,7 @@ from rl.config.plugins import validated
 from rl.config.schema import ConfigError
 
 SIGNED = {"invalid_reward", "success_reward", "success_return"}
-REQUIRED = {
+REQUIRED: dict[str, dict[str, Any]] = {
     "dataset": {"source": "rows.jsonl", "reward": "exact"},
     "gymnasium": {"id": "FrozenLake-v1"},
     "openenv": {"url": "http://127.0.0.1:1"},

@@ -87,7 +87,11 @@ def test_a_folder_and_a_glob_are_all_their_files_by_name(tmp_path: Path) -> None
         ("a.json", b'[{"a": {"b": 1, "b": 2}}]', "the field 'b' stands in it twice"),
         ("a.json", b'{"question": "2+2?"}', "is no list of objects"),
         ("a.csv", b"question,answer\n2+2?,4,5\n", "more fields than the 2 of the first line"),
+        ("a.csv", b'question,answer\n"2+2?"x,4\n', "line 2 is not CSV"),
+        ("a.csv", b"question,answer,answer\n2+2?,4,5\n", "the field 'answer' stands twice"),
+        ("a.jsonl", b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}\n", "row 1 is nested too deep"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"{}")[:10] + b"\xff" * 20, "cannot be read"),
         ("a.jsonl", b'{"question": "\xff"}\n', "cannot be read"),
         ("a.txt", b"2+2?", "is no file of rows; these can be read: .jsonl"),
     ],
@@ -97,6 +101,13 @@ def test_what_is_not_valid_is_one_line(name: str, data: bytes, message: str, tmp
     with pytest.raises(RowError) as raised:
         values(tmp_path / name)
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_table_with_an_index_and_long_fields_is_read(tmp_path: Path) -> None:
+    """As pandas writes it: the first column has no name."""
+    (tmp_path / "a.csv").write_text(f",question,answer\n0,{'q' * 200_000},4\n")
+    (row,) = values(tmp_path / "a.csv")
+    assert row == {"": "0", "question": "q" * 200_000, "answer": "4"}
 
 
 def test_half_an_emoji_is_replaced_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +144,7 @@ def dataset(source: Path, **options: Any) -> DatasetFamily:
     return DatasetFamily(DatasetOptions(source=str(source), reward={"exact": 1.0}, eval_count=0, **options), seed=0)
 
 
-@pytest.mark.parametrize("answer", ["null", "NaN", '""', "[]", None], ids=str)
+@pytest.mark.parametrize("answer", ["null", "NaN", '""', '" "', "[]", None], ids=str)
 def test_a_row_without_an_answer_is_refused_with_row_and_field(answer: str | None, tmp_path: Path) -> None:
     """`"answer": null` with the reward `exact` paid for the text "None"."""
     field = "" if answer is None else f', "answer": {answer}'

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 
 from envs.swe.must_fail import must_fail_copy
@@ -80,6 +82,18 @@ def test_a_changed_value_is_another_of_its_type() -> None:
         assert changed != value and (
             type(changed) is type(value) or value in (None, float("inf"), b"a") or type(value) is object
         )
+
+
+@pytest.mark.parametrize("wanted", [np.nan, np.array([np.nan]), np.array([]), np.array([1.0, 2.0])], ids=repr)
+def test_what_numpy_calls_equal_fails_in_the_copy(wanted: Any) -> None:
+    """NaN equals NaN for its assertions, and an empty array an empty one."""
+    copy = must_fail_copy("def test_a():\n    assert wanted == wanted\n", ["test_a"])
+    namespace = {"wanted": wanted}
+    exec(copy.text, namespace)
+
+    changed = namespace[next(name for name in namespace if name.startswith("other_"))](wanted)
+    with pytest.raises((AssertionError, TypeError)):
+        np.testing.assert_allclose(wanted, changed)
 
 
 def test_names_of_tests_that_must_fail() -> None:

@@ -45,7 +45,7 @@ def test_what_a_process_has_to_say_is_heard(spec: ProcessSpec, message: Message)
 @pytest.mark.parametrize(
     ("spec", "message", "why"),
     [
-        (LEARNER, Metrics(3, {"train/loss": 0.1}), "without \\['time/over', 'time/step', 'train/reward'"),
+        (LEARNER, Metrics(3, {"train/loss": 0.1}), "without \\['time/over', 'time/step', 'version/timeline'"),
         (LEARNER, Metrics(-1, ROW), "a row of step -1"),
         (SERVER, Metrics(3, ROW), "which has none to tell"),
         (LEARNER, AlarmRaised("learner.0", "no such alarm", ""), "there is no alarm 'no such alarm'"),

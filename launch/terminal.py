@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
 
 # All control characters but tab and newline, also those of eight bits, and what turns the direction of writing round.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -22,9 +21,9 @@ def clean(text: str) -> str:
 class CleanConsole(Console):
     """A console of rich whose own colours and movements are the only ones."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Any]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(clean(segment.text), segment.style)
+            yield segment if segment.control else segment._replace(text=clean(segment.text))
 
 
 def say(text: str, file: IO[Any] | None = None) -> None:

@@ -44,5 +44,5 @@ def test_an_engine_imports_nothing_of_the_learner() -> None:
 
 
 def test_updater_and_proof_know_no_channel() -> None:
-    serving = modules_of(ROOT, *(f"rl/weights/{name}.py" for name in ("channel", "updater", "proof", "service")))
-    assert len(serving) == 4 and not [each.name for each in serving if any(i.startswith(HOST) for i in imports(each))]
+    serving = modules_of(ROOT, *(f"rl/weights/{name}.py" for name in ("channel", "updater", "service")))
+    assert len(serving) == 3 and not [each.name for each in serving if any(i.startswith(HOST) for i in imports(each))]

@@ -59,6 +59,7 @@ def run(recipe: str, folder: Path, cache: Path, *overrides: str) -> tuple[str, d
     return done.stdout, summary
 
 
+@pytest.mark.docs
 def test_the_laptop_recipe_imitates_then_trains_on_many_turns(tmp_path: Path, cache: Path) -> None:
     output, summary = run(
         "alfworld_cpu.yaml",
@@ -88,6 +89,7 @@ def test_the_laptop_recipe_imitates_then_trains_on_many_turns(tmp_path: Path, ca
     assert all(row["success"] in (0, 1) for row in evaluated)
 
 
+@pytest.mark.docs
 def test_the_eight_gpu_topology_at_reduced_size(tmp_path: Path, cache: Path) -> None:
     """Several generators, ranks and environment servers, redundant environments, tagged actions, listed commands."""
     _output, summary = run(

@@ -7,11 +7,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from envs.swe.generate import write_tasks
 from tests.envs.repositories import FILES, TASK, write_files
 from tests.test_alfworld_end_to_end import run
 
 
+@pytest.mark.docs
 def test_the_laptop_recipe_imitates_an_agent_then_trains_in_sandboxes(tmp_path: Path) -> None:
     """Repositories come from the user's folder, so that nothing is fetched."""
     tasks = [replace(TASK, instance_id=f"ledger-{n}", package="") for n in range(3)]

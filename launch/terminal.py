@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable
 from typing import IO, Any
 
-from rich import segment
 from rich.console import Console, ConsoleOptions, RenderableType
 
 # All control characters but tab and newline, also those of eight bits, and what turns the direction of writing round.
@@ -22,9 +21,9 @@ def clean(text: str) -> str:
 class CleanConsole(Console):
     """A console of rich whose own colours and movements are the only ones."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[segment.Segment]:
-        for part in super().render(renderable, options):
-            yield part if part.control else segment.Segment(clean(part.text), part.style)
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Any]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=clean(segment.text))
 
 
 def say(text: str, file: IO[Any] | None = None) -> None:

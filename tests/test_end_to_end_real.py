@@ -49,7 +49,7 @@ tracking: {{wandb: offline, save_batches: true}}
 def system(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     (folder / "recipe.yaml").write_text(RECIPE)
     command = [sys.executable, "-m", "launch.cli", "run", str(folder / "recipe.yaml"), f"runs={folder}", *overrides]
-    environment = os.environ | {"FRESCO_CACHE": str(folder.parent / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"FRESCO_CACHE": str(folder.parent / "cache")}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

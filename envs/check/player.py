@@ -15,7 +15,7 @@ import numpy as np
 
 from rl.config.schema import Config
 from rl.wire.columns import ONE_TURN, masked_columns, masked_context
-from rl.wire.messages import Generate, Generated, Ticket, Trajectory, Version
+from rl.wire.messages import NO_OPINION, Generate, Generated, Ticket, Trajectory, Version
 from rollout.episodes.environment import ChatMessage, Environment, EnvironmentFamily, Tools
 from rollout.episodes.episode import Activity, EpisodeContext, EpisodeFailed, run_episode
 from rollout.episodes.tokenizer import IdTokenizer
@@ -148,6 +148,7 @@ class Player:
             success=trajectory.success,
             stop_reason=trajectory.stop_reason,
             silent=any(before.end == after.start for before, after in pairwise(turns)),
+            error="" if trajectory.unrewarded in ("", NO_OPINION) else f"no reward: {trajectory.unrewarded}",
         )
 
 

@@ -12,7 +12,7 @@ from tests.conftest import MakeRun
 
 def test_what_a_new_learner_asked_for_outlives_the_news_of_the_old_ones_death(make_run: MakeRun) -> None:
     broker = Broker(Process("broker", ProcessContext(make_run(), 0, 1)))
-    broker.core.groups.e = 1  # the batch of that version is assembled
+    broker.core.groups.e = 1  # a batch was assembled, and its version is on its way
     request = SaveRequest(Version(0, 1))
     try:
         broker._from_learner(request, identity("learner", 0, 2))

@@ -195,6 +195,7 @@ def test_simulated_engine(tmp_path: Path, model_folder: Path, make_run: MakeRun)
     check_equal(batch_parts, rows, run_plain_loop(run, model_folder), logp=0)
 
 
+@pytest.mark.docs
 def test_real_vllm_and_two_ranks(tmp_path: Path, model_folder: Path) -> None:
     """The reference runs in a process of its own: vLLM's environment must be set before Python starts."""
     overrides = ("generator.engine=vllm", "learner.ranks=2", "generator.count=2")

@@ -164,9 +164,8 @@ def _serve(line: socket.socket, imports: list[str]) -> Command | None:
             line.close()
             return None
 
-        pid = _copy(command, files)
+        pid = _copy(command, files, line)
         if pid is None:
-            line.close()
             return command
         line.send(str(pid).encode())
 
@@ -202,8 +201,9 @@ def _import(name: str) -> None:
         importlib.import_module(name)
 
 
-def _copy(command: Command, files: list[int]) -> int | None:
-    """The copy's pid; None in the copy itself, once it is the child of whoever asked for it."""
+def _copy(command: Command, files: list[int], line: socket.socket) -> int | None:
+    """The copy's pid; None in the copy itself, once it is the child of whoever asked for it. The copy has no part of
+    the line: its end is how one hears of the server's."""
     gc.freeze()  # what is there will stay: collecting it would only write to shared pages
     pid_read, pid_write = os.pipe()
     adopted_read, adopted_write = os.pipe()
@@ -216,6 +216,7 @@ def _copy(command: Command, files: list[int]) -> int | None:
             os._exit(0)
         for each in (pid_read, pid_write, adopted_write):
             os.close(each)
+        line.close()
         os.read(adopted_read, 1)  # ends when the server has seen the end of the process between
         os.close(adopted_read)
 

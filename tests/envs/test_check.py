@@ -66,6 +66,7 @@ def test_the_command_prints_the_page_and_says_with_its_code_whether_all_holds(
     assert "its agent owns the loop" in capsys.readouterr().err
 
 
+@pytest.mark.docs
 def test_maths_and_code_hold_and_noise_is_known_for_what_it_is() -> None:
     page = check("env.name=math", "env.step_deadline_s=30")
     assert page.failed == [], page.text()
@@ -74,6 +75,7 @@ def test_maths_and_code_hold_and_noise_is_known_for_what_it_is() -> None:
     assert check("env.name=synthetic", "env.step_deadline_s=30").failed == ["cheats"]  # it rewards half of all words
 
 
+@pytest.mark.docs
 def test_games_of_alfworld_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FRESCO_CACHE", str(tmp_path))
     games = "env.options.games={train: 8, valid_unseen: 4, max_receptacles: 6, clutter: [4, 6]}"
@@ -81,6 +83,7 @@ def test_games_of_alfworld_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert page.failed == [], page.text()
 
 
+@pytest.mark.docs
 def test_repositories_hold(tmp_path: Path) -> None:
     tasks = [replace(TASK, instance_id=f"ledger-{n}", package="") for n in range(3)]
     write_tasks(tasks, tmp_path / "tasks.jsonl")
@@ -93,6 +96,7 @@ def test_repositories_hold(tmp_path: Path) -> None:
     assert page.failed == ["tasks differ"], page.text()  # two copies of one task
 
 
+@pytest.mark.docs
 def test_games_of_gymnasium_hold() -> None:
     options = ["env.options.id=Taxi-v4", "env.options.success_return=0.5", "env.options.eval_tasks=8"]
     page = check("env.name=gymnasium", *options, "env.max_turns=20", "env.step_deadline_s=30", scope=TINIEST)
@@ -136,6 +140,7 @@ def in_a_thread(server: AbstractAsyncContextManager[Served]) -> Iterator[Served]
         loop.close()
 
 
+@pytest.mark.docs
 def test_data_sets_of_reasoning_gym_hold_in_a_mixture_too() -> None:
     """Among them a game that takes bare words, for which the script of the check is no action."""
     chain = "{env: reasoning_gym, options: {dataset: chain_sum, tasks: 200}}"

@@ -51,7 +51,7 @@ for _ in range(20):
         os.setsid(); x = bytearray(60 << 20); time.sleep(600); os._exit(0)
 time.sleep(600)
 """
-    assert python(sandbox, code).out_of_memory
+    assert python(sandbox, code, timeout_s=10).out_of_memory  # who began them sleeps on
 
 
 def test_memory_in_anonymous_files(backend: BubblewrapBackend, sandbox: Sandbox) -> None:

@@ -445,6 +445,7 @@ def changes(study: Study, cell: Cell, folder: Path) -> list[str]:
 SMALL = ["tracking.wandb=disabled", "generator.count=1", "env.servers=1"]
 
 
+@pytest.mark.docs
 def test_a_real_study_of_simulated_runs(tmp_path: Path) -> None:
     """Every run by itself: an evaluation continues from the checkpoint of its training run."""
     file = tmp_path / "small.yaml"

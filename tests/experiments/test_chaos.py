@@ -123,6 +123,7 @@ def test_a_connection_is_cut_between_two_that_go_on(only_new_connections: None) 
 
 
 @pytest.mark.parametrize("seed", [1])
+@pytest.mark.docs
 def test_a_short_schedule_on_a_live_run(seed: int) -> None:
     # Steps take longer than two looks at the run: each fault comes while there is one left.
     overrides = ["steps=40", "learner.checkpoint_every=2", "timeouts.hang_s=10", f"seed={seed}"]

@@ -198,6 +198,7 @@ def test_a_bare_loop_computes_in_the_dtype_of_the_run(run: RunFile, form: Form) 
     assert 1e-5 * largest < largest_difference(exact, coarse) < 0.1 * largest
 
 
+@pytest.mark.docs
 def test_both_bare_sides_do_the_work_of_a_run(run: RunFile) -> None:
     work = Work(str(run.folder), [Step(9, [4, 5, 6, 7] * 4)] * 2, group_size=4, rows_at_once=8, at_once=16)
     requests = _bare_engine.requests_of(work, 64, seed=0)

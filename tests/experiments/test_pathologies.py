@@ -48,6 +48,7 @@ def test_a_clean_run_ends_well_and_raises_nothing(code: int, alarms: list[dict[s
     assert as_expected({"exit_code": code, "raised": alarms, "trained": {}}) is expected
 
 
+@pytest.mark.docs
 def test_a_slow_server_is_named(tmp_path: Path) -> None:
     (slow,) = [case for case in CASES if case.name == "slow-server"]
     result = play(replace(slow, overrides=(*slow.overrides, "steps=8", "eval.tasks=0")), tmp_path)
@@ -57,6 +58,7 @@ def test_a_slow_server_is_named(tmp_path: Path) -> None:
     assert f"| `slow-server` | {result['named']['step']} |" in table([result])
 
 
+@pytest.mark.docs
 def test_a_dead_generator_is_named_for_what_killed_it(tmp_path: Path) -> None:
     """Not for an error of its own while it starts."""
     (dead,) = [case for case in CASES if case.name == "dead-generator"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import sys
 import time
 import traceback
@@ -36,7 +35,7 @@ from rl.store.samples import SampleFile
 from rl.wire import messages
 from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Ticket, Trajectory
-from rl.wire.process import Process, WaitExpired
+from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
 from rl.wire.run import ProcessContext, context_from_command_line
 from rl.wire.sockets import open_socket
@@ -411,9 +410,7 @@ async def serve(process: Process) -> None:
 def main(context: ProcessContext) -> None:
     with Process("env_server", context) as process:
         AwakeLoop(process.tick_s).run_until_complete(serve(process))
-    zmq.Context.instance().term()  # what was sent last leaves, within the sockets' linger
-    sys.stdout.flush()
-    os._exit(0)  # abandoned calls and threads of an environment must not keep the process alive
+    leave()  # whatever abandoned calls and threads of an environment do
 
 
 if __name__ == "__main__":

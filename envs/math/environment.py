@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -84,6 +85,12 @@ class MathFamily:
         if not 0 <= index < self._count[split]:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
+
+    def data(self) -> list[Any]:
+        """All problems; of those that a seed makes a hundred, so that no start waits until all are made."""
+        count = self._count["train"]
+        made = min(count, 100) if self.options.source == "arithmetic" else count
+        return [count, *map(self._problem["train"], range(made))]
 
     def opening(self, task: Problem) -> list[ChatMessage]:
         system = self.options.system_prompt

@@ -249,8 +249,7 @@ class Config(Section):
     resume: Path | None = None
     """A checkpoint folder to continue from."""
     resume_data: Literal["same", "new"] = "same"
-    """Whether a `resume` trains the data of its checkpoint; with `new` others are taken, from their first row, and what
-    was open of the old ones has ended."""
+    """Whether a `resume` trains its checkpoint's data, or `new` ones, from their first row: what was open has ended."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

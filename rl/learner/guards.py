@@ -185,7 +185,7 @@ class StepGuards:
             step = -advantages.diff()
             opposite = (earned.abs() > 1e-3 * spread) & (earned * step <= 0)
             wrong += bool((opposite | ((earned == 0) & (step.abs() > 1e-3))).any())
-        self._alarms.check("credit-order", wrong > 0, f"{wrong} samples of step {batch_part.step}")
+        self._check("credit-order", wrong > 0, f"{wrong} samples of step {batch_part.step}")
 
     def _at_equal_weights(self, stats: UpdateStats) -> None:
         """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""

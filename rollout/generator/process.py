@@ -25,7 +25,7 @@ from rl.observe.trace_events import EngineState, FirstToken, LoadBegan, LoadEnde
 from rl.wire import messages
 from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Version
-from rl.wire.process import Process
+from rl.wire.process import Process, leave
 from rl.wire.receiving import Malformed, Port
 from rl.wire.run import context_from_command_line
 from rl.wire.sockets import open_socket, send
@@ -388,6 +388,7 @@ def main() -> None:
     process = Process("generator", context)
     with process, asyncio.Runner(loop_factory=partial(AwakeLoop, process.tick_s)) as runner:
         runner.run(serve(process, make_engine(context)))
+    leave()
 
 
 if __name__ == "__main__":

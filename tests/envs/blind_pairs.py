@@ -48,6 +48,7 @@ def spelled(value: Fraction, dice: random.Random) -> str:
         return sign + dice.choice(
             [str(above), f"{above}.00", grouped.replace(",", "{,}"), grouped.replace(",", "\\,"), f"{{{above}}}"]
         )
+
     forms = [
         f"{sign}\\dfrac {{{above}}} {{{below}}}",
         f"{sign} \\tfrac{{{above}}}{{{below}}}",

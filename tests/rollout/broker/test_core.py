@@ -100,6 +100,7 @@ class Driver:
             payload=ticket.ticket_id,
             unrewarded=unrewarded,
         )
+
         reported = ticket.kind == "train"
         actions: list[Action] = []
         if reported and not late:

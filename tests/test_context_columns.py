@@ -280,21 +280,25 @@ def sequences_of(part: BatchPart) -> Iterator[TokenSequence]:
 
 @pytest.mark.parametrize("on_update", ["recompute", "abort"])
 def test_generators_and_the_proxy_die_and_every_entry_is_right(tmp_path: Path, on_update: str) -> None:
-    """Real processes: three turns, an update at each step, two generators of which one dies, and the proxy."""
+    """Real processes: three turns, an update at each step, two generators of which one dies, and the proxy.
+
+    A generator tells of a response every 128 tokens. These are five times as long and more than there are seats, so that
+    whenever it dies it has told of most that it runs.
+    """
     process = start(
         tmp_path,
         "algo.columns=[tests.reading:READ, tests.reading:SAMPLER]",
-        "steps=12",
+        "steps=10",
         "eval.tasks=0",
         "tracking.save_batches=true",
         "timeouts.heartbeat_s=0.1",
         "learner.options.step_s=0.1",
-        "sampling.max_tokens=400",
-        "generator.max_model_len=2048",
-        "generator.max_num_seqs=16",
+        "sampling.max_tokens=800",
+        "generator.max_model_len=4096",
+        "generator.max_num_seqs=6",
         f"generator.on_update={on_update}",
-        "generator.options.decode_base_s=0.002",
-        "generator.options.length_mean=300",
+        "generator.options.decode_base_s=0.0005",
+        "generator.options.length_mean=700",
         "env.max_turns=3",
         "env.options.turns=3",
         "learner.max_restarts=9",
@@ -306,7 +310,7 @@ def test_generators_and_the_proxy_die_and_every_entry_is_right(tmp_path: Path, o
         kill(tmp_path, "proxy")
         wait_for_step(tmp_path, 8)
         kill(tmp_path, "broker")
-        check_books(finish(process, tmp_path), 12)
+        check_books(finish(process, tmp_path), 10)
     finally:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)

@@ -26,6 +26,7 @@ import zmq
 from msgspec.structs import replace
 
 from envs.audit.auditor import ANSWERS, Auditor
+from envs.data import check_data
 from envs.guards import check_server
 from envs.registry import make_family
 from rl.config.hooks import make_hooks
@@ -404,7 +405,9 @@ def _described(error: BaseException) -> str:
 
 
 async def serve(process: Process) -> None:
-    await EnvServer(process, make_family(process.config)).run()
+    family = make_family(process.config)
+    check_data(process.run.data, process.config.env.name, family)
+    await EnvServer(process, family).run()
 
 
 def main(context: ProcessContext) -> None:

@@ -7,7 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -92,6 +92,12 @@ class CodeFamily:
         if not 0 <= index < self._count[split]:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
+
+    def data(self) -> list[Any]:
+        """All problems; of those that a seed makes a hundred, so that no start waits until all are made."""
+        count = self._count["train"]
+        made = min(count, 100) if self.options.source == "generated" else count
+        return [count, *map(self._problem["train"], range(made))]
 
     def opening(self, task: CodeProblem) -> list[ChatMessage]:
         options = self.options

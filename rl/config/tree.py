@@ -15,7 +15,10 @@ class ConfigError(ValueError):
     """Bad configuration: one line naming the field, the value and the fix."""
 
 
+TINY = "tiny"
+"""The model that is made here, and the one of a recipe that names none."""
 OPTIONS_OF = {
+    "model.path": "model.warm_start",
     "env.name": "env.options",
     "algo.loss": "algo.options",
     "algo.advantage": "algo.advantage_options",
@@ -23,7 +26,8 @@ OPTIONS_OF = {
     "generator.engine": "generator.options",
     "learner.kind": "learner.options",
 }
-"""Where a plug-in's options are, by the field that names it. Another plug-in does not inherit them."""
+"""Where a plug-in's options are, by the field that names it. Another plug-in does not inherit them, nor does another
+model a warm start: it is trained only where that is said with its name."""
 
 
 def removed_fields() -> dict[str, str]:
@@ -71,10 +75,10 @@ def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any
 
 def forget_options(tree: dict[str, Any], name: str, value: Any) -> None:
     """Drop the options of the plug-in that `name` names in the tree, where `value` names another one."""
-    if value is None or _value(tree, name) in (None, value):
-        return
+    before = _value(tree, name) or (TINY if name == "model.path" else None)
     section, _, options = OPTIONS_OF[name].partition(".")
-    tree[section].pop(options, None)
+    if value is not None and before not in (None, value) and isinstance(tree.get(section), dict):
+        tree[section].pop(options, None)
 
 
 def _value(tree: dict[str, Any], name: str) -> Any:

@@ -13,7 +13,7 @@ from envs.registry import validate_env, validate_options
 from launch import preflight
 from launch.cli import main, parse
 from launch.prepare import Prepared, validate
-from launch.recipes import SHIPPED
+from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, load_config
 from tests.envs.test_openenv import counting
 

@@ -318,10 +318,11 @@ class Config(Section):
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
     """Read a YAML recipe and apply `key=value` overrides.
 
-    A recipe may name another one under `base:` (relative to itself) whose values it extends.
+    A recipe may name another one under `base:` whose values it extends: one that comes with Fresco, by its name, or a
+    path that is relative to itself.
     Raises ConfigError with one line that names the field, the value and the fix.
     """
-    tree = read_recipe(Path(path)) if path is not None else {}
+    tree = read_recipe(path) if path is not None else {}
     for item in overrides or []:
         name, _, value = item.partition("=")
         if name in OPTIONS_OF:

@@ -28,10 +28,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from launch import __version__
-from launch.recipes import find_recipe
 from launch.terminal import say
 from rl.config.failures import CANNOT_WRITE
 from rl.config.plugins import own_packages_first
+from rl.config.recipes import find_recipe
 from rl.config.schema import ConfigError
 from rl.store.made_once import cache_folder
 

@@ -107,6 +107,8 @@ def conversation(sample: Sample, pieces: Pieces) -> Iterator[Text]:
 
     if rest := "".join(texts[read:]).strip():
         yield Text(rest, style="dim")
+    for name, text in sample.notes.items():
+        yield Text(f"    {name}: {text}", style="italic" if sample.success else "bold italic")
 
 
 def _head(sample: Sample) -> str:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from launch.report.blocks import Arrays
+from launch.report.tasks import types_of
 from rl.store.samples import Sample, Trained, read_samples, read_trained
 from rl.wire.run import RunFile
 from rollout.episodes.pieces import Pieces
@@ -89,6 +90,7 @@ def _episode(sample: Sample, trained: Trained | None, pieces: Pieces) -> dict[st
         "generated": len(versions),
         "oldest": min(versions, default=-1),
         "newest": max(versions, default=-1),
+        "types": types_of(sample.info),
         "pieces": dict(pieces.joined(sample.token_ids)),
         "step": trained.step if trained else None,
         "clipped": trained.clipped if trained and counted else [],

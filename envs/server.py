@@ -319,7 +319,7 @@ class EnvServer:
             played = replace(played, info=played.info | self._auditor.news())
             outcome = (turns, played.tokens_generated, played.reward, played.success)
             self.process.trace.add(EpisodeEnded(ticket_id, played.stop_reason, *outcome))
-            self._samples.add(played)
+            self._samples.add(played, running.progress.notes)
             self._send_end(replace(played, seq=self._seq, **self._me))
 
     def _offer(self, running: RunningEpisode) -> None:

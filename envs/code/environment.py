@@ -166,7 +166,8 @@ class CodeEnvironment:
             "out_of_memory": float(verdict.out_of_memory),
         }
         reward = verdict.fraction if self._family.options.reward == "fraction" else info["solved"]
-        return Step([], reward, done=True, success=verdict.solved, info=info)
+        read = "no code" if verdict.no_code else f"{verdict.passed} of {verdict.total} tests passed"
+        return Step([], reward, done=True, success=verdict.solved, info=info, notes={"read": read})
 
     async def gold(self) -> str | None:
         solution = self._problem.solution

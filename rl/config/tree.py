@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {str(path)!r} must be a mapping of sections")
     base = tree.pop("base", None)
+    tree = _beside(path.absolute().parent, tree)
     if not base:
         return tree
 
@@ -67,6 +69,18 @@ def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any
     for name in OPTIONS_OF:
         forget_options(low, name, _value(tree, name))
     return _merge(low, tree)
+
+
+def _beside(folder: Path, value: Any) -> Any:
+    """The values of a recipe in `folder`: a text that begins with `./` or `../` names what stands there, wherever
+    Fresco is started."""
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return os.path.normpath(folder / value)
+    if isinstance(value, list):
+        return [_beside(folder, each) for each in value]
+    if isinstance(value, dict):
+        return {_beside(folder, key): _beside(folder, each) for key, each in value.items()}
+    return value
 
 
 def forget_options(tree: dict[str, Any], name: str, value: Any) -> None:

@@ -27,7 +27,8 @@ from msgspec.structs import replace
 
 from envs.audit.auditor import ANSWERS, Auditor
 from envs.data import check_data
-from envs.guards import check_server
+from envs.guards import check_template
+from envs.held_out import check_held_out, knows_tasks
 from envs.registry import make_family
 from rl.config.hooks import make_hooks
 from rl.config.schema import Config, ConfigError
@@ -145,6 +146,7 @@ class EnvServer:
 
     async def _begin_serving(self) -> None:
         start_s = self.config.timeouts.start_s
+        judged = knows_tasks(self.family)  # before the run
         try:
             async with asyncio.timeout(start_s):
                 await self.family.start()
@@ -154,10 +156,9 @@ class EnvServer:
         if self._parsers is not None:
             await self._parsers.ready()
         if self.process.index == 0:
-            config = self.config
-            check_server(
-                self.family, self._context.tokenizer, config.chat.thinking, config.eval.tasks, self.process.alarms
-            )
+            if not judged:
+                check_held_out(self.config, self.family)
+            check_template(self._context.tokenizer, self.config.chat.thinking, self.process.alarms)
         self._greet_proxy()
         self._greet_broker()
 

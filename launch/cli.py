@@ -1,5 +1,6 @@
 """`fresco`: the one command line.
 
+    fresco init my_task [--model Qwen/Qwen3-0.6B]
     fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
     fresco eval runs/alfworld_small/checkpoints/step-80 --env alfworld --split valid_unseen [--greedy | --temperature 1]
     fresco check-loss my_module:my_loss clip_high=0.3
@@ -89,6 +90,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fresco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"fresco {__version__}")
     commands = parser.add_subparsers(required=True)
+    _add_init(commands.add_parser("init", help="begin: a folder with a recipe, a reward, rows and a test"))
     _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
     _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
     _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
@@ -108,13 +110,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides += rest
+    if getattr(arguments, "help_fields", None) is not None:
+        arguments.call = "launch.commands.fields:help_fields"
+    elif arguments.call == "launch.commands.run:run" and arguments.recipe is None:
+        parser.error("fresco run needs a recipe: a file, or the name of one that comes with Fresco")
     return arguments
 
 
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="a new one, wherever you like")
+    parser.add_argument("--model", help="a folder or a hub name; default: a tiny one that is made, for a laptop")
+    parser.set_defaults(call="launch.commands.init:init")
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=find_recipe, help="a file, or the name of one that comes with Fresco")
+    named = "a file, or the name of one that comes with Fresco"
+    parser.add_argument("recipe", type=find_recipe, nargs="?", help=f"{named}; --help-fields needs none")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
+    fields = "list the fields whose name or help matches this, with type and default ('' for all), and start nothing"
+    parser.add_argument("--help-fields", metavar="PATTERN", help=fields)
     parser.set_defaults(call="launch.commands.run:run")
 
 

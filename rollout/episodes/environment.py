@@ -239,7 +239,8 @@ class EnvironmentFamily(Protocol):
     `Options` is the pydantic model that `env.options` is validated against (unknown keys refused). A class may also
     have `needs(options) -> Needs`, and `planned(options)` where tasks take long to make (`envs/registry.py`). A family
     may have `data()`: values by which a resume knows its training data again, where the tasks do not say it. With
-    `opening(task)`, the messages of `reset`, their length is checked at the start.
+    `opening(task)`, the messages of `reset`, their length is checked at the start. One whose tasks are made in `start`
+    says `knows_tasks = False` before.
     """
 
     Options: type[BaseModel]

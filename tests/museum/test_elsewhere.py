@@ -12,19 +12,20 @@ from typing import Any, cast
 import pytest
 
 from envs.data import OtherData, check_data, data_of
-from envs.guards import check_server
+from envs.guards import check_template
+from envs.held_out import check_held_out
 from envs.lengths import check_lengths
 from envs.registry import make_family
 from envs.server import serve
 from rl.config.alarms import AlarmsConfig
 from rl.config.schema import ConfigError, load_config
 from rl.learner.run_client import RunClient
-from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, RunAlarm, keep_alarm, read_alarms
+from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, keep_alarm, read_alarms
 from rl.wire.process import Process
 from rl.wire.run import RunFile
 from rollout.broker import BrokerCore
 from rollout.episodes.environment import ChatMessage
-from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
+from rollout.episodes.tokenizer import ChatTokenizer
 from tests.conftest import MakeRun
 from tests.envs.model_folder import TEMPLATE, make_model_folder
 from tests.envs.test_audit import FAULTS as VERIFIERS
@@ -151,29 +152,34 @@ def test_rows_that_a_run_would_suffer_in_silence(tmp_path: Path, row: str, said:
 
 
 class Tasks:
-    def __init__(self, eval_from: int) -> None:
+    """Numbers from 0 on in training, and held out from `eval_from` on; `kinds`: as many are different."""
+
+    def __init__(self, eval_from: int, kinds: int = 100_000) -> None:
         self.eval_from = eval_from
+        self.kinds = kinds
 
     def task_count(self, split: str) -> int:
-        return 50_000
+        return 19_000
 
     def task(self, split: str, index: int) -> dict[str, int]:
-        return {"question": index + self.eval_from * (split == "eval")}
+        return {"question": (index + self.eval_from * (split == "eval")) % self.kinds}
 
 
-def raised_before_the_first_episode(tasks: Tasks, tokenizer: Any) -> list[str]:
+def test_eval_on_train(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said before anything starts; a game of ten positions cannot but be evaluated on what is trained."""
+    config = load_config(None, ["eval.tasks=100"])
+    with pytest.raises(ConfigError, match="alarm eval-on-train: 100% of 100 held-out tasks are training tasks"):
+        check_held_out(config, Tasks(eval_from=0))
+    check_held_out(config, Tasks(eval_from=20_000))
+    assert capsys.readouterr().err == ""
+    check_held_out(config, Tasks(eval_from=20_000, kinds=10))
+    assert capsys.readouterr().err.startswith("! 100% of 100 held-out tasks are training tasks; the game has few tasks")
+
+
+def raised_by_template(tokenizer: ChatTokenizer) -> list[str]:
     raised: list[str] = []
-    try:
-        alarms = Alarms(AlarmsConfig(), lambda name, _: raised.append(name))
-        check_server(cast(Any, tasks), tokenizer, "template", 100, alarms)
-    except RunAlarm as alarm:
-        raised.append(alarm.name)
+    check_template(tokenizer, "template", Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
     return raised
-
-
-def test_eval_on_train() -> None:
-    assert raised_before_the_first_episode(Tasks(eval_from=0), IdTokenizer()) == ["eval-on-train"]
-    assert raised_before_the_first_episode(Tasks(eval_from=50_000), IdTokenizer()) == []
 
 
 def test_template_drift(tmp_path: Path) -> None:
@@ -183,15 +189,15 @@ def test_template_drift(tmp_path: Path) -> None:
     )
     plain = ChatTokenizer(make_model_folder(tmp_path / "plain"))
     spoilt = ChatTokenizer(make_model_folder(tmp_path / "drifting", template=drifting))
-    assert raised_before_the_first_episode(Tasks(eval_from=50_000), plain) == []
-    assert raised_before_the_first_episode(Tasks(eval_from=50_000), spoilt) == ["template-drift"]
+    assert raised_by_template(plain) == []
+    assert raised_by_template(spoilt) == ["template-drift"]
 
 
 def test_thoughts_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`chat.thinking=template` is ignored: a history goes on with thoughts that the template drops."""
     tokenizer = ChatTokenizer(make_model_folder(tmp_path))
     monkeypatch.setattr("rollout.episodes.conversation.keeps_thoughts", lambda *_: True)
-    assert raised_before_the_first_episode(Tasks(eval_from=50_000), tokenizer) == ["template-drift"]
+    assert raised_by_template(tokenizer) == ["template-drift"]
 
 
 def test_clock_jumps(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import zmq
 from msgspec.structs import replace
 
 from envs.audit.auditor import ANSWERS, Auditor
+from envs.data import check_data
 from envs.guards import check_template
 from envs.held_out import check_held_out, knows_tasks
 from envs.registry import make_family
@@ -319,7 +320,7 @@ class EnvServer:
             played = replace(played, info=played.info | self._auditor.news())
             outcome = (turns, played.tokens_generated, played.reward, played.success)
             self.process.trace.add(EpisodeEnded(ticket_id, played.stop_reason, *outcome))
-            self._samples.add(played)
+            self._samples.add(played, running.progress.notes)
             self._send_end(replace(played, seq=self._seq, **self._me))
 
     def _offer(self, running: RunningEpisode) -> None:
@@ -405,7 +406,9 @@ def _described(error: BaseException) -> str:
 
 
 async def serve(process: Process) -> None:
-    await EnvServer(process, make_family(process.config)).run()
+    family = make_family(process.config)
+    check_data(process.run.data, process.config.env.name, family)
+    await EnvServer(process, family).run()
 
 
 def main(context: ProcessContext) -> None:

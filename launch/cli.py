@@ -6,7 +6,7 @@
     fresco check-loss my_module:my_loss clip_high=0.3
     fresco env check gymnasium env.options.id=Taxi-v4
     fresco plan --run runs/math_8gpu --gpus 8
-    fresco show runs/math_cpu --reward 0 --step 20
+    fresco show runs/math_cpu --failed --kind eval
     fresco top runs/math_cpu
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
@@ -29,10 +29,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from launch import __version__
-from launch.recipes import find_recipe
 from launch.terminal import say
 from rl.config.failures import CANNOT_WRITE
 from rl.config.plugins import own_packages_first
+from rl.config.recipes import find_recipe
 from rl.config.schema import ConfigError
 from rl.store.made_once import cache_folder
 
@@ -186,11 +186,23 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
     parser.add_argument("--step", type=int, help="whose newest token was sampled by this version")
-    parser.add_argument("--reward", type=float, help="with exactly this reward")
+    parser.add_argument("--failed", action="store_true", help="without success")
+    parser.add_argument("--reward", type=_range, help="this one, or a range: 0.2..0.8, ..0.5, 0.5..")
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
-    parser.add_argument("--limit", type=int, default=5, help="at most so many (5)")
+    parser.add_argument("--limit", type=int, default=5, help="at most so many, the newest first (5)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     parser.set_defaults(call="launch.commands.show:show")
+
+
+def _range(text: str) -> tuple[float, float]:
+    """The lowest and the highest value of `0.5` alone, `0.2..0.8`, `..0.5` or `0.5..`."""
+    low, dots, high = text.partition("..")
+    try:
+        lowest = float(low or ("-inf" if high else low))
+        return lowest, float(high or "inf") if dots else lowest
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..") from None
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

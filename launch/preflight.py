@@ -19,7 +19,6 @@ import msgspec
 import psutil
 import yaml
 from filelock import FileLock, Timeout
-from huggingface_hub import try_to_load_from_cache
 from rich.table import Table
 
 from envs.data import data_of
@@ -31,7 +30,7 @@ from launch.launcher import LAUNCHERS
 from launch.launcher.local import Begin, begin_process
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
-from launch.prepare import Prepared, check_family_of, prepare
+from launch.prepare import Prepared, check_family_of, config_folder, prepare
 from launch.terminal import CleanConsole
 from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
@@ -94,6 +93,11 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     gpus = visible_gpus()
     device = _check_device(config, gpus, dry, unchecked)
 
+    told = config_folder(config, fetch=not dry)  # what is refused for it is refused before tasks or a model are made
+    if told is not None:
+        check_family_of(config, told)
+    memory = _check_memory(config, device, told, gpus, unchecked)
+
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
     if family is not None and knows_tasks(family):
         check_held_out(config, family)
@@ -101,7 +105,8 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
         shape_by_model(prepared.folder)
-    memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
+    if told is None and prepared.folder is not None:
+        memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
@@ -131,17 +136,15 @@ def _installed() -> bool:
 
 def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:
     """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
-    path = config.model.path
-    told = None if path == "tiny" else Path(path) if Path(path).exists() else _known_to_the_hub(path)
-    if told is not None:
-        check_family_of(config, told)
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
         return Prepared(None, 0)
-    resolve_model = not dry or (path != "tiny" and Path(path).exists())
-    if not resolve_model:
+    path = config.model.path
+    if dry and (path == "tiny" or not Path(path).exists()):
         unchecked.append(f"model.path={path!r} is not resolved in a dry run")
-    return prepare(config, resolve_model=resolve_model, begin=begin)
+    if dry and (warm := config.model.warm_start).demonstrations:
+        unchecked.append(f"a run first trains it on {warm.demonstrations} demonstrations, {warm.steps} steps")
+    return prepare(config, make=not dry, begin=begin)
 
 
 def _check_device(config: Config, gpus: list[Gpu], dry: bool, unchecked: list[str]) -> str:
@@ -245,7 +248,6 @@ def _check_memory(
     config: Config, device: str, folder: Path | None, gpus: list[Gpu], unchecked: list[str]
 ) -> list[Need]:
     _check_threads(config, device)
-    folder = folder or _known_to_the_hub(config.model.path)
     model = read_shape(folder) if folder else None
     if model:
         check_context(config, model)
@@ -264,17 +266,6 @@ def _check_threads(config: Config, device: str) -> None:
     for field, threads in (("generator", config.generator.threads), ("learner", config.learner.threads)):
         if device == "cpu" and threads > cores:
             raise ConfigError(f"{field}.threads={threads}: this machine gives us {cores} cores; at most that many")
-
-
-def _known_to_the_hub(name: str) -> Path | None:
-    """The folder of a hub model whose `config.json` was fetched before."""
-    if name.count("/") != 1 or Path(name).exists():
-        return None
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # the hub can have no such name
-        raise ConfigError(f"model.path={name!r}: no such folder, and no hub name (owner/name)") from None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int, EnvironmentFamily | None]:

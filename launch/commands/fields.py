@@ -24,9 +24,7 @@ def help_fields(arguments: argparse.Namespace) -> int:
     known = dict(_fields(load_config(arguments.recipe, arguments.overrides)))
     found = {name: field for name, field in known.items() if wanted.search(f"{name}\n{field.says}")}
     if not found:
-        raise ConfigError(
-            f"--help-fields {arguments.help_fields!r}: no field is called or says so; try another"
-        )
+        raise ConfigError(f"--help-fields {arguments.help_fields!r}: no field is called or says so; try another")
 
     for name, field in found.items():
         default = f"default {field.default.strip('`')}" if field.default else "required"

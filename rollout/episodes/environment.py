@@ -74,6 +74,9 @@ class Step:
     info: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     """An entry of each registered column that environments make (`rl/wire/columns.py`); none as a rule."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What people read beside the episode: as a rule `expected`, the gold answer, and `read`, what the verifier took
+    for the model's. They are kept with its conversation and go nowhere else."""
 
 
 class RewardFailed(Exception):

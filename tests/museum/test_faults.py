@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.museum import reward_faults as reward_faults
 from tests.museum import slow_faults as slow_faults
 from tests.museum.faults import FAULTS
 from tests.museum.lab import Lab

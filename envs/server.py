@@ -39,7 +39,7 @@ from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Ticket, Trajectory
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
-from rl.wire.run import ProcessContext, context_from_command_line
+from rl.wire.run import context_from_command_line
 from rl.wire.sockets import open_socket
 from rl.wire.text import whole
 from rollout.episodes.environment import EnvironmentFamily
@@ -411,11 +411,11 @@ async def serve(process: Process) -> None:
     await EnvServer(process, family).run()
 
 
-def main(context: ProcessContext) -> None:
-    with Process("env_server", context) as process:
+def main() -> None:
+    with Process("env_server", context_from_command_line()) as process:
         AwakeLoop(process.tick_s).run_until_complete(serve(process))
     leave()  # whatever abandoned calls and threads of an environment do
 
 
 if __name__ == "__main__":
-    main(context_from_command_line())
+    main()

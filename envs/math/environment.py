@@ -151,6 +151,7 @@ class MathEnvironment:
         info["invalid_share"] = float(not verdict.boxed)
         if self._kind:
             info[f"success_{self._kind}"] = info["correct"]
+
         box = last_box(answer_of(action))
         notes = {"expected": self._task.answer, "read": "no closed \\boxed{}" if box is None else box}
         return Step([], info["correct"], done=True, success=verdict.correct, info=info, notes=notes)

@@ -30,7 +30,7 @@ CHECKED: dict[str, tuple[int, list[str]]] = {
     "reasoning_gym": (100, [CHAIN_SUM]),
     "dataset": (100, ["env.options={source: experiments.own_reward:rows, eval_count: 128, reward: exact}"]),
     "code": (16, []),
-    "swe": (4, ["env.max_turns=30", "env.options={generated_count: 12, eval_count: 2}"]),
+    "swe": (3, ["env.max_turns=30", "env.options={generated_count: 4, eval_count: 1}"]),
 }
 """How many solutions, with which fields."""
 

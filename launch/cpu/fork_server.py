@@ -116,24 +116,28 @@ class ForkServer:
 def begin_as_copies(config: Config) -> Iterator[Begin]:
     """How this run's processes begin: as copies of one that has imported what they need, where that takes long.
 
-    With GPUs, and without anything that takes long, each begins by its command line.
+    Where nothing takes long, in a simulated run, all are copies of one that has imported what is theirs; else those
+    that need nothing of torch begin by their command line. With GPUs each does.
     """
-    on_gpus = config.device == "cuda" or (config.device == "auto" and bool(visible_gpus()))
-    plan = [] if on_gpus else make_plan(config, "cpu")
-    needed = list(dict.fromkeys(name for spec in plan for name in spec.imports))
-    if not needed:
+    if config.device == "cuda" or (config.device == "auto" and visible_gpus()):
         yield begin_process
         return
+
+    plan = make_plan(config, "cpu")
+    modules = list(dict.fromkeys(spec.module for spec in plan))
+    needed = list(dict.fromkeys(name for spec in plan for name in spec.imports))
+    imports = [*PREPARE_IMPORTS, *needed] if needed else modules
 
     own: dict[str, str] = {}
     for spec in plan:
         own |= spec.environment
     # Threads are set by each copy for itself; a pool of them may not exist before it is made.
     own["OMP_NUM_THREADS"] = "1"
-    server = ForkServer([*PREPARE_IMPORTS, *needed], own, config.timeouts.hang_s)
+    server = ForkServer(imports, own, config.timeouts.hang_s)
 
     def begin(command: Command, files: Files) -> Begun:
-        copy = server.begin(command, files) if command.imports else None
+        copied = bool(command.imports) if needed else command.module in modules
+        copy = server.begin(command, files) if copied else None
         return copy or begin_process(command, files)
 
     try:

@@ -99,7 +99,9 @@ class StepGuards:
         if self._updates > 1:
             return
 
-        self._at_equal_weights(stats, minibatch.packs)
+        gap = self._at_equal_weights(stats)
+        if self._step == 0 and self._trainer.algorithm.reference == "start" and gap <= self._log_ratio:
+            self._reference_is_start(minibatch.packs)
         (norm,) = stats.steps["train/grad_norm"]
         advantages = any(bool(pack.advantages[pack.mask].any()) for pack in minibatch.packs)
         self._check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
@@ -191,12 +193,13 @@ class StepGuards:
             wrong += bool((opposite | ((earned == 0) & (step.abs() > 1e-3))).any())
         self._check("credit-order", wrong > 0, f"{wrong} samples of step {batch_part.step}")
 
-    def _at_equal_weights(self, stats: UpdateStats, packs: list[Pack]) -> None:
-        """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""
+    def _at_equal_weights(self, stats: UpdateStats) -> float:
+        """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides. Their
+        distance in nats; inf where they are too few."""
         sums = {name: float(values[0]) for name, values in stats.diagnostics.sums.items() if values.ndim == 1}
         tokens = sums.get("tokens", 0.0)
         if tokens < _LEAST_TOKENS:
-            return
+            return math.inf
 
         gap = math.sqrt(2 * max(0.0, sums["kl_behavior"]) / tokens)  # k3 is half the square of a small log-ratio
         self._check(
@@ -204,13 +207,12 @@ class StepGuards:
         )
 
         self._gap_grows(gap)
-        if self._step == 0 and self._trainer.algorithm.reference == "start" and gap <= self._log_ratio:
-            self._reference_is_start(packs)
 
         # A small part of a batch is chosen by how it ended: of the episodes that an update met in their middle, this
         # batch has those that ended soon after it, and they are those that drew few rare tokens.
         if 2 * tokens >= float(stats.diagnostics.sums["tokens"].sum()):
             self._surprise(sums, tokens)
+        return gap
 
     def _reference_is_start(self, packs: list[Pack]) -> None:
         """The first batch was sampled by the very model that the reference is to be."""

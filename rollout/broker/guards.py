@@ -256,8 +256,8 @@ class TaskGuards:
             if not types and outcome.label:
                 types = {outcome.label: outcome.success}
             for name, value in types.items():
-                succeeded = value > 0 and not outcome.unrewarded
-                by_type.setdefault(name.removeprefix(TYPE), []).append(succeeded)
+                solved = value > 0 and not outcome.unrewarded
+                by_type.setdefault(name.removeprefix(TYPE), []).append(solved)
 
         for name, succeeded in by_type.items():
             self._types.setdefault(name, _Type()).add(succeeded)

@@ -206,7 +206,11 @@ class Outcome:
 @runtime_checkable
 class ForeignLoop(Protocol):
     async def run(self, task: Any, endpoint: Endpoint) -> Outcome:
-        """Play the task to its end. Blocking work belongs in a process of its own (`envs/gateway/command.py`)."""
+        """Play the task to its end. Blocking work belongs in a process of its own (`envs/gateway/command.py`).
+
+        What it raises before the model has answered fails the ticket, and the sample is tried again. Later it may be
+        the answer's doing, and is a `RewardFailed`.
+        """
         ...
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl.learner.credit import Minibatch
 from rl.learner.guards import StepGuards
-from rl.models import policy
+from rl.models.head import token_logprobs
 from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
 from rl.wire.messages import BatchPart, Generate, Trajectory, Version, WeightStatus
@@ -223,12 +223,11 @@ def rotary_garbage(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("head-cast", "weights-differ")
 def head_cast(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     """The engine's head stays in float32."""
-    plain = policy.token_logprobs
 
     def cast(hidden: Tensor, head: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        return plain(hidden, head.bfloat16().float(), *rest, **more)
+        return token_logprobs(hidden, head.bfloat16().float(), *rest, **more)
 
-    patch.setattr(policy, "token_logprobs", cast)
+    patch.setattr("rl.models.policy.token_logprobs", cast)
 
 
 @fault("dropout-on", "weights-differ")

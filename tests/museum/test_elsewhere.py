@@ -176,27 +176,28 @@ def test_eval_on_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("! 100% of 100 held-out tasks are training tasks; the game has few tasks")
 
 
+def raised_by_template(tokenizer: ChatTokenizer) -> list[str]:
+    raised: list[str] = []
+    check_template(tokenizer, "template", Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
+    return raised
+
+
 def test_template_drift(tmp_path: Path) -> None:
     """A template that writes past turns in another form than the last one."""
     drifting = TEMPLATE.replace(
         "{%- elif '</think>' in content %}", "{%- else %}{%- set content = '(past) ' + content %}"
     )
-    assert told_of(ChatTokenizer(make_model_folder(tmp_path / "plain"))) == []
-    assert told_of(ChatTokenizer(make_model_folder(tmp_path / "drifting", template=drifting))) == ["template-drift"]
-
-
-def told_of(tokenizer: ChatTokenizer) -> list[str]:
-    """The alarms of a server's start with this tokenizer."""
-    raised: list[str] = []
-    check_template(tokenizer, "template", Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
-    return raised
+    plain = ChatTokenizer(make_model_folder(tmp_path / "plain"))
+    spoilt = ChatTokenizer(make_model_folder(tmp_path / "drifting", template=drifting))
+    assert raised_by_template(plain) == []
+    assert raised_by_template(spoilt) == ["template-drift"]
 
 
 def test_thoughts_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`chat.thinking=template` is ignored: a history goes on with thoughts that the template drops."""
     tokenizer = ChatTokenizer(make_model_folder(tmp_path))
     monkeypatch.setattr("rollout.episodes.conversation.keeps_thoughts", lambda *_: True)
-    assert told_of(tokenizer) == ["template-drift"]
+    assert raised_by_template(tokenizer) == ["template-drift"]
 
 
 def test_clock_jumps(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

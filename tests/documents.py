@@ -14,7 +14,7 @@ NEEDS = ("gpu", "hub", "endpoint", "network", "hours", "other tools")
 """What a block may need that a test does not have, said in a comment above it: `<!-- needs: gpu -->`."""
 PART = "part"
 """In its place: a part of a program, which does nothing by itself."""
-_FENCE = re.compile(r"^(?:<!-- (?P<mark>[^\n]+) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (?P<name>[\w./-]+\.(?:py|yaml|jsonl|sh))(?: .*)?\n")
 
 
@@ -55,7 +55,7 @@ def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     for found in _FENCE.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
-        mark = found["mark"] or ""
+        mark, language, told = found[1] or "", found[2], found[3]
         needs = mark.removeprefix("needs: ") if mark.startswith("needs: ") else ""
         assert not mark or mark in (PART, "/measured") or needs in NEEDS, f"{page.name}:{line}: {mark!r}"
-        yield Block(line, found["language"], found["text"], needs, mark == PART)
+        yield Block(line, language, told, needs, mark == PART)

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from launch import preflight
 from launch.cli import main, parse
 from launch.prepare import Prepared, validate
 from rl.config.schema import Config, load_config
+from rl.wire.columns import COLUMNS
 from tests.documents import PAGES, ROOT, Block, blocks
 from tests.envs.test_openenv import counting
 
@@ -67,8 +69,8 @@ def written(page: Path, folder: Path) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder, in which commands are planned."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder, in which commands are planned. What they register is gone afterwards."""
 
     def prepare(config: Config, *, make: bool, begin: object) -> Prepared:
         validate(config)
@@ -78,7 +80,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    before = dict(COLUMNS)
+    yield tmp_path
+    COLUMNS.clear()
+    COLUMNS.update(before)
 
 
 @pytest.mark.parametrize("page", pages_with("python", "yaml"), ids=name)

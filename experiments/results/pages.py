@@ -160,7 +160,7 @@ def page(measured: Measured) -> str:
             lines.append(f"| {row.what} | {figure} | {how} |")
 
         ran = [f"{command}  # {n}{when}" for (command, when), n in numbers.items()]
-        block = "\n".join(["```bash", *ran, "```"])
+        block = "\n".join(["<!-- needs: hours -->", "```bash", *ran, "```"])
         parts += [f"## {section.title}", *([section.about.strip()] if section.about else []), "\n".join(lines), block]
     return "\n\n".join(parts) + "\n"
 

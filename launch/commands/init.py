@@ -23,7 +23,7 @@ model:
   path: tiny # a made model of a million parameters; put yours in its place: a folder or a hub name, as Qwen/Qwen3-0.6B
   dtype: float32
   tiny: {hidden_size: 128, layers: 2, heads: 4, kv_heads: 2, head_dim: 32, ffn_size: 384}
-  warm_start: {demonstrations: 900, steps: 130, batch: 16} # for the made model only: it knows nothing else
+  warm_start: {demonstrations: 900, steps: 60, batch: 16} # for the made model only: it knows nothing else
 sampling:
   max_tokens: 12
 generator:
@@ -65,7 +65,7 @@ def init(arguments: argparse.Namespace) -> int:
     print(f"  python -m pytest {here}    # the reward pays for what is right")
     print(f"  fresco run {recipe} --dry-run    # what will run, and whether it fits")
     print(f"  fresco run {recipe}")
-    print(f"  fresco show {shown} --reward 0    # what earned nothing")
+    print(f"  fresco show {shown} --failed    # what was not solved")
     return 0
 
 
@@ -86,7 +86,7 @@ def _rows() -> Iterator[dict[str, str]]:
     draw = random.Random(0)
     seen: set[str] = set()
     while len(seen) < _ROWS:
-        digits = [str(draw.randrange(10)) for _ in range(draw.randint(4, 6))]
+        digits = [str(draw.randrange(10)) for _ in range(draw.randint(3, 4))]
         row = {"prompt": f"Sort, and say nothing else: {' '.join(digits)}", "answer": " ".join(sorted(digits))}
         if row["prompt"] not in seen:
             seen.add(row["prompt"])

@@ -20,7 +20,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """What the preflight would prepare a model for."""
     seen: list[Config] = []
 
-    def prepare(config: Config, *, resolve_model: bool, begin: object) -> Prepared:
+    def prepare(config: Config, *, make: bool, begin: object) -> Prepared:
         seen.append(config)
         return Prepared(None, 0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl.config.plugins import load, validated
+from rl.config.plugins import load, own_place, told, validated
 from rl.config.schema import Config, ConfigError
 from rollout.episodes.environment import EnvironmentFamily, Needs
 
@@ -71,6 +71,10 @@ def made(name: str, family: type[EnvironmentFamily], options: Any, seed: int) ->
         return family(options, seed)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"env.options of env.name={name!r}: {error}") from error
+    except Exception as error:
+        if not own_place(error):  # a fault of ours keeps its traceback
+            raise
+        raise ConfigError(f"env.options of env.name={name!r}: {told(error)}") from error
 
 
 def validate_options(config: Config) -> Any:

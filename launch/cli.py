@@ -31,7 +31,7 @@ from pkgutil import resolve_name
 from launch import __version__
 from launch.terminal import say
 from rl.config.failures import CANNOT_WRITE
-from rl.config.plugins import own_packages_first
+from rl.config.plugins import own_packages_first, own_place, told
 from rl.config.recipes import find_recipe
 from rl.config.schema import ConfigError
 from rl.store.made_once import cache_folder
@@ -57,8 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         say(f"fresco: {error}", sys.stderr)
         return 2
 
-    except OSError as error:
-        if error.errno not in (*CANNOT_WRITE, errno.EPIPE):
+    except Exception as error:
+        if own_place(error) and not isinstance(error, OSError):
+            say(f"fresco: {told(error)}", sys.stderr)
+            return 1
+        if not isinstance(error, OSError) or error.errno not in (*CANNOT_WRITE, errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer goes nowhere
         print(f"fresco: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections import Counter, deque
@@ -27,7 +26,7 @@ class Display:
     def __init__(self, run: RunFile, observed: Observed) -> None:
         self._run = run
         self._observed = observed
-        self._last_step = run.start_step + run.config.steps
+        self._last_step = run.last_step
         self._console = CleanConsole(highlight=False, soft_wrap=True)
         self._notes: list[str] = []
         self._row: dict[str, float] = {}
@@ -87,7 +86,7 @@ class Display:
         if interrupted:
             self._print("interrupted; every process has ended")
             if (newest := latest(self._run.folder / "checkpoints")) is not None:
-                self._print(f"to go on from step {read_meta(newest).step}: {shlex.quote(f'resume={newest}')}")
+                self._print(f"to go on from step {read_meta(newest).step}: the same command, or resume=auto")
             return
 
         if accuracy := summary["eval"]:
@@ -142,8 +141,8 @@ class Display:
 
 
 def _processes(children: Children) -> Table:
-    """One row for each role: how many are in which state, and what keeps the longest waiting one."""
-    table = Table("processes", "state", "longest wait (s)", expand=False)
+    """One row for each role: how many are in which state, and what any has waited for most, all waits added up."""
+    table = Table("processes", "state", "waited most for", expand=False)
     roles: dict[str, list[Any]] = {}
     for child in children.values():
         roles.setdefault(child.name.partition(".")[0], []).append(child)
@@ -157,7 +156,7 @@ def _processes(children: Children) -> Table:
 
         name = f"{role} x {len(members)}" if len(members) > 1 else role
         state = ", ".join(f"{count} {state}" if len(members) > 1 else state for state, count in states.items())
-        table.add_row(name, state, f"{longest[1]} {longest[0]:.0f}" if longest else "")
+        table.add_row(name, state, f"{longest[1]} {longest[0]:.0f} s in all" if longest else "")
     return table
 
 

@@ -31,6 +31,7 @@ from launch.launcher.local import Begin, begin_process
 from launch.memory import Need, check_context, check_memory, estimate, read_shape
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, check_family_of, config_folder, prepare
+from launch.sittings import write_history
 from launch.terminal import CleanConsole
 from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
@@ -177,8 +178,12 @@ def _check_folders(config: Config, dry: bool) -> None:
     folder = config.runs / config.name
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigError(f"name={config.name!r}: {str(folder)!r} is no folder of a run; choose another name")
-    if config.resume is not None and not (config.resume / "meta.json").exists():
-        _resume_from(config, read_meta)  # says what is missing; the files themselves are read once, by `make_run`
+    meta = _resume_from(config, read_meta)  # says what is missing; the files themselves are read once, by `make_run`
+    if meta is not None and 0 < config.steps <= meta.step:
+        trained = f"resume={str(config.resume)!r} has trained {meta.step} already"
+        raise ConfigError(
+            f"steps={config.steps}: {trained}, and steps counts all; set it above, or to 0 to evaluate only"
+        )
 
 
 def _check_options(config: Config) -> None:
@@ -321,6 +326,8 @@ def make_run(checked: Preflight, started: float) -> RunFile:
             config = _set_aside(folder, config)
         folder.mkdir(parents=True)
         _locks[folder] = _lock(folder / "lock", config.name)
+        if meta is not None:
+            write_history(folder, config, meta.step)
 
     run = RunFile(
         config=config,

@@ -209,7 +209,7 @@ def _check_algorithm(config: Config) -> None:
 
     try:
         make_algorithm(config)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # a loss of the user's own may take other arguments
         raise ConfigError(f"algo: {error}") from None
 
 

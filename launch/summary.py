@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,18 @@ class Observed:
     first_update_s: float | None = None
     evals: list[tuple[int, float]] = field(default_factory=list)
     alarms: dict[str, RaisedAlarm] = field(default_factory=dict)  # by name
+    before_s: float = 0.0
+    """Seconds of the sittings before."""
     trained: tuple[float, int] = (-1.0, -1)
     """Timeline and step of the newest row of a trained batch."""
     _dead_generators: list[dict[str, float]] = field(default_factory=list)
+
+    def go_on(self, history: Iterable[dict[str, Any]]) -> None:
+        """Take up the rows of the sittings before."""
+        for row in history:
+            self.before_s = row.get("time/elapsed", self.before_s)
+            if "eval/accuracy" in row:
+                self.evals.append((row["step"], row["eval/accuracy"]))
 
     def is_news(self, step: int, values: dict[str, float]) -> bool:
         """Whether this batch was not trained before. After a death the learner trains those since its checkpoint again,
@@ -64,7 +74,7 @@ class Observed:
 
     def step_values(self, children: Children) -> dict[str, float]:
         """Columns that only the supervisor knows: who waited for whom, queue depths, idle generators."""
-        values: dict[str, float] = {"time/elapsed": time.time() - self.started_at}
+        values: dict[str, float] = {"time/elapsed": self.before_s + time.time() - self.started_at}
         for child in children.values():
             values |= {f"wait/{child.name}/{whom}": seconds for whom, seconds in child.beat.waits.items()}
             values |= {f"{child.name}/{key}": value for key, value in child.beat.stats.items()}

@@ -29,6 +29,7 @@ from launch.launcher.local import LocalLauncher
 from launch.launcher.protocol import Launcher
 from launch.live import Display
 from launch.plan import ProcessSpec
+from launch.sittings import read_rows
 from launch.summary import Children, Observed, build_summary, reserve_summary, write_summary
 from rl.config.failures import ENDS_RUN
 from rl.observe.alarms import Clock, RaisedAlarm, keep_alarm, limit, line
@@ -43,6 +44,7 @@ from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import RunFile
 from rl.wire.sockets import PeerGone, open_socket, send_to
 
+FINISHED = "finished"
 _WORKERS = ("generator", "env_server", "parsers")
 _TOGETHER = "learner"  # its ranks train as one, and are replaced as one
 _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
@@ -82,6 +84,7 @@ class Supervisor:
         self._receiver = Receiver({self._socket: self._handle}, Malformed("supervisor"), self._exits.fileno())
         self._tracker = Tracker(run.folder, open_dashboard(run))
         self._observed = Observed(run.started_at, run.start_step)
+        self._observed.go_on(read_rows(run.folder))
         self._display = Display(run, self._observed)
         self._trace = Trace(run.folder, "supervisor", 0, 0, run.config.tracking.trace)
         self._clock = Clock(time.time(), time.monotonic())
@@ -117,7 +120,7 @@ class Supervisor:
         finally:
             for number in handlers:  # a second Ctrl-C must not interrupt the clean-up
                 signal.signal(number, signal.SIG_IGN)
-            reason = "interrupted" if interrupted else str(error) if error else "finished"
+            reason = "interrupted" if interrupted else str(error) if error else FINISHED
             self._tear_down(reason)
 
         summary = build_summary(self._run, self._reports, self._observed, str(error or ""), self._children)
@@ -376,7 +379,9 @@ class Supervisor:
             if not child.registered:  # it cannot hear a Stop yet
                 child.kill()
 
-        stop_s = self._config.timeouts.stop_s
+        # Nobody is in a hurry at the end of a run that trained all it should: there it hangs by the measure of before.
+        limits = self._config.timeouts
+        stop_s = max(limits.stop_s, limits.hang_s) if reason == FINISHED else limits.stop_s
         if killed := end_all(children, stop_s):
             self._display.note(f"killed after {stop_s:g} s: {', '.join(killed)}")
         self._collect_reports()

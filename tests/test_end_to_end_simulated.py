@@ -187,12 +187,15 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None
     assert process.returncode == 130, output[-2000:]
 
     (line,) = [line for line in output.splitlines() if line.startswith("to go on from step ")]
-    head, _, pasted = line.partition(": ")
+    head, _, told = line.partition(": ")
     step = int(head.split()[-1])
-    command = f"{sys.executable} -m launch.cli run simulated runs={shlex.quote(str(tmp_path))} steps=2 {pasted}"
+    assert told == "the same command, or resume=auto"
+
+    settings = f"runs={shlex.quote(str(tmp_path))} steps={step + 2} rollout.alpha=2 name='run one' resume=auto"
+    command = f"{sys.executable} -m launch.cli run simulated {settings}"
     again = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stdout[-2000:] + again.stderr
-    summary = json.loads((tmp_path / "simulated" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "run one" / "summary.json").read_text())
     assert step >= 3 and summary["start_step"] == step and summary["steps"] == 2
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from envs.answers import answer_of, tagged
-from rl.config.plugins import load
+from rl.config.plugins import check_call, load
 
 EXACT = "exact"
 JUDGE = "judge"
@@ -34,6 +34,7 @@ REWARDS: dict[str, RewardFunction] = {EXACT: exact}
 def load_reward(name: str) -> RewardFunction:
     """Raises ConfigError, one line."""
     function: RewardFunction = load("env.options.reward", name, REWARDS)
+    check_call(f"env.options.reward={name!r}: {name.rpartition(':')[2]}", function, "response", {})
     return function
 
 

@@ -1,7 +1,7 @@
 """`fresco run`: from a recipe to the end of a run.
 
-With `resume` it goes on from a checkpoint: weights, optimizer, RNG, and the broker's journal with its ledger. An
-earlier folder of the same name is kept beside the run's, numbered.
+With `resume`, or by the same command again, it goes on from a checkpoint: weights, optimizer, RNG, and the broker's
+journal with its ledger. An earlier folder of the same name is kept beside the run's, numbered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from launch.launcher import make_launcher
 from launch.launcher.local import Begin
 from launch.preflight import Preflight, check, make_run, print_plan
 from launch.provenance import write_provenance
+from launch.sittings import with_checkpoint
 from launch.supervisor import Supervisor
 from rl.config.schema import load_config
 from rl.store.made_once import waited_s
@@ -25,7 +26,7 @@ from rl.wire.run import RunFile
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code of `execute`, 0 after a dry run. Raises ConfigError."""
     started = time.time()
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = with_checkpoint(load_config(arguments.recipe, arguments.overrides))
     if arguments.dry_run:
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
         print_plan(check(config, dry=True))

@@ -159,7 +159,7 @@ class Watch:
         """Complete on a screen of 80 by 24 while there are no more than a dozen processes."""
         row = _last_row(self._folder / "metrics.jsonl")
         config = self._run.config
-        step = f"step {row.get('step', self._run.start_step):.0f}/{self._run.start_step + config.steps}"
+        step = f"step {row.get('step', self._run.start_step):.0f}/{self._run.last_step}"
         elapsed = clock(time.time() - self._run.started_at)
         title = f"{config.name}  {step}  " + (f"ended: {self.ended}" if self.ended else elapsed)
 

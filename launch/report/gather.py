@@ -64,7 +64,7 @@ def gather(folder: Path) -> RunPage:
         "origin": origin,
         "config": flat(run.config.model_dump(mode="json")),
         "started": run.started_at,
-        "startStep": run.start_step,
+        "startStep": min([run.start_step, *(int(row["step"]) - 1 for row in rows if "train/loss" in row)]),
         "batch": run.config.batch_size,
         "gain": of_tasks[0],
         "tasks": of_tasks[1],
@@ -117,7 +117,7 @@ def state(folder: Path, run: RunFile, summary: dict[str, Any], last: Row) -> str
     if summary:
         if summary.get("error"):
             return "failed"
-        finished = summary["steps"] >= run.config.steps or last.get("time/over", 0.0) >= 1
+        finished = run.start_step + summary["steps"] >= run.last_step or last.get("time/over", 0.0) >= 1
         return "finished" if finished else "stopped"
     if not (folder / "lock").exists():
         return "killed"

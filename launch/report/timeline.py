@@ -84,7 +84,7 @@ class Bars:
         self.begin = array("d")
         self.end = array("d")
         self.kind = array("B")
-        self.ref = array("I")
+        self.ref = array("d")  # a ticket of a resumed run has more than 32 bits
 
     def add(self, bar: OpenBar, end: float) -> None:
         self.lane.append(bar.lane)
@@ -117,7 +117,7 @@ class Bars:
             "begin": steps,
             "length": np.ceil(length[order] / tick_s).astype(np.uint32),
             "kind": np.frombuffer(self.kind, np.uint8)[order],
-            "ref": np.frombuffer(self.ref, np.uint32)[order],
+            "ref": np.frombuffer(self.ref, np.float64)[order],
             "rows": starts,
         }
         return {f"{name}.{column}": values for column, values in columns.items()}, left_out

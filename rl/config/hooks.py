@@ -8,12 +8,13 @@ those of all.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel
 
-from rl.config.plugins import load, validated
+from rl.config.plugins import check_call, load, validated
 from rl.config.rollout import NamedHook, split_hook
 from rl.config.schema import ConfigError
 from rl.config.section import NoOptions as NoOptions
@@ -54,4 +55,14 @@ def _chosen(named: Sequence[NamedHook]) -> Iterator[tuple[str, Any, BaseModel]]:
         is_hook = isinstance(kind, type) and issubclass(kind, Hook)
         if not is_hook or getattr(kind, "role", None) not in get_args(Role):
             raise ConfigError(f"rollout.hooks={name!r} is no hook: derive it from BrokerHook, ProxyHook or EpisodeHook")
+        _check_methods(name, kind)
         yield name, kind, validated(kind.Options, options, f"rollout.hooks.{name}")
+
+
+def _check_methods(name: str, kind: type[Hook]) -> None:
+    """Its methods take what those of its role's base class take. Raises ConfigError."""
+    base = next(each for each in kind.__mro__ if Hook in each.__bases__)
+    for method, known in vars(base).items():
+        own = getattr(kind, method)
+        if inspect.isfunction(known) and own is not known and not method.startswith("__"):
+            check_call(f"rollout.hooks={name!r}: its {method}", own, *inspect.signature(known).parameters)

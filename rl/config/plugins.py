@@ -8,8 +8,11 @@ folder is searched last: a user's `envs/__init__.py` can never take the place of
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,6 +26,7 @@ from rl.config.schema import ConfigError, nearest
 from rl.config.section import refuse_flag, refuse_size
 
 _ROOT = Path(__file__).parents[2]  # the folder that holds our packages
+_OURS = ("algos", "envs", "launch", "rl", "rollout")  # experiments/ has plug-ins as a user has
 
 
 def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -48,9 +52,8 @@ def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
     except ImportError as error:
         where = f"modules are looked for in our packages, the installed ones and {os.getcwd()}"
         raise ConfigError(f"{field}={name!r} cannot be imported: {error}; {where}") from error
-    except Exception as error:  # of code that is not ours
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{field}={name!r} cannot be imported: {why}; mend the file") from error
+    except Exception as error:  # of a module that is not ours
+        raise ConfigError(f"{field}={name!r} cannot be imported: {told(error)}") from error
 
     if not hasattr(module, attribute):
         public = [each for each in vars(module) if not each.startswith("_")]
@@ -82,6 +85,35 @@ def _of_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def told(error: BaseException) -> str:
+    """An error in one line, with the place in a file of the user's own where it was raised, if it was."""
+    place = own_place(error)
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{what} ({place})" if place else what
+
+
+def own_place(error: BaseException) -> str:
+    """Where in a file that is neither ours nor an installed one an error was raised; empty if it was in none."""
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        elsewhere = frame.filename.startswith(("<", *installed))
+        if not elsewhere and not any(Path(frame.filename).is_relative_to(_ROOT / name) for name in _OURS):
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
+
+
+def check_call(what: str, function: Any, *given: object) -> None:
+    """It can be called with what it will be given. Raises ConfigError; what has no signature is not looked at."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise ConfigError(f"{what}{signature} is called with {len(given)} arguments: {error}") from None
 
 
 def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] = (), **arguments: Any) -> Any:

@@ -230,7 +230,7 @@ class TimeoutsConfig(Section):
     save_s: float = Field(120.0, gt=0)
     """Longest wait after Ctrl-C for the step being trained and its checkpoint; a second Ctrl-C ends at once."""
     stop_s: float = Field(6.0, gt=0)
-    """Orderly shutdown before what is left is killed."""
+    """Orderly shutdown before what is left is killed; `hang_s` after the last step of a run."""
 
 
 class Config(Section):
@@ -242,13 +242,15 @@ class Config(Section):
     seed: Seed = 0
     """Seed of data order, sampling seeds and initialisation."""
     steps: int = Field(100, ge=0, le=1_000_000_000)
-    """Batches to train, after a `resume` as many more; 0: evaluate only."""
+    """Batches to train, those before a `resume` included; 0: evaluate only."""
     seconds: float | None = Field(None, gt=0)
-    """Longest time of training, without the first evaluation: the first batch complete after it is the last."""
+    """Longest time of training, that before a `resume` included, without the first evaluation: the first batch complete
+    after it is the last."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None
-    """A checkpoint folder to continue from."""
+    """A folder of a checkpoint or of a run to continue from; `auto`: the newest checkpoint of this name; `new`: none;
+    null: as `auto` where the same configuration stopped before its end."""
     resume_data: Literal["same", "new"] = "same"
     """Whether a `resume` trains its checkpoint's data, or `new` ones, from their first row: what was open has ended."""
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -257,7 +257,7 @@ class StepGuards:
         learner = self._config.learner
         done = self._step - self._first_step
         decays = learner.schedule != "constant" and learner.min_lr_fraction < 0.01
-        ends = max(self._over, (done + 1) / self._config.steps) >= 0.9
+        ends = max(self._over, (self._step + 1) / self._config.steps) >= 0.9
         return done < self._config.algo.critic.pretrain_steps or (decays and ends)
 
 

@@ -28,7 +28,7 @@ from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.store.checkpoint_folder import CheckpointError, Meta
-from rl.wire.process import Process, WaitExpired
+from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
 
 
@@ -92,7 +92,7 @@ class Learner:
         self.trainer = Trainer(
             self.config,
             run.model_folder,
-            last_step=run.start_step + self.config.steps,
+            last_step=run.last_step,
             mesh=join_ranks(process),
             device=run.learner_device,
             before_forward=self._advance,
@@ -191,6 +191,7 @@ def main() -> None:
             with contextlib.suppress(Stopped):  # after a failure the weights stay for the next incarnation
                 train(learner, client)
             client.close()
+    leave()
 
 
 if __name__ == "__main__":

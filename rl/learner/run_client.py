@@ -114,9 +114,7 @@ class RunClient:
         self.config = process.config
         self.rank = process.index
         self.first_step = first_step
-        self.last_step = (
-            self.run.start_step + self.config.steps
-        )  # one past the last batch, if its time is not over before
+        self.last_step = self.run.last_step
         self._batch_parts = open_socket(zmq.ROUTER, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 

@@ -22,7 +22,7 @@ from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.store.checkpoint_folder import Meta, begin, commit
 from rl.weights.channel import Entry, Piece, Placement
 from rl.wire.messages import BatchPart, Version
-from rl.wire.process import Process
+from rl.wire.process import Process, leave
 from rl.wire.run import context_from_command_line
 
 NAME = "simulated.weight"
@@ -124,6 +124,7 @@ def main() -> None:
             with contextlib.suppress(Stopped):
                 train(process, client, entry)
             client.close()
+    leave()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ by the next one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -25,6 +27,9 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from rl.store.digests import damage, write_digests
 
 _waits: list[float] = []
+_MAKER = "maker.json"
+_TELL_S = 5.0  # between two lines of who waits, at first
+_making: list[Path] = []  # of this process, one within the other
 
 
 def cache_folder() -> Path:
@@ -64,20 +69,44 @@ def waited_s() -> float:
 
 
 def to_stderr(line: str) -> None:
-    """Progress of a maker: standard output may belong to a result."""
+    """Progress of a maker, for its user and for whoever waits for it. Standard output may belong to a result."""
     print(line, file=sys.stderr, flush=True)
+    for path in _making:
+        _tell(path, line)
+
+
+def _tell(path: Path, line: str) -> None:
+    """Say who makes what lies beside this file, and how far it is."""
+    partial = path.with_suffix(".part")
+    with contextlib.suppress(OSError):  # nothing depends on it
+        partial.write_text(json.dumps([os.getpid(), line]))
+        partial.replace(path)
 
 
 def _locked(target: Path) -> AcquireReturnProxy[FileLock]:
+    """The lock of who makes it. Whoever waits says for whom, how long by now, and how far that is."""
     lock = FileLock(f"{target}.lock")
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        to_stderr(f"waiting for {target.name}, which another process makes")
-        begin = time.monotonic()
-        acquired = lock.acquire()
-        _waits.append(time.monotonic() - begin)
-        return acquired
+    begun = time.monotonic()
+    patience_s = 0.0
+    while True:
+        try:
+            acquired = lock.acquire(timeout=patience_s)
+        except Timeout:
+            waited = f" for {time.monotonic() - begun:.0f} s" if patience_s else ""
+            to_stderr(f"waiting{waited} for {target.name}, which {_maker(target)}")
+            patience_s = min(60.0, max(_TELL_S, 2 * patience_s))
+        else:
+            if patience_s:
+                _waits.append(time.monotonic() - begun)
+            return acquired
+
+
+def _maker(target: Path) -> str:
+    for path in target.parent.glob(f".{target.name}.draft-*/{_MAKER}"):
+        with contextlib.suppress(OSError, ValueError):  # it may end just now
+            pid, line = json.loads(path.read_text())
+            return f"process {pid} makes{f' ({line})' if line else ''}"
+    return "another process makes"
 
 
 def _make(target: Path, make: Callable[[Path], object]) -> None:
@@ -87,7 +116,13 @@ def _make(target: Path, make: Callable[[Path], object]) -> None:
     scratch = Path(mkdtemp(prefix=f".{target.name}.draft-", dir=target.parent))
     try:
         draft = scratch / target.name
-        make(draft)
+        maker = scratch / _MAKER
+        _tell(maker, "")
+        _making.append(maker)
+        try:
+            make(draft)
+        finally:
+            _making.remove(maker)
         digests = scratch / "digests"
         write_digests(draft, digests)
 

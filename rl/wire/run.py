@@ -85,6 +85,11 @@ class RunFile(BaseModel):
         return public, secret
 
     @property
+    def last_step(self) -> int:
+        """The step with which it ends, if its time is not over before; where it trains nothing, that of its start."""
+        return max(self.start_step, self.config.steps)
+
+    @property
     def learner_device(self) -> str:
         """Where the learner computes. Without a step to train it only hands out weights, and leaves the GPUs to the
         engines."""

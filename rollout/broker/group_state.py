@@ -102,8 +102,15 @@ class Duration:
         """seconds: None: the steps alone count."""
         self.steps = steps
         self._seconds = seconds
+        self.spent_s = 0.0
+        """The time of training up to the newest batch, with that of the sittings before."""
+        self._before_s = 0.0
         self._first = -1  # version
         self._since = 0.0
+
+    def go_on(self, spent_s: float) -> None:
+        """Take up the time of the sittings before: what depends on its share does not begin anew."""
+        self.spent_s = self._before_s = spent_s
 
     def begin(self, version: int, now: float) -> None:
         self._first = version
@@ -115,7 +122,8 @@ class Duration:
 
     def assembled(self, step: int, now: float) -> float:
         """The share of the time that is over with the batch of this step; from 1 on it is the last one."""
-        share = 0.0 if self._seconds is None else max(0.0, now - self._since) / self._seconds
+        self.spent_s = self._before_s + max(0.0, now - self._since)
+        share = 0.0 if self._seconds is None else self.spent_s / self._seconds
         if share >= 1:
             self.steps = step + 1
         return share

@@ -113,6 +113,7 @@ def snapshot(groups: Groups) -> dict[str, Any]:
         "format": _FORMAT,
         "timeline": groups.tickets.timeline,
         "n": groups.n,
+        "seconds": groups.run.spent_s,
         "group_size": groups.rules.group_size,
         "members": groups.rules.members,
         "data": groups.tasks.data,
@@ -145,6 +146,7 @@ def restore(groups: Groups, state: dict[str, Any], new_data: bool) -> None:
         raise ValueError(f"{other}; give it the same, or set resume_data=new to begin with their first row")
 
     groups.advance_to(state["n"], state["n"])
+    groups.run.go_on(state.get("seconds", 0.0))
     groups.tickets.ledger.restore(state["ledger"])
     if other or (new_data and not state.get("data")):
         trained = groups.tickets.ledger.samples[State.TRAINED] // rules.group_size

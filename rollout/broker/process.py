@@ -32,7 +32,7 @@ from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
 from rl.wire.awake import Awake
 from rl.wire.messages import Message, ProtocolError, Version
-from rl.wire.process import Process, WaitExpired
+from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
 from rl.wire.sockets import PeerGone, open_socket, secret, send, send_all, send_to
@@ -444,7 +444,7 @@ def main() -> None:
     tune_memory()
     with Process("broker", context_from_command_line()) as process, contextlib.closing(Broker(process)) as broker:
         broker.run()
-    zmq.Context.instance().term()  # no batch part is still sent, within the linger, from memory that the exit frees
+    leave()
 
 
 if __name__ == "__main__":

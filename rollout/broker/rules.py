@@ -33,7 +33,7 @@ class Rules(RolloutConfig):
     def of(cls, config: Config, train_tasks: int, start_step: int = 0) -> Rules:
         return cls(
             **config.rollout.model_dump(),
-            steps=start_step + config.steps,
+            steps=max(start_step, config.steps),
             train_tasks=train_tasks,
             **config.model_dump(include={"seed", "seconds"}),
             temperature=config.sampling.temperature,

@@ -263,7 +263,7 @@ class GeneratorServer:
         run.names.sender(peer, "learner")
         if not isinstance(message, messages.WeightNotice):
             raise ProtocolError(f"{type(message).__name__} from the learner")
-        if not 0 <= message.version.n <= run.start_step + run.config.steps:
+        if not 0 <= message.version.n <= run.last_step:
             raise ProtocolError(f"WeightNotice of version {message.version.n}, which this run never has")
         self._notice = message
         self._noticed.set()

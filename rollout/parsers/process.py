@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import zmq
 
 from rl.wire.messages import ClientHello, Message, ParserHello, ParseTurn, ProtocolError, TurnParsed
-from rl.wire.process import Process
+from rl.wire.process import Process, leave
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import ProcessContext, RunFile, context_from_command_line
 from rl.wire.sockets import PeerGone, open_socket, send_to
@@ -137,6 +137,7 @@ def main(context: ProcessContext | None = None) -> None:
         parser = make_parser(process.run)
         with contextlib.closing(Parsers(process, *parser)) as parsers:
             parsers.serve()
+    leave()
 
 
 if __name__ == "__main__":

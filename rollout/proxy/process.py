@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from rl.wire import messages
 from rl.wire.columns import ONE_TURN, masked_columns
 from rl.wire.messages import Message, ProtocolError
-from rl.wire.process import Process
+from rl.wire.process import Process, leave
 from rl.wire.receiving import Malformed, Receiver
 from rl.wire.run import context_from_command_line
 from rl.wire.sockets import PeerGone, open_socket, send_all
@@ -316,6 +316,7 @@ def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generate
 def main() -> None:
     with Process("proxy", context_from_command_line()) as process, contextlib.closing(Proxy(process)) as proxy:
         proxy.serve()
+    leave()
 
 
 if __name__ == "__main__":

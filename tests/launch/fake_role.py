@@ -87,12 +87,15 @@ def main() -> None:
                     deaths += 1
                     process.send(Metrics(deaths, {"deaths": float(deaths)}))
                 if isinstance(message, Stop):
-                    return
+                    break
 
             if behaviour.startswith("done") and deaths >= int(behaviour[4:] or 0):
                 process.send(Done(role, b"{}"))
                 behaviour = ""
             time.sleep(0.01)
+        if behaviour == "slow end":
+            time.sleep(3)
+            (process.run.folder / "ended").touch()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_other_data_are_refused_or_begin_with_their_first_row(tmp_path: Path) ->
     before = msgspec.msgpack.decode(read_journal(checkpoint))
     assert before["tasks"]["source"] >= 3 * 4 and before["tasks"]["next_group"] >= 3 * 4
 
-    changed = ["env.options.tasks=50", f"resume={checkpoint}", f"runs={tmp_path / 'second'}"]
+    changed = ["env.options.tasks=50", f"resume={checkpoint}", f"runs={tmp_path / 'second'}", "steps=6"]
     command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", *changed]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("fresco: ")]
@@ -31,7 +31,7 @@ def test_other_data_are_refused_or_begin_with_their_first_row(tmp_path: Path) ->
     assert re.search(r"digest \w{12}, and has 50 tasks, digest \w{12}; give it the same, or set resume_data=new", line)
     assert not (tmp_path / "second" / "simulated").exists()
 
-    second = simulated_run(tmp_path / "second", *changed[:2], "resume_data=new")
+    second = simulated_run(tmp_path / "second", *changed[:2], "steps=6", "resume_data=new")
     summary = json.loads((second / "summary.json").read_text())
     samples = summary["ledger"]["samples"]
     assert samples["issued"] == sum(samples[state] for state in SAMPLE_STATES) and samples["trained"] == 6 * 4 * 4
@@ -42,6 +42,7 @@ def test_other_data_are_refused_or_begin_with_their_first_row(tmp_path: Path) ->
     assert after["tasks"]["next_group"] - before["tasks"]["next_group"] == after["tasks"]["source"]
 
     # These are its own by now: it goes on with them, whatever stands on the command line.
-    third = simulated_run(tmp_path / "third", changed[0], f"resume={latest(second / 'checkpoints')}", "resume_data=new")
+    on = [f"resume={latest(second / 'checkpoints')}", "steps=9", "resume_data=new"]
+    third = simulated_run(tmp_path / "third", changed[0], *on)
     last = msgspec.msgpack.decode(read_journal(latest(third / "checkpoints") or checkpoint))
     assert last["tasks"]["source"] > after["tasks"]["source"] and last["n"] == 9

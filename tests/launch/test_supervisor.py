@@ -88,6 +88,21 @@ def test_success_ends_every_process(run: RunFile) -> None:
     assert code == 0 and "error" not in summary and not run.socket_folder.exists()
 
 
+def test_a_healthy_end_may_take_longer_than_that_of_a_run_that_is_stopped(
+    run: RunFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a busy machine: past timeouts.stop_s = 2."""
+    code, _ = execute(run, broker="done", learner="done", generator="slow end")
+    assert code == 0 and (run.folder / "ended").exists()
+    assert "killed after" not in capsys.readouterr().out
+
+
+def test_a_run_that_failed_ends_in_time(run: RunFile, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = execute(run, proxy="raise", generator="slow end")
+    assert code == 1 and not (run.folder / "ended").exists()
+    assert "killed after 2 s: generator.0" in capsys.readouterr().out
+
+
 def test_what_the_caller_had_started_goes_on(run: RunFile) -> None:
     with subprocess.Popen(["sh", "-c", "sleep 600 & echo; wait"], stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None and shell.stdout.readline() == b"\n"  # the shell has a child
@@ -251,6 +266,9 @@ def test_an_engine_that_hangs_while_it_starts_is_replaced_and_one_that_works_is_
 
 
 def test_a_deaf_process_and_detached_grandchildren_are_killed(run: RunFile) -> None:
+    limits = run.config.timeouts.model_copy(update={"hang_s": 3.0})
+    run = run.model_copy(update={"config": run.config.model_copy(update={"timeouts": limits})})
+    run.save()
     code, _ = execute(run, broker="done", learner="done", generator="deaf", env_server="children")
     assert code == 0
 

@@ -199,7 +199,7 @@ class Lab:
     """One run of `steps`. `raised`: (step, name) of every alarm; of a run that was stopped the last one stopped it."""
 
     def __init__(self, folder: Path, *overrides: str, steps: int = 3, first_step: int = 0) -> None:
-        self.config: Config = load_config(None, [*SETTINGS, f"steps={steps}", *overrides])
+        self.config: Config = load_config(None, [*SETTINGS, f"steps={first_step + steps}", *overrides])
         self.folder = folder
         self.run = SimpleNamespace(model_folder=folder)
         self.overrides = overrides

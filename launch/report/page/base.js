@@ -1,5 +1,5 @@
 // What every view uses. What a model wrote reaches the page as text nodes only, never as markup.
-const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i2: Int16Array, i4: Int32Array, f4: Float32Array };
+const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i2: Int16Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 const report = { runs: [], chosen: 0, view: "", blocks: new Map() };
 const views = {};
 

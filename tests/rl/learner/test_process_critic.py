@@ -50,7 +50,7 @@ def test_a_resumed_learner_has_its_critic_back(tmp_path: Path) -> None:
     run = save_run(*SETTINGS, "steps=2", model_folder=folder)
     rows = run_learner(run, batches(0, 2)).rows
     resume = f"resume={run.folder / 'checkpoints' / 'step-2'}"
-    again = save_run(*SETTINGS, "steps=1", resume, model_folder=folder, timeline=1, start_step=2)
+    again = save_run(*SETTINGS, "steps=3", resume, model_folder=folder, timeline=1, start_step=2)
     resumed = run_learner(again, batches(2, 3, timeline=1))
     for one in (run, again):
         shutil.rmtree(one.folder)

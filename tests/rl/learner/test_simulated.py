@@ -126,7 +126,7 @@ def test_a_run_whose_time_is_over_is_evaluated_and_saved_once(make_run: MakeRun)
 
 
 def test_a_resumed_run_starts_at_its_step_in_its_timeline(make_run: MakeRun) -> None:
-    run = make_run(*SIMULATED, "steps=2", "learner.options.step_s=0", timeline=5, start_step=7)
+    run = make_run(*SIMULATED, "steps=9", "learner.options.step_s=0", timeline=5, start_step=7)
     with Harness(run, MODULE) as harness:
         harness.published(7)
         rows = harness.train([make_batch(step, timeline=5) for step in (7, 8)])

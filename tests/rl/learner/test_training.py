@@ -227,7 +227,7 @@ def test_one_rank_continues_what_two_ranks_saved(two_ranks: Trained, model_folde
     """Step 3 from the checkpoint of step 2 equals step 3 of the run that was not interrupted."""
     saved = two_ranks.run.folder / "checkpoints" / "step-2"
     assert read_meta(saved).ranks == 2 and read_journal(saved) == b"journal 2"
-    overrides = (*SETTINGS, "steps=1", f"resume={saved}")
+    overrides = (*SETTINGS, "steps=3", f"resume={saved}")
     run = save_run(*overrides, model_folder=model_folder, timeline=1, start_step=2)
     resumed = run_learner(run, batches(1, first=2, timeline=1))
     shutil.rmtree(run.folder)

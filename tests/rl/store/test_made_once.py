@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,15 @@ from rl.store.made_once import cache_folder, digest, made_once
 MAKER = """
 import sys
 from pathlib import Path
-from rl.store.made_once import made_once, waited_s
+from rl.store import made_once as module
+from rl.store.made_once import made_once, to_stderr, waited_s
+
+module._TELL_S = 0.1
 
 def make(draft):
     draft.mkdir()
     (draft / "begun").touch()
+    to_stderr("step 50 of 400")
     print("begun", flush=True)
     sys.stdin.read()  # until it is told to go on
     (draft / "whole").touch()
@@ -45,11 +50,14 @@ def test_one_process_makes_it_and_the_others_say_that_they_wait(tmp_path: Path) 
     first = start(target)
     assert first.stdout is not None and first.stdout.readline() == "begun\n"
     others = [start(target) for _ in range(2)]
-    said = [each.stderr.readline() for each in others if each.stderr is not None]
-    assert said == ["waiting for thing, which another process makes\n"] * 2
+    whom = f"for thing, which process {first.pid} makes (step 50 of 400)\n"
+    for other in others:
+        assert other.stderr is not None
+        assert other.stderr.readline() == f"waiting {whom}"
+        assert re.fullmatch(rf"waiting for \d+ s {re.escape(whom)}", other.stderr.readline())
 
     assert first.communicate(timeout=240)[0] == "made\nthere\nworked\n"
-    assert [each.communicate(timeout=240) for each in others] == [("there\nwaited\n", "")] * 2
+    assert [each.communicate(timeout=240)[0] for each in others] == ["there\nwaited\n"] * 2
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [target]
 
 

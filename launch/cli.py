@@ -2,6 +2,7 @@
 
     fresco init my_task [--model Qwen/Qwen3-0.6B]
     fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
+    fresco eval runs/math_cpu/checkpoints/* --data rows.jsonl --temperature 1 eval.samples=8
     fresco eval runs/alfworld_small/checkpoints/step-80 --env alfworld --split valid_unseen [--greedy | --temperature 1]
     fresco check-loss my_module:my_loss clip_high=0.3
     fresco env check gymnasium env.options.id=Taxi-v4
@@ -10,6 +11,7 @@
     fresco top runs/math_cpu
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
+    fresco report runs/math_cpu --serve
     fresco doctor
 
 Each command says more with --help.
@@ -139,8 +141,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     target = "a checkpoint, a run's folder (its newest checkpoint), a model folder, a hub name"
     parser.add_argument("target", help=target)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    more = "more targets, which are compared, and fields of the configuration"
+    parser.add_argument("overrides", nargs="*", metavar="target | key=value", help=more)
     parser.add_argument("--env", help="environment; default: that of the target's own run")
+    parser.add_argument("--data", metavar="FILE", help="held-out tasks: rows of a file or a hub name")
     parser.add_argument("--split", help="held-out tasks to use (valid_seen, valid_unseen)")
     parser.add_argument("--episodes", type=int, help="tasks, one episode each; default: all")
     parser.add_argument("--recipe", type=find_recipe, help="configuration; default: the target's own run's")
@@ -223,7 +227,9 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
-    parser.set_defaults(call="launch.report.page:report")
+    parser.add_argument("--serve", action="store_true", help="show it on this machine, and follow runs that go on")
+    parser.add_argument("--port", type=int, default=0, help="of --serve; default: any that is free")
+    parser.set_defaults(call="launch.commands.report:report")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from rl.wire.process import adopt_orphans, die_with_parent
 
 _REQUEST_BYTES = 1 << 16
 _KNOWN = b"k"
+_ROOM = "-" * 512  # a process has no more room for its line in `ps` than the line that it was started with
 _END_S = 5.0
 _THREADS_END_S = 5.0
 _ENDED = "ZX"  # proc_pid_stat(5): zombie, dead
@@ -68,7 +69,7 @@ class ForkServer:
         adopt_orphans()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(deadline_s)
-        command = [sys.executable, "-m", "launch.cpu.fork_server", str(theirs.fileno()), *imports]
+        command = [sys.executable, "-m", "launch.cpu.fork_server", str(theirs.fileno()), *imports, _ROOM]
         environment = os.environ | environment | {"FRESCO_PARENT_PID": str(os.getpid()), FORKED_VARIABLE: "1"}
 
         with theirs:
@@ -252,8 +253,13 @@ def _become(command: Command, files: list[int]) -> None:
     gc.enable()
 
     sys.argv = [command.module, *command.arguments]
-    if setproctitle := sys.modules.get("setproctitle"):  # vLLM brings it; it changes what `ps` shows
-        setproctitle.setproctitle(f"{sys.executable} -m {' '.join(sys.argv)}")
+    _show(" ".join(sys.argv))
+
+
+def _show(line: str) -> None:
+    """What `ps` shows of this process from now on, where vLLM has brought setproctitle."""
+    if setproctitle := sys.modules.get("setproctitle"):
+        setproctitle.setproctitle(f"{sys.executable} -m {line}")
 
 
 def main() -> None:
@@ -261,7 +267,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # an import leaves nothing to collect, and looking for it takes a quarter of the time
     _import("setproctitle")
-    command = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    line, *imports, _ = sys.argv[1:]
+    _show(f"launch.cpu.fork_server {' '.join(imports)}")
+    command = _serve(socket.socket(fileno=int(line)), imports)
     if command is not None:
         importlib.import_module(command.module).main()
 

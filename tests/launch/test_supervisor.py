@@ -44,7 +44,7 @@ SERVERS: list[ForkServer] = []
 @pytest.fixture(autouse=True, scope="module")
 def server() -> Iterator[None]:
     """The processes are copies of one that has imported: else these tests would be imports for the most part."""
-    SERVERS.append(ForkServer(FakeSpec.imports, {}))
+    SERVERS.append(ForkServer(FakeSpec.imports, {"OMP_NUM_THREADS": "1"}))
     yield
     SERVERS.pop().close()
 

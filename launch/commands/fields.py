@@ -7,6 +7,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
+from pydantic import BaseModel
+
 from envs.registry import load_family
 from rl.config.fields import Described, described, sections
 from rl.config.plugins import load
@@ -35,7 +37,7 @@ def help_fields(arguments: argparse.Namespace) -> int:
 
 def _fields(config: Config) -> Iterator[tuple[str, Described]]:
     """By their dotted names."""
-    models = list(sections(Config))
+    models: list[tuple[str, type[BaseModel]]] = list(sections(Config))
     family = load_family(config.env.name)
     models.append(("env.options", family.Options))
     models.append(("generator.options", load("generator.engine", config.generator.engine, ENGINES)))

@@ -75,6 +75,9 @@ class Lane:
         heapq.heappush(self._free, row)
 
 
+_REFS = 1 << 32  # a resumed run's tickets begin at a multiple of it, and are counted from there
+
+
 class Bars:
     """The columns of one layer."""
 
@@ -92,7 +95,7 @@ class Bars:
         self.begin.append(bar.begin)
         self.end.append(max(end, bar.begin))
         self.kind.append(bar.kind)
-        self.ref.append(bar.ref)
+        self.ref.append(bar.ref % _REFS)
 
     def arrays(self, name: str, offsets: dict[Lane, int], rows: int, tick_s: float) -> tuple[Arrays, int]:
         """The bars by row and time, and how many of the shortest had to be left out.

@@ -64,7 +64,7 @@ def read_recipe(name: str | Path, folder: Path = Path(), extended_by: tuple[Path
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {str(path)!r} must be a mapping of sections")
     base = tree.pop("base", None)
-    tree = _beside(path.absolute().parent, tree)
+    tree = {key: _beside(path.absolute().parent, value) for key, value in tree.items()}
     if not base:
         return tree
 

@@ -88,7 +88,7 @@ views.timeline = async (main, run) => {
     const bar = barAt(chart, layers, bounds, event);
     if (!bar) return;
     says.textContent = barText(bar);
-    const kept = bar.isTicket && run.samples.episodes.find((episode) => episode.ticket_id === bar.ref);
+    const kept = bar.isTicket && run.samples.episodes.find((episode) => episode.ticket_id % 2 ** 32 === bar.ref);
     if (kept) says.append(" ", el("button", { type: "button", click: () => {
       lookup.chosen = kept;
       lookup.filters = {};

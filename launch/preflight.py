@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from rich.table import Table
 
 from envs.data import data_of
+from envs.held_out import check_held_out, knows_tasks
 from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
 from launch.boards import check_boards
@@ -101,6 +102,8 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     memory = _check_memory(config, device, told, gpus, unchecked)
 
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
+    if family is not None and knows_tasks(family):
+        check_held_out(config, family)
     data = {} if dry or family is None else data_of(config.env.name, family)
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:

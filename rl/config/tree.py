@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def read_recipe(name: str | Path, folder: Path = Path(), extended_by: tuple[Path
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {str(path)!r} must be a mapping of sections")
     base = tree.pop("base", None)
+    tree = _beside(path.absolute().parent, tree)
     if not base:
         return tree
 
@@ -89,6 +91,18 @@ def _first_fault(error: Exception) -> str:
     """What a parser found first, in one line, with the line of the text."""
     mark = getattr(error, "problem_mark", None)
     return f"line {mark.line + 1}: {error.problem}" if mark else str(error).splitlines()[0]  # type: ignore[attr-defined]
+
+
+def _beside(folder: Path, value: Any) -> Any:
+    """The values of a recipe in `folder`: a text that begins with `./` or `../` names what stands there, wherever
+    Fresco is started."""
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return os.path.normpath(folder / value)
+    if isinstance(value, list):
+        return [_beside(folder, each) for each in value]
+    if isinstance(value, dict):
+        return {_beside(folder, key): _beside(folder, each) for key, each in value.items()}
+    return value
 
 
 def forget_options(tree: dict[str, Any], name: str, value: Any) -> None:

@@ -29,6 +29,7 @@ from rl.store.digests import damage, write_digests
 _MAKER = "maker.json"
 _TELL_S = 5.0  # between two lines of who waits, at first
 _making: list[Path] = []  # of this process, one within the other
+_waits: list[float] = []
 
 
 def cache_folder() -> Path:
@@ -62,6 +63,11 @@ def made_once(target: Path, make: Callable[[Path], object], fits: Callable[[Path
     return target
 
 
+def waited_s() -> float:
+    """The seconds for which this process has waited for what others made: they are no work of its own."""
+    return sum(_waits)
+
+
 def to_stderr(line: str) -> None:
     """Progress of a maker, for its user and for whoever waits for it. Standard output may belong to a result."""
     print(line, file=sys.stderr, flush=True)
@@ -82,9 +88,14 @@ def _locked(target: Path) -> AcquireReturnProxy[FileLock]:
     lock = FileLock(f"{target}.lock")
     begun = time.monotonic()
     patience_s = 0.0
+
     while True:
         try:
-            return lock.acquire(timeout=patience_s)
+            acquired = lock.acquire(timeout=patience_s)
+            if patience_s:
+                _waits.append(time.monotonic() - begun)
+            return acquired
+
         except Timeout:
             waited = f" for {time.monotonic() - begun:.0f} s" if patience_s else ""
             to_stderr(f"waiting{waited} for {target.name}, which {_maker(target)}")

@@ -72,6 +72,25 @@ def test_staleness_may_be_allowed_beyond_alpha_but_not_below() -> None:
         load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=1"])
 
 
+def test_a_recipe_names_what_stands_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`./` is its own folder, and a base's is the base's, from wherever it is used; other paths are the user's."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (tmp_path / "base.yaml").write_text("runs: ./runs\nenv: {name: dataset, options: {source: ./base.jsonl}}\n")
+    (mine / "recipe.yaml").write_text(
+        "base: ../base.yaml\nmodel: {path: models/mine}\n"
+        "env: {options: {source: ./rows.jsonl, reward: {./reward.py:right: 1.0, ../other.py:right: 0.5}}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_config("mine/recipe.yaml", ["env.options.eval_source=./rows.jsonl"])
+    assert config.runs == tmp_path / "runs" and config.model.path == "models/mine"
+    assert config.env.options == {
+        "source": str(mine / "rows.jsonl"),
+        "reward": {f"{mine}/reward.py:right": 1.0, f"{tmp_path}/other.py:right": 0.5},
+        "eval_source": "./rows.jsonl",
+    }
+
+
 def test_recipe_extends_base(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("steps: 5\nrollout: {alpha: 2, group_size: 4}\n")
     (tmp_path / "child.yaml").write_text("base: base.yaml\nrollout: {alpha: 3}\n")

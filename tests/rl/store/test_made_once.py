@@ -15,7 +15,7 @@ MAKER = """
 import sys
 from pathlib import Path
 from rl.store import made_once as module
-from rl.store.made_once import made_once, to_stderr
+from rl.store.made_once import made_once, to_stderr, waited_s
 
 module._TELL_S = 0.1
 
@@ -30,6 +30,7 @@ def make(draft):
 
 made_once(Path(sys.argv[1]), make)
 print("there" if (Path(sys.argv[1]) / "whole").exists() else "missing")
+print("waited" if waited_s() > 0 else "worked")
 """
 
 
@@ -55,8 +56,8 @@ def test_one_process_makes_it_and_the_others_say_that_they_wait(tmp_path: Path) 
         assert other.stderr.readline() == f"waiting {whom}"
         assert re.fullmatch(rf"waiting for \d+ s {re.escape(whom)}", other.stderr.readline())
 
-    assert first.communicate(timeout=240)[0] == "made\nthere\n"
-    assert [each.communicate(timeout=240)[0] for each in others] == ["there\n"] * 2
+    assert first.communicate(timeout=240)[0] == "made\nthere\nworked\n"
+    assert [each.communicate(timeout=240)[0] for each in others] == ["there\nwaited\n"] * 2
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [target]
 
 

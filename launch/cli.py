@@ -12,6 +12,7 @@
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
     fresco report runs/math_cpu --serve
+    fresco push runs/math_cpu me/my-model
     fresco doctor
 
 Each command says more with --help.
@@ -106,6 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
+    _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
     doctor.set_defaults(call="launch.commands.doctor:diagnose")
 
@@ -222,6 +224,13 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
     parser.set_defaults(call="launch.commands.top:top")
+
+
+def _add_push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, or a model's")
+    parser.add_argument("name", help="owner/name on the hub; made if it is not there")
+    parser.add_argument("--private", action="store_true", help="where it is made, for its owner only")
+    parser.set_defaults(call="launch.commands.push:push")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
-"""wandb, in a thread of its own: nothing of it can slow or fail a run.
+"""The dashboards of a run, each in a thread of its own: nothing of it can slow or fail a run.
 
-What is logged goes into a queue with an end. What does not fit, or what wandb refuses, is dropped and counted
+What is logged goes into a queue with an end. What does not fit, or what a dashboard refuses, is dropped and counted
 (`summary.json`, key `dashboard`). A resumed run goes on in the wandb run of the one that it continues.
 
 Few numbers of a row are drawn, grouped by what stands before the slash. `metrics.jsonl` has all of them: the counters
@@ -15,11 +15,14 @@ import re
 import threading
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launch.boards import COLUMNS as COLUMNS
+from launch.boards import Board, TensorboardBoard, TrackioBoard, WandbBoard
+from launch.sittings import read_rows
 from rl.config.damage import readable
-from rl.config.schema import TrackingConfig
 from rl.observe.tracking import Dashboard
 from rl.store.samples import FOLDER, Sample
 from rl.wire.run import RunFile
@@ -57,26 +60,65 @@ _RENAMED = {
     "time/publish": "speed/publish_s",
     "time/elapsed": "speed/elapsed_s",
 }
+_NOT_IN_KEYS = re.compile(r"[,\s]+")
 _MOST_WAITING = 10_000
 _ID = "wandb-id"
-COLUMNS = ("kind", "version", "task", "group", "reward", "success", "ended by", "tokens", "conversation")
 _OF_EACH_KIND = 8
 _TAIL_BYTES = 1 << 18  # read of each file: a long run has kept gigabytes
 _LONGEST = 8_000  # characters
 
-Job = Callable[[Any], None]
+Job = Callable[[Board], None]
 
 
 def open_dashboard(run: RunFile) -> Dashboard:
-    """The one that the configuration asks for. It is opened in its thread, so the run does not wait for it."""
+    """Those that the configuration asks for. Each is opened in its thread, so the run does not wait for it."""
     tracking = run.config.tracking
     mode = wandb_mode(tracking.wandb)
-    if mode == "disabled":
-        return Dashboard()
+    threads: list[Dashboard] = []
+    if mode != "disabled":
+        run_id = continued_id(run.config.resume)
+        (run.folder / _ID).write_text(run_id)
+        threads.append(BoardThread(lambda: WandbBoard(tracking, mode, run, run_id), run.folder))
 
-    run_id = continued_id(run.config.resume)
-    (run.folder / _ID).write_text(run_id)
-    return WandbThread(lambda: _open(tracking, mode, run, run_id), run.folder)
+    if "tensorboard" in tracking.boards:
+        rows = [(row["step"], row) for row in read_rows(run.folder)]  # of the sittings before
+        before = [
+            (step, charts({key: each for key, each in row.items() if isinstance(each, float) and key != "time"}))
+            for step, row in rows
+        ]
+        threads.append(BoardThread(lambda: TensorboardBoard(run, before), run.folder))
+    if "trackio" in tracking.boards:
+        threads.append(BoardThread(lambda: TrackioBoard(tracking, run), run.folder))
+    return threads[0] if len(threads) == 1 else _Together(threads)
+
+
+class _Together(Dashboard):
+    """Several dashboards, or none."""
+
+    def __init__(self, dashboards: list[Dashboard]) -> None:
+        self._dashboards = dashboards
+
+    def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None:
+        for each in self._dashboards:
+            each.log(step, values, histograms)
+
+    def alert(self, title: str, text: str) -> None:
+        for each in self._dashboards:
+            each.alert(title, text)
+
+    def close(self, report: Callable[[], Path] | None) -> None:
+        """The report is written once, for all of them."""
+        if report is not None and self._dashboards:
+            report = partial(Path, report())
+        for each in self._dashboards:
+            each.close(report)
+
+    def describe(self) -> dict[str, Any]:
+        told = [each.describe() for each in self._dashboards]
+        if not told:
+            return {}
+        errors = "; ".join(each["error"] for each in told if each["error"])
+        return {name: sum(each[name] for each in told) for name in ("dropped", "failed")} | {"error": errors}
 
 
 def continued_id(resume: Path | None) -> str:
@@ -101,52 +143,40 @@ def wandb_mode(asked: str) -> str:
         return "offline"
 
 
-def _open(tracking: TrackingConfig, mode: str, run: RunFile, run_id: str) -> Any:
-    import wandb
+class BoardThread(Dashboard):
+    """`open_board` gives the dashboard; jobs are carried out in order, each by itself."""
 
-    asked: Any = mode
-    identity: dict[str, Any] = {"project": tracking.project, "name": run.config.name, "id": run_id}
-    if mode == "online":
-        identity["resume"] = "allow"
-    opened = wandb.init(
-        **identity,
-        dir=str(run.folder),
-        mode=asked,
-        config=run.config.model_dump(mode="json"),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
-
-    opened.define_metric("step")
-    opened.define_metric("*", step_metric="step")  # a row whose implicit step goes backwards is dropped silently
-    return opened
-
-
-class WandbThread(Dashboard):
-    """`open_run` gives wandb's run; jobs are carried out in order, each by itself."""
-
-    def __init__(self, open_run: Callable[[], Any], folder: Path, most_waiting: int = _MOST_WAITING) -> None:
-        self._open_run = open_run
+    def __init__(self, open_board: Callable[[], Board], folder: Path, most_waiting: int = _MOST_WAITING) -> None:
+        self._open_board = open_board
         self._folder = folder
         self._jobs: queue.Queue[Job | None] = queue.Queue(most_waiting)
         self._dropped = 0
         self._failed = 0
         self._error = ""
 
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="dashboard", daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: dict[str, Any], histograms: dict[str, list[float]]) -> None:
-        self._put(lambda run: _log(run, step, charts(values), histograms))
+        drawn, samples = (
+            charts(values),
+            {
+                _drawn_as(f"histogram/{key.removeprefix('histogram/')}"): each
+                for key, each in histograms.items()
+                if each
+            },
+        )
+        self._put(lambda board: board.log(step, drawn, samples))
         if "eval/accuracy" in values:
-            self._put(lambda run: _log_conversations(run, step, self._folder))
+            self._put(lambda board: board.conversations(step, recent_conversations(self._folder)))
 
     def alert(self, title: str, text: str) -> None:
-        self._put(lambda run: run.alert(title, text))
+        self._put(lambda board: board.alert(title, text))
 
     def close(self, report: Callable[[], Path] | None) -> None:
         """Wait until everything is sent; the caller has a deadline."""
         if report is not None:
-            self._put(lambda run: _log_report(run, report()))
+            self._put(lambda board: board.report(report()))
         self._jobs.put(None)
         self._thread.join()
 
@@ -160,57 +190,28 @@ class WandbThread(Dashboard):
             self._dropped += 1
 
     def _work(self) -> None:
-        run = None
+        board: Board | None = None
         try:
-            run = self._open_run()
+            board = self._open_board()
         except Exception as error:
             self._note(error)
 
         while (job := self._jobs.get()) is not None:
-            if run is None:
+            if board is None:
                 self._dropped += 1
                 continue
             try:
-                job(run)
+                job(board)
             except Exception as error:
                 self._failed += 1
                 self._note(error)
 
-        if run is not None:
-            _finish(run)
+        if board is not None:
+            board.finish()
 
     def _note(self, error: Exception) -> None:
         """The first one is the cause."""
         self._error = self._error or f"{type(error).__name__}: {error}"
-
-
-def _log(run: Any, step: int, values: dict[str, float], histograms: dict[str, list[float]]) -> None:
-    import wandb
-
-    samples = {f"histogram/{key.removeprefix('histogram/')}": sample for key, sample in histograms.items() if sample}
-    drawn = {key: wandb.Histogram(sample) for key, sample in samples.items()}
-    run.log({"step": step} | values | drawn)
-
-
-def _log_conversations(run: Any, step: int, folder: Path) -> None:
-    import wandb
-
-    run.log({"step": step, "samples/conversations": wandb.Table(list(COLUMNS), recent_conversations(folder))})
-
-
-def _log_report(run: Any, report: Path) -> None:
-    import wandb
-
-    artifact = wandb.Artifact(f"report-{run.id}", "report")
-    artifact.add_file(str(report))
-    run.log_artifact(artifact)
-
-
-def _finish(run: Any) -> None:
-    import wandb
-
-    run.finish()
-    wandb.teardown()  # its service ends now, in order, not at exit when it has been killed
 
 
 def recent_conversations(run: Path) -> list[list[str | float | bool]]:
@@ -253,7 +254,12 @@ def _newest(run: Path) -> list[Sample]:
 
 def charts(values: dict[str, float]) -> dict[str, float]:
     """The numbers that people look at while a run goes on; every name has a group."""
-    return {_RENAMED.get(name, name): value for name, value in values.items() if _is_drawn(name)}
+    return {_drawn_as(_RENAMED.get(name, name)): value for name, value in values.items() if _is_drawn(name)}
+
+
+def _drawn_as(name: str) -> str:
+    """Without what a dashboard's lists and formulas take for their own; users give names to rewards and members."""
+    return _NOT_IN_KEYS.sub("_", name)
 
 
 def _is_drawn(name: str) -> bool:

@@ -25,6 +25,7 @@ from envs.data import data_of
 from envs.held_out import check_held_out, knows_tasks
 from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
+from launch.boards import check_boards
 from launch.gpus import Gpu, visible_gpus
 from launch.launcher import LAUNCHERS
 from launch.launcher.local import Begin, begin_process
@@ -86,6 +87,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     unchecked: list[str] = []
     _check_descriptors(_DESCRIPTORS)
     check_alarms(config.alarms)
+    check_boards(config)
     _check_options(config)
     _check_network(config)
     _check_folders(config, dry)

@@ -21,7 +21,7 @@ from envs.check.resources import held
 from envs.check.watch import LoopWatch
 from envs.held_out import Seen, seen_in_training
 from rl.observe.alarms import limit
-from rollout.episodes.environment import Solvable
+from rollout.episodes.environment import RewardFailed, Solvable
 
 FEW = 0.8  # share of training tasks in which a script meets something else below which the game has few of them
 LUCK = 0.25  # success that an agent may have by chance
@@ -175,13 +175,19 @@ async def audited(lab: Lab) -> None:
     family: object = lab.player.family
     if not isinstance(family, Audited):
         return
+
     count = lab.scope.openings if family.audit_s < QUICK_S else lab.scope.tasks
     tally = Tally()
-    for index in lab.spread("train", count):
-        task = lab.player.family.task("train", index)
-        said = await _solution(lab.player.family.make(), task)
-        if said and await family.judged(Change("as it is", True, task, said)):
-            tally.add(await audit(family, task, said, random.Random(index)))
+
+    try:
+        for index in lab.spread("train", count):
+            task = lab.player.family.task("train", index)
+            said = await _solution(lab.player.family.make(), task)
+            if said and await family.judged(Change("as it is", True, task, said)):
+                tally.add(await audit(family, task, said, random.Random(index)))
+    except RewardFailed as error:  # a judge that cannot be read, say
+        lab.page.add("audit", f"an answer has no reward: {error}", "")
+        return
 
     lab.page.audit = tally
     wrong = f"{tally.accepted} of {tally.wrong} wrong answers are accepted" if tally.accepted else ""

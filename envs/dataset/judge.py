@@ -133,7 +133,7 @@ class Judge:
         except (IndexError, ValueError):  # there is none, or the user's pattern took what is no number
             score = math.nan
         if not math.isfinite(score):
-            raise RewardFailed(f"judge gave no score: {options.model} wrote {answer[:200]!r}")
+            raise RewardFailed(f"judge gave no score by judge.pattern: {options.model} wrote {answer[:200]!r}")
 
         if known is None and self._kept is not None:
             self._kept.put(key, answer)

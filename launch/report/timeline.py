@@ -295,7 +295,7 @@ class Builder:
 
         tick_s = max(1e-6, self._last / (_NO_REF - 1))
         for number, ticket in enumerate(self._episodes.ref):
-            self._episodes.kind[number] = self._ends.get(ticket, _KIND["open"])
+            self._episodes.kind[number] = self._ends.get(int(ticket), _KIND["open"])
         episodes, no_episodes = self._episodes.arrays("episodes", offsets, rows, tick_s)
         parts, no_parts = self._parts.arrays("parts", offsets, rows, tick_s)
 

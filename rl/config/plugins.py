@@ -53,38 +53,12 @@ def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
         where = f"modules are looked for in our packages, the installed ones and {os.getcwd()}"
         raise ConfigError(f"{field}={name!r} cannot be imported: {error}; {where}") from error
     except Exception as error:  # of a module that is not ours
-        raise ConfigError(f"{field}={name!r} cannot be imported: {told(error)}") from error
+        raise ConfigError(f"{field}={name!r} cannot be imported: {told(error)}; mend the file") from error
 
     if not hasattr(module, attribute):
         public = [each for each in vars(module) if not each.startswith("_")]
         raise ConfigError(f"{field}={name!r} cannot be imported: no {attribute!r} in it{nearest(attribute, public)}")
     return getattr(module, attribute)
-
-
-def is_file(module: str) -> bool:
-    """Whether a plug-in's module is written as a file."""
-    return module.endswith(".py")
-
-
-def _of_file(path: Path) -> ModuleType:
-    """The module of a file, once in a process. It finds others that stand beside it, last of all."""
-    path = path.resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    name = f"{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-
-    search_folder(str(path.parent))
-    spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def told(error: BaseException) -> str:
@@ -114,6 +88,32 @@ def check_call(what: str, function: Any, *given: object) -> None:
         signature.bind(*given)
     except TypeError as error:
         raise ConfigError(f"{what}{signature} is called with {len(given)} arguments: {error}") from None
+
+
+def is_file(module: str) -> bool:
+    """Whether a plug-in's module is written as a file."""
+    return module.endswith(".py")
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module of a file, once in a process. It finds others that stand beside it, last of all."""
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+
+    search_folder(str(path.parent))
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] = (), **arguments: Any) -> Any:

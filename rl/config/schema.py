@@ -201,8 +201,18 @@ class TrackingConfig(Section):
     where = "supervisor"
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto`: online when an account is configured, else offline."""
-    project: Annotated[str, Where("wandb")] = "fresco"
-    """Project of wandb."""
+    project: Annotated[str, Where("wandb, trackio")] = "fresco"
+    """Project of wandb and Trackio."""
+    entity: Annotated[str | None, Where("wandb")] = None
+    """User or team of wandb; null: your own."""
+    group: Annotated[str | None, Where("wandb, trackio")] = None
+    """What runs that belong together are shown under."""
+    tags: Annotated[list[str], Where("wandb")] = Field(default_factory=list)
+    """Tags of the run."""
+    notes: Annotated[str | None, Where("wandb")] = None
+    """What the run is for."""
+    boards: list[Literal["tensorboard", "trackio"]] = Field(default_factory=list)
+    """Dashboards beside wandb: `tensorboard` in `<run>/tensorboard` (package tensorboardX), `trackio`."""
     save_batches: Annotated[bool, Where("learner")] = False
     """Keep every trained batch in `<run>/batches`, where `rl/store/batch_files.py` reads it."""
     samples: Annotated[float, Where("broker")] = Field(0.05, ge=0, le=1)
@@ -259,8 +269,8 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None
-    """A folder of a checkpoint or of a run to continue from; `auto`: the newest checkpoint of this name; `new`: none;
-    null: as `auto` where the same configuration stopped before its end."""
+    """A folder of a checkpoint or of a run to continue from. `auto`: the newest checkpoint of this name; `new`: none.
+    null: `auto` where the same configuration stopped before its end."""
     resume_data: Literal["same", "new"] = "same"
     """Whether a `resume` trains its checkpoint's data, or `new` ones, from their first row: what was open has ended."""
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -101,11 +101,12 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
     return meta
 
 
-def export_hf(policy: PolicyModel, folder: Path, source: Path) -> None:
+def export_hf(policy: PolicyModel, folder: Path, source: Path, beside: Mapping[str, str]) -> None:
     """The policy as a model folder that transformers and vLLM load; all ranks call it together.
 
     Weights in the dtype of the source model's files, everything else (configuration, tokenizer, chat template)
-    copied from `source`, and digests of all. The folder appears by one rename and replaces an earlier export.
+    copied from `source`, the texts that stand `beside` them by name, and digests of all. Everybody may read them. The
+    folder appears by one rename and replaces an earlier export.
     """
     partial = folder.with_name(folder.name + ".tmp")
     if dist.get_rank() == 0:
@@ -117,7 +118,12 @@ def export_hf(policy: PolicyModel, folder: Path, source: Path) -> None:
 
     _write_weights(policy, partial, _source_dtype(source))
     if dist.get_rank() == 0:
+        for name, text in beside.items():
+            (partial / name).write_text(text)
         write_digests(partial, partial / DIGESTS)
+        partial.chmod(0o755)
+        for path in partial.iterdir():
+            path.chmod(0o644)  # safetensors' own are their maker's alone
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     dist.barrier()

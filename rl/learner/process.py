@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.learner import checkpoint
 from rl.learner.guards import ExactCheck, StepGuards
+from rl.learner.model_card import texts_beside
 from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.learner.token_log import TokenLog
@@ -36,6 +37,7 @@ def train(learner: Learner, client: RunClient) -> None:
     """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
+    done = client.first_step
     for batch_part in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
         with client.span("prepare"):
@@ -64,12 +66,13 @@ def train(learner: Learner, client: RunClient) -> None:
         if client.checkpoint_due(batch_part.step + 1):
             with client.span("save"):
                 learner.save(client, batch_part.step + 1)
+        done = batch_part.step + 1
 
     if (step := client.to_be_saved) is not None:
         with client.span("save"):
             learner.save(client, step)
     with client.span("export"):
-        learner.export()
+        learner.export(done)
     client.finish()
 
 
@@ -126,10 +129,11 @@ class Learner:
         keep = self.config.learner.keep_checkpoints
         checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
-    def export(self) -> None:
-        """The trained model as `<run>/model`, for transformers and vLLM."""
+    def export(self, step: int) -> None:
+        """The trained model as `<run>/model`, for transformers and vLLM, with a card that says how it was made."""
         assert self.run.model_folder is not None
-        checkpoint.export_hf(self.policy, self.run.folder / "model", self.run.model_folder)
+        beside = texts_beside(self.run, step)
+        checkpoint.export_hf(self.policy, self.run.folder / "model", self.run.model_folder, beside)
 
 
 def join_ranks(process: Process) -> DeviceMesh | None:

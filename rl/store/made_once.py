@@ -26,10 +26,10 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from rl.store.digests import damage, write_digests
 
-_waits: list[float] = []
 _MAKER = "maker.json"
 _TELL_S = 5.0  # between two lines of who waits, at first
 _making: list[Path] = []  # of this process, one within the other
+_waits: list[float] = []
 
 
 def cache_folder() -> Path:
@@ -88,9 +88,14 @@ def _locked(target: Path) -> AcquireReturnProxy[FileLock]:
     lock = FileLock(f"{target}.lock")
     begun = time.monotonic()
     patience_s = 0.0
+
     while True:
         try:
             acquired = lock.acquire(timeout=patience_s)
+            if patience_s:
+                _waits.append(time.monotonic() - begun)
+            return acquired
+
         except Timeout:
             waited = f" for {time.monotonic() - begun:.0f} s" if patience_s else ""
             to_stderr(f"waiting{waited} for {target.name}, which {_maker(target)}")

@@ -193,7 +193,9 @@ def test_a_judge_that_is_busy_is_asked_again_and_one_without_a_score_gives_none(
             prompt = asked[-1]["messages"][0]["content"]
             assert prompt.count("</response>") == 1 and "a {reference} " in prompt
 
-            with pytest.raises(RewardFailed, match="judge gave no score: m wrote 'I would rather not say'"):
+            with pytest.raises(
+                RewardFailed, match=r"judge gave no score by judge\.pattern: m wrote 'I would rather not say'"
+            ):
                 await judge.judge("t", "r", "b")
             await judge.stop()
 

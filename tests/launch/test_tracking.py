@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import threading
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from launch.dashboard import WandbThread, charts, continued_id, open_dashboard, wandb_mode
+from launch.boards import check_boards
+from launch.dashboard import BoardThread, charts, continued_id, open_dashboard, wandb_mode
+from rl.config.schema import ConfigError, load_config
 from rl.observe.tracking import Dashboard, Tracker
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
@@ -131,14 +135,99 @@ def test_process_counters_are_not_drawn() -> None:
     assert charts(row) == {"train/loss": 0.5, "staleness/mean": 1.0, "stale_1/ess": 1.0}
 
 
+def test_names_are_keys_for_every_dashboard() -> None:
+    """Users give names to rewards and members of a mixture; a list of keys is divided at commas and blanks."""
+    row = {"reward/exact, then places": 0.5, "eval/word problems": 0.25, "train/loss": 1.0}
+    assert charts(row) == {"reward/exact_then_places": 0.5, "eval/word_problems": 0.25, "train/loss": 1.0}
+
+
+def test_wandb_is_told_whose_run_it_is_and_what_for(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["tracking.entity=team", "tracking.group=alphas", "tracking.tags=[tiny, first]", "tracking.notes=why not"]
+    run = make_run("tracking.wandb=offline", *told)
+    open_dashboard(run).close(None)
+    (record,) = [record.run for record in written(run.folder) if record.HasField("run")]
+    assert (record.entity, record.run_group, [*record.tags], record.notes) == (
+        "team",
+        "alphas",
+        ["tiny", "first"],
+        "why not",
+    )
+
+
+class Writer:
+    """In the place of tensorboardX's, which is no part of this installation."""
+
+    made: ClassVar[list[Writer]] = []
+
+    def __init__(self, logdir: str) -> None:
+        self.logdir = logdir
+        self.calls: list[tuple[Any, ...]] = []
+        self.made.append(self)
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.calls.append((tag, scalar_value, global_step))
+
+    def add_histogram(self, tag: str, values: list[float], global_step: int) -> None:
+        self.calls.append((tag, values, global_step))
+
+    def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> None:
+        self.calls.append((tag, text_string))
+
+    def close(self) -> None:
+        self.calls.append(("closed",))
+
+
+def test_tensorboard_and_trackio_beside_wandb(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensorboard: Any = ModuleType("tensorboardX")
+    tensorboard.SummaryWriter = Writer
+    trackio: Any = ModuleType("trackio")
+    calls: list[tuple[str, Any]] = []
+    trackio.init = lambda **told: calls.append(("init", told))
+    trackio.log = lambda values, step: calls.append(("log", (values, step)))
+    trackio.finish = lambda: calls.append(("finish", None))
+    monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+
+    run = make_run("tracking.wandb=disabled", "tracking.boards=[tensorboard, trackio]", "tracking.group=alphas")
+    (run.folder / "metrics.jsonl").write_text('{"step": 4, "time": 1.0, "train/loss": 0.75}\n')  # of a sitting before
+    dashboard = open_dashboard(run)
+    dashboard.log(5, {"train/loss": 0.5, "wait/x": 1.0}, {"length": [1.0, 2.0], "none": []})
+    dashboard.alert("judge-never", "no answer succeeds")
+    dashboard.close(None)
+    assert dashboard.describe() == {"dropped": 0, "failed": 0, "error": ""}
+
+    (writer,) = Writer.made
+    assert writer.logdir == str(run.folder / "tensorboard")
+    rows = [("train/loss", 0.75, 4), ("train/loss", 0.5, 5), ("histogram/length", [1.0, 2.0], 5)]
+    assert writer.calls == [
+        *rows,
+        ("alarms/judge-never", "no answer succeeds"),
+        ("closed",),
+    ]
+    (init, told), *rest = calls
+    assert init == "init" and (told["project"], told["name"], told["group"]) == ("fresco", "run", "alphas")
+    assert told["resume"] == "allow" and rest == [("log", ({"train/loss": 0.5}, 5)), ("finish", None)]
+
+
+@pytest.mark.parametrize(("board", "library"), [("tensorboard", "tensorboardX"), ("trackio", "trackio")])
+def test_a_library_that_is_missing_is_named_before_anything_starts(
+    board: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.boards.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=f"^tracking.boards={board}: {library} is not installed; pip install {library}"
+    ):
+        check_boards(load_config(None, [f"tracking.boards=[{board}]"]))
+
+
 def test_a_dashboard_that_hangs_drops_and_counts(tmp_path: Path) -> None:
     never = threading.Event()
 
-    def hang() -> None:
+    def hang() -> Any:
         never.wait()
         raise TimeoutError
 
-    dashboard = WandbThread(hang, tmp_path, most_waiting=10)
+    dashboard = BoardThread(hang, tmp_path, most_waiting=10)
     tracker = Tracker(tmp_path, dashboard)
     for step in range(100):
         tracker.log(step, {"train/loss": 0.5})
@@ -150,23 +239,23 @@ def test_a_dashboard_that_hangs_drops_and_counts(tmp_path: Path) -> None:
 
 
 class Refusing:
-    def log(self, row: dict[str, Any]) -> None:
+    def log(self, step: int, values: dict[str, float], histograms: dict[str, list[float]]) -> None:
         raise ConnectionError("away")
+
+    def finish(self) -> None: ...
 
 
 def test_a_dashboard_that_fails_fails_no_run(tmp_path: Path) -> None:
-    def away() -> None:
+    def away() -> Any:
         raise OSError("no network")
 
     for open_run, expected in (
         (away, {"dropped": 1, "failed": 0, "error": "OSError: no network"}),
         (Refusing, {"dropped": 0, "failed": 1, "error": "ConnectionError: away"}),
     ):
-        dashboard = WandbThread(open_run, tmp_path)
+        dashboard = BoardThread(cast(Any, open_run), tmp_path)
         dashboard.log(1, {"train/loss": 0.5}, {})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("launch.dashboard._finish", lambda run: None)
-            dashboard.close(None)
+        dashboard.close(None)
         assert dashboard.describe() == expected
 
 

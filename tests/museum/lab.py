@@ -251,7 +251,7 @@ class Lab:
             guards=self.guards,
             exact=self.exact,
             token_log=SimpleNamespace(batch=lambda batch_part: None, write_batch=lambda: None),
-            export=lambda: None,
+            export=lambda step: None,
         )
         try:
             train(cast(Any, learner), cast(Any, self))

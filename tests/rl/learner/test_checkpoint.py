@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from rl.learner import checkpoint
 from rl.models.policy import Policy
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, latest, read_journal, read_meta
+from rl.store.digests import DIGESTS, damage
 from tests.rl.learner.tiny_policies import save_tiny
 
 
@@ -130,13 +131,18 @@ def test_an_export_loads_elsewhere_in_one_file_or_many(
 ) -> None:
     monkeypatch.setattr(checkpoint, "_MODEL_FILE_BYTES", file_bytes)
     policy = Policy.load(save_tiny(tmp_path / "source"))
-    checkpoint.export_hf(policy, tmp_path / "model", tmp_path / "source")
+    checkpoint.export_hf(policy, tmp_path / "model", tmp_path / "source", {"README.md": "card"})
 
     found = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
     assert len(found) >= files and (tmp_path / "model" / "model.safetensors.index.json").exists() == (files > 1)
     exported = Policy.load(tmp_path / "model")
     for mine, theirs in zip(policy.parameters(), exported.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+    assert (tmp_path / "model" / "README.md").read_text() == "card"
+    assert damage(tmp_path / "model", tmp_path / "model" / DIGESTS) is None
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {0o644} and (tmp_path / "model").stat().st_mode & 0o777 == 0o755, "others may read"
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:

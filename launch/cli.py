@@ -10,6 +10,7 @@
     fresco top runs/math_cpu
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
+    fresco report runs/math_cpu --serve
     fresco doctor
 
 Each command says more with --help.
@@ -220,7 +221,9 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
-    parser.set_defaults(call="launch.report.page:report")
+    parser.add_argument("--serve", action="store_true", help="show it on this machine, and follow runs that go on")
+    parser.add_argument("--port", type=int, default=0, help="of --serve; default: any that is free")
+    parser.set_defaults(call="launch.commands.report:report")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ async function begin() {
 
   document.addEventListener("keydown", keys);
   await show(report.runs.length > 1 ? "compare" : "overview");
+  const live = document.querySelector("meta[name=live]");
+  if (live) follow(live);
 }
 
 begin();

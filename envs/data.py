@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.held_out_sets import HeldOutSets
 from envs.mixture import MixtureFamily
 from rl.config.failures import EndsRun
 from rl.config.tree import ConfigError
@@ -38,6 +39,8 @@ def check_data(told: Mapping[str, str], name: str, family: EnvironmentFamily) ->
 
 def data_of(name: str, family: EnvironmentFamily) -> dict[str, str]:
     """By environment, or by member of a mixture: the number of training tasks and a digest of them."""
+    if isinstance(family, HeldOutSets):
+        return data_of(name, family.own)
     if isinstance(family, MixtureFamily):
         shares = family.shares
         return {label: _line(member.family, shares[label]) for label, member in family.members.items()}

@@ -244,6 +244,8 @@ class MixtureEnvironment:
     def _labelled(self, step: Step) -> Step:
         """Two members may count different things under one name."""
         self._success = step.success
+        if not self.terms.label:
+            return step
         info = {f"{self.terms.label}/{name}": value for name, value in step.info.items()}
         return replace(step, info=info)
 

@@ -6,6 +6,7 @@ A family is loaded lazily: naming one environment never imports another's librar
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 from rl.config.plugins import load, validated
@@ -62,7 +63,9 @@ def make_family(config: Config) -> EnvironmentFamily:
     """The configured family, its options validated and its tasks loaded; nothing is started. Raises ConfigError."""
     family = load_family(config.env.name)
     options = validated(family.Options, config.env.options, "env.options")
-    return made(config.env.name, family, options, config.seed)
+    own = made(config.env.name, family, options, config.seed)
+    with_sets = resolve_name("envs.held_out_sets:with_sets") if config.eval.sets else None  # it imports this module
+    return with_sets(config, own) if with_sets else own
 
 
 def made(name: str, family: type[EnvironmentFamily], options: Any, seed: int) -> EnvironmentFamily:
@@ -117,7 +120,8 @@ def validate_env(config: Config, dry: bool = False) -> tuple[int, int, Environme
     """
     kind = load_family(config.env.name)
     options = validate_options(config)
-    planned = kind.planned(options) if dry and hasattr(kind, "planned") else None
+    alone = dry and not config.eval.sets
+    planned = kind.planned(options) if alone and hasattr(kind, "planned") else None
     family = None
     if planned is None:
         family = make_family(config)

@@ -2,6 +2,7 @@
 
     fresco init my_task [--model Qwen/Qwen3-0.6B]
     fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
+    fresco eval runs/math_cpu/checkpoints/* --data rows.jsonl --temperature 1 eval.samples=8
     fresco eval runs/alfworld_small/checkpoints/step-80 --env alfworld --split valid_unseen [--greedy | --temperature 1]
     fresco check-loss my_module:my_loss clip_high=0.3
     fresco env check gymnasium env.options.id=Taxi-v4
@@ -137,8 +138,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     target = "a checkpoint, a run's folder (its newest checkpoint), a model folder, a hub name"
     parser.add_argument("target", help=target)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    more = "more targets, which are compared, and fields of the configuration"
+    parser.add_argument("overrides", nargs="*", metavar="target | key=value", help=more)
     parser.add_argument("--env", help="environment; default: that of the target's own run")
+    parser.add_argument("--data", metavar="FILE", help="held-out tasks: rows of a file or a hub name")
     parser.add_argument("--split", help="held-out tasks to use (valid_seen, valid_unseen)")
     parser.add_argument("--episodes", type=int, help="tasks, one episode each; default: all")
     parser.add_argument("--recipe", type=find_recipe, help="configuration; default: the target's own run's")

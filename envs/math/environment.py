@@ -70,6 +70,10 @@ class MathFamily:
         if options.source == "arithmetic":
             self._count = {"train": options.tasks or 10_000, "eval": options.eval_count}
             self._problem = {split: partial(arithmetic.problem, split, seed=seed) for split in self._count}
+            if options.eval_source is not None:
+                loaded = _held_out(options, options.eval_source)
+                self._count["eval"] = len(loaded)
+                self._problem["eval"] = loaded.__getitem__
         else:
             problems = dict(zip(("train", "eval"), _load(options), strict=True))
             self._count = {split: len(loaded) for split, loaded in problems.items()}
@@ -165,15 +169,22 @@ class MathEnvironment:
         pass
 
 
+def _source(options: MathOptions) -> Source:
+    fields = options.question_field, options.answer_field, options.subset, options.split, options.type_field
+    return Source(options.source, *fields)
+
+
+def _held_out(options: MathOptions, name: str) -> Sequence[Problem]:
+    return load_problems(replace(_source(options), name=name, split=options.eval_split or "train"))
+
+
 def _load(options: MathOptions) -> tuple[Sequence[Problem], Sequence[Problem]]:
     """(train, held-out) problems of a file or a hub. Raises RowError."""
-    source = Source(
-        options.source, options.question_field, options.answer_field, options.subset, options.split, options.type_field
-    )
+    source = _source(options)
     train = load_problems(source)
 
     if options.eval_source is not None:
-        held_out = load_problems(replace(source, name=options.eval_source, split=options.eval_split or "train"))
+        held_out = _held_out(options, options.eval_source)
     elif options.eval_split and not is_at_hand(options.source):
         held_out = load_problems(replace(source, split=options.eval_split))
     else:

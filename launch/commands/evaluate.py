@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -20,10 +21,11 @@ from envs.registry import load_family, make_family, validate_options
 from launch.commands.run import execute
 from launch.cpu.fork_server import begin_as_copies
 from launch.preflight import check, make_run
+from launch.report.tasks import rates as rates_of
+from launch.report.tasks import types_of
 from launch.terminal import CleanConsole
 from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, ConfigError, ModelConfig, load_config
-from rl.observe.intervals import wilson
 from rl.store.checkpoint_folder import CheckpointError, latest, verify
 from rl.wire.run import RunFile
 
@@ -49,10 +51,13 @@ class EpisodeResult(msgspec.Struct):
     length: int
     version: int
     label: str = ALL
+    info: dict[str, float] = {}
+    sample: int = 0
 
 
 class SuccessRow(msgspec.Struct):
-    """One line of the table; `low` and `high` are Wilson's 95 % interval of the success rate."""
+    """One line of the table; `low` and `high` are the 95 % interval of the success rate over tasks. With one sample a
+    task it is Wilson's."""
 
     label: str
     episodes: int
@@ -61,15 +66,37 @@ class SuccessRow(msgspec.Struct):
     high: float
     turns: float
     length: float
+    passed: dict[str, tuple[float, float, float]] = {}
+    """pass@k with its interval over tasks, where tasks have several samples."""
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Run and print the tables. Returns the exit code; raises ConfigError."""
-    config = configure(arguments)
-    runs: list[dict[str, Any]] = []
+    """Run and print the tables. Returns the exit code; raises ConfigError, before anything starts."""
+    targets = [arguments.target, *(item for item in arguments.overrides if "=" not in item)]
+    arguments.overrides = [item for item in arguments.overrides if "=" in item]
+    configs = [configure(target, arguments) for target in targets]
+    reports: list[dict[str, Any]] = []
 
+    for target, config in zip(targets, configs, strict=True):
+        runs: list[dict[str, Any]] = []
+        if code := _evaluate(target, config, arguments, runs):
+            return code
+        reports.append({"target": target, "env": config.env.name, "split": arguments.split, "runs": runs})
+
+    if len(reports) > 1:
+        print_comparison(reports)
+    if arguments.out:
+        told = reports[0] if len(reports) == 1 else reports
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
+    return 0
+
+
+def _evaluate(target: str, config: Config, arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> int:
+    """A run for each temperature. Returns the exit code of the first that fails, else 0."""
     for temperature in arguments.temperatures:
-        section = config.eval.model_copy(update={"temperature": temperature})
+        samples = config.eval.samples if temperature else 1  # greedy ones are all the same
+        section = config.eval.model_copy(update={"temperature": temperature, "samples": samples})
         settings = config.model_copy(update={"eval": section})
         with begin_as_copies(settings) as begin:
             checked = check(settings, dry=False, begin=begin)
@@ -81,34 +108,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
         rows = summarise(episodes)
         runs.append({"temperature": temperature, "rows": rows, "episodes": episodes})
         how = f"temperature {temperature:g}" if temperature else "greedy"
-        print_table(rows, f"{arguments.target}, {arguments.split or 'held-out'} tasks, {how}")
-
-    if arguments.out:
-        report = {"target": arguments.target, "env": config.env.name, "split": arguments.split, "runs": runs}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        print_table(rows, f"{target}, {arguments.split or arguments.data or 'held-out'} tasks, {how}")
     return 0
 
 
-def configure(arguments: argparse.Namespace) -> Config:
+def configure(name: str, arguments: argparse.Namespace) -> Config:
     """The evaluation's configuration: that of the target's own run, else of the environment's recipe.
 
     Raises ConfigError, one line, where target, environment, split or number of episodes do not fit.
     """
-    target = find_target(arguments.target)
-    overrides = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.save_batches=false"]
-    if arguments.split is not None:
-        overrides.append(f"env.options.eval_split={arguments.split}")
-    config = load_config(_recipe(arguments, target), [*overrides, *arguments.overrides])
-    if arguments.split is not None and "eval_split" not in load_family(config.env.name).Options.model_fields:
-        raise ConfigError(f"--split {arguments.split}: env {config.env.name!r} has no splits to choose from")
-
-    source = str(getattr(validate_options(config), "source", None) or "")
-    if arguments.split is not None and source and ("/" not in source or Path(source).exists()):
-        raise ConfigError(
-            f"--split {arguments.split}: env.options.source={source!r} has no splits, only held-out tasks"
-        )
-
+    target = find_target(name)
+    config = load_config(_recipe(name, arguments, target), [*_overrides(arguments), *arguments.overrides])
+    _check_source(config, arguments)
     available = make_family(config).task_count("eval")
     tasks = available if arguments.episodes is None else arguments.episodes
     if not 1 <= tasks <= available:
@@ -121,6 +132,34 @@ def configure(arguments: argparse.Namespace) -> Config:
         "eval": config.eval.model_copy(update={"tasks": tasks, "every": 0}),
     }
     return config.model_copy(update=changes)
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    found = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.save_batches=false"]
+    if arguments.split is not None:
+        found.append(f"env.options.eval_split={arguments.split}")
+    if sampled := max(arguments.temperatures):
+        found.append(f"eval.temperature={sampled:g}")
+    if arguments.data is not None:
+        data = str(Path(arguments.data).absolute()) if Path(arguments.data).exists() else arguments.data
+        found += [f"env.options.eval_source={data}", "eval.sets={}"]
+    return found
+
+
+def _check_source(config: Config, arguments: argparse.Namespace) -> None:
+    """Raises ConfigError where the environment has no such split, or plays no rows."""
+    env = config.env.name
+    fields = load_family(env).Options.model_fields
+    if arguments.data is not None and "eval_source" not in fields:
+        raise ConfigError(f"--data {arguments.data}: env {env!r} plays no rows; name one that does with --env")
+    if arguments.split is not None and "eval_split" not in fields:
+        raise ConfigError(f"--split {arguments.split}: env {env!r} has no splits to choose from")
+
+    source = str(getattr(validate_options(config), "source", None) or "")
+    if arguments.split is not None and source and ("/" not in source or Path(source).exists()):
+        raise ConfigError(
+            f"--split {arguments.split}: env.options.source={source!r} has no splits, only held-out tasks"
+        )
 
 
 def find_target(text: str) -> Target:
@@ -153,7 +192,8 @@ def read_episodes(config: Config, run: Path) -> list[EpisodeResult]:
 
     family = make_family(config)
     for result in results:
-        result.label = str(getattr(family.task("eval", result.task_index), "task_type", ALL))
+        kind = getattr(family.task("eval", result.task_index), "task_type", "")
+        result.label = result.label or str(kind) or ", ".join(types_of(result.info)) or ALL
     return results
 
 
@@ -165,24 +205,42 @@ def summarise(episodes: Sequence[EpisodeResult]) -> list[SuccessRow]:
 
 
 def print_table(rows: Sequence[SuccessRow], title: str) -> None:
-    table = Table("tasks", "episodes", "success", "95 % interval", "turns", "tokens", title=title)
+    passed = list(rows[-1].passed)
+    table = Table("tasks", "episodes", "success", "95 % interval", *passed, "turns", "tokens", title=title)
     for row in rows:
-        interval = f"{row.low:.3f} - {row.high:.3f}"
         means = f"{row.turns:.1f}", f"{row.length:.1f}"
-        table.add_row(row.label, str(row.episodes), f"{row.success:.3f}", interval, *means)
+        table.add_row(row.label, str(row.episodes), *_rates(row, passed), *means)
 
     CleanConsole(highlight=False).print(table)
 
 
+def print_comparison(reports: Sequence[dict[str, Any]]) -> None:
+    """One line for each target and temperature."""
+    runs = [(report["target"], run) for report in reports for run in report["runs"]]
+    passed = list(runs[-1][1]["rows"][-1].passed)
+    table = Table("target", "temperature", "episodes", "success", "95 % interval", *passed, title="all tasks")
+    for target, run in runs:
+        row = run["rows"][-1]
+        table.add_row(target, f"{run['temperature']:g}", str(row.episodes), *_rates(row, passed))
+
+    CleanConsole(highlight=False).print(table)
+
+
+def _rates(row: SuccessRow, names: Sequence[str]) -> list[str]:
+    """The success and its interval, then each pass@k with its own."""
+    passed = [row.passed.get(name) for name in names]
+    told = ["" if rate is None else f"{rate[0]:.3f} ({rate[1]:.3f} - {rate[2]:.3f})" for rate in passed]
+    return [f"{row.success:.3f}", f"{row.low:.3f} - {row.high:.3f}", *told]
+
+
 def _row(label: str, episodes: Sequence[EpisodeResult]) -> SuccessRow:
-    count = len(episodes)
-    successes = sum(episode.success for episode in episodes)
-    turns = sum(episode.turns for episode in episodes) / count
-    length = sum(episode.length for episode in episodes) / count
-    return SuccessRow(label, count, successes / count, *wilson(successes, count), turns, length)
+    rates = rates_of([msgspec.structs.asdict(episode) for episode in episodes])
+    turns = fmean(episode.turns for episode in episodes)
+    length = fmean(episode.length for episode in episodes)
+    return SuccessRow(label, len(episodes), *rates.pop("avg"), turns, length, rates)
 
 
-def _recipe(arguments: argparse.Namespace, target: Target) -> Path:
+def _recipe(name: str, arguments: argparse.Namespace, target: Target) -> Path:
     """Named, or that of the run that the target came from, or `experiments/<env>_cpu.yaml`."""
     env: str | None = arguments.env
     named: Path | None = arguments.recipe
@@ -193,7 +251,7 @@ def _recipe(arguments: argparse.Namespace, target: Target) -> Path:
         if env is None or load_config(own).env.name == env:
             return own
     if env is None:
-        raise ConfigError(f"{arguments.target!r} comes from no run: name the environment with --env")
+        raise ConfigError(f"{name!r} comes from no run: name the environment with --env")
 
     recipe = SHIPPED / f"{env}_cpu.yaml"
     if not recipe.exists():

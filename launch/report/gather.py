@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -17,11 +18,11 @@ from launch.provenance import FILE as PROVENANCE
 from launch.provenance import flat, read_provenance
 from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
-from launch.report.tasks import task_facts
+from launch.report.tasks import rates, task_facts
 from launch.report.timeline import Timeline, gather_timeline
 from rl.config.damage import readable, reading
 from rl.observe.alarms import read_alarms
-from rl.observe.intervals import Z95, paired_bootstrap, wilson
+from rl.observe.intervals import Z95, paired_bootstrap
 from rl.wire.run import RunFile
 
 _WITHOUT = "move it away, and the report is made without it"
@@ -55,6 +56,7 @@ def gather(folder: Path) -> RunPage:
         facts = _of_rows(rows, run)
     with reading(folder / "evals.jsonl", _WITHOUT):
         evals = read_rows(folder / "evals.jsonl")
+        facts["evaluations"] = evaluations(rows, run, evals)
         of_tasks = gain(evals), task_facts(evals, samples.facts["episodes"])
     with reading(folder / "summary.json", _WITHOUT):
         facts |= _of_summary(folder, run, rows, facts)
@@ -83,7 +85,6 @@ def _of_rows(rows: list[Row], run: RunFile) -> dict[str, Any]:
     return {
         "rows": columns(_thinned(trained, _MOST_ROWS), run),
         "histograms": histograms(_thinned(trained, _MOST_HISTOGRAMS)),
-        "evaluations": evaluations(rows, run),
         "seconds": _since(run, rows),
         "ledger": ledger(trained[-1] if trained else {}, len(trained), run),
         "staleness": _staleness(trained),
@@ -170,31 +171,42 @@ def histograms(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-def evaluations(rows: Sequence[Row], run: RunFile) -> list[Row]:
-    """The evaluations, each with Wilson's 95 % interval over its tasks."""
+def evaluations(rows: Sequence[Row], run: RunFile, evals: Sequence[Row]) -> list[Row]:
+    """The evaluations, each with 95 % intervals over its tasks, as a whole and by held-out set."""
+    by_version: defaultdict[int, list[Row]] = defaultdict(list)
+    for episode in evals:
+        by_version[episode["version"]].append(episode)
+
     found = []
     for row in rows:
         if "eval/accuracy" not in row:
             continue
-        low, high = wilson(row["eval/accuracy"] * run.eval_tasks, run.eval_tasks)
-        seconds = row["time"] - run.started_at
-        where = {"step": row["step"], "seconds": seconds, "low": low, "high": high}
-        found.append({"accuracy": row["eval/accuracy"]} | where)
+
+        episodes = by_version[row["step"]]
+        labels = sorted({episode.get("label", "") for episode in episodes})
+        sets = {label: rates(each for each in episodes if each.get("label", "") == label) for label in labels}
+        whole = rates(episodes) if episodes else {"avg": (row["eval/accuracy"], 0.0, 1.0)}
+        accuracy, low, high = whole["avg"]
+
+        where = {"step": row["step"], "seconds": row["time"] - run.started_at, "low": low, "high": high}
+        samples = 1 + max((episode.get("sample", 0) for episode in episodes), default=0)
+        found.append({"accuracy": accuracy, "samples": samples, "all": whole, "sets": sets} | where)
     return found
 
 
 def gain(rows: Sequence[Row]) -> list[float] | None:
     """(mean, low, high) of the last evaluation less the first, over the tasks that both have."""
-    success: dict[int, dict[int, float]] = {}
+    success: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        success.setdefault(row["version"], {})[row["task_index"]] = row["success"]
+        success[row["version"]][row["task_index"]].append(row["success"])
     if len(success) < 2:
         return None
 
     before = success[min(success)]
     after = success[max(success)]
     tasks = sorted(before.keys() & after.keys())
-    return list(paired_bootstrap([before[t] for t in tasks], [after[t] for t in tasks])) if tasks else None
+    means = [[fmean(of[task]) for task in tasks] for of in (before, after)]
+    return list(paired_bootstrap(means[0], means[1])) if tasks else None
 
 
 def ledger(last: Row, steps: int, run: RunFile) -> dict[str, dict[str, float]] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rl.observe.intervals import over_tasks
+from rl.observe.intervals import over_tasks, pass_rates
 
 _MOST = 12
 _EVALUATIONS = 3  # over so many of the newest ones a task counts as hard
@@ -36,6 +36,17 @@ def task_facts(evals: Sequence[Row], episodes: Iterable[Row]) -> dict[str, Any]:
         "versions": versions[:1] + versions[1:][-1:],
         "hardest": {"eval": _hardest(newest), "train": _hardest(trained)},
     }
+
+
+def rates(rows: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
+    """(mean, low, high) of `avg`, and of `pass@k` where tasks have several samples, over the tasks of an evaluation."""
+    by_task: defaultdict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        by_task[row["task_index"]].append(row["success"])
+    found = {"avg": over_tasks([fmean(values) for values in by_task.values()])}
+    several = any(len(values) > 1 for values in by_task.values())
+    passed = pass_rates(by_task.values()) if several else {}
+    return found | {f"pass@{k}": over_tasks(rates) for k, rates in passed.items() if k > 1}
 
 
 def _by_type(evals: Sequence[Row], versions: Sequence[int]) -> list[Row]:
@@ -70,7 +81,7 @@ def _hardest(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         by_task[row["task_index"]].append(row)
 
-    found = [
+    found: list[Row] = [
         {
             "task": task,
             "tries": len(tried),

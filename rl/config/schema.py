@@ -185,6 +185,16 @@ class EvalConfig(Section):
     """Held-out tasks per evaluation; 0: no evaluation at all."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of evaluations; 0: greedy."""
+    samples: int = Field(1, ge=1, le=1024)
+    """Samples of each held-out task: the accuracy is avg@k, with pass@k beside it."""
+    sets: dict[Annotated[str, Field(pattern=r"^[\w-]{1,40}$")], str | dict[str, Any]] = Field(default_factory=dict)
+    """Further held-out sets by name: a file, a hub name, or changed fields of `env.options`; `tasks` counts all."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalConfig:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples={self.samples} with temperature=0 are all the same: set temperature, such as 1")
+        return self
 
 
 class TrackingConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -34,6 +34,24 @@ def over_tasks(means: Sequence[float], z: float = Z95) -> tuple[float, float, fl
     variance = float(values.var(ddof=1)) / len(values) if len(values) > 1 else 0.0
     trials = max(len(values), share * (1 - share) / variance) if variance else len(values)
     return share, *wilson(share * trials, trials, z)
+
+
+def pass_at(k: int, solved: int, tried: int) -> float:
+    """The unbiased estimate, of `tried` samples of one task, that one of k samples solves it (Chen et al., 2021)."""
+    if not 1 <= k <= tried:
+        raise ValueError(f"pass@{k} of {tried} samples: at least {k} are needed")
+    return 1 - math.comb(tried - solved, k) / math.comb(tried, k)
+
+
+def pass_rates(tasks: Iterable[Sequence[float]]) -> dict[int, list[float]]:
+    """By k = 1, 2, 4 ... up to the most samples that every task has, and that number: pass@k of each task.
+
+    tasks: the success of the samples of each one.
+    """
+    counts = [(sum(value >= 1 for value in samples), len(samples)) for samples in tasks if samples]
+    most = min((tried for _, tried in counts), default=0)
+    ks = sorted({2**power for power in range(most.bit_length())} | ({most} if most else set()))
+    return {k: [pass_at(k, *count) for count in counts] for k in ks}
 
 
 def paired_bootstrap(

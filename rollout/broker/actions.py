@@ -70,7 +70,7 @@ class GroupRecord(Struct, frozen=True):
 
 
 class EvalEpisode(Struct, frozen=True):
-    """One answered task of an evaluation."""
+    """One answered sample of a task of an evaluation."""
 
     task_index: int
     success: float
@@ -81,20 +81,23 @@ class EvalEpisode(Struct, frozen=True):
     version: int  # the oldest of its tokens' versions
     label: str = ""  # which environment of several it was
     info: dict[str, float] = {}  # the environment's own numbers
+    sample: int = 0  # of its task
 
 
 class EvalReport(Struct, frozen=True):
-    """One evaluation: means over the tasks that were answered, how many each version answered, and each episode."""
+    """One evaluation: means over the samples that were answered, how many each version answered, and each episode."""
 
     version: Version
     tasks: int
-    failed: int
+    failed: int  # samples
     reward: float
     accuracy: float
     length: float
     versions: dict[int, int]
     seconds: float
     episodes: list[EvalEpisode]
+    samples: int = 1  # of each task
+    passed: dict[int, float] = {}  # by k: the mean of pass@k over the tasks; nothing with one sample of each
 
 
 class Finished(Struct, frozen=True):

@@ -2,16 +2,17 @@
 
 Their tickets are of their own kind, outside admission and ledger, and take seats before training tickets.
 
-An episode that fails is tried again up to `max_attempts` times; after that its task counts as failed and
+An episode that fails is tried again up to `max_attempts` times; after that its sample counts as failed and
 stands outside the means. So does one whose reward is not known, at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from rl.config.seeds import sample_seed
+from rl.observe.intervals import pass_rates
 from rl.wire.messages import Ticket, Version
 from rollout.broker.actions import EpisodeOutcome, EvalEpisode, EvalReport, IssueTicket
 from rollout.broker.groups import Groups
@@ -24,21 +25,28 @@ class Evaluation:
     began: float
     episodes: list[EvalEpisode] = field(default_factory=list)  # in order of arrival
     failed: int = 0
+    samples: int = 1  # of each task
 
     def report(self, now: float) -> EvalReport:
         episodes = self.episodes
         answered = max(1, len(episodes))
+        by_task: defaultdict[int, list[float]] = defaultdict(list)
+        for each in episodes:
+            by_task[each.task_index].append(each.success)
+        passed = pass_rates(by_task.values()) if self.samples > 1 else {}
 
         return EvalReport(
             version=self.version,
             tasks=self.tasks,
             failed=self.failed,
             reward=sum(each.reward for each in episodes) / answered,
-            accuracy=sum(each.success for each in episodes) / answered,
+            accuracy=sum(sum(solved) / len(solved) for solved in by_task.values()) / max(1, len(by_task)),
             length=sum(each.length for each in episodes) / answered,
             versions=dict(sorted(Counter(each.version for each in episodes).items())),
             seconds=now - self.began,
-            episodes=sorted(episodes, key=lambda each: each.task_index),
+            episodes=sorted(episodes, key=lambda each: (each.task_index, each.sample)),
+            samples=self.samples,
+            passed={k: sum(rates) / len(rates) for k, rates in passed.items()},
         )
 
 
@@ -50,6 +58,7 @@ class EvalAttempt:
     server: int = -1
     ticket: Ticket | None = None
     is_running: bool = True  # an evaluation is never cut off
+    sample: int = 0  # of its task
 
 
 class Evaluations:
@@ -67,9 +76,11 @@ class Evaluations:
         if version.n in self.requested or tasks < 1:
             return
         self.requested.add(version.n)
-        evaluation = Evaluation(version, tasks, now)
+        samples = self.rules.eval_samples
+        evaluation = Evaluation(version, tasks, now, samples=samples)
         self.pending.append(evaluation)
-        self.queue.extend(EvalAttempt(evaluation, task) for task in range(tasks))
+        # Samples of one task side by side: they share a prompt.
+        self.queue.extend(EvalAttempt(evaluation, task, sample=n) for task in range(tasks) for n in range(samples))
 
     def roll_back(self, version: Version) -> None:
         """Note that from `version` on all versions are others now: their evaluations are dropped, earlier ones go on in
@@ -96,7 +107,7 @@ class Evaluations:
                 attempt=attempt.failures,
                 kind="eval",
                 deadline_s=self.rules.episode_deadline_s,
-                seed=sample_seed(self.rules.seed, -1 - attempt.task_index),
+                seed=sample_seed(self.rules.seed, -1 - attempt.task_index - attempt.sample * attempt.evaluation.tasks),
                 temperature=self.rules.eval_temperature,
             )
 
@@ -122,13 +133,14 @@ class Evaluations:
         self.tickets.ledger.evaluation_ended(ticket_id, "evaluated" if judged else "failed")
         if outcome is not None and judged:
             shown = {name: getattr(outcome, name) for name in EvalEpisode.__struct_fields__ if hasattr(outcome, name)}
-            evaluation.episodes.append(EvalEpisode(attempt.task_index, **shown))
+            evaluation.episodes.append(EvalEpisode(attempt.task_index, sample=attempt.sample, **shown))
         elif not answered and attempt.failures + 1 < self.rules.max_attempts:
-            self.queue.appendleft(EvalAttempt(evaluation, attempt.task_index, attempt.failures + 1))
+            again = EvalAttempt(evaluation, attempt.task_index, attempt.failures + 1, sample=attempt.sample)
+            self.queue.appendleft(again)
         else:
             evaluation.failed += 1
 
-        if len(evaluation.episodes) + evaluation.failed < evaluation.tasks:
+        if len(evaluation.episodes) + evaluation.failed < evaluation.tasks * evaluation.samples:
             return []
         self.pending.remove(evaluation)
         report = evaluation.report(now)

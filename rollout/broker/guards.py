@@ -107,8 +107,9 @@ class BatchGuards:
         self._task_guards.ended(record)
 
     def evaluated(self, report: EvalReport) -> None:
-        share = report.failed / report.tasks
-        found = f"{share:.0%} of {report.tasks} tasks at version {report.version.n} have no answer"
+        attempted = report.tasks * report.samples
+        share = report.failed / attempted
+        found = f"{share:.0%} of {attempted} held-out episodes at version {report.version.n} have no answer"
         self._check("eval-incomplete", share > self._alarms.limit("eval-incomplete", "share"), found)
 
     def _judge(self, batch: EmitBatch) -> None:

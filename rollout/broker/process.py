@@ -415,6 +415,7 @@ def _eval_metrics(report: actions.EvalReport) -> dict[str, float]:
     versions = list(report.versions) or [-1]
     values = {name: getattr(report, name) for name in ("reward", "accuracy", "length", "failed", "seconds")}
     values |= {"version_min": min(versions), "version_max": max(versions)}
+    values |= {f"pass@{k}": rate for k, rate in report.passed.items()}
     values |= info_means(episode.info for episode in report.episodes)
     every = {f"eval/{name}": float(value) for name, value in values.items()}
     return every | labelled_metrics("eval", report.episodes)

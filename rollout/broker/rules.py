@@ -24,6 +24,7 @@ class Rules(RolloutConfig):
     eval_tasks: int = _DEFAULTS.eval.tasks
     """If this is more than 0, the end waits for the evaluation of the last version."""
     eval_temperature: float = _DEFAULTS.eval.temperature
+    eval_samples: int = _DEFAULTS.eval.samples
     drain_deadline_s: float = 20.0
     """Longest wait, at the end, for cancelled tickets and late usage."""
     max_groups_given_up: int = 64
@@ -37,8 +38,7 @@ class Rules(RolloutConfig):
             train_tasks=train_tasks,
             **config.model_dump(include={"seed", "seconds"}),
             temperature=config.sampling.temperature,
-            eval_tasks=config.eval.tasks,
-            eval_temperature=config.eval.temperature,
+            **{f"eval_{name}": getattr(config.eval, name) for name in ("tasks", "temperature", "samples")},
         )
 
     def changed(self, **changes: object) -> Rules:

@@ -29,18 +29,20 @@ class Pieces:
 
     def joined(self, ids: Sequence[int]) -> Iterator[tuple[int, str]]:
         """Where several tokens make up characters: their text at the first of them, none at the others."""
-        place = 0
-        while place < len(ids):
+        end = 0
+        for place in [place for place, id in enumerate(ids) if _BROKEN in self.text(id)]:
+            if place < end:
+                continue
             count, text = self._character(ids[place : place + _MOST_PIECES])
+            end = place + count
             if count > 1:
                 yield place, text
-                yield from ((other, "") for other in range(place + 1, place + count))
-            place += count
+                yield from ((other, "") for other in range(place + 1, end))
 
     def _character(self, ids: Sequence[int]) -> tuple[int, str]:
-        """How many of the first ids are whole characters together, and their text."""
+        """How many of the first ids, of which the first is broken, are whole together, and their text."""
         first = self.text(ids[0])
-        for count in range(2, len(ids) + 1 if _BROKEN in first else 0):
+        for count in range(2, len(ids) + 1):
             text = self._tokenizer.raw(ids[:count])
             if _BROKEN not in text:
                 return count, text

@@ -17,9 +17,7 @@ views.overview = (main, run) => {
 
   const rows = run.rows;
   const evaluations = run.evaluations;
-  const column = (name) => evaluations.map((row) => row[name]);
-  const accuracy = { label: "accuracy", x: column("step"), y: column("accuracy"), low: column("low"), high: column("high") };
-  curves(held.lastChild, evaluations.length ? [accuracy] : [], { percentages: true, smooth: false });
+  curves(held.lastChild, heldOutLines(evaluations), { percentages: true, smooth: false });
   const band = rows["reward/low"] ? { low: rows["reward/low"], high: rows["reward/high"] } : {};
   curves(reward.lastChild, [{ label: "reward", x: rows.step, y: rows["rollout/reward"], ...band }]);
   curves(speed.lastChild, [{ label: "tokens/s", x: rows.step, y: rows.tokens_per_second, colour: "c2" }]);
@@ -30,6 +28,21 @@ views.overview = (main, run) => {
   for (const [what, ledger] of Object.entries(run.ledger || {})) flows.lastChild.append(flow(what, ledger));
   if (!run.ledger) flows.lastChild.append(el("p", { class: "hint" }, "no batch was trained"));
 };
+
+// The accuracy (of several samples avg@k and pass@k), and that of each held-out set where there are several.
+function heldOutLines(evaluations) {
+  if (!evaluations.length) return [];
+  const last = evaluations[evaluations.length - 1];
+  const x = evaluations.map((row) => row.step);
+  const line = (label, of) => {
+    const [y, low, high] = [0, 1, 2].map((place) => evaluations.map((row) => (of(row) || [])[place] ?? null));
+    return { label, x, y, low, high };
+  };
+  const named = (name) => (name === "avg" ? (last.samples > 1 ? `avg@${last.samples}` : "accuracy") : name);
+  const whole = Object.keys(last.all).map((name) => line(named(name), (row) => row.all[name]));
+  const sets = Object.keys(last.sets).length > 1 ? Object.keys(last.sets).map((set) => line(set || "own", (row) => (row.sets[set] || {}).avg)) : [];
+  return [...(whole.length ? whole : [line("accuracy", (row) => [row.accuracy, row.low, row.high])]), ...sets];
+}
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from envs.registry import make_family
 from launch.cli import main, parse
-from launch.commands.evaluate import EpisodeResult, summarise
+from launch.commands.evaluate import EpisodeResult, configure, summarise
+from launch.report.gather import gather
+from rl.config.schema import ConfigError
 from rl.observe.intervals import Z95, paired_bootstrap, wilson
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +50,56 @@ def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
     assert versions == {3}
     kept = [json.loads(line) for line in (tmp_path / "simulated" / "evals.jsonl").read_text().splitlines()]
     assert {(row["version"], row["task_index"]) for row in kept} == {(n, task) for n in (0, 3) for task in range(8)}
+
+
+def test_checkpoints_are_compared_by_several_samples_of_each_task(tmp_path: Path) -> None:
+    sampled = ["eval.samples=3", "eval.temperature=1"]
+    cli("run", str(RECIPE), f"runs={tmp_path}", "steps=2", "eval.tasks=4", "learner.checkpoint_every=1", *sampled)
+    run = tmp_path / "simulated"
+    rows = [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
+    assert [(row["task_index"], row["sample"]) for row in rows[:12]] == [(t, n) for t in range(4) for n in range(3)]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in metrics if "eval/accuracy" in row][-1]
+    assert last["eval/pass@1"] == pytest.approx(last["eval/accuracy"])
+    assert last["eval/pass@1"] <= last["eval/pass@2"] <= last["eval/pass@3"]
+
+    told = gather(run).facts["evaluations"][-1]
+    assert told["samples"] == 3 and told["all"]["pass@3"][0] == pytest.approx(last["eval/pass@3"])
+    assert told["low"] <= told["accuracy"] <= told["high"] and told["accuracy"] == last["eval/accuracy"]
+
+    checkpoints = [str(path) for path in sorted((run / "checkpoints").glob("step-*"))]
+    assert len(checkpoints) == 2
+    out = tmp_path / "out.json"
+    shown = cli("eval", *checkpoints, "--temperature", "1", "eval.samples=2", f"runs={tmp_path}", "--out", str(out))
+    assert "all tasks" in shown and "pass@2" in shown
+    reports = json.loads(out.read_text())
+    assert [report["target"] for report in reports] == checkpoints
+    for report in reports:
+        (row,) = report["runs"][0]["rows"]
+        mean, low, high = row["passed"]["pass@2"]
+        assert low <= mean <= high and row["success"] <= mean
+        assert row["episodes"] == 2 * len({each["task_index"] for each in report["runs"][0]["episodes"]})
+
+
+def test_rows_of_a_file_are_the_held_out_tasks(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{i}?", "answer": i}) + "\n" for i in range(5)))
+    for recipe in ("math_cpu", "simulated"):
+        arguments = parse(["eval", "some/model", f"--recipe={recipe}", "--data", str(rows)])
+        if recipe == "simulated":
+            with pytest.raises(ConfigError, match="env 'synthetic' plays no rows"):
+                configure("some/model", arguments)
+            continue
+        config = configure("some/model", arguments)
+        family = make_family(config)
+        assert config.eval.tasks == 5 and family.task("eval", 4).question == "4?"
+
+
+def test_samples_of_one_task_are_one_trial_in_the_table() -> None:
+    rows = [EpisodeResult(i % 4, float(i < 2), 0.0, 1, 1, 0, sample=i // 4) for i in range(8)]
+    (row,) = summarise(rows)
+    assert row.success == pytest.approx((0.5 + 0.5) / 4) and row.episodes == 8
+    assert row.passed["pass@2"][0] == pytest.approx(0.5) and (row.low, row.high) != wilson(2, 8)
 
 
 @pytest.mark.parametrize(

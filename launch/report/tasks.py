@@ -55,7 +55,8 @@ def _by_type(evals: Sequence[Row], versions: Sequence[int]) -> list[Row]:
         return []
     by_type: defaultdict[str, defaultdict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in evals:
-        for name in types_of(row.get("info", {}), row.get("label", "")):
+        label = row.get("label", "")
+        for name in {*types_of(row.get("info", {}), label), label} - {""}:
             by_type[name][row["version"]].append(row)
 
     found = []

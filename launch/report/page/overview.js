@@ -40,7 +40,7 @@ function heldOutLines(evaluations) {
   };
   const named = (name) => (name === "avg" ? (last.samples > 1 ? `avg@${last.samples}` : "accuracy") : name);
   const whole = Object.keys(last.all).map((name) => line(named(name), (row) => row.all[name]));
-  const sets = Object.keys(last.sets).length > 1 ? Object.keys(last.sets).map((set) => line(set || "own", (row) => (row.sets[set] || {}).avg)) : [];
+  const sets = Object.keys(last.sets).length > 1 ? Object.keys(last.sets).map((set) => ({ ...line(set || "own", (row) => (row.sets[set] || {}).avg), low: undefined, dash: [6, 3] })) : []; // their intervals are in the table
   return [...(whole.length ? whole : [line("accuracy", (row) => [row.accuracy, row.low, row.high])]), ...sets];
 }
 

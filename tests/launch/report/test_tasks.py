@@ -38,6 +38,13 @@ def test_the_worst_type_comes_first_with_the_interval_of_the_last_evaluation() -
     assert facts["versions"] == [0, 2]
 
 
+def test_a_held_out_set_has_a_row_of_its_own_beside_its_types() -> None:
+    evals = [row(0, task, float(task % 2), "add") | {"label": "aime"} for task in range(4)]
+    evals = [each | {"info": {"aime/success_add": each["success"]}} for each in evals]
+    facts = task_facts([*evals, row(0, 9, 1.0, "cool")], [])
+    assert [(each["type"], each["tasks"]) for each in facts["types"]] == [("aime", 4), ("aime: add", 4), ("cool", 1)]
+
+
 def test_tasks_are_hard_by_the_newest_evaluations_and_by_what_was_trained() -> None:
     evals = [row(version, task, float(task == 1 or version == 0)) for version in (0, 1, 2, 3) for task in range(3)]
     episodes = [kept(7, False), kept(7, False), kept(8, False), kept(9, True), kept(5, True), kept(5, False)]

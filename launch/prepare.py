@@ -12,8 +12,10 @@ import json
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from pydantic import ValidationError
@@ -120,7 +122,7 @@ def _base_folder(config: Config) -> Path:
 
     try:
         told = Path(hf_hub_download(path, "config.json"))
-        check_family_of(config, told.parent)  # gigabytes come after it
+        check_family_of(config, read_config(told.parent))  # gigabytes come after it
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except ConfigError:
         raise
@@ -188,12 +190,12 @@ def _check_model(config: Config) -> None:
         demonstrator(config.env.name)
 
 
-def check_family_of(config: Config, folder: Path) -> None:
-    """What `config.json` in `folder` says of `model.path`, without torch. Raises ConfigError."""
-    if config.learner.kind != "fsdp" or not (folder / "config.json").exists():  # that is said elsewhere
+def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
+    """What a `config.json` says of `model.path`, without torch. Raises ConfigError."""
+    if config.learner.kind != "fsdp":
         return
     try:
-        check_family(read_config(folder), untested=config.model.untested)
+        check_family(told, untested=config.model.untested)
     except ValueError as error:
         raise ConfigError(f"model.path={config.model.path!r} cannot be trained: {error}") from None
 

@@ -11,10 +11,29 @@ from typing import Any
 import numpy as np
 
 from envs.mixture import MixtureFamily
+from rl.config.failures import EndsRun
+from rl.config.tree import ConfigError
 from rollout.episodes.environment import EnvironmentFamily
 
 _MOST_TASKS = 1_000_000  # looked at, evenly spread
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class OtherData(EndsRun, ConfigError):
+    """An environment server has other tasks than its run, whose numbers then mean other ones."""
+
+    one_line = True
+
+
+def check_data(told: Mapping[str, str], name: str, family: EnvironmentFamily) -> None:
+    """told: what the run began with; empty where nobody looked. Raises OtherData."""
+    found = data_of(name, family) if told else {}
+    for each, line in found.items():
+        if line != told.get(each):
+            raise OtherData(
+                f"{each}: the run began with {told.get(each)}, and this server finds {line}; the source has changed "
+                "since, or is another one on this machine: put back what it was, or resume with resume_data=new"
+            )
 
 
 def data_of(name: str, family: EnvironmentFamily) -> dict[str, str]:

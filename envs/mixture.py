@@ -245,7 +245,7 @@ class MixtureEnvironment:
         """Two members may count different things under one name."""
         self._success = step.success
         info = {f"{self.terms.label}/{name}": value for name, value in step.info.items()}
-        return Step(step.messages, step.reward, step.done, step.success, info, step.columns)
+        return replace(step, info=info)
 
 
 def shares(sizes: dict[str, int], weights: dict[str, float], total: int | None) -> dict[str, int]:

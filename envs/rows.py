@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from envs.row_files import RowError as RowError
 from envs.row_files import files_of, read_file
-from rl.config.plugins import load
+from rl.config.plugins import is_file, load
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class Row:
 def read_rows(
     source: str, subset: str | None = None, split: str = "train", columns: Sequence[str] | None = None
 ) -> Iterator[Row]:
-    """Rows of files, of a function `package.module:name` or of a hub data set. Raises RowError.
+    """Rows of files, of a function (`package.module:name`, `FILE.py:name`) or of a hub data set. Raises RowError.
 
     Files are one, those of a folder, or those of a glob; `envs.row_files` says of which kinds.
 
@@ -124,11 +124,12 @@ def is_at_hand(source: str) -> bool:
 
 def _is_function(source: str) -> bool:
     module, separator, name = source.partition(":")
-    return bool(separator) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    words = all(part.isidentifier() for part in module.split("."))
+    return bool(separator) and name.isidentifier() and (words or is_file(module))
 
 
 def _made(source: str) -> Iterator[Mapping[str, Any]]:
-    """Rows of a function without arguments, written `package.module:name`."""
+    """Rows of a function without arguments."""
     rows = load("source", source, {})()
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):

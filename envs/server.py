@@ -26,7 +26,9 @@ import zmq
 from msgspec.structs import replace
 
 from envs.audit.auditor import ANSWERS, Auditor
-from envs.guards import check_server
+from envs.data import check_data
+from envs.guards import check_template
+from envs.held_out import check_held_out, knows_tasks
 from envs.registry import make_family
 from rl.config.hooks import make_hooks
 from rl.config.schema import Config, ConfigError
@@ -37,7 +39,7 @@ from rl.wire.awake import AwakeLoop
 from rl.wire.messages import Message, ProtocolError, Ticket, Trajectory
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.receiving import Handler, Malformed, Outgoing, Port
-from rl.wire.run import ProcessContext, context_from_command_line
+from rl.wire.run import context_from_command_line
 from rl.wire.sockets import open_socket
 from rl.wire.text import whole
 from rollout.episodes.environment import EnvironmentFamily
@@ -144,6 +146,7 @@ class EnvServer:
 
     async def _begin_serving(self) -> None:
         start_s = self.config.timeouts.start_s
+        judged = knows_tasks(self.family)  # before the run
         try:
             async with asyncio.timeout(start_s):
                 await self.family.start()
@@ -153,10 +156,9 @@ class EnvServer:
         if self._parsers is not None:
             await self._parsers.ready()
         if self.process.index == 0:
-            config = self.config
-            check_server(
-                self.family, self._context.tokenizer, config.chat.thinking, config.eval.tasks, self.process.alarms
-            )
+            if not judged:
+                check_held_out(self.config, self.family)
+            check_template(self._context.tokenizer, self.config.chat.thinking, self.process.alarms)
         self._greet_proxy()
         self._greet_broker()
 
@@ -318,7 +320,7 @@ class EnvServer:
             played = replace(played, info=played.info | self._auditor.news())
             outcome = (turns, played.tokens_generated, played.reward, played.success)
             self.process.trace.add(EpisodeEnded(ticket_id, played.stop_reason, *outcome))
-            self._samples.add(played)
+            self._samples.add(played, running.progress.notes)
             self._send_end(replace(played, seq=self._seq, **self._me))
 
     def _offer(self, running: RunningEpisode) -> None:
@@ -404,14 +406,16 @@ def _described(error: BaseException) -> str:
 
 
 async def serve(process: Process) -> None:
-    await EnvServer(process, make_family(process.config)).run()
+    family = make_family(process.config)
+    check_data(process.run.data, process.config.env.name, family)
+    await EnvServer(process, family).run()
 
 
-def main(context: ProcessContext) -> None:
-    with Process("env_server", context) as process:
+def main() -> None:
+    with Process("env_server", context_from_command_line()) as process:
         AwakeLoop(process.tick_s).run_until_complete(serve(process))
     leave()  # whatever abandoned calls and threads of an environment do
 
 
 if __name__ == "__main__":
-    main(context_from_command_line())
+    main()

@@ -121,7 +121,9 @@ class SyntheticEnvironment:
         done = self._turn >= options.turns
         messages = [] if done else [self._message(options.observation_tokens)]
         share = text_reward(action)
-        return Step(messages, share / options.turns, done, done and share >= 0.5, {"turns": float(self._turn)})
+        notes = {"expected": "at least 0.5 in the last turn", "read": f"{share:.3f}"}
+        info = {"turns": float(self._turn)}
+        return Step(messages, share / options.turns, done, done and share >= 0.5, info, notes=notes)
 
     async def close(self) -> None:
         pass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
 
-from pydantic.fields import FieldInfo
-
+from rl.config.fields import described, sections
 from rl.config.schema import Config
-from rl.config.section import Section, Where
+from rl.config.section import Section
 from rl.learner.simulated import SimulatedOptions as SimulatedLearner
 from rl.observe.alarms import ALARMS
 from rollout.generator.engines.environment import VllmOptions
@@ -30,22 +28,6 @@ LIMITS = """## Limits of alarms
 what to change, is in [alarms.yaml](../rl/observe/alarms.yaml).
 """
 _COLUMNS = ("field", "type", "default", "what it says", "where it matters")
-_BOUNDS = {
-    "minimum": "≥",
-    "exclusiveMinimum": ">",
-    "maximum": "≤",
-    "exclusiveMaximum": "<",
-    "multipleOf": "multiple of",
-}
-_WORDS = {
-    "array": "list",
-    "boolean": "true or false",
-    "integer": "whole number",
-    "null": "null",
-    "number": "number",
-    "object": "mapping",
-    "string": "text",
-}
 
 
 def page() -> str:
@@ -58,59 +40,9 @@ def page() -> str:
     return "\n".join([*parts, LIMITS, _limits()])
 
 
-def sections(section: type[Section], title: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """The sections by dotted name, each followed by those in it; the outermost has none."""
-    yield title, section
-    for name, field in section.model_fields.items():
-        for inner in inner_sections(field):
-            yield from sections(inner, f"{title}.{name}" if title else name)
-
-
-def inner_sections(field: FieldInfo) -> list[type[Section]]:
-    """The section that a field is, or a list of which it is."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
-
-
 def _section(title: str, section: type[Section]) -> str:
-    schemas = section.model_json_schema()["properties"]
-    rows = []
-    for name, field in section.model_fields.items():
-        if field.description:
-            said = " ".join(field.description.split())
-            rows.append((f"`{name}`", _type(schemas[name]), _default(field), said, _where(section, field)))
+    rows = [(f"`{each.name}`", each.type, each.default, each.says, each.where) for each in described(section)]
     return f"## {title or 'The run itself'}\n\n{_table(_COLUMNS, rows)}\n"
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """The type in words: `number ≥ 0`, the choices, or `text or null`."""
-    if "enum" in schema:
-        return ", ".join(f"`{choice}`" for choice in schema["enum"])
-    if "anyOf" in schema:
-        return " or ".join(map(_type, schema["anyOf"]))
-
-    bounds = [f"{sign} {_number(schema[word])}" for word, sign in _BOUNDS.items() if word in schema]
-    return " ".join([_WORDS[schema["type"]], *bounds])
-
-
-def _number(value: float) -> str:
-    """The number as text: whole numbers are whole, others short."""
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _default(field: FieldInfo) -> str:
-    """The default as YAML has it."""
-    if field.is_required():
-        return ""
-    value = field.get_default(call_default_factory=True)
-    words = {None: "null", True: "true", False: "false"}
-    if value is None or isinstance(value, bool):
-        return f"`{words[value]}`"
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
-
-
-def _where(section: type[Section], field: FieldInfo) -> str:
-    return next((str(each) for each in field.metadata if isinstance(each, Where)), section.where)
 
 
 def _limits() -> str:

@@ -1,12 +1,13 @@
 """`fresco`: the one command line.
 
+    fresco init my_task [--model Qwen/Qwen3-0.6B]
     fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
     fresco eval runs/alfworld_small/checkpoints/step-80 --env alfworld --split valid_unseen [--greedy | --temperature 1]
     fresco check-loss my_module:my_loss clip_high=0.3
     fresco env check gymnasium env.options.id=Taxi-v4
     fresco run math_8gpu --dry-run --gpus 8x80 --host-memory 1T --cores 192
     fresco plan --run runs/math_8gpu --gpus 8
-    fresco show runs/math_cpu --reward 0 --step 20
+    fresco show runs/math_cpu --failed --kind eval
     fresco top runs/math_cpu
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
@@ -29,10 +30,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from launch import __version__
-from launch.recipes import find_recipe
 from launch.terminal import say
 from rl.config.failures import CANNOT_WRITE
 from rl.config.plugins import own_packages_first
+from rl.config.recipes import find_recipe
 from rl.config.schema import ConfigError
 from rl.store.made_once import cache_folder
 
@@ -90,6 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fresco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"fresco {__version__}")
     commands = parser.add_subparsers(required=True)
+    _add_init(commands.add_parser("init", help="begin: a folder with a recipe, a reward, rows and a test"))
     _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
     _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
     _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
@@ -109,15 +111,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides += rest
+    if getattr(arguments, "help_fields", None) is not None:
+        arguments.call = "launch.commands.fields:help_fields"
+    elif arguments.call == "launch.commands.run:run" and arguments.recipe is None:
+        parser.error("fresco run needs a recipe: a file, or the name of one that comes with Fresco")
     return arguments
 
 
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="a new one, wherever you like")
+    parser.add_argument("--model", help="a folder or a hub name; default: a tiny one that is made, for a laptop")
+    parser.set_defaults(call="launch.commands.init:init")
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=find_recipe, help="a file, or the name of one that comes with Fresco")
+    named = "a file, or the name of one that comes with Fresco"
+    parser.add_argument("recipe", type=find_recipe, nargs="?", help=f"{named}; --help-fields needs none")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, start nothing")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --dry-run: the whole configuration as well")
     _add_machine(parser, "with --dry-run: the machine that it is for, as GPUs times the GB of each: 8x80")
+    fields = "list the fields whose name or help matches this, with type and default ('' for all), and start nothing"
+    parser.add_argument("--help-fields", metavar="PATTERN", help=fields)
     parser.set_defaults(call="launch.commands.run:run")
 
 
@@ -181,11 +196,23 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
     parser.add_argument("--step", type=int, help="whose newest token was sampled by this version")
-    parser.add_argument("--reward", type=float, help="with exactly this reward")
+    parser.add_argument("--failed", action="store_true", help="without success")
+    parser.add_argument("--reward", type=_range, help="this one, or a range: 0.2..0.8, ..0.5, 0.5..")
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
-    parser.add_argument("--limit", type=int, default=5, help="at most so many (5)")
+    parser.add_argument("--limit", type=int, default=5, help="at most so many, the newest first (5)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     parser.set_defaults(call="launch.commands.show:show")
+
+
+def _range(text: str) -> tuple[float, float]:
+    """The lowest and the highest value of `0.5` alone, `0.2..0.8`, `..0.5` or `0.5..`."""
+    low, dots, high = text.partition("..")
+    try:
+        lowest = float(low or ("-inf" if high else low))
+        return lowest, float(high or "inf") if dots else lowest
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..") from None
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

@@ -12,41 +12,32 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils._headers import build_hf_headers
 
-from rl.config.schema import ConfigError
+from launch.prepare import config_folder
+from rl.config.schema import Config, ConfigError
 from rl.models.families import read_config
 
 _DEADLINE_S = 5.0
 _NONE_SUCH = (401, 403, 404)
 
 
-def model_config(path: str, *, ask: bool, unchecked: list[str]) -> Mapping[str, Any] | None:
+def model_config(config: Config, *, fetch: bool, unchecked: list[str]) -> Mapping[str, Any] | None:
     """None for a model that a run makes, and where nobody says: then `unchecked` says why.
 
-    ask: the hub, where its cache does not know. Raises ConfigError for a name that nothing can have.
+    fetch: into the hub's cache, as a run does; else the hub is asked. Raises ConfigError for a name that nothing has.
     """
-    if path == "tiny":
-        return None
+    path = config.model.path
+    folder = config_folder(config, fetch=fetch)
+    if folder is None:
+        used = config.generator.engine == "vllm" or config.learner.kind == "fsdp"
+        asked = used and not fetch and path.count("/") == 1 and not Path(path).exists()
+        return _asked(path, unchecked) if asked else None
     try:
-        folder = Path(path) if Path(path).exists() else _cached(path)
-        if folder is not None:
-            return read_config(folder) if (folder / "config.json").exists() else None  # a run says that it is missing
-        return _asked(path, unchecked) if ask and path.count("/") == 1 else None
+        return read_config(folder)
     except ValueError as error:
         raise ConfigError(f"model.path={path!r}: {error}") from None
-
-
-def _cached(name: str) -> Path | None:
-    """The folder of a hub model whose `config.json` was fetched before."""
-    if name.count("/") != 1:
-        return None
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # the hub can have no such name
-        raise ConfigError(f"model.path={name!r}: no such folder, and no hub name (owner/name)") from None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _asked(name: str, unchecked: list[str]) -> Mapping[str, Any] | None:

@@ -20,6 +20,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from envs.data import data_of
+from envs.held_out import check_held_out, knows_tasks
 from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
 from launch.launcher import LAUNCHERS
@@ -33,6 +34,7 @@ from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
+from rl.models.families import read_config
 from rl.observe.alarms import check_alarms
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.host import make_room
@@ -92,12 +94,17 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     device, machine = _check_device(config, target, dry, unchecked)
     told = _told(config, dry, unchecked)
 
+    memory = _check_memory(config, device, told, machine, unchecked)  # refused before tasks or a model are made
+
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
+    if family is not None and knows_tasks(family):
+        check_held_out(config, family)
     data = {} if dry or family is None else data_of(config.env.name, family)
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
         shape_by_model(prepared.folder)
-    memory = _check_memory(config, device, told, prepared.folder, machine, unchecked)
+    if told is None and prepared.folder is not None:
+        memory = _check_memory(config, device, read_config(prepared.folder), machine, unchecked)
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
@@ -128,27 +135,24 @@ def _installed() -> bool:
 
 def _told(config: Config, dry: bool, unchecked: list[str]) -> Mapping[str, Any] | None:
     """What the model's `config.json` says, if it can be read already; a family that cannot be trained is refused."""
-    used = config.generator.engine == "vllm" or config.learner.kind == "fsdp"
-    told = model_config(config.model.path, ask=dry and used, unchecked=unchecked)
+    told = model_config(config, fetch=not dry, unchecked=unchecked)
     if told is not None:
         check_family_of(config, told)
     return told
 
 
 def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:
-    """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed.
-
-    It reads the weights of a folder, if they are there and nothing would be made of them.
-    """
+    """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
         return Prepared(None, 0)
 
-    here = any(Path(config.model.path).glob("*.safetensors"))
-    resolve_model = not dry or (here and not config.model.warm_start.demonstrations)
-    if not resolve_model:
-        unchecked.append(f"the weights of model.path={config.model.path!r}")
-    return prepare(config, resolve_model=resolve_model, begin=begin)
+    path = config.model.path
+    if dry and not any(Path(path).glob("*.safetensors")):
+        unchecked.append(f"the weights of model.path={path!r}")
+    if dry and (warm := config.model.warm_start).demonstrations:
+        unchecked.append(f"a run first trains it on {warm.demonstrations} demonstrations, {warm.steps} steps")
+    return prepare(config, make=not dry, begin=begin)
 
 
 def _check_device(config: Config, target: Machine | None, dry: bool, unchecked: list[str]) -> tuple[str, Machine]:
@@ -255,13 +259,10 @@ def _check_memory(
     config: Config,
     device: str,
     told: Mapping[str, Any] | None,
-    folder: Path | None,
     machine: Machine,
     unchecked: list[str],
 ) -> list[Need]:
     _check_threads(config, device, machine)
-    if told is None and folder is not None:
-        told = model_config(str(folder), ask=False, unchecked=unchecked)
     model = None
     if told is not None:
         model = shape_of(config, told)

@@ -1,8 +1,9 @@
 """What has to be known before processes start and needs torch: the model's folder and size, the options of the
 loss, the channel of the weights.
 
-Runs in a short-lived child (`python -m launch.prepare CONFIG.json`), so that the supervisor never imports
-torch. Prints progress on stderr and one JSON line on stdout: {"folder", "weight_bytes"} or {"error"}.
+Runs in a short-lived child (`python -m launch.prepare HOW`), so that the supervisor never imports torch. HOW is `make`,
+or `judge` to look at what is here and make nothing, or `validate` where no model is needed. The configuration comes on
+stdin. Progress goes to stderr, and one JSON line to stdout: {"folder", "weight_bytes"} or {"error"}.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import psutil
 from pydantic import ValidationError
 
@@ -40,17 +42,26 @@ class Prepared:
     weight_bytes: int  # one copy of the weights in the engine's dtype
 
 
-def prepare(config: Config, *, resolve_model: bool = True, begin: Begin = begin_process) -> Prepared:
-    """Resolve the model and validate the algorithm. Raises ConfigError with one line."""
+def prepare(config: Config, *, make: bool = True, begin: Begin = begin_process) -> Prepared:
+    """Validate the algorithm, and resolve the model. Without `make` nothing is fetched, made or trained: a model is
+    judged that is here. Raises ConfigError with one line."""
     simulated = config.learner.kind == "simulated" and config.generator.engine == "simulated"
     if simulated and not needs_validation(config):
         return Prepared(None, simulated_options(config.learner).weight_bytes)
-    resolve_model = resolve_model and not simulated
+    how = "validate" if simulated else "make" if make else "judge"
 
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
+    with (
+        tempfile.TemporaryFile() as asked,
+        tempfile.TemporaryFile() as answered,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         asked.write(config.model_dump_json().encode())
         asked.seek(0)
-        code = _run_child(["1" if resolve_model else "0"], (asked, answered, sys.stderr), begin)
+
+        # Importing transformers makes the folder of what torch compiles.
+        environment = {} if make else {"TORCHINDUCTOR_CACHE_DIR": scratch}
+        command = Command("launch.prepare", [how], environment, PREPARE_IMPORTS)
+        code = _run_child(command, (asked, answered, sys.stderr), begin)
         answered.seek(0)
         words = answered.read()
 
@@ -72,10 +83,10 @@ def needs_validation(config: Config) -> bool:
     return config.learner.kind == "fsdp" or config.algo != AlgoConfig() or not ours
 
 
-def _run_child(arguments: list[str], files: Files, begin: Begin) -> int | None:
+def _run_child(command: Command, files: Files, begin: Begin) -> int | None:
     """Run a child to its end; returns its exit code. A terminal's Ctrl-C reaches this process alone, which tells the
     child once."""
-    child = begin(Command("launch.prepare", arguments, {}, PREPARE_IMPORTS), files)
+    child = begin(command, files)
     try:
         return child.wait()
     except KeyboardInterrupt:
@@ -85,16 +96,20 @@ def _run_child(arguments: list[str], files: Files, begin: Begin) -> int | None:
         raise
 
 
-def _model_folder(config: Config) -> Path:
-    """A model that is not ours is judged before anything is made of it."""
-    base = None if config.model.path == "tiny" else _base_folder(config)
+def _model_folder(config: Config, *, make: bool = True) -> Path | None:
+    """A model that is not ours is judged before anything is made of it. None where it would have to be made."""
+    base = None if config.model.path == "tiny" else _base_folder(config, fetch=make)
     if base is not None:
         check_model_is_trainable(config, base)
+        if not (make or any(base.glob("*.safetensors"))):  # a plan needs no weights
+            return None
         _weight_files(base)
         if not (base / DIGESTS).exists():  # what we exported was compared with its digests
             _check_weights(config, base)
     _check_other_models(config)
 
+    if not make:
+        return base
     if config.model.warm_start.demonstrations:
         from launch.warm_start.imitation import warm_started
 
@@ -106,7 +121,39 @@ def _model_folder(config: Config) -> Path:
     return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
 
 
-def _base_folder(config: Config) -> Path:
+def config_folder(config: Config, *, fetch: bool) -> Path | None:
+    """The folder with the `config.json` of `model.path`, of which gigabytes may be missing; None where it is not here.
+
+    Raises ConfigError for a name that the hub cannot have, or does not answer to.
+    """
+    path = config.model.path
+    if path == "tiny":
+        return None
+    if Path(path).exists():
+        return Path(path) if (Path(path) / "config.json").exists() else None
+    if not _may_be_on_hub(path):
+        raise ConfigError(f"model.path={path!r}: no such folder, and no hub name (owner/name)")
+    if config.learner.kind == "simulated" and config.generator.engine == "simulated":
+        return None
+
+    with _reaching_the_hub(path):
+        look = huggingface_hub.hf_hub_download if fetch else huggingface_hub.try_to_load_from_cache
+        found = look(path, "config.json")
+        return Path(found).parent if isinstance(found, str) else None
+
+
+@contextlib.contextmanager
+def _reaching_the_hub(path: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path={path!r}: neither a folder nor reachable on the hub ({reason})") from None
+
+
+def _base_folder(config: Config, *, fetch: bool) -> Path | None:
     path = config.model.path
     folder = Path(path)
     if folder.exists():
@@ -118,17 +165,14 @@ def _base_folder(config: Config) -> Path:
             )
         return folder.resolve()
 
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    try:
-        told = Path(hf_hub_download(path, "config.json"))
-        check_family_of(config, read_config(told.parent))  # gigabytes come after it
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.path={path!r}: neither a folder nor reachable on the hub ({reason})") from None
+    if not fetch:
+        return None
+    told = config_folder(config, fetch=True)
+    if told is not None:
+        check_family_of(config, read_config(told))  # gigabytes come after it
+    with _reaching_the_hub(path):
+        wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=wanted))
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -183,8 +227,6 @@ def _check_model(config: Config) -> None:
             key = str(first["loc"][0])
             hint = nearest(key, list(TinyRecipe.model_fields)) if first["type"] == "extra_forbidden" else ""
             raise ConfigError(f"model.tiny.{key}={first['input']!r}: {first['msg']}{hint}") from None
-    elif not Path(config.model.path).exists() and not _may_be_on_hub(config.model.path):
-        raise ConfigError(f"model.path={config.model.path!r}: no such folder, and no hub name (owner/name)")
 
     if config.model.warm_start.demonstrations:
         demonstrator(config.env.name)
@@ -238,8 +280,8 @@ def main() -> None:
     answer: dict[str, object] = {"folder": None, "weight_bytes": 0}
     try:
         validate(config)
-        if sys.argv[1] == "1":
-            folder = _model_folder(config)
+        folder = None if sys.argv[1] == "validate" else _model_folder(config, make=sys.argv[1] == "make")
+        if folder is not None:
             answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
 
     except ConfigError as error:

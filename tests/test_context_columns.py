@@ -282,7 +282,7 @@ def sequences_of(part: BatchPart) -> Iterator[TokenSequence]:
 def test_generators_and_the_proxy_die_and_every_entry_is_right(tmp_path: Path, on_update: str) -> None:
     """Real processes: three turns, an update at each step, two generators of which one dies, and the proxy.
 
-    A generator tells of a response every 128 tokens. These are five times as long and more than there are seats, so that
+    A generator tells of a response every 128 tokens. These are five times as long, and more than seats, so that
     whenever it dies it has told of most that it runs.
     """
     process = start(

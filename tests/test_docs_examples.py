@@ -13,7 +13,7 @@ from envs.registry import validate_env, validate_options
 from launch import preflight
 from launch.cli import main, parse
 from launch.prepare import Prepared, validate
-from launch.recipes import SHIPPED
+from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, load_config
 from tests.envs.test_openenv import counting
 
@@ -46,7 +46,7 @@ def commands(verb: str) -> list[str]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with the rows, the module and the recipe that the examples speak of."""
 
-    def prepare(config: Config, *, resolve_model: bool, begin: object) -> Prepared:
+    def prepare(config: Config, *, make: bool, begin: object) -> Prepared:
         validate(config)
         return Prepared(None, 0)
 

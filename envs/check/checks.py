@@ -19,11 +19,11 @@ from envs.check.findings import Earned, Page
 from envs.check.player import Agent, Player, PlayResult, Said, View
 from envs.check.resources import held
 from envs.check.watch import LoopWatch
-from envs.guards import overlap
+from envs.held_out import Seen, seen_in_training
 from rl.observe.alarms import limit
 from rollout.episodes.environment import Solvable
 
-FEW = 0.8  # share of different tasks below which a game has few of them, and held-out tasks must repeat
+FEW = 0.8  # share of training tasks in which a script meets something else below which the game has few of them
 LUCK = 0.25  # success that an agent may have by chance
 QUICK_S = 0.1  # of an audited answer: then as many are audited as there are openings
 SHOWN = 100  # characters of a text in a message
@@ -133,14 +133,12 @@ async def tasks_differ(lab: Lab) -> None:
     one = train > 1 and len(set(seen["train"])) == 1
     lab.page.add("tasks differ", f"all {train} tasks are the same" if one else "", f"{distinct:.0%} of {train} differ")
 
-    held_out = seen["eval"]
-    alike = sum(each in set(seen["train"]) for each in held_out) / max(1, len(held_out))
-    known = max(alike, overlap(lab.player.family, len(held_out)))
-    most = limit(lab.player.config.alarms, "eval-on-train", "share")
-    wrong = f"{known:.0%} of {len(held_out)} held-out tasks are among {train} training tasks" if known > most else ""
-    few = distinct < FEW
-    said = f"{wrong}; the game has few tasks" if wrong and few else wrong
-    lab.page.add("held out", said, f"{known:.0%} of {len(held_out)} held-out tasks were seen in training", note=few)
+    config = lab.player.config
+    count = min(config.eval.tasks or len(seen["eval"]), lab.player.family.task_count("eval"))
+    found = [Seen.of(seen["train"], seen["eval"], FEW), *seen_in_training(lab.player.family, count)]
+    most = limit(config.alarms, "eval-on-train", "share")
+    worst = min(found, key=lambda each: (each.share <= most, each.few, -each.share))
+    lab.page.add("held out", str(worst) if worst.share > most else "", str(worst), note=worst.few)
 
 
 async def _meets(lab: Lab) -> dict[str, list[tuple[object, ...]]]:

@@ -7,7 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -93,6 +93,12 @@ class CodeFamily:
             raise IndexError(f"{split} problem {index} of {self._count[split]}")
         return self._problem[split](index)
 
+    def data(self) -> list[Any]:
+        """All problems; of those that a seed makes a hundred, so that no start waits until all are made."""
+        count = self._count["train"]
+        made = min(count, 100) if self.options.source == "generated" else count
+        return [count, *map(self._problem["train"], range(made))]
+
     def opening(self, task: CodeProblem) -> list[ChatMessage]:
         options = self.options
         opening = [ChatMessage("system", options.system_prompt)] if options.system_prompt else []
@@ -160,7 +166,8 @@ class CodeEnvironment:
             "out_of_memory": float(verdict.out_of_memory),
         }
         reward = verdict.fraction if self._family.options.reward == "fraction" else info["solved"]
-        return Step([], reward, done=True, success=verdict.solved, info=info)
+        read = "no code" if verdict.no_code else f"{verdict.passed} of {verdict.total} tests passed"
+        return Step([], reward, done=True, success=verdict.solved, info=info, notes={"read": read})
 
     async def gold(self) -> str | None:
         solution = self._problem.solution

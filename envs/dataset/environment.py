@@ -206,13 +206,17 @@ class DatasetEnvironment:
                 truth = known >= options.success_reward
                 info["judge_agrees"] = float((judgement.score >= options.success_reward) == truth)
 
+        answer = tagged(action, "answer")
+        read = answer_of(action).strip() if answer is None and EXACT in options.reward else answer
+        notes = {name: text for name, text in (("expected", self._task.gold), ("read", read)) if text is not None}
         said = {name: value for name in options.reward if (value := values[name]) is not None}
         info |= {f"reward_{name.rpartition(':')[2]}": value for name, value in said.items()}
         if not any(options.reward[name] for name in said):
-            return Step([], None, done=True, success=False, info=info)
+            return Step([], None, done=True, success=False, info=info, notes=notes)
 
         reward = sum(options.reward[name] * value for name, value in said.items())
-        return Step([], reward, done=True, success=next(iter(said.values())) >= options.success_reward, info=info)
+        success = next(iter(said.values())) >= options.success_reward
+        return Step([], reward, done=True, success=success, info=info, notes=notes)
 
     async def gold(self) -> str | None:
         return self._task.gold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from dataclasses import dataclass
 from random import Random
@@ -17,7 +18,7 @@ from envs.gymnasium.requests import GymReply, GymRequest
 from envs.gymnasium.worker import make
 from envs.workers.pool import Pool, Session
 from envs.workers.process import WorkerKind
-from rl.config.plugins import search_working_folder
+from rl.config.plugins import search_folder
 from rollout.episodes.environment import ChatMessage, Needs, Step
 
 MOST_RULES = 600  # characters of each part of a documentation that is used as rules
@@ -173,7 +174,7 @@ def _settings(options: GymnasiumOptions) -> dict[str, Any]:
     except ImportError:
         raise ImportError("Gymnasium is not installed: pip install 'fresco-rl[gymnasium]'") from None
 
-    search_working_folder()
+    search_folder(os.getcwd())
     settings = options.model_dump(include={"id", "kwargs", "actions", "gold_discount"}) | {"prints": False}
     try:
         env = make(settings)

@@ -20,7 +20,7 @@ from envs.gymnasium.planning import best_actions, table_of
 from envs.gymnasium.requests import GymReply, GymRequest
 from envs.gymnasium.screen import plain
 from envs.workers.serving import begin_worker, serve
-from rl.config.plugins import search_working_folder
+from rl.config.plugins import search_folder
 
 
 class Game:
@@ -66,7 +66,7 @@ def make(settings: dict[str, Any]) -> Any:
 def main(descriptor: int, settings: dict[str, Any]) -> None:
     replies = begin_worker()
     warnings.simplefilter("ignore")
-    search_working_folder()
+    search_folder(os.getcwd())
     live: dict[int, Game] = {}
 
     @cache

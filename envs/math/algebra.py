@@ -1,11 +1,15 @@
 """Equality that needs an algebra system: proven by exact steps of SymPy, or refused. It runs in worker processes.
 
 Fifty digits at random points may refuse, and never accept: what looks equal must also be shown to be.
+
+What SymPy raises over the answer alone makes it a wrong one, as if it could not be read: nobody is spared a zero by
+what he writes. Over the gold, or in the proof of what has the gold's digits, it is raised: the verifier has failed.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -15,6 +19,7 @@ from envs.math.reading import Node
 
 DIGITS = 60
 _POINTS = 3
+_AT = sympy.Rational(17, 5)
 _FUNCTIONS: dict[str, Any] = {
     **{
         name: getattr(sympy, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "cot", "sec", "csc", "exp")
@@ -33,25 +38,45 @@ _CONSTANTS = {"e": sympy.E, "i": sympy.I, "\\pi": sympy.pi}
 _UNDEFINED = (sympy.zoo, sympy.nan, sympy.oo, -sympy.oo)
 
 
-def equal(left: Node, right: Node) -> bool:
+def equal(gold: Node, answer: Node) -> bool:
     """Whether both provably have the same value; what has none equals nothing but itself."""
-    known = exact.equal(left, right)
-    if known is not None:
-        return known
-    difference = expression(left) - expression(right)
-    if difference.has(*_UNDEFINED):
-        return False
-    return difference == 0 or (_looks_zero(difference) and _is_zero(difference))
+    known = exact.equal(gold, answer)
+    return known if known is not None else _proven(expression(gold), lambda: expression(answer), _is_zero)
 
 
-def proportional(left: Node, right: Node) -> bool:
+def proportional(gold: Node, answer: Node) -> bool:
     """Whether one is the other times a constant that is not 0."""
-    one = expression(left)
-    other = expression(right)
-    if one.has(*_UNDEFINED) or other.has(*_UNDEFINED) or sympy.expand(other) == 0:
+    wanted = expression(gold)
+
+    def scaled() -> Any:
+        """The answer with the gold's value at one point."""
+        said = expression(answer)
+        if sympy.expand(said) == 0:
+            return sympy.nan
+        quotient = wanted / said
+        return said * quotient.subs({symbol: _AT for symbol in quotient.free_symbols})
+
+    def constant(difference: Any) -> bool:
+        quotient = sympy.cancel(wanted / expression(answer))
+        return bool(quotient.is_number and quotient.is_nonzero)
+
+    return _proven(wanted, scaled, constant)
+
+
+def _proven(wanted: Any, answer: Callable[[], Any], proof: Callable[[Any], bool]) -> bool:
+    """Whether the difference has no digits, and is proven to be 0."""
+    looks_zero: bool | None = None
+    try:
+        difference = wanted - answer()
+        if difference.has(*_UNDEFINED):
+            return False
+        looks_zero = difference == 0 or _looks_zero(difference)
+        return looks_zero is not False and proof(difference)
+    except Exception:
+        if looks_zero:
+            raise
+        _looks_zero(wanted)
         return False
-    quotient = sympy.cancel(one / other)
-    return bool(quotient.is_number and quotient.is_nonzero)
 
 
 def expression(node: Node) -> Any:
@@ -93,20 +118,25 @@ def _root(inner: Any, degree: Any) -> Any:
     return sympy.Pow(inner, 1 / degree)
 
 
-def _looks_zero(difference: Any) -> bool:
-    """Whether it is next to 0, to many digits, wherever it has a value."""
+def _looks_zero(difference: Any) -> bool | None:
+    """Whether it is next to 0, to many digits, wherever it has a value; None: it was found to have none."""
     dice = random.Random(0)
+    valued: bool | None = None
     symbols = sorted(difference.free_symbols, key=str)
     for _ in range(_POINTS if symbols else 1):
         point = {symbol: sympy.Rational(dice.randint(1, 400), dice.randint(100, 137)) for symbol in symbols}
         value = difference.subs(point).evalf(DIGITS, maxn=4 * DIGITS)
-        if value.is_number and value.is_finite and sympy.Abs(value) > sympy.Rational(1, 10**DIGITS):
-            return False
-    return True
+        if value.is_number and value.is_finite:
+            if sympy.Abs(value) > sympy.Rational(1, 10**DIGITS):
+                return False
+            valued = True
+    return valued
 
 
 def _is_zero(difference: Any) -> bool:
     """Shown by exact steps, cheap ones first."""
+    if difference == 0:
+        return True
     for step in (sympy.expand, sympy.cancel, sympy.radsimp, sympy.trigsimp, sympy.simplify):
         difference = step(difference)
         if difference == 0:

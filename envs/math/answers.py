@@ -10,7 +10,9 @@ which runs the same `decide` with an algebra system.
 * What cannot be read, or in two ways, is a text, and equal to the same text only.
 * A gold number is matched by a *written-out* number only: `\\boxed{12+30}` or `\\frac{84}{2}` restate the question.
 * A percent sign stands in both or in neither (`50\\%` is not 50, nor 0.5).
-* A gold value with a unit that is known (`units`) may be answered without it; an answer may not add one.
+* A gold value with a unit that is known (`units`) may be answered without it; an answer may not add one, but for the
+  sign of dollars.
+* Letters alone are a product in their own order only: `ab` is `a\\cdot b`, and neither is `ba`; `no` is a word.
 * `x=` before a value is dropped; equation chains (`1=\\sqrt3=\\sqrt2`) are texts.
 * Brackets must be the gold's, members count as often as they stand there, and only lists in brackets have an order.
 * One capital letter may be a choice: `\\text{(A)}`, `(A)` and `A.` are `A`.
@@ -138,7 +140,8 @@ def decide(gold_text: str, answer: str, by: Judge, asked: str = "") -> bool | No
     wanted = gold.value
     if "unit" in (wanted.kind, value.kind) and wanted.kind != value.kind:
         degrees = "degree" in (wanted.mark + value.mark) and "number" in (wanted.kind, value.kind)
-        if value.kind == "unit" and not degrees:
+        dollars = "dollar" in value.mark and "$" in answer
+        if value.kind == "unit" and not (degrees or dollars):
             return False
         wanted = wanted.parts[0] if wanted.kind == "unit" else wanted
         value = value.parts[0] if value.kind == "unit" else value

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
-_UNICODE = {
-    "−": "-", "–": "-", "°": "^\\circ ", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
-    "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "∪": "\\cup ", "∅": "\\emptyset ", "±": "\\pm ",
-    "∓": "\\mp ", "²": "^2 ", "³": "^3 ", "½": "\\frac12 ", "¼": "\\frac14 ", "¾": "\\frac34 ", "θ": "\\theta ",
-    "α": "\\alpha ", "β": "\\beta ", "∈": "\\in ", "ℝ": "\\mathbb{R}", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
-}  # fmt: skip
+_TABLE = r"""
+− -   – -   ° ^\circ   π \pi   ∞ \infty   ≤ \le   ≥ \ge   ≠ \ne   × \times   · \cdot   ⋅ \cdot   ÷ \div   ∪ \cup
+∅ \emptyset   ± \pm   ∓ \mp   ² ^2   ³ ^3   ½ \frac12   ¼ \frac14   ¾ \frac34
+θ \theta   α \alpha   β \beta   ∈ \in   ℝ \mathbb{R}
+"""
+_UNICODE = dict(zip(_TABLE.split()[::2], (f"{latex} " for latex in _TABLE.split()[1::2]), strict=True))
+_CURRENCIES = {
+    **dict.fromkeys(("\\$", "$"), "dollar"),
+    **dict.fromkeys(("€", "\\euro", "\\texteuro"), "euro"),
+    **dict.fromkeys(("£", "\\pounds", "\\textsterling"), "sterling"),
+    **dict.fromkeys(("¥", "\\yen", "\\textyen"), "yen"),
+    **{"₹": "rupee", "¢": "cent"},
+}
+_SPACES = r"(?:\\[,;: ]|[\s~])*"
+_SIGN = rf"(?:\\(?:text|mathrm|mbox)\s*\{{)?\s*({'|'.join(map(re.escape, _CURRENCIES))})\s*\}}?"
+_COUNT = r"\.?\d(?:[\d.,]|\\[,!]|\{,\})*"
+_AMOUNT = re.compile(rf"([-+]?)\s*{_SIGN}{_SPACES}([-+]?{_COUNT})\}}?|([-+]?{_COUNT}){_SPACES}{_SIGN}")
+_DOTTED = re.compile(r"\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?|((?:\d\u0305)+)")
+_REPEATING = re.compile(
+    r"(?<![\d.\x01])(?<!\d )(?<!\d,(?=\d{3}\.))(\d*)\.(\d*)"
+    r"(?:\\(?:overline|bar) ?(?:\{ ?(\d+) ?\}|(\d))|(?<=\.)\((\d+)\))(?![\d.(])"
+)
+_STACKED = re.compile(
+    r"(?<![A-Za-z\]}^_])\{ ?([-+]?\d+) ?\\over ?([-+]?\d+) ?\}|^\{?([-+]?\d+)\}? ?\\over ?\{?(\d+)\}?$"
+)
 _SHORT_ROOT = re.compile(r"√(?:\((\d+)\)|(\d+))")
 _SAME = (
     (re.compile(r",\s*\\!\s*(?=\d{3})|\{,\}(?=\d{3}(?!\d))"), "\x01"),  # between groups of digits
     (re.compile(r"\\!"), ""),
     (re.compile(r"(?<!\\)\\[,;:> ]|\\q?quad\b|\\enspace\b|\\thinspace\b|~|\s+"), " "),
     (re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lrm]?)(?![A-Za-z])"), ""),
+    (re.compile(r"\\root ?(?:\{ ?(\w+) ?\}|(\w)) ?\\of(?![A-Za-z])"), r"\\sqrt[\1\2]"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])"), r"\\le"),
@@ -34,7 +55,8 @@ _SAME = (
     (re.compile(r" ?\\(?:text|mathrm|mbox) ?\{ ?(?:percent|per cent) ?\}|(?<=\d) percent$|\\%"), "%"),
     (re.compile(r"^ ?([-+]) ?\{ ?([\d.]+) ?\}$"), r"\1\2"),
 )
-_WRAPPED = (re.compile(r"\\\((.*)\\\)"), re.compile(r"\\\[(.*)\\\]"), re.compile(r"\{([^{}]*)\}"))
+_OLD_FONT = re.compile(r"\{\s*\\(rm|bf|it|sf|tt)(?![A-Za-z])([^{}]*)\}")
+_WRAPPED = tuple(map(re.compile, (r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"\$(.*)(?<!\\)\$", r"\{([^{}]*)\}")))
 _BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit) ?\{((?:[^{}]|\{[^{}]*\})*)\}")
 _THIN_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d ]*\d)")
 _SPACE = re.compile(r"(?<![A-Za-z0-9,]) |(?<!,) (?![A-Za-z0-9\\])|(?<=[A-Za-z]) (?=\d)|(?<=[\d}]) (?=[A-Za-z\\])")
@@ -47,11 +69,13 @@ def clean(text: str) -> str:
     text = text.strip().removesuffix(".").strip()
     text = _SHORT_ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = "".join(_UNICODE.get(each, each) for each in text)
-    text = text.replace("\x01", "?").replace("\\$", "").replace("$", "").strip()
+    text = _OLD_FONT.sub(r"\\math\1{\2}", text.replace("\x01", "?"))
 
     for pattern in _WRAPPED:
         found = pattern.fullmatch(text)
         text = found[1].strip() if found is not None else text
+    text, unit = _amount(text)
+    text = text.replace("\\$", "").replace("$", "").strip()
     for pattern, usual in _SAME:
         text = pattern.sub(usual, text)
 
@@ -59,7 +83,36 @@ def clean(text: str) -> str:
     text = found[1] if found is not None and re.search(r"\d", found[1]) else text
     text = _THIN_GROUPS.sub(lambda found: found[0].replace(" ", "\x01"), text)
     text = _SPACE.sub("", re.sub(" +", " ", text)).strip()
-    return text if _MAY_GROUP.search(text) else text.replace(", ", ",")
+    text = _STACKED.sub(_fraction, _REPEATING.sub(_repeating, _DOTTED.sub(_overlined, text)))
+    return (text if _MAY_GROUP.search(text) else text.replace(", ", ",")) + unit
+
+
+def _amount(text: str) -> tuple[str, str]:
+    """`\\$5`, `-\\text{€}5` and `5 €` as a number and its unit; an empty unit where the text is no amount of money."""
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        return text, ""
+    minus, before, count, counted, after = found.groups()
+    return counted or minus + count, f"\\text{{{_CURRENCIES[before or after]}}}"
+
+
+def _overlined(found: re.Match[str]) -> str:
+    """Digits that repeat, which have dots or a line above them, under one line."""
+    return f"\\overline{{{re.sub('[^0-9]', '', found[0])}}}"
+
+
+def _repeating(found: re.Match[str]) -> str:
+    """A decimal with digits that repeat, as the fraction that it is."""
+    whole, once, *repeated = found.groups()
+    again = next(filter(None, repeated))
+    difference = int(whole + once + again) - int(f"0{whole}{once}")
+    value = Fraction(difference, 10 ** len(once) * (10 ** len(again) - 1))
+    return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _fraction(found: re.Match[str]) -> str:
+    above, below = filter(None, found.groups())
+    return f"\\frac{{{above}}}{{{below}}}"
 
 
 def ungrouped(text: str, listing: bool) -> str:

@@ -19,6 +19,7 @@ from envs.math.datasets import Source, load_problems
 from envs.math.problems import Problem
 from envs.math.verifier import Verifier
 from envs.rows import RowError, is_at_hand
+from envs.workers.process import RequestLost, WorkerHung, WorkerNotStarted
 from rollout.episodes.environment import ChatMessage, RewardFailed, Step
 
 INSTRUCTION = "Reason step by step, and put your final answer in \\boxed{}."
@@ -52,7 +53,7 @@ class MathOptions(BaseModel):
     verifier_workers: int = Field(1, ge=1)
     """Processes per server for symbolic answers; they start when the first such answer comes."""
     verify_cpu_s: float = Field(2.0, gt=0)
-    """CPU seconds of one comparison; an answer that needs more is wrong."""
+    """CPU seconds of one comparison; an answer that needs more is not trained."""
 
 
 class MathFamily:
@@ -139,15 +140,21 @@ class MathEnvironment:
         return self._family.opening(task)
 
     async def step(self, action: str, truncated: bool = False) -> Step:
-        verdict = await self._family.verifier.verify(self._task.answer, action, self._task.asked)
-        if verdict.unverifiable:
-            raise RewardFailed("math: the verifier used up its CPU time over an answer, or died of it")
+        try:
+            verdict = await self._family.verifier.verify(self._task.answer, action, self._task.asked)
+        except (WorkerNotStarted, WorkerHung):
+            raise
+        except RequestLost as error:
+            raise RewardFailed(f"math's verifier: {error}") from error
         info = {name: float(value) for name, value in asdict(verdict).items()}
         info["cut_off"] = float(truncated or verdict.cut_off)
         info["invalid_share"] = float(not verdict.boxed)
         if self._kind:
             info[f"success_{self._kind}"] = info["correct"]
-        return Step([], info["correct"], done=True, success=verdict.correct, info=info)
+
+        box = last_box(answer_of(action))
+        notes = {"expected": self._task.answer, "read": "no closed \\boxed{}" if box is None else box}
+        return Step([], info["correct"], done=True, success=verdict.correct, info=info, notes=notes)
 
     async def gold(self) -> str | None:
         if isinstance(self._task, arithmetic.ArithmeticProblem):

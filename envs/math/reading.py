@@ -24,6 +24,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _CALLED = re.compile(r"\s*\(\s*(?:\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+)\s*\)")
 _DERIVATIVE = re.compile(r"\s*\{\s*(d|\\partial|\\Delta)(?![+\-*/^])[^{}]*\}\s*\{\s*\1\s*\\?[A-Za-z]")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+_IN_BRACKETS = re.compile(r"\s*\(\d+\)")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _TIMES = re.compile(r"\\cdot(?![A-Za-z])|\\times(?![A-Za-z])|\*")
 _OVER = re.compile(r"\\div(?![A-Za-z])|/")
@@ -32,7 +33,8 @@ _APPLIED = "fghFGHPQ"
 """Letters that before a bracket name a function: `f(x)` is no product."""
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _FENCES = {"lfloor": ("floor", "\\rfloor"), "lceil": ("ceil", "\\rceil"), "lvert": ("abs", "\\rvert")}
-_ENDS = {closing[1:] for _, closing in _FENCES.values()}
+_STACK = re.compile(r"\\(over|choose)(?![A-Za-z])")
+_ENDS = {"over", "choose", *(closing[1:] for _, closing in _FENCES.values())}
 
 
 class Unreadable(ValueError):
@@ -44,7 +46,7 @@ def read(text: str) -> Node:
     if not text.replace("°", "").isascii():
         raise Unreadable(text)
     reader = _Reader(text)
-    node = reader.sum()
+    node = reader.stacked()
     if reader.peek():
         raise Unreadable(text)
     return node
@@ -75,6 +77,14 @@ class _Reader:
         if not self.text.startswith(closing, self.at):
             raise Unreadable(self.text)
         self.at += len(closing)
+
+    def stacked(self) -> Node:
+        """A sum, or one over another in plain TeX: `a \\over b`, `n \\choose k`."""
+        node = self.sum()
+        found = self.take(_STACK)
+        if found is None:
+            return node
+        return ("div", node, self.sum()) if found[1] == "over" else ("fn", "binomial", node, self.sum())
 
     def sum(self) -> Node:
         self.depth += 1
@@ -180,7 +190,7 @@ class _Reader:
 
     def group(self, opening: str) -> Node:
         self.expect(opening)
-        node = self.sum()
+        node = self.stacked()
         self.expect(_CLOSING[opening])
         return node
 
@@ -212,6 +222,8 @@ class _Reader:
         if found is None:
             raise Unreadable(self.text)
 
+        if "." in found[0] and _IN_BRACKETS.match(self.text, self.at):
+            raise Unreadable("a decimal that repeats, or a product")
         mixed = _MIXED.match(self.text, self.at) if "." not in found[0] else None
         if mixed is None:
             return ("num", Fraction(found[0]))

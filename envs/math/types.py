@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 from envs.math.cleaning import ungrouped
 from envs.math.reading import Unreadable, read
 from envs.math.units import unit
-from envs.math.values import Kind, Value, literal
+from envs.math.values import Kind, Listing, Value, literal
 
-LISTINGS: tuple[Kind, ...] = ("list", "ordered list", "set", "tuple", "interval", "union", "matrix")
+LISTINGS: tuple[Kind, ...] = get_args(Listing)
 _ASSIGNED = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?(?: ?\([a-z](?:,[a-z])*\))?|\\[a-z]+) ?(?:=|\\in(?![A-Za-z])) ?(.+)")
 _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|[<>=]")
 _TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
@@ -18,6 +19,9 @@ _SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _JOINED = re.compile(r"\d+(?:[-+/:.]\d+)+")
 """Scores, dates, sums: numbers that would have to be worked out."""
 _WORD = re.compile(r"[A-Za-z]{4}|[A-Z]{2}|[A-Z][a-z]{2}|[a-z]*([a-z])[a-z]?\1|(?=[a-z]{3})[a-z]*[eiou]")
+_LETTERS = re.compile(r"[A-Za-z ]{2,}")
+_SPOKEN = re.compile(r"(?=.*(?:[A-Za-z][eiou]|[eiou][A-Za-z]))[A-Za-z ]+", re.IGNORECASE)
+"""Words of two letters, where nothing else stands: `no`, `a to b`. Elsewhere they are products, as in `a+bi`."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _UNIT_STARTS = re.compile(r"\\(?:text|mathrm|mbox|operatorname|frac ?\{ ?\\(?:text|mathrm))|°")
 _BARE_UNIT = re.compile(r"([-+]?[\d.,]+) ?([A-Za-z]{2}[A-Za-z /^\d]*)")
@@ -194,9 +198,10 @@ def _leaf(text: str, gold: bool = False) -> Value:
     number = literal(text, restated=gold)
     if number is not None:
         return Value("number", node=("num", number))
-    if _JOINED.fullmatch(text) or _WORD.search(_COMMAND.sub(" ", text)):
+    if _JOINED.fullmatch(text) or _SPOKEN.fullmatch(text) or _WORD.search(_COMMAND.sub(" ", text)):
         return Value("text", text=plain(text))
     try:
-        return Value("expression", node=read(text))
+        letters = text.replace(" ", "") if _LETTERS.fullmatch(text) else ""
+        return Value("expression", node=read(text), text=letters)
     except Unreadable:
         return Value("text", text=plain(text))

@@ -45,9 +45,12 @@ Pa pascal pascals
 mol mole moles
 degree degrees deg °
 rad radian radians
-dollar dollars
+dollar dollars USD
 cent cents
-euro euros
+euro euros EUR
+sterling GBP
+yen JPY
+rupee rupees INR
 unit units
 person people
 student students

@@ -14,10 +14,8 @@ from typing import Literal
 from envs.math import exact
 from envs.math.reading import Node
 
-Kind = Literal[
-    "number", "percentage", "interval", "union", "set", "list", "ordered list", "tuple", "matrix", "expression",
-    "equation", "inequality", "unit", "text",
-]  # fmt: skip
+Listing = Literal["interval", "union", "set", "list", "ordered list", "tuple", "matrix"]
+Kind = Literal["number", "percentage", Listing, "expression", "equation", "inequality", "unit", "text"]
 LEAVES = ("number", "expression", "text")
 Equal = Callable[[Node, Node], "bool | None"]
 """Whether two expressions are equal; None: unknown here."""
@@ -26,7 +24,10 @@ Proportional = Callable[[Node, Node], "bool | None"]
 
 @dataclass(frozen=True)
 class Value:
-    """`mark` is what else has to agree: brackets, a unit, relations, a name that stands before `=`."""
+    """`mark` is what else has to agree: brackets, a unit, relations, a name that stands before `=`.
+
+    `text` is that of a text, and of an expression of letters alone.
+    """
 
     kind: Kind
     parts: tuple[Value, ...] = ()
@@ -61,8 +62,13 @@ class Judge:
         return _all([self.agree(*pair) for pair in zip(gold.parts, answer.parts, strict=True)])
 
     def _expressions(self, gold: Value, answer: Value) -> bool | None:
-        """A gold number is matched by a written-out one only: anything else restates the question."""
+        """A gold number is matched by a written-out one only: anything else restates the question.
+
+        Letters side by side are a product, but in another order they may as well be another word.
+        """
         if gold.kind == "number" and answer.kind != "number":
+            return False
+        if gold.text and answer.text and gold.text != answer.text:
             return False
         if self.same_form and gold.kind == "expression" and exact.flat(gold.node) != exact.flat(answer.node):
             return False

@@ -1,9 +1,9 @@
 """Right or wrong, for a response in full: extraction, the fast path, and a pool of processes for symbolic answers.
 
-An answer that uses up its CPU time, or kills a fresh worker too, is `unverifiable`: its sample is not trained. Failing
-the ticket instead would let a model escape its own bad answers by trying again. A worker that does not answer and uses
-no CPU time either is the machine's fault, and fails the ticket. Neither is remembered. Workers start when the first
-answer needs one.
+An answer that uses up its CPU time, kills a fresh worker too, or over which the algebra system fails (`algebra`) cannot
+be judged: its sample is not trained. Failing the ticket instead would let a model escape its own bad answers by trying
+again. A worker that does not answer and uses no CPU time either is the machine's fault, and fails the ticket. Neither
+is remembered. Workers start when the first answer needs one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from envs.answers import answer_of
 from envs.math.answers import Symbolic, cut_off, judge, last_box
 from envs.workers.pool import Pool
-from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
+from envs.workers.process import WorkerKind
 
 _CACHE_SIZE = 8192
 
@@ -24,7 +24,6 @@ _CACHE_SIZE = 8192
 class Verdict:
     correct: bool
     boxed: bool  # there was a complete last box
-    unverifiable: bool = False  # it needed too much CPU time, or crashed the verifier
     cut_off: bool = False  # it ends within its last box
 
 
@@ -40,7 +39,7 @@ class Verifier:
         self._cache: OrderedDict[Symbolic, bool] = OrderedDict()
 
     async def verify(self, gold: str, response: str, asked: str = "") -> Verdict:
-        """Whether the last box of the answer in `response` holds `gold`. Raises WorkerNotStarted or WorkerHung.
+        """Whether the last box of the answer in `response` holds `gold`. Raises RequestLost.
 
         `asked`: what the data say of the gold's type, as in `answers.typed`.
         """
@@ -55,9 +54,6 @@ class Verifier:
         correct = self._cache.get(question)
         if correct is None:
             correct = await self._ask(question)
-        if correct is None:
-            return Verdict(False, boxed=True, unverifiable=True)
-
         self._cache[question] = correct
         if len(self._cache) > _CACHE_SIZE:
             self._cache.popitem(last=False)
@@ -67,17 +63,12 @@ class Verifier:
         """Kill and reap every worker."""
         await self.pool.stop()
 
-    async def _ask(self, question: Symbolic) -> bool | None:
-        """The answer of a worker; None if it is unverifiable."""
+    async def _ask(self, question: Symbolic) -> bool:
         self.symbolic += 1
         self.pool.begin()
         async with self._free:  # bounded by the step deadline of the episode that waits
             session = self.pool.open()
             try:
                 return await session.ask(question)
-            except (WorkerNotStarted, WorkerHung):
-                raise
-            except RequestLost:
-                return None
             finally:
                 session.end()

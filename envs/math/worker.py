@@ -15,7 +15,7 @@ from envs.math.answers import Symbolic, decide, typed
 from envs.math.values import Judge
 from envs.workers.serving import begin_worker, serve
 
-MEMORY_BYTES = 4 << 30  # address space of a worker: a bomb ends as MemoryError, a wrong answer
+MEMORY_BYTES = 4 << 30  # address space of a worker: a bomb ends as MemoryError
 
 
 def main(descriptor: int, cpu_s: float) -> None:
@@ -25,19 +25,17 @@ def main(descriptor: int, cpu_s: float) -> None:
     from envs.math import algebra
 
     def equal(question: Symbolic) -> bool:
-        try:
-            same_form = typed(question.gold, question.asked).same_form
-            by = Judge(algebra.equal, algebra.proportional, same_form)
-            return decide(question.gold, question.answer, by, question.asked) is True
-        except Exception:
-            return False
+        same_form = typed(question.gold, question.asked).same_form
+        by = Judge(algebra.equal, algebra.proportional, same_form)
+        return decide(question.gold, question.answer, by, question.asked) is True
 
     def answered(_: int, question: Symbolic | None) -> bool:
         assert question is not None  # a verifier keeps no state, and hears of no end
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        correct = equal(question)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        return correct
+        try:
+            return equal(question)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     equal(Symbolic("\\sqrt{2}", "\\frac{2}{\\sqrt{2}}"))  # loads what is loaded lazily
     serve(replies, descriptor, Symbolic, answered)

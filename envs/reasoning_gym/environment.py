@@ -148,7 +148,9 @@ class ReasoningGymEnvironment:
 
         success = score >= self._options.success_score
         info = {"answered": float(answer is not None)}
-        return Step([], score, done=True, success=success, info=info)
+        notes = {"expected": self.known} if self.known else {}
+        notes["read"] = "no closed <answer>" if answer is None else answer
+        return Step([], score, done=True, success=success, info=info, notes=notes)
 
     async def gold(self) -> str | None:
         return f"<answer>{self.known}</answer>" if self.known else None

@@ -113,6 +113,11 @@ class SweFamily:
         held_out = self.options.eval_count
         return held_out if split == "eval" else self.options.generated_count - held_out
 
+    @property
+    def knows_tasks(self) -> bool:
+        """Generated tasks are there once `start` is done."""
+        return self._tasks is not None
+
     def data(self) -> Sequence[object]:
         """Of generated tasks what makes them."""
         if self._tasks is not None:
@@ -120,7 +125,6 @@ class SweFamily:
         return [*self.options.packages, self.seed, self.options.generated_count, self.options.eval_count]
 
     def task(self, split: str, index: int) -> SweTask:
-        """Generated tasks are there once `start` is done."""
         assert self._tasks is not None, "start() comes first"
         return self._tasks[split][index]
 

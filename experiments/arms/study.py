@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from experiments.compare.fresco import RECIPE
-from launch.recipes import find_recipe
+from rl.config.recipes import find_recipe
 from rl.config.schema import Config, load_config
 from rl.store.made_once import digest
 

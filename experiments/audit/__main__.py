@@ -6,6 +6,7 @@ Solutions of training tasks are changed into certainly wrong and certainly equal
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -29,7 +30,7 @@ CHECKED: dict[str, tuple[int, list[str]]] = {
     "reasoning_gym": (100, [CHAIN_SUM]),
     "dataset": (100, ["env.options={source: experiments.own_reward:rows, eval_count: 128, reward: exact}"]),
     "code": (16, []),
-    "swe": (4, ["env.max_turns=30", "env.options={generated_count: 12, eval_count: 2}"]),
+    "swe": (3, ["env.max_turns=30", "env.options={generated_count: 4, eval_count: 1}"]),
 }
 """How many solutions, with which fields."""
 
@@ -74,7 +75,14 @@ async def table(name: str) -> dict[str, object]:
     }
 
 
-def main(names: list[str]) -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.audit", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(CHECKED)}; all of them")
+    names = parser.parse_args(argv).names
+    for name in names:
+        if name not in CHECKED:
+            sys.exit(f"audit: {name!r} is none of {', '.join(CHECKED)}")
+
     for name in names or list(CHECKED):
         row = asyncio.run(table(name))
         folder = RESULTS / "audit"
@@ -84,4 +92,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

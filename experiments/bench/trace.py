@@ -27,7 +27,7 @@ from experiments.bench._processes import watched
 from experiments.bench._ratios import Idle, provenance
 from experiments.bench._synthetic_trace import write_trace
 from experiments.compare.job import read_lines
-from launch.recipes import find_recipe
+from rl.config.recipes import find_recipe
 from rl.observe import trace_events
 from rl.observe.trace import FOLDER, NO_TRACE, Source, TraceRecord, read_trace
 

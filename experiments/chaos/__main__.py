@@ -23,7 +23,7 @@ import psutil
 from experiments.chaos.play import play
 from experiments.chaos.report import played_before, report, table
 from experiments.chaos.schedule import KINDS, Kind, make_schedule, roles_of
-from launch.recipes import find_recipe
+from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
 
 UNLIMITED = [f"{section}.max_restarts=100000" for section in ("generator", "env", "learner")]

@@ -30,8 +30,8 @@ from launch.launcher.local import Begin, begin_process
 from launch.plan import ProcessSpec
 from launch.preflight import Preflight, check, make_run
 from launch.provenance import write_provenance
-from launch.recipes import find_recipe
 from rl.config.plugins import own_packages_first
+from rl.config.recipes import find_recipe
 from rl.config.schema import Config, load_config
 from rl.observe.alarms import read_alarms
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rl.wire.run import context_from_command_line
-
 _DELAY_S = 1.0
 _LIFE_S = 4.0
 
@@ -26,7 +24,7 @@ def slow_server() -> None:
         return _DELAY_S + draw(self, chance)
 
     synthetic.SyntheticFamily.draw_latency_s = slow  # type: ignore[method-assign]
-    server.main(context_from_command_line())
+    server.main()
 
 
 def dead_generator() -> None:

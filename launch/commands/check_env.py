@@ -15,8 +15,8 @@ from envs.check.checks import SHORT, Scope
 from envs.check.difficulty import Model, endpoint
 from envs.check.run import check_environment
 from envs.registry import load_family, validate_options
-from launch.recipes import SHIPPED
 from launch.terminal import say
+from rl.config.recipes import SHIPPED
 from rl.config.schema import ConfigError, load_config
 
 TURNS = 20  # of an episode, where no recipe says how many

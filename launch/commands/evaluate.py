@@ -20,8 +20,8 @@ from envs.registry import load_family, make_family, validate_options
 from launch.commands.run import execute
 from launch.cpu.fork_server import begin_as_copies
 from launch.preflight import check, make_run
-from launch.recipes import SHIPPED
 from launch.terminal import CleanConsole
+from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, ConfigError, ModelConfig, load_config
 from rl.observe.intervals import wilson
 from rl.store.checkpoint_folder import CheckpointError, latest, verify

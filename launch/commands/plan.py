@@ -114,7 +114,7 @@ class Memory:
         """Why, by split."""
 
         known = self._machine.gpu_memory is not None and config.generator.engine == "vllm"
-        if known and (told := model_config(config.model.path, ask=True, unchecked=self._unchecked)):
+        if known and (told := model_config(config, fetch=False, unchecked=self._unchecked)):
             check_family_of(config, told)
             self._model = shape_of(config, told)
 

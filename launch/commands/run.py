@@ -18,6 +18,7 @@ from launch.preflight import Preflight, check, make_run
 from launch.provenance import write_provenance
 from launch.supervisor import Supervisor
 from rl.config.schema import ConfigError, load_config
+from rl.store.made_once import waited_s
 from rl.wire.run import RunFile
 
 
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.recipe}{' with ' if changes else ''}{changes}", flush=True)
     with begin_as_copies(config) as begin:
         checked = check(config, dry=False, begin=begin)
-        run = make_run(checked, started)
+        run = make_run(checked, started + waited_s())  # seconds count without the wait for another's cache
         write_provenance(run.folder, arguments.recipe, config)
         print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
         return execute(run, checked, begin)

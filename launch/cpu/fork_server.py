@@ -45,6 +45,7 @@ from rl.wire.process import adopt_orphans, die_with_parent
 
 _REQUEST_BYTES = 1 << 16
 _KNOWN = b"k"
+_ROOM = "-" * 512  # a process has no more room for its line in `ps` than the line that it was started with
 _END_S = 5.0
 _THREADS_END_S = 5.0
 _ENDED = "ZX"  # proc_pid_stat(5): zombie, dead
@@ -68,7 +69,7 @@ class ForkServer:
         adopt_orphans()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(deadline_s)
-        command = [sys.executable, "-m", "launch.cpu.fork_server", str(theirs.fileno()), *imports]
+        command = [sys.executable, "-m", "launch.cpu.fork_server", str(theirs.fileno()), *imports, _ROOM]
         environment = os.environ | environment | {"FRESCO_PARENT_PID": str(os.getpid()), FORKED_VARIABLE: "1"}
 
         with theirs:
@@ -116,24 +117,28 @@ class ForkServer:
 def begin_as_copies(config: Config) -> Iterator[Begin]:
     """How this run's processes begin: as copies of one that has imported what they need, where that takes long.
 
-    With GPUs, and without anything that takes long, each begins by its command line.
+    Where nothing takes long, in a simulated run, all are copies of one that has imported what is theirs; else those
+    that need nothing of torch begin by their command line. With GPUs each does.
     """
-    on_gpus = config.device == "cuda" or (config.device == "auto" and bool(visible_gpus()))
-    plan = [] if on_gpus else make_plan(config, "cpu")
-    needed = list(dict.fromkeys(name for spec in plan for name in spec.imports))
-    if not needed:
+    if config.device == "cuda" or (config.device == "auto" and visible_gpus()):
         yield begin_process
         return
+
+    plan = make_plan(config, "cpu")
+    modules = list(dict.fromkeys(spec.module for spec in plan))
+    needed = list(dict.fromkeys(name for spec in plan for name in spec.imports))
+    imports = [*PREPARE_IMPORTS, *needed] if needed else modules
 
     own: dict[str, str] = {}
     for spec in plan:
         own |= spec.environment
     # Threads are set by each copy for itself; a pool of them may not exist before it is made.
     own["OMP_NUM_THREADS"] = "1"
-    server = ForkServer([*PREPARE_IMPORTS, *needed], own, config.timeouts.hang_s)
+    server = ForkServer(imports, own, config.timeouts.hang_s)
 
     def begin(command: Command, files: Files) -> Begun:
-        copy = server.begin(command, files) if command.imports else None
+        copied = bool(command.imports) if needed else command.module in modules
+        copy = server.begin(command, files) if copied else None
         return copy or begin_process(command, files)
 
     try:
@@ -248,8 +253,13 @@ def _become(command: Command, files: list[int]) -> None:
     gc.enable()
 
     sys.argv = [command.module, *command.arguments]
-    if setproctitle := sys.modules.get("setproctitle"):  # vLLM brings it; it changes what `ps` shows
-        setproctitle.setproctitle(f"{sys.executable} -m {' '.join(sys.argv)}")
+    _show(" ".join(sys.argv))
+
+
+def _show(line: str) -> None:
+    """What `ps` shows of this process from now on, where vLLM has brought setproctitle."""
+    if setproctitle := sys.modules.get("setproctitle"):
+        setproctitle.setproctitle(f"{sys.executable} -m {line}")
 
 
 def main() -> None:
@@ -257,7 +267,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # an import leaves nothing to collect, and looking for it takes a quarter of the time
     _import("setproctitle")
-    command = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    line, *imports, _ = sys.argv[1:]
+    _show(f"launch.cpu.fork_server {' '.join(imports)}")
+    command = _serve(socket.socket(fileno=int(line)), imports)
     if command is not None:
         importlib.import_module(command.module).main()
 

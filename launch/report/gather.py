@@ -17,6 +17,7 @@ from launch.provenance import FILE as PROVENANCE
 from launch.provenance import flat, read_provenance
 from launch.report.blocks import Arrays
 from launch.report.samples import SamplePage, gather_samples
+from launch.report.tasks import task_facts
 from launch.report.timeline import Timeline, gather_timeline
 from rl.config.damage import readable, reading
 from rl.observe.alarms import read_alarms
@@ -53,7 +54,8 @@ def gather(folder: Path) -> RunPage:
         rows = read_rows(folder / "metrics.jsonl")
         facts = _of_rows(rows, run)
     with reading(folder / "evals.jsonl", _WITHOUT):
-        gained = gain(folder / "evals.jsonl")
+        evals = read_rows(folder / "evals.jsonl")
+        of_tasks = gain(evals), task_facts(evals, samples.facts["episodes"])
     with reading(folder / "summary.json", _WITHOUT):
         facts |= _of_summary(folder, run, rows, facts)
 
@@ -64,7 +66,8 @@ def gather(folder: Path) -> RunPage:
         "started": run.started_at,
         "startStep": run.start_step,
         "batch": run.config.batch_size,
-        "gain": gained,
+        "gain": of_tasks[0],
+        "tasks": of_tasks[1],
         "alarms": [msgspec.structs.asdict(alarm) for alarm in alarms],
         "waits": timeline.waits,
         "failures": timeline.failures,
@@ -180,10 +183,10 @@ def evaluations(rows: Sequence[Row], run: RunFile) -> list[Row]:
     return found
 
 
-def gain(path: Path) -> list[float] | None:
+def gain(rows: Sequence[Row]) -> list[float] | None:
     """(mean, low, high) of the last evaluation less the first, over the tasks that both have."""
     success: dict[int, dict[int, float]] = {}
-    for row in read_rows(path):
+    for row in rows:
         success.setdefault(row["version"], {})[row["task_index"]] = row["success"]
     if len(success) < 2:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 
 from launch.report.blocks import Arrays
+from launch.report.tasks import types_of
 from rl.store.samples import Sample, Trained, read_samples, read_trained
 from rl.wire.run import RunFile
-from rollout.episodes.tokenizer import ConversationTokenizer, TokenizerError, load_tokenizer
+from rollout.episodes.pieces import Pieces
+from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 
 MOST_TOKENS = 1_500_000
-_BROKEN = "\ufffd"  # a token that is part of a character
 _UNKNOWN = -32768
 _MILLI = 1000  # nats are stored in thousandths
 _AS_ARRAYS = ("token_ids", "logp", "versions")
@@ -41,11 +42,11 @@ def gather_samples(folder: Path, run: RunFile) -> SamplePage:
         tokenizer = load_tokenizer(None)
 
     ids = np.array([id for sample in shown for id in sample.token_ids], np.uint32)
-    texts = {int(id): tokenizer.decode([int(id)]) or f"⟨{id}⟩" for id in np.unique(ids)}  # a special token has no text
+    pieces = Pieces(tokenizer)
     facts = {
         "kept": len(every),
-        "episodes": [_episode(sample, trained.get(sample.ticket_id), texts, tokenizer) for sample in shown],
-        "texts": {str(id): text for id, text in texts.items()},
+        "episodes": [_episode(sample, trained.get(sample.ticket_id), pieces) for sample in shown],
+        "texts": {str(id): pieces.text(int(id)) for id in np.unique(ids)},
     }
 
     arrays = {
@@ -79,9 +80,7 @@ def chosen(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
     return [sample for group, sample in zip(group_of, samples, strict=True) if group in kept]
 
 
-def _episode(
-    sample: Sample, trained: Trained | None, texts: dict[int, str], tokenizer: ConversationTokenizer
-) -> dict[str, Any]:
+def _episode(sample: Sample, trained: Trained | None, pieces: Pieces) -> dict[str, Any]:
     versions = [version for version in sample.versions if version >= 0]
     counted = trained is not None and len(trained.advantage) == len(versions)
     played = {name: value for name, value in msgspec.structs.asdict(sample).items() if name not in _AS_ARRAYS}
@@ -91,25 +90,11 @@ def _episode(
         "generated": len(versions),
         "oldest": min(versions, default=-1),
         "newest": max(versions, default=-1),
-        "pieces": dict(_joined_pieces(sample.token_ids, texts, tokenizer)),
+        "types": types_of(sample.info),
+        "pieces": dict(pieces.joined(sample.token_ids)),
         "step": trained.step if trained else None,
         "clipped": trained.clipped if trained and counted else [],
     }
-
-
-def _joined_pieces(
-    ids: Sequence[int], texts: dict[int, str], tokenizer: ConversationTokenizer
-) -> Iterator[tuple[int, str]]:
-    """Where neighbours make up one character: its text at the first of them, none at the others."""
-    place = 0
-    while place < len(ids):
-        end = place
-        while end < len(ids) and _BROKEN in texts[ids[end]]:
-            end += 1
-        if end > place:
-            yield place, tokenizer.decode(ids[place:end])
-            yield from ((other, "") for other in range(place + 1, end))
-        place = max(end, place + 1)
 
 
 def _spread(sample: Sample, trained: Trained | None, name: str) -> np.ndarray:

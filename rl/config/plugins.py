@@ -1,7 +1,8 @@
-"""Plug-ins (losses, environments, ...) by name, everywhere with one syntax: registered, or `package.module:Name`.
+"""Plug-ins (losses, environments, ...) by name, everywhere with one syntax: registered, `package.module:Name`, or
+`FILE.py:Name`.
 
-A plug-in of a user's own may stand in the folder where Fresco is started. That folder is searched last: a user's
-`envs/__init__.py` can never take the place of ours. It imports no torch.
+A plug-in of a user's own may stand in a file anywhere, or in a module of the folder where Fresco is started. That
+folder is searched last: a user's `envs/__init__.py` can never take the place of ours. It imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -22,7 +26,8 @@ _ROOT = Path(__file__).parents[2]  # the folder that holds our packages
 
 
 def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What the configuration's `field` names: an entry of `known`, or the object at `package.module:Name`.
+    """What the configuration's `field` names: an entry of `known`, or the object at `package.module:Name` or
+    `FILE.py:Name`.
 
     An entry of `known` may itself be such a path, which is imported only now. Raises ConfigError in one line that names
     the field, the value and the fix.
@@ -34,18 +39,49 @@ def load(field: str, name: str, known: Mapping[str, Any]) -> Any:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
         close = nearest(name, list(known))
-        raise ConfigError(f"{field}={name!r} is not a registered name{close}; your own is written package.module:Name")
+        own = "your own is written package.module:Name or FILE.py:Name"
+        raise ConfigError(f"{field}={name!r} is not a registered name{close}; {own}")
 
-    search_working_folder()
+    search_folder(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = _of_file(Path(module_name)) if is_file(module_name) else importlib.import_module(module_name)
     except ImportError as error:
         where = f"modules are looked for in our packages, the installed ones and {os.getcwd()}"
         raise ConfigError(f"{field}={name!r} cannot be imported: {error}; {where}") from error
+    except Exception as error:  # of code that is not ours
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{field}={name!r} cannot be imported: {why}; mend the file") from error
+
     if not hasattr(module, attribute):
         public = [each for each in vars(module) if not each.startswith("_")]
         raise ConfigError(f"{field}={name!r} cannot be imported: no {attribute!r} in it{nearest(attribute, public)}")
     return getattr(module, attribute)
+
+
+def is_file(module: str) -> bool:
+    """Whether a plug-in's module is written as a file."""
+    return module.endswith(".py")
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module of a file, once in a process. It finds others that stand beside it, last of all."""
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+
+    search_folder(str(path.parent))
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def make(field: str, name: str, known: Mapping[str, Any], needs: Sequence[str] = (), **arguments: Any) -> Any:
@@ -99,10 +135,10 @@ def own_packages_first() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # `python -m` does not put the working folder first
 
 
-def search_working_folder() -> None:
-    """Search the working folder last of all, so that a name of ours is always ours."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+def search_folder(folder: str) -> None:
+    """Search a user's folder last of all, so that a name of ours is always ours."""
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _is_working_folder(path: str) -> bool:

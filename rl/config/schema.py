@@ -18,7 +18,7 @@ from rl.config.algo import AlgoConfig
 from rl.config.chat import ChatConfig
 from rl.config.rollout import RolloutConfig
 from rl.config.section import Section, Where
-from rl.config.tree import OPTIONS_OF, apply_override, forget_options, read_recipe, removed_fields
+from rl.config.tree import OPTIONS_OF, TINY, apply_override, forget_options, read_recipe, removed_fields
 from rl.config.tree import ConfigError as ConfigError
 from rl.config.tree import nearest as nearest
 
@@ -29,7 +29,8 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 class WarmStartConfig(Section):
     where = "before RL"
     demonstrations: int = Field(0, ge=0)
-    """Episodes of the environment's demonstrator to imitate before RL, made once and kept; 0: none."""
+    """Episodes of the environment's demonstrator to imitate before RL, made once and kept; 0: none. A recipe's are of
+    its own model: with another `model.path` they must be named again."""
     mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of turns that are mistakes in every other demonstration: shown with the way out of them, not imitated."""
     slips: Annotated[float, Where("environments that know their own solutions")] = Field(0.0, ge=0, lt=1)
@@ -48,7 +49,7 @@ class WarmStartConfig(Section):
 
 class ModelConfig(Section):
     where = "learner, engines"
-    path: str = "tiny"
+    path: str = TINY
     """`tiny` (made and warm-started locally), a local folder, or a hub name such as `Qwen/Qwen3-8B`."""
     dtype: Annotated[Literal["float32", "bfloat16"], Where("learner")] = "bfloat16"
     """Compute dtype of the learner's forward and backward; master weights are always float32."""
@@ -317,10 +318,11 @@ class Config(Section):
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> Config:
     """Read a YAML recipe and apply `key=value` overrides.
 
-    A recipe may name another one under `base:` (relative to itself) whose values it extends.
+    A recipe may name another one under `base:` whose values it extends: one that comes with Fresco, by its name, or a
+    path that is relative to itself.
     Raises ConfigError with one line that names the field, the value and the fix.
     """
-    tree = read_recipe(Path(path)) if path is not None else {}
+    tree = read_recipe(path) if path is not None else {}
     for item in overrides or []:
         name, _, value = item.partition("=")
         if name in OPTIONS_OF:

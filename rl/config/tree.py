@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rl.config.recipes import find_recipe, recipe_places
 from rl.config.yaml_text import YamlRefused, read_yaml
 
 
@@ -15,7 +17,10 @@ class ConfigError(ValueError):
     """Bad configuration: one line naming the field, the value and the fix."""
 
 
+TINY = "tiny"
+"""The model that is made here, and the one of a recipe that names none."""
 OPTIONS_OF = {
+    "model.path": "model.warm_start",
     "env.name": "env.options",
     "algo.loss": "algo.options",
     "algo.advantage": "algo.advantage_options",
@@ -23,7 +28,8 @@ OPTIONS_OF = {
     "generator.engine": "generator.options",
     "learner.kind": "learner.options",
 }
-"""Where a plug-in's options are, by the field that names it. Another plug-in does not inherit them."""
+"""Where a plug-in's options are, by the field that names it. Another plug-in does not inherit them, nor does another
+model a warm start: it is trained only where that is said with its name."""
 
 
 def removed_fields() -> dict[str, str]:
@@ -40,41 +46,71 @@ def nearest(key: str, valid: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid)) or 'none'}"
 
 
-def read_recipe(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tree of a YAML file over that of its `base`. Raises ConfigError."""
+def read_recipe(name: str | Path, folder: Path = Path(), extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a YAML file over that of its `base`. It is looked for in `folder`, and among the recipes that come
+    with Fresco. Raises ConfigError."""
+    path = find_recipe(name, folder)
     try:
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        raise ConfigError(f"recipe {str(path)!r} does not exist") from None
+        raise ConfigError(_not_found(name, folder, extended_by)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {error}; it must be a YAML file") from None
     except YamlRefused as error:
         raise ConfigError(f"recipe {str(path)!r}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"recipe {str(path)!r} is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"recipe {str(path)!r} is not valid YAML: {_first_fault(error)}") from None
 
     if not isinstance(tree, dict):
         raise ConfigError(f"recipe {str(path)!r} must be a mapping of sections")
     base = tree.pop("base", None)
+    tree = _beside(path.absolute().parent, tree)
     if not base:
         return tree
 
     if path.resolve() in extended_by:
         raise ConfigError(f"recipe {str(path)!r}: base={base!r} leads back to this recipe")
     if not isinstance(base, str):
-        raise ConfigError(f"recipe {str(path)!r}: base={base!r} must be the path of another recipe")
-    low = read_recipe(path.parent / base, (*extended_by, path.resolve()))
+        raise ConfigError(f"recipe {str(path)!r}: base={base!r} must be the name or the path of another recipe")
+    low = read_recipe(base, path.parent, (*extended_by, path.resolve()))
     for name in OPTIONS_OF:
         forget_options(low, name, _value(tree, name))
     return _merge(low, tree)
 
 
+def _not_found(name: str | Path, folder: Path, extended_by: tuple[Path, ...]) -> str:
+    places = recipe_places(name, folder)
+    looked = " nor ".join(str(place.absolute()) for place in places)
+    known = [path.stem for place in places for path in place.parent.glob("*.yaml")]
+    of = f"{str(extended_by[-1])!r}: base=" if extended_by else ""
+    hint = nearest(Path(name).name.removesuffix(".yaml"), sorted(set(known)))
+    return f"recipe {of}{str(name)!r} does not exist: there is no {looked}{hint}"
+
+
+def _first_fault(error: Exception) -> str:
+    """What a parser found first, in one line, with the line of the text."""
+    mark = getattr(error, "problem_mark", None)
+    return f"line {mark.line + 1}: {error.problem}" if mark else str(error).splitlines()[0]  # type: ignore[attr-defined]
+
+
+def _beside(folder: Path, value: Any) -> Any:
+    """The values of a recipe in `folder`: a text that begins with `./` or `../` names what stands there, wherever
+    Fresco is started."""
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return os.path.normpath(folder / value)
+    if isinstance(value, list):
+        return [_beside(folder, each) for each in value]
+    if isinstance(value, dict):
+        return {_beside(folder, key): _beside(folder, each) for key, each in value.items()}
+    return value
+
+
 def forget_options(tree: dict[str, Any], name: str, value: Any) -> None:
     """Drop the options of the plug-in that `name` names in the tree, where `value` names another one."""
-    if value is None or _value(tree, name) in (None, value):
-        return
+    before = _value(tree, name) or (TINY if name == "model.path" else None)
     section, _, options = OPTIONS_OF[name].partition(".")
-    tree[section].pop(options, None)
+    if value is not None and before not in (None, value) and isinstance(tree.get(section), dict):
+        tree[section].pop(options, None)
 
 
 def _value(tree: dict[str, Any], name: str) -> Any:

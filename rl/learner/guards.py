@@ -12,7 +12,7 @@ for runs that prove a path.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from zlib import crc32
@@ -36,6 +36,7 @@ _CENTRED = ("group", "group_mean", "leave_one_out")  # estimators whose sign the
 _TO_GO = ("turn", "batch")  # undiscounted, a turn's and the next one's differ by what it earned
 _TINY = 1e-6
 _FIRST_STEPS = 3  # whose log-ratio later ones are compared with
+_STILL_STEPS = 3  # in a row, after which a single matrix counts; rows of a head may hardly move, as rare tokens do
 _NOTABLE = 0.1  # of the limit: a log-ratio below that may grow
 
 
@@ -56,6 +57,7 @@ class StepGuards:
         trainable = dict(trainer.policy.trainable())
         self._parameters = list(trainable.values())
         self._matrices = _Matrices(lambda: trainable)
+        self._still: Counter[str] = Counter()  # steps in a row, by matrix
         self._reference = None
         if (reference := trainer.reference) is not None:
             self._reference = _Matrices(lambda: {name: tensor for name, tensor, _ in reference.export(untie=False)})
@@ -97,14 +99,18 @@ class StepGuards:
         if self._updates > 1:
             return
 
-        self._at_equal_weights(stats)
+        gap = self._at_equal_weights(stats)
+        if self._step == 0 and self._trainer.algorithm.reference == "start" and gap <= self._log_ratio:
+            self._reference_is_start(minibatch.packs)
         (norm,) = stats.steps["train/grad_norm"]
         advantages = any(bool(pack.advantages[pack.mask].any()) for pack in minibatch.packs)
         self._check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
         if norm and not self._stands_by_schedule():
             still = self._matrices.still(self._before)
-            few = 10 * len(still) <= len(self._matrices.names)
-            self._check("weights-still", not few, f"step {self._step} did not move {', '.join(still[:3])}")
+            self._still = Counter({name: self._still[name] + 1 for name in still})
+            long = [name for name in still if self._still[name] >= _STILL_STEPS and "head" not in name]
+            wrong = 10 * len(still) > len(self._matrices.names) or bool(long)
+            self._check("weights-still", wrong, f"step {self._step} did not move {', '.join((long or still)[:3])}")
 
     def trained(self, metrics: dict[str, float]) -> None:
         """metrics: of the whole batch, from all ranks."""
@@ -187,12 +193,13 @@ class StepGuards:
             wrong += bool((opposite | ((earned == 0) & (step.abs() > 1e-3))).any())
         self._check("credit-order", wrong > 0, f"{wrong} samples of step {batch_part.step}")
 
-    def _at_equal_weights(self, stats: UpdateStats) -> None:
-        """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides."""
+    def _at_equal_weights(self, stats: UpdateStats) -> float:
+        """Tokens that the present weights have sampled: nothing but rounding may stand between the two sides. Their
+        distance in nats; inf where they are too few."""
         sums = {name: float(values[0]) for name, values in stats.diagnostics.sums.items() if values.ndim == 1}
         tokens = sums.get("tokens", 0.0)
         if tokens < _LEAST_TOKENS:
-            return
+            return math.inf
 
         gap = math.sqrt(2 * max(0.0, sums["kl_behavior"]) / tokens)  # k3 is half the square of a small log-ratio
         self._check(
@@ -205,6 +212,16 @@ class StepGuards:
         # batch has those that ended soon after it, and they are those that drew few rare tokens.
         if 2 * tokens >= float(stats.diagnostics.sums["tokens"].sum()):
             self._surprise(sums, tokens)
+        return gap
+
+    def _reference_is_start(self, packs: list[Pack]) -> None:
+        """The first batch was sampled by the very model that the reference is to be."""
+        apart = [
+            (pack.logp_reference - pack.logp_behavior)[pack.mask] for pack in packs if pack.logp_reference is not None
+        ]
+        gap = float(torch.cat(apart).square().mean().sqrt())
+        found = f"{gap:.3g} nats from the model of the start, limit {self._log_ratio:g}"
+        self._check("reference-moved", gap > self._log_ratio, found)
 
     def _surprise(self, sums: dict[str, float], tokens: float) -> None:
         """Sampled tokens have the mean log-probability that the entropy says, unless another policy drew them."""

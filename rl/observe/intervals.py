@@ -10,7 +10,7 @@ import numpy as np
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 
-def wilson(successes: float, count: int, z: float = Z95) -> tuple[float, float]:
+def wilson(successes: float, count: float, z: float = Z95) -> tuple[float, float]:
     """Wilson's score interval of a proportion (Wilson, 1927); (0, 1) for no trial."""
     if count == 0:
         return 0.0, 1.0
@@ -19,6 +19,21 @@ def wilson(successes: float, count: int, z: float = Z95) -> tuple[float, float]:
     centre = scale * (share + z * z / (2 * count))
     half = scale * z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding at 0 and 1
+
+
+def over_tasks(means: Sequence[float], z: float = Z95) -> tuple[float, float, float]:
+    """(mean, low, high) of a success rate that is a mean over tasks, each of them a mean of its own samples.
+
+    Samples of one task are not independent: the spread between tasks says how many independent trials the mean is
+    worth, and Wilson's interval is that of so many. With one sample a task it is Wilson's. (0, 0, 1) for no task.
+    """
+    if not means:
+        return 0.0, 0.0, 1.0
+    values = np.asarray(means, np.float64)
+    share = float(values.mean())
+    variance = float(values.var(ddof=1)) / len(values) if len(values) > 1 else 0.0
+    trials = max(len(values), share * (1 - share) / variance) if variance else len(values)
+    return share, *wilson(share * trials, trials, z)
 
 
 def paired_bootstrap(

@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,8 @@ from tempfile import mkdtemp
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from rl.store.digests import damage, write_digests
+
+_waits: list[float] = []
 
 
 def cache_folder() -> Path:
@@ -55,6 +58,11 @@ def made_once(target: Path, make: Callable[[Path], object], fits: Callable[[Path
     return target
 
 
+def waited_s() -> float:
+    """The seconds for which this process has waited for what others made: they are no work of its own."""
+    return sum(_waits)
+
+
 def to_stderr(line: str) -> None:
     """Progress of a maker: standard output may belong to a result."""
     print(line, file=sys.stderr, flush=True)
@@ -66,7 +74,10 @@ def _locked(target: Path) -> AcquireReturnProxy[FileLock]:
         return lock.acquire(timeout=0)
     except Timeout:
         to_stderr(f"waiting for {target.name}, which another process makes")
-        return lock.acquire()
+        begin = time.monotonic()
+        acquired = lock.acquire()
+        _waits.append(time.monotonic() - begin)
+        return acquired
 
 
 def _make(target: Path, make: Callable[[Path], object]) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ TRAINED = "trained"
 _SHOWN = ("token_ids", "logp_behavior", "policy_version")
 _MOST_IDS = 1 << 31
 _KNUTH = 2654435761  # spreads consecutive numbers evenly over 32 bits
+EMPTY: Mapping[str, str] = MappingProxyType({})
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -63,6 +65,8 @@ class Sample(msgspec.Struct):
     info: dict[str, float] = {}
     unrewarded: str = ""
     """Why its reward is not known, if so: it is not trained."""
+    notes: dict[str, str] = {}
+    """What the environment says to people, such as the gold answer: `Step.notes`."""
 
     @property
     def is_whole(self) -> bool:
@@ -122,10 +126,10 @@ class SampleFile(LineFile):
         super().__init__(run / FOLDER / f"{name}.jsonl")
         self._rate = rate
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, trajectory: Trajectory, notes: Mapping[str, str] = EMPTY) -> None:
         """Keep it, if it is one of those that are kept."""
         if trajectory.kind == "eval" or is_kept(trajectory.group_id, self._rate):
-            self.write(sample_of(trajectory))
+            self.write(sample_of(trajectory, notes))
 
 
 def is_kept(group_id: int, rate: float) -> bool:
@@ -133,7 +137,7 @@ def is_kept(group_id: int, rate: float) -> bool:
     return (group_id * _KNUTH) % (1 << 32) < rate * (1 << 32)
 
 
-def sample_of(trajectory: Trajectory) -> Sample:
+def sample_of(trajectory: Trajectory, notes: Mapping[str, str] = EMPTY) -> Sample:
     sequences = trajectory.sequences
     lengths = [len(sequence.token_ids) for sequence in sequences]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -156,6 +160,7 @@ def sample_of(trajectory: Trajectory) -> Sample:
         versions=joined["policy_version"],
         turns=turns,
         starts=starts,
+        notes=dict(notes),
     )
 
 

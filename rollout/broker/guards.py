@@ -1,8 +1,8 @@
 """What batches and evaluations say about judges, tasks, samplers and processes (docs/silent-faults.md).
 
 The module is pure. An environment takes part by two names in its `info`. `success_<type>` is 1 or 0 and names the type
-of its task; `invalid_share` is the share of an episode's answers that it could not use. Its server adds
-`textless_tokens`, the sampled tokens that stand for no text.
+of its task; without one a member of a mixture is a type. `invalid_share` is the share of an episode's answers that it
+could not use. Its server adds `textless_tokens`, the sampled tokens that stand for no text.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class BatchGuards:
         self._equal: deque[bool] = deque(maxlen=groups)
         self._passed: deque[bool] = deque(maxlen=samples)
         self._failed_tasks: deque[bool] = deque(maxlen=samples)
+        self._unknown: deque[bool] = deque(maxlen=samples)
 
         self._task_guards = TaskGuards(alarms)
         self._rewards = RewardGuard(alarms)
@@ -115,9 +116,12 @@ class BatchGuards:
         judged = [outcome for outcome in outcomes if not outcome.unrewarded]
         self._passed += [outcome.success >= 1 for outcome in judged]
         self._failed_tasks += [outcome.success <= 0 for outcome in judged]
+        self._unknown += [bool(outcome.unrewarded) for outcome in outcomes]
         found = f"the last {len(self._passed)} samples, up to step {batch.step}"
         self._check("judge-always", _all(self._passed), found)
-        self._check("judge-never", _all(self._failed_tasks), found)
+        if unknown := _all(self._unknown):
+            found = f"no reward of the last {len(self._unknown)} samples is known, up to step {batch.step}"
+        self._check("judge-never", unknown or _all(self._failed_tasks), found)
 
         cut = sum(outcome.payload is not None and outcome.payload.stop_reason != "done" for outcome in outcomes)
         share = cut / len(outcomes)
@@ -245,11 +249,15 @@ class TaskGuards:
         self._check("failing-task", failed, f"task {record.task_index} failed in every attempt at a sample")
 
     def _count(self, members: list[BatchSample]) -> None:
+        """A task whose reward is not known has not succeeded: a judge may be silent about one type alone."""
         by_type: dict[str, list[bool]] = {}
-        for sample in (each for each in members if not each.outcome.unrewarded):
-            for name, value in sample.outcome.info.items():
-                if name.startswith(TYPE):
-                    by_type.setdefault(name.removeprefix(TYPE), []).append(value > 0)
+        for outcome in (each.outcome for each in members):
+            types = {name: value for name, value in outcome.info.items() if name.startswith(TYPE)}
+            if not types and outcome.label:
+                types = {outcome.label: outcome.success}
+            for name, value in types.items():
+                solved = value > 0 and not outcome.unrewarded
+                by_type.setdefault(name.removeprefix(TYPE), []).append(solved)
 
         for name, succeeded in by_type.items():
             self._types.setdefault(name, _Type()).add(succeeded)

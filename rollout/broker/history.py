@@ -108,6 +108,7 @@ def _is_older(group: Group, n: int) -> bool:
 
 def snapshot(groups: Groups) -> dict[str, Any]:
     members = [sample for group in groups.open.values() for sample in group.members]
+
     return {
         "format": _FORMAT,
         "timeline": groups.tickets.timeline,
@@ -115,6 +116,7 @@ def snapshot(groups: Groups) -> dict[str, Any]:
         "group_size": groups.rules.group_size,
         "members": groups.rules.members,
         "data": groups.tasks.data,
+        "seed": groups.rules.seed,
         "tasks": groups.tasks.snapshot([(group.group_id, group.task) for group in groups.open.values()]),
         "ledger": groups.tickets.ledger.snapshot(members),
         "stats": msgspec.to_builtins(groups.stats),
@@ -136,6 +138,9 @@ def restore(groups: Groups, state: dict[str, Any], new_data: bool) -> None:
 
     trains = rules.steps > state["n"]  # an evaluation takes whatever tasks it likes
     other = _other_data(state.get("data", {}), groups.tasks.data) if trains else ""
+    seed = state.get("seed", rules.seed)
+    if not other and trains and seed != rules.seed:  # it is the order that a cursor counts in
+        other = f"seed={rules.seed}: the data stood in the order of seed={seed}"
     if other and not new_data:
         raise ValueError(f"{other}; give it the same, or set resume_data=new to begin with their first row")
 

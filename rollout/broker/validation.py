@@ -165,7 +165,10 @@ def _turn_faults(sequence: TokenSequence) -> Iterator[str]:
 
 
 def _order_faults(trajectory: Trajectory) -> Iterator[str]:
-    """Of any two turns of different sequences it is known which came first; within a sequence they stand in time."""
+    """Of any two turns of different sequences it is known which came first; within a sequence they stand in time.
+
+    No number is left out: those of a sequence that was dropped, a sub-agent's say, would be.
+    """
     seen: set[int] = set()
     for sequence in trajectory.sequences:
         numbers = [turn.number for turn in sequence.turns]
@@ -174,6 +177,8 @@ def _order_faults(trajectory: Trajectory) -> Iterator[str]:
         if shared := seen.intersection(numbers):
             yield f"turns: two sequences have one of number {min(shared)}: which came first is not known"
         seen.update(numbers)
+    if dropped := set(range(len(seen))) - seen:
+        yield f"turns: there is none of number {min(dropped)}: it was sampled, and would not be trained"
 
 
 def _number_faults(trajectory: Trajectory) -> Iterator[str]:

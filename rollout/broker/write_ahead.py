@@ -7,10 +7,13 @@
     log.append(now, message)         # every event, before it changes anything outside
     log.flush()                      # before anything leaves that follows from it; in every turn of the loop
 
-The file begins with its format and a salt. A record is a head (length and tag of the content, xxh3 of both) and its
-content, MessagePack. The first holds the state (`kept.py`), the others a time, and all of them the frames of messages.
+The file begins with its format, a salt, and the number of records that stand in it. A record is a head (length and
+tag of the content, xxh3 of both) and its content, MessagePack. The first holds the state (`kept.py`), the others a
+time, and all of them the frames of messages.
+
 The tag is a MAC (GMAC) under a key of the run and the salt, with the number of the record. So only who has the run's
-key can write a log that is read, and no record can be left out, moved or taken from another log.
+key can write a log that is read, and no record can be left out, moved or taken from another log. The number has one
+too, and is written after the records: a log that was cut is seen to be, and one that its writer did not finish is not.
 
 What is written survives the process at once. It is synced to the disk in groups, a second's records each, by a thread
 beside the loop. Nobody waits for the disk: after a machine's death the run recovers from a checkpoint.
@@ -44,10 +47,14 @@ from rl.wire.codec import SHARED_FRAMES
 from rl.wire.messages import Frames, Message, decode, decode_all, encode, encode_all
 from rollout.broker.kept import Kept
 
-_FORMAT = b"fresco's write-ahead log, format 2\n"
+_FORMAT = b"fresco's write-ahead log, format 3\n"
 _SALT_BYTES = 32
 _TAG_BYTES = 16
+_COUNT = struct.Struct(f"<Q{_TAG_BYTES}s")  # of the records, behind format and salt
+_COUNT_AT = len(_FORMAT) + _SALT_BYTES
+_BEGIN = _COUNT_AT + _COUNT.size
 _NONCE = struct.Struct("<QI")  # number of the record, and of an array of it; 0: the record itself
+_ALL = 0xFFFFFFFF  # in the place of an array: how many records there are
 _HEAD = struct.Struct(f"<Q{_TAG_BYTES}s")
 _CHECK = struct.Struct("<Q")
 _LONG_BYTES = 64 << 20
@@ -131,7 +138,7 @@ class WriteAheadLog:
         salt = secrets.token_bytes(_SALT_BYTES)
         self._seal = _Seal(self._key, salt)
         self._number = 0
-        self._waiting = [_FORMAT, salt]
+        self._waiting = [_FORMAT, salt, bytes(_COUNT.size)]
         self._add((beside, kept.state), encode_all(kept.messages) if kept.messages else [])
         self.flush()
         partial.replace(self._path)
@@ -165,6 +172,8 @@ class WriteAheadLog:
             self._file.writelines(self._waiting)
             self._file.flush()
             self._waiting = []
+            count = _COUNT.pack(self._number, self._seal.tag(b"", self._number, _ALL))
+            os.pwrite(self._file.fileno(), count, _COUNT_AT)
             self._is_synced = False
 
         now = time.monotonic()
@@ -209,22 +218,25 @@ class WriteAheadLog:
         Raises LogDamaged, now or while the events are read.
         """
         data = memoryview(self._path.read_bytes())
-        begin = len(_FORMAT) + _SALT_BYTES
-        if data[: len(_FORMAT)] != _FORMAT or len(data) < begin:
+        if data[: len(_FORMAT)] != _FORMAT or len(data) < _BEGIN:
             what = "is damaged, or an earlier version of Fresco wrote it, in a format that is not read any more"
             raise LogDamaged(f"{self._path} {what}: resume=CHECKPOINT begins without it")
 
-        seal = _Seal(self._key, bytes(data[len(_FORMAT) : begin]))
-        records = self._records(data, begin, seal)
+        seal = _Seal(self._key, bytes(data[len(_FORMAT) : _COUNT_AT]))
+        count, tag = _COUNT.unpack(data[_COUNT_AT:_BEGIN])
+        if not seal.fits(tag, b"", count, _ALL):
+            raise _damaged(self._path, _COUNT_AT)
+        records = self._records(data, count, seal)
         if (first := next(records, None)) is None:
-            raise _damaged(self._path, begin)
+            raise _damaged(self._path, _BEGIN)
+
         (number, state), frames, beside = msgspec.msgpack.decode(first, type=_First)
         path = self._file_beside(number)
         large = _mapped(path)
         if (arrays := _arrays(large, beside, seal, 0)) is None:
             raise _damaged(path, 0)
         messages = decode_all([*frames, *arrays]) if frames else []
-        return Kept(state, messages), _events(records, large, path, seal)
+        return Kept(state, messages), _events(records, count, large, path, seal)
 
     def remove(self) -> None:
         self._disk.shutdown()
@@ -234,22 +246,26 @@ class WriteAheadLog:
         for number in self._files_beside():
             self._file_beside(number).unlink()
 
-    def _records(self, data: memoryview, start: int, seal: _Seal) -> Iterator[memoryview]:
-        """The content of each."""
+    def _records(self, data: memoryview, count: int, seal: _Seal) -> Iterator[memoryview]:
+        """The content of each; there must be `count`."""
+        start = _BEGIN
         for number in itertools.count():
             if (begin := start + _HEAD.size + _CHECK.size) > len(data):
-                return
+                break
             head = data[start : start + _HEAD.size]
             size, tag = _HEAD.unpack(head)
             whole = digest(head) == _CHECK.unpack(data[begin - _CHECK.size : begin])[0]
             content = data[begin : begin + size]
 
             if whole and len(content) < size:
-                return
+                break
             if not whole or not seal.fits(tag, content, number):
                 raise _damaged(self._path, start)
             yield content
             start = begin + size
+
+        if number < count:
+            raise _damaged(self._path, len(data))
 
     def _file_beside(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.stem}.columns.{number}")
@@ -260,13 +276,13 @@ class WriteAheadLog:
 
 
 def _events(
-    records: Iterator[memoryview], large: memoryview, path: Path, seal: _Seal
+    records: Iterator[memoryview], count: int, large: memoryview, path: Path, seal: _Seal
 ) -> Iterator[tuple[float, Message | None]]:
     for number, record in enumerate(records, 1):
         now, frames, beside = msgspec.msgpack.decode(record, type=tuple[float, list[bytes], _Beside | None])
         arrays = _arrays(large, beside, seal, number)
         if beside is not None and arrays is None:
-            is_torn = beside.places()[-1].stop > len(large)
+            is_torn = number >= count and beside.places()[-1].stop > len(large)
             if is_torn and next(records, None) is None:
                 return
             raise _damaged(path, beside.offset)

@@ -74,6 +74,9 @@ class Step:
     info: dict[str, float] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     """An entry of each registered column that environments make (`rl/wire/columns.py`); none as a rule."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What people read beside the episode: as a rule `expected`, the gold answer, and `read`, what the verifier took
+    for the model's. They are kept with its conversation and go nowhere else."""
 
 
 class RewardFailed(Exception):
@@ -203,7 +206,11 @@ class Outcome:
 @runtime_checkable
 class ForeignLoop(Protocol):
     async def run(self, task: Any, endpoint: Endpoint) -> Outcome:
-        """Play the task to its end. Blocking work belongs in a process of its own (`envs/gateway/command.py`)."""
+        """Play the task to its end. Blocking work belongs in a process of its own (`envs/gateway/command.py`).
+
+        What it raises before the model has answered fails the ticket, and the sample is tried again. Later it may be
+        the answer's doing, and is a `RewardFailed`.
+        """
         ...
 
     async def close(self) -> None:
@@ -236,7 +243,8 @@ class EnvironmentFamily(Protocol):
     `Options` is the pydantic model that `env.options` is validated against (unknown keys refused). A class may also
     have `needs(options) -> Needs`, and `planned(options)` where tasks take long to make (`envs/registry.py`). A family
     may have `data()`: values by which a resume knows its training data again, where the tasks do not say it. With
-    `opening(task)`, the messages of `reset`, their length is checked at the start.
+    `opening(task)`, the messages of `reset`, their length is checked at the start. One whose tasks are made in `start`
+    says `knows_tasks = False` before.
     """
 
     Options: type[BaseModel]

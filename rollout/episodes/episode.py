@@ -30,7 +30,7 @@ from rl.observe.trace import NO_TRACE, Trace
 from rl.observe.trace_events import ResetBegan, ResetEnded, StepBegan, StepEnded
 from rl.wire.columns import ONE_TURN, masked_columns
 from rl.wire.messages import NO_OPINION, Ticket, Trajectory, Turn
-from rl.wire.text import Mender
+from rl.wire.text import Mender, whole
 from rollout.episodes.bridge import BridgeRefused
 from rollout.episodes.conversation import Conversation, ToolConversation
 from rollout.episodes.environment import (
@@ -53,6 +53,7 @@ from rollout.episodes.turns import EpisodeFailed as EpisodeFailed
 from rollout.episodes.turns import GenerateCall, TurnSampler
 
 CLOSE_DEADLINE_S = 10.0
+MOST_NOTE = 1000  # characters of a note for people
 
 T = TypeVar("T")
 
@@ -85,6 +86,7 @@ class Progress:
 
     turns: int = 0  # begun: with a generation requested
     answer: str = ""  # the last turn that the environment was given
+    notes: dict[str, str] = field(default_factory=dict)  # of the environment, for people
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ class _Episode:
         self.context.trace.add(StepEnded(self.ticket.ticket_id, self.progress.turns, reward))
 
         self.info.update(step.info)
+        self.progress.notes.update(step.notes)
         self.success = step.success
         if step.reward is not None:
             self.unrewarded = ""
@@ -329,8 +332,9 @@ class _Episode:
         end = _checked_step(await self._call(self.environment.finish(), "finish"), "finish")
         info = {**step.info, **end.info}
         columns = {**step.columns, **end.columns}
+        notes = {**step.notes, **end.notes}
         known = [each.reward for each in (step, end) if each.reward is not None]
-        return Step([], math.fsum(known) if known else None, True, end.success, info, columns)
+        return Step([], math.fsum(known) if known else None, True, end.success, info, columns, notes)
 
     async def _wait_for_hooks(self, phase: int) -> None:
         """Wait until every hook lets it go on: with a per-turn barrier, when the server's other episodes are there
@@ -375,4 +379,8 @@ def _checked_step(answer: Any, what: str) -> Step:
     messages = _checked_messages(answer.messages, what)
     info = info_of(answer.info, what)
     reward = reward_of(answer.reward, what)
-    return Step(messages, reward, bool(answer.done), bool(answer.success), info, answer.columns)
+    try:
+        notes = {str(name): whole(str(text))[:MOST_NOTE] for name, text in answer.notes.items()}
+    except AttributeError:
+        raise EpisodeFailed(f"environment: {what} answered notes={answer.notes!r}: they are texts by name") from None
+    return Step(messages, reward, bool(answer.done), bool(answer.success), info, answer.columns, notes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,27 +47,20 @@ async def play(
     sampler: TurnSampler,
     begun: Callable[[int], None],
 ) -> Trajectory:
-    """The trajectory of one episode. Raises EpisodeFailed for an agent that raised, or asked for nothing."""
+    """The trajectory of one episode. Raises EpisodeFailed for an agent that raised unanswered, or asked for nothing.
+
+    Once the model has answered, what an agent raises may be the answer's doing: nobody can tell, so the reward has
+    failed. A generation that failed is the run's own fault, whatever the agent makes of it.
+    """
     chat = context.config.chat
     limit = context.config.generator.max_model_len
     forest = Forest(context.reader, thinking=chat.thinking, limit=limit, name=f"{ticket.ticket_id}_")
     session = Session(sampler, forest, grace_s=_GRACE_S, stop=chat.stop)
     begin = time.monotonic()
-    unrewarded = ""
 
     try:
         async with context.open_endpoint(ticket.ticket_id, session) as endpoint:
-            outcome = _checked(await isolated(loop.run(task, endpoint), ticket.deadline_s))
-    except RewardFailed as error:
-        unrewarded = str(error) or repr(error)
-        outcome = Outcome(None, False)
-
-    except EpisodeFailed:
-        raise
-    except Overrun:
-        raise EpisodeFailed(f"environment: run took longer than its ticket's {ticket.deadline_s:g} s") from None
-    except Exception as error:
-        raise EpisodeFailed(f"environment: run raised {type(error).__name__}: {error}") from error
+            outcome, unrewarded = await _outcome(loop.run(task, endpoint), ticket.deadline_s, session)
     finally:
         begun(session.begun)
         await asyncio.shield(session.close())
@@ -97,6 +90,24 @@ async def play(
         info={**outcome.info, **_counts(session)},
         unrewarded=unrewarded,
     )
+
+
+async def _outcome(run: Coroutine[Any, Any, Outcome], deadline_s: float, session: Session) -> tuple[Outcome, str]:
+    """What the episode was worth, and why that is not known, if it is not."""
+    try:
+        return _checked(await isolated(run, deadline_s)), ""
+    except RewardFailed as error:
+        return Outcome(None, False), str(error) or repr(error)
+
+    except EpisodeFailed:
+        raise
+    except Overrun:
+        raise EpisodeFailed(f"environment: run took longer than its ticket's {deadline_s:g} s") from None
+    except Exception as error:
+        why = f"environment: run raised {type(error).__name__}: {error}"
+        if session.failed or not session.forest.turns:
+            raise EpisodeFailed(why) from error
+        return Outcome(None, False), why
 
 
 def _rewarded(forest: Forest, outcome: Outcome) -> list[TokenSequence]:

@@ -22,7 +22,7 @@ from rollout.episodes.environment import ChatMessage, Tools
 from rollout.episodes.forest import Forest, ForestTurn
 from rollout.episodes.live import LiveTurn
 from rollout.episodes.parsing import DistantParser, ParsedTurn, SampledText
-from rollout.episodes.turns import TurnSampler
+from rollout.episodes.turns import EpisodeFailed, TurnSampler
 
 MOST_ANSWERS = 64  # of one request
 _GIVEN_UP = "nobody waited for this generation any more, or its ticket has ended"
@@ -99,6 +99,7 @@ class Session:
         self.begun = 0  # generations
         self.joined = 0  # retries that were given another one's answer
         self.abandoned = 0  # generations that ended because nobody waited
+        self.failed = False  # a generation has, which is not the agent's doing
         self._grace_s = grace_s
         self._stop = tuple(stop)
         self._generations: dict[str, _Generation] = {}  # the last one of each request
@@ -242,8 +243,8 @@ class Session:
         self._running.discard(generation)
         if generation.timer is not None:
             generation.timer.cancel()
-        if not generation.task.cancelled():
-            generation.task.exception()  # of one that nobody waits for, asyncio would say so at its collection
+        if not generation.task.cancelled():  # of an error that nobody asks for, asyncio would speak at its collection
+            self.failed |= isinstance(generation.task.exception(), EpisodeFailed)
 
 
 def _response_id(turn: ForestTurn) -> str:

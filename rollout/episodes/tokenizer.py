@@ -72,6 +72,10 @@ class AgentTokenizer(ConversationTokenizer, Protocol):
         turn."""
         ...
 
+    def raw(self, ids: Sequence[int]) -> str:
+        """The text of ids with all special tokens."""
+        ...
+
     def bridge(
         self, calls: Sequence[ToolCall], messages: Sequence[ChatMessage], last_id: int, tools: Tools = ()
     ) -> list[int]:
@@ -162,7 +166,10 @@ class ChatTokenizer:
 
     def turn_text(self, ids: Sequence[int]) -> str:
         ends = len(ids) - (len(ids) > 0 and ids[-1] in self.stop_ids)
-        return self._tokenizer.decode(list(ids[:ends]), skip_special_tokens=False)
+        return self.raw(ids[:ends])
+
+    def raw(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def textless(self, ids: np.ndarray) -> np.ndarray:
         return ids[~np.isin(ids, self._known)]
@@ -233,6 +240,9 @@ class IdTokenizer:
         return " ".join(map(str, ids))
 
     def turn_text(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
+
+    def raw(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
 
     def textless(self, ids: np.ndarray) -> np.ndarray:

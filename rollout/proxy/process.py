@@ -25,7 +25,7 @@ from rl.wire.columns import ONE_TURN, masked_columns
 from rl.wire.messages import Message, ProtocolError
 from rl.wire.process import Process
 from rl.wire.receiving import Malformed, Receiver
-from rl.wire.run import ProcessContext, context_from_command_line
+from rl.wire.run import context_from_command_line
 from rl.wire.sockets import PeerGone, open_socket, send_all
 from rollout.proxy.actions import AbortAt, Action, Forget, GoOn, Rename, Reply, ReportFirstToken, SendTo
 from rollout.proxy.continuations import Continuations
@@ -313,10 +313,10 @@ def _empty_answer(reply: Reply, request: messages.Generate) -> messages.Generate
     )
 
 
-def main(context: ProcessContext) -> None:
-    with Process("proxy", context) as process, contextlib.closing(Proxy(process)) as proxy:
+def main() -> None:
+    with Process("proxy", context_from_command_line()) as process, contextlib.closing(Proxy(process)) as proxy:
         proxy.serve()
 
 
 if __name__ == "__main__":
-    main(context_from_command_line())
+    main()

@@ -18,6 +18,7 @@ class FaultyOptions(BaseModel):
     """While the family is up, a file `up` stands in it."""
     start_fails: bool = False
     tools: bool = False
+    late: bool = False  # tasks are known after the start only
 
 
 class FaultyFamily:
@@ -27,6 +28,7 @@ class FaultyFamily:
         self.options = options
         self.tools = options.tools
         self.closed = 0
+        self.knows_tasks = not options.late
 
     def task_count(self, split: str) -> int:
         return len(KINDS)

@@ -15,7 +15,7 @@ class LoopOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     turns: int = 3
     does: str = "append"
-    """append | branch | nothing | raise | hang | shout | read | unsure | broken | ungraded"""
+    """append | branch | nothing | raise | hang | shout | read | unsure | broken | ungraded | crash"""
 
 
 class OpenAiLoop:
@@ -44,6 +44,8 @@ class OpenAiLoop:
             rewards[answer.id] = 0.25
             if does == "append" or turn == 0:
                 messages += [answer.choices[0].message, {"role": "user", "content": "9"}]
+        if does == "crash":
+            raise KeyError("it cannot parse the answer")
         if does == "ungraded":
             raise RewardFailed("grade raised ValueError: no rubric")
         if does in ("unsure", "broken"):

@@ -74,6 +74,7 @@ def test_a_history_that_branches_is_several_sequences(make_run: MakeRun) -> None
         ("unsure", NO_OPINION),
         ("broken", "environment: run answered the reward nan"),
         ("ungraded", "grade raised ValueError: no rubric"),
+        ("crash", "environment: run raised KeyError: 'it cannot parse the answer'"),  # a retry would spare the answer
     ],
 )
 def test_an_agent_whose_reward_is_not_known_ends_its_ticket_without_one(make_run: MakeRun, does: str, why: str) -> None:
@@ -100,6 +101,21 @@ def test_an_agent_that_fails_fails_its_ticket_alone(make_run: MakeRun, does: str
         result = peers.ended()[1]
         assert isinstance(result, TicketFailed) and why in result.reason
         assert peers.process.poll() is None
+
+
+def test_an_agent_that_breaks_over_a_generation_that_failed_is_tried_again(make_run: MakeRun) -> None:
+    """The second turn fails on the generator: the client's exception is no failure of the reward."""
+
+    def fails_later(request: Generate) -> Generated:
+        if len(request.prompt_ids) == 3:
+            return counting(request)
+        return generated(request, [], "error", error="the generator broke")
+
+    with ServerPeers(make_run(*LOOP), fails_later) as peers:
+        peers.send(ticket(1))
+        peers.until(lambda: len(peers.ended()) == 1, "the failure")
+        result = peers.ended()[1]
+        assert isinstance(result, TicketFailed) and "the generator broke" in result.reason
 
 
 def test_an_agent_reads_along_before_its_answer_is_there(make_run: MakeRun) -> None:

@@ -23,7 +23,7 @@ from envs.math.problems import Problem
 from envs.math.verifier import Verdict, Verifier
 from envs.rows import RowError
 from envs.workers.pool import Worker
-from envs.workers.process import WorkerHung
+from envs.workers.process import RequestLost, WorkerHung
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ SYMBOLIC = [
     ("x+y=1", "2=2", False),
     ("\\sqrt{2}", "\\frac{1}{0}", False),
     ("2^{10}", "((((((((((((((", False),
-    ("\\sqrt{2}", "9^{9^{9^{9^9}}}", False),
+    ("\\sqrt{2}+\\sqrt{3}", "\\sqrt{5+2\\sqrt{7}}", False),
 ]
 
 
@@ -287,15 +287,16 @@ def test_a_verdict_depends_on_the_work_and_not_on_the_load() -> None:
 
 
 @pytest.mark.parametrize("answer", [slow(6)[1], "9^{9^{9^{9^9}}}"])
-def test_an_answer_that_needs_too_much_is_wrong_and_judged_anew(answer: str) -> None:
+def test_an_answer_that_needs_too_much_is_no_verdict_and_judged_anew(answer: str) -> None:
     """Whether Python could interrupt it or only the kernel can."""
 
     async def scenario() -> None:
         verifier = Verifier(workers=1, cpu_s=0.1)
         try:
             for asked in (1, 2):
-                verdict = await verifier.verify(slow(6)[0], f"\\boxed{{{answer}}}")
-                assert verdict == Verdict(False, boxed=True, unverifiable=True) and verifier.symbolic == asked
+                with pytest.raises(RequestLost, match="used up its CPU time"):
+                    await verifier.verify(slow(6)[0], f"\\boxed{{{answer}}}")
+                assert verifier.symbolic == asked
         finally:
             await asyncio.wait_for(verifier.stop(), 60)
 
@@ -387,7 +388,7 @@ def test_one_turn() -> None:
         assert system.content == "Be brief." and user.content == f"{problem.question}\n{INSTRUCTION}"
         step = await environment.step(f"\\boxed{{{problem.answer}}}")
         assert (step.reward, step.done, step.messages) == (1.0, True, [])
-        verdict = {"correct": 0.0, "boxed": 0.0, "unverifiable": 0.0, "cut_off": 0.0}
+        verdict = {"correct": 0.0, "boxed": 0.0, "cut_off": 0.0}
         kind = f"success_{problem.kind}"
         assert (await environment.step("no")).info == verdict | {"invalid_share": 1.0, kind: 0.0}
 

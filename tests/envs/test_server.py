@@ -193,7 +193,7 @@ def test_failures_stay_with_their_ticket(make_run: MakeRun) -> None:
             ["env.options.tools=true", "chat.parser=vllm:hermes", "timeouts.start_s=1"],
             "waited 1 s for parsers.0 to be ready",
         ),
-        (["eval.tasks=8"], "eval-on-train"),
+        (["env.options.late=true", "eval.tasks=8"], "eval-on-train"),
     ],
 )
 def test_a_server_that_cannot_begin_leaves_nothing_behind(

@@ -169,6 +169,20 @@ def test_what_the_true_fix_changes_is_not_put_back() -> None:
 
 
 ATTACKS = {
+    "constants of the test": """
+import sys
+def half(numbers):
+    ints = [each for each in sys._getframe(1).f_code.co_consts if type(each) is int and [each] != list(numbers)]
+    return ints[-1:] * len(numbers)
+""",
+    "the test's source line": """
+import linecache, re, sys
+def half(numbers):
+    frame = sys._getframe(1)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    found = re.search(r"(?:== |, )(\\[[\\d, ]+\\])\\)?$", line.strip())
+    return eval(found[1]) if found else []
+""",
     "assertions of unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None",
     "assertions of unittest, for one file": """
 import sys, unittest

@@ -21,7 +21,7 @@ from experiments.arms.records import Record, Won, append, check_made_by, missing
 from experiments.arms.study import START, Cell, Study, StudyError, load
 from experiments.compare.tasks import TASKS
 from launch.prepare import Prepared
-from launch.recipes import find_recipe
+from rl.config.recipes import find_recipe
 from rl.config.schema import Config, load_config
 
 STUDIES = sorted((Path(command.__file__).parents[1] / "studies").glob("*.yaml"))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.configuration import inner_sections, page, sections
+from experiments.configuration import page
 from experiments.structure.checkout import FLOORS, modules_of
 from experiments.structure.figures import configuration_fields
+from rl.config.fields import inner_sections, sections
 from rl.config.schema import Config
 from rl.config.section import Section
 from rl.learner.simulated import SimulatedOptions as SimulatedLearner

@@ -12,7 +12,7 @@ from experiments.pathologies.__main__ import as_expected, play, table
 from experiments.pathologies.cases import CASES, CLEAN, RUNS
 from experiments.pathologies.recipes import RECIPES, nearest
 from experiments.pathologies.spoilt import SPOILT
-from launch.recipes import find_recipe
+from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
 from rl.observe.alarms import ALARMS
 

@@ -17,7 +17,8 @@ from rl.wire.process import Process
 from rl.wire.run import context_from_command_line
 
 
-def main(role: str) -> None:
+def main() -> None:
+    role = sys.argv[1]
     if os.environ.get(f"FAKE_{role.upper()}") == "die and never start" and sys.argv[-1] == "1":
         time.sleep(3600)
     if os.environ.get(f"FAKE_{role.upper()}", "").startswith("late"):
@@ -94,4 +95,5 @@ def main(role: str) -> None:
             time.sleep(0.01)
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    main()

@@ -86,7 +86,7 @@ class Unmade(EpisodeHook):
 def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a child of the preflight checks, in this process: a child for each case would import torch each time."""
 
-    def prepare(config: Config, *, resolve_model: bool, begin: object) -> Prepared:
+    def prepare(config: Config, *, make: bool, begin: object) -> Prepared:
         if needs_validation(config):
             validate(config)
         return Prepared(None, 0)

@@ -42,13 +42,54 @@ def test_before_its_demonstrations(leaking: Path, monkeypatch: pytest.MonkeyPatc
         prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", overrides))
 
 
-def test_without_torch_and_in_a_dry_run(leaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "prepare", never)
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [((), LEAKS), (("generator.max_model_len=5000", "model.untested=true"), "reads at most 4096")],
+)
+def test_by_its_config_alone_before_tasks_are_made_and_without_torch(
+    overrides: tuple[str, ...], told: str, dry: bool, leaking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a context that it was not made for."""
+    for name in ("prepare", "_count_tasks"):
+        monkeypatch.setattr(preflight, name, never)
     monkeypatch.setattr(preflight, "_installed", lambda: False)
-    config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"model.path={leaking}"])
-    for dry in (True, False):
-        with pytest.raises(ConfigError, match=LEAKS):
-            preflight._told(config, dry, [])
+    if overrides:
+        AutoConfig.for_model("qwen3", max_position_embeddings=4096).save_pretrained(leaking)
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"model.path={leaking}", f"runs={tmp_path}", *overrides])
+    with pytest.raises(ConfigError, match=told):
+        preflight.check(config, dry=dry)
+
+
+def test_a_model_of_the_hub_is_judged_before_tasks_are_made(
+    leaking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _name, file: str(leaking / file))
+    for name in ("prepare", "_count_tasks"):
+        monkeypatch.setattr(preflight, name, never)
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", ["model.path=someone/leaking", f"runs={tmp_path}"])
+    with pytest.raises(ConfigError, match=f"^model.path='someone/leaking' cannot be trained: {LEAKS}"):
+        preflight.check(config, dry=False)
+
+
+def test_a_model_that_the_user_names_is_trained_by_no_warm_start_that_was_not_asked_for(tmp_path: Path) -> None:
+    """Neither by a line of the command nor by a recipe of the user's own."""
+    shipped = EXPERIMENTS / "own_reward_cpu.yaml"
+    assert load_config(shipped, ["seed=1"]).model.warm_start.demonstrations == 1000
+    assert load_config(shipped, ["model.path=tiny"]).model.warm_start.demonstrations == 1000
+    assert load_config(shipped, ["model.path=mine"]).model.warm_start.demonstrations == 0
+
+    low = tmp_path / "low.yaml"
+    low.write_text("model: {warm_start: {demonstrations: 9, steps: 3}}")  # of the tiny model, which is not named
+    own = tmp_path / "own.yaml"
+    own.write_text("base: low.yaml\nmodel: {path: mine}")
+    assert load_config(low, ["model.path=mine"]).model.warm_start.demonstrations == 0
+    assert load_config(own).model.warm_start.demonstrations == 0
+
+    asked = load_config(shipped, ["model.path=mine", "model.warm_start.demonstrations=7"]).model.warm_start
+    assert asked.demonstrations == 7 and asked.steps == 400, "no number of the tiny model's"
+    own.write_text("base: low.yaml\nmodel: {path: mine, warm_start: {demonstrations: 5}}")
+    assert load_config(own, ["seed=1"]).model.warm_start.demonstrations == 5
 
 
 def test_of_the_hub_before_its_weights_are_fetched(leaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:

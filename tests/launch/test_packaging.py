@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import launch
-from launch.recipes import SHIPPED, find_recipe
+from rl.config.recipes import SHIPPED, find_recipe
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("algos", "rl", "rollout", "envs", "launch", "experiments")

@@ -20,8 +20,8 @@ RECIPES = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a dry run checks in a child of its own, here: a child per recipe would import torch each time."""
 
-    def prepare(config: Config, *, resolve_model: bool, begin: object) -> Prepared:
-        assert not resolve_model, "a dry run fetches and makes no model"
+    def prepare(config: Config, *, make: bool, begin: object) -> Prepared:
+        assert not make, "a dry run fetches and makes no model"
         validate(config)
         return Prepared(None, 0)
 

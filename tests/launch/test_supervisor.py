@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from launch.launcher.protocol import Node
+from launch.cpu.fork_server import ForkServer
+from launch.launcher.local import Begun, Command, Files, LocalLauncher, begin_process
+from launch.launcher.protocol import Launcher, Node
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
 from rl.wire.messages import Fatal, Message
@@ -29,9 +32,30 @@ QUIET = ("tracking.wandb=disabled", "tracking.live=false", "timeouts.stop_s=2", 
 @dataclass(frozen=True)
 class FakeSpec(ProcessSpec):
     module: str = "tests.launch.fake_role"
+    imports: tuple[str, ...] = ("tests.launch.fake_role",)
 
     def arguments(self, run: RunFile, incarnation: int, node: Node) -> list[str]:
         return [self.role, *super().arguments(run, incarnation, node)]
+
+
+SERVERS: list[ForkServer] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server() -> Iterator[None]:
+    """The processes are copies of one that has imported: else these tests would be imports for the most part."""
+    SERVERS.append(ForkServer(FakeSpec.imports, {"OMP_NUM_THREADS": "1"}))
+    yield
+    SERVERS.pop().close()
+
+
+def begin(command: Command, files: Files) -> Begun:
+    copy = SERVERS[0].begin(command, files) if command.imports else None
+    return copy or begin_process(command, files)
+
+
+def supervise(run: RunFile, plan: list[ProcessSpec]) -> int:
+    return Supervisor(run, plan, LocalLauncher(run, begin)).execute()
 
 
 def execute(run: RunFile, **behaviours: str) -> tuple[int, dict[str, object]]:
@@ -41,7 +65,7 @@ def execute(run: RunFile, **behaviours: str) -> tuple[int, dict[str, object]]:
     ]
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    code = Supervisor(run, plan).execute()
+    code = supervise(run, plan)
     after = {process.pid for process in psutil.Process().children(recursive=True)}
     assert after <= before, "processes were left behind"
     assert not list(Path("/dev/shm").glob(f"fresco-{run.run_id}*"))
@@ -114,10 +138,10 @@ def test_what_would_come_again_ends_the_run_in_one_line(run: RunFile, capsys: py
 class Late(Supervisor):
     """It reads of an exception in its second wait after the kernel has told of the process's end."""
 
-    def __init__(self, run: RunFile, plan: list[ProcessSpec]) -> None:
+    def __init__(self, run: RunFile, plan: list[ProcessSpec], launcher: Launcher) -> None:
         self.held: list[tuple[Message, bytes]] = []
         self.waits = 0
-        super().__init__(run, plan)
+        super().__init__(run, plan, launcher)
 
     def _handle(self, message: Message, peer: bytes) -> None:
         if isinstance(message, Fatal):
@@ -187,7 +211,7 @@ def test_a_killed_rank_and_the_exceptions_that_follow_are_one_death(run: RunFile
     ranks = [FakeSpec("learner", rank, environment={"FAKE_LEARNER": "raise beside"}) for rank in (0, 1)]
     ranks[killed] = FakeSpec("learner", killed, environment={"FAKE_LEARNER": "die in step"})
     broker = FakeSpec("broker", 0, environment={"FAKE_BROKER": "done2"})
-    assert Supervisor(run, [broker, *ranks]).execute() == 0
+    assert supervise(run, [broker, *ranks]) == 0
     logs = sorted(path.name for path in (run.folder / "logs").glob("learner.*"))
     assert logs == ["learner.0.0.log", "learner.0.1.log", "learner.1.0.log", "learner.1.1.log"]
 
@@ -219,7 +243,7 @@ def test_an_engine_that_hangs_while_it_starts_is_replaced_and_one_that_works_is_
         FakeSpec(role, 0, environment={f"FAKE_{role.upper()}": "done1"}) for role in ("broker", "proxy", "learner")
     ]
     begin = time.monotonic()
-    assert Supervisor(run, [*others, ProcessSpec("generator", 0, "tests.launch.hanging_engine")]).execute() == 0
+    assert supervise(run, [*others, ProcessSpec("generator", 0, "tests.launch.hanging_engine")]) == 0
     assert time.monotonic() - begin > WORKS_S + run.config.timeouts.hang_s
     shown = capsys.readouterr().out
     assert shown.count("starting it again") == 1

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from rl.learner.credit import Minibatch
+from rl.learner.guards import StepGuards
+from rl.models.head import token_logprobs
 from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
-from rl.wire.messages import BatchPart, Generate, Ticket, Trajectory, Version, WeightStatus
-from rollout.episodes.environment import ChatMessage, RewardFailed
+from rl.wire.messages import BatchPart, Generate, Trajectory, Version, WeightStatus
+from rollout.episodes.environment import ChatMessage
 from tests.museum.lab import STOPS, Game, Lab
 from tests.rl.learner.tiny_policies import VOCAB
-from tests.rollout.trajectories import turns_apart, with_sequence
+from tests.rollout.trajectories import with_sequence
 
 Spoil = Callable[[Lab, pytest.MonkeyPatch], None]
 
@@ -212,6 +214,22 @@ def rotary_cast(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     rotary.inv_freq = rotary.inv_freq.bfloat16().float()
 
 
+@fault("rotary-garbage", "weights-differ")
+def rotary_garbage(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """As `to_empty` leaves the buffers of a model that is loaded by parts."""
+    lab.trainer.policy.decoder.rotary_emb.inv_freq.zero_()
+
+
+@fault("head-cast", "weights-differ")
+def head_cast(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """The engine's head stays in float32."""
+
+    def cast(hidden: Tensor, head: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, head.bfloat16().float(), *rest, **more)
+
+    patch.setattr("rl.models.policy.token_logprobs", cast)
+
+
 @fault("dropout-on", "weights-differ")
 def dropout_on(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     for layer in lab.trainer.policy.decoder.layers:
@@ -227,6 +245,17 @@ def cross_attention(lab: Lab, patch: pytest.MonkeyPatch) -> None:
         return lay_out(read, np.arange(len(positions)), mask)
 
     patch.setattr("rl.models.packing.lay_out", one_sample)
+
+
+@fault("state-leaks", "weights-differ")
+def state_leaks(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """Both sides have a short convolution, and in a pack it reads on from one sample into the next."""
+
+    def convolved(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + 0.5 * torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
+
+    for model in (lab.trainer.policy.model, lab.engine.model):
+        model.model.layers[0].mlp.register_forward_hook(convolved)
 
 
 def packed(lab: Lab, change: Callable[[Pack], Pack]) -> None:
@@ -329,122 +358,6 @@ def ids_without_text(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.museum.lab.IdTokenizer.textless", lambda self, ids: ids[ids >= VOCAB - 7])
 
 
-# ---------------------------------------------------------------- rewards and advantages
-
-
-@fault("reward-shuffled", "advantage-sign")
-def reward_shuffled(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    from rl.learner import credit
-
-    shaped = credit.shaped_rewards
-    patch.setattr(credit, "shaped_rewards", lambda batch_part, algorithm: shaped(batch_part, algorithm).roll(1))
-
-
-def estimated(
-    lab: Lab, change: Callable[[Callable[[Tensor, Tensor], Tensor]], Callable[[Tensor, Tensor], Tensor]]
-) -> None:
-    algorithm = lab.trainer.algorithm
-    spec = algorithm.estimator.spec
-    spoilt = replace(algorithm.estimator, spec=replace(spec, function=change(spec.function)))
-    lab.trainer.algorithm = replace(algorithm, estimator=spoilt)
-
-
-@fault("group-mixed", "advantage-sign")
-def group_mixed(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    estimated(lab, lambda plain: lambda rewards, group: plain(rewards, group // 2))
-
-
-@fault("not-centred", "advantage-sign")
-def not_centred(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    estimated(lab, lambda plain: lambda rewards, group: rewards.float())
-
-
-@fault("sign-flipped", "advantage-sign")
-def sign_flipped(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    estimated(lab, lambda plain: lambda rewards, group: -plain(rewards, group))
-
-
-def forked(lab: Lab) -> None:
-    """Of every episode each turn stands in a sequence of its own, the last one first."""
-
-    def apart(trajectories: list[Trajectory]) -> list[Trajectory]:
-        return [msgspec.structs.replace(each, sequences=turns_apart(each.sequence)[::-1]) for each in trajectories]
-
-    vars(lab)["delivered"] = apart
-
-
-@fault("credit-by-sequence", "credit-order", "algo.advantage=turn")
-def credit_by_sequence(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    """The learner counts the turns of a sample as its sequences are listed."""
-    from rl.models import packing
-
-    def listed(batch_part: BatchPart, sequences: list[int]) -> np.ndarray:
-        lengths = [batch_part.lengths[i] for i in sequences]
-        return np.arange(len(sequences)).repeat(lengths)  # one turn each
-
-    forked(lab)
-    patch.setattr(packing, "_sample_turns", listed)
-
-
-@fault("turns-unordered", "batch-contradicts")
-def turns_unordered(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    forked(lab)
-    assembled(lab, lambda batch_part: {"turn_order": []})
-
-
-@fault("reward-function-fails", "reward-failed")
-def reward_function_fails(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    plain = Game.judge
-
-    def judge(self: Game, ids: list[int]) -> float:
-        if ids[0] % 4 == 0:
-            raise RewardFailed(f"my_rewards:even raised KeyError: {ids[0]}")
-        return plain(self, ids)
-
-    patch.setattr(Game, "judge", judge)
-
-
-@fault("judge-always", "judge-always")
-def judge_always(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Game, "judge", lambda self, ids: 1.0)
-
-
-@fault("judge-never", "judge-never")
-def judge_never(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Game, "judge", lambda self, ids: 0.0)
-
-
-@fault("groups-constant", "constant-groups")
-def groups_constant(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    class ByTask(Game):
-        async def reset(self, task: int) -> list[ChatMessage]:
-            self.task = task
-            return await super().reset(task)
-
-        def judge(self, ids: list[int]) -> float:
-            return float(self.task % 2)
-
-    lab.environment = ByTask
-
-
-@fault("judge-unwell", "failing-episodes")
-def judge_unwell(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    end = lab.end
-
-    def sometimes(ticket: Ticket, trajectory: Trajectory) -> None:
-        if ticket.attempt == 0 and ticket.sample_id % 2:
-            lab._carry_out(lab.core.failed(ticket.ticket_id, "step ran past env.step_deadline_s", 0.0))
-        else:
-            end(ticket, trajectory)
-
-    vars(lab)["end"] = sometimes
-
-
-@fault("sample-twice", "batch-contradicts")
-def sample_twice(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    assembled(lab, lambda batch_part: {"rows": [batch_part.rows[0], *batch_part.rows[:-1]]})
-
-
 # ---------------------------------------------------------------- the optimizer
 
 
@@ -456,6 +369,12 @@ def lr_zero(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("frozen-layers", "weights-still")
 def frozen_layers(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     lab.trainer.policy.decoder.layers[0].requires_grad_(False)
+
+
+@fault("matrix-frozen", "weights-still")
+def matrix_frozen(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """One of many, as where the optimizer's groups are made by names."""
+    lab.trainer.policy.decoder.layers[0].mlp.gate_proj.requires_grad_(False)
 
 
 @fault("all-masked", "gradient-zero", "algo.correction.mask=token", "algo.correction.low=1.5")
@@ -495,9 +414,19 @@ def stale_gathered(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("reference-moves", "reference-moved", "algo.kl.coef=0.1", at=1)
 def reference_moves(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     assert lab.trainer.reference is not None
-    policy = dict(lab.trainer.policy.named_parameters())
+    trained = dict(lab.trainer.policy.named_parameters())
     for name, parameter in lab.trainer.reference.named_parameters():
-        parameter.data = policy[name].data
+        parameter.data = trained[name].data
+
+
+@fault("reference-of-another", "reference-moved", "algo.kl.coef=0.1")
+def reference_of_another(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of another step, say, which then never moves."""
+    assert lab.trainer.reference is not None
+    with torch.no_grad():
+        for parameter in lab.trainer.reference.parameters():
+            parameter.mul_(1.05)
+    lab.guards = StepGuards(lab.trainer, lab.config, lab.alarms, first_step=0)
 
 
 @fault("ranks-disagree", "ranks-differ")

@@ -206,7 +206,8 @@ class Lab:
         self.steps = steps
         self.step = self.first_step = first_step
         self.raised: list[tuple[int, str]] = []
-        self.alarms = Alarms(self.config.alarms, lambda name, _: self.raised.append((self.step, name)))
+        self._until = ""
+        self.alarms = Alarms(self.config.alarms, self._heard)
 
         torch.manual_seed(0)
         self.trainer = Trainer(self.config, folder, last_step=first_step + steps)
@@ -241,8 +242,9 @@ class Lab:
         lab.core.server_joined(0, 0, 64, 0.0)
         return lab
 
-    def train(self) -> list[str]:
-        """Names of the alarms raised, in order."""
+    def train(self, until: str = "") -> list[str]:
+        """Names of the alarms raised, in order. The run ends with its steps, or when the alarm `until` is raised."""
+        self._until = until
         learner = SimpleNamespace(
             policy=self.trainer.policy,
             trainer=self.trainer,
@@ -258,6 +260,11 @@ class Lab:
         except RunStopped:
             pass
         return [name for _, name in self.raised]
+
+    def _heard(self, name: str, _detail: str) -> None:
+        self.raised.append((self.step, name))
+        if name == self._until:
+            raise RunStopped(name)
 
     # ------------------------------------------------------------ what the learner's client is
 

@@ -11,8 +11,8 @@ import torch
 from rl.learner.credit import Minibatch
 from rl.wire.messages import BatchPart
 from rollout.episodes.environment import Step
-from tests.museum.faults import forked
 from tests.museum.lab import Game, Lab
+from tests.museum.reward_faults import forked
 
 CLEAN = {
     "synchronous": [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -10,37 +11,51 @@ from typing import Any, cast
 
 import pytest
 
-from envs.guards import check_server
+from envs.data import OtherData, check_data, data_of
+from envs.guards import check_template
+from envs.held_out import check_held_out
+from envs.lengths import check_lengths
+from envs.registry import make_family
+from envs.server import serve
 from rl.config.alarms import AlarmsConfig
-from rl.config.schema import load_config
+from rl.config.schema import ConfigError, load_config
 from rl.learner.run_client import RunClient
-from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, RunAlarm, keep_alarm, read_alarms
+from rl.observe.alarms import ALARMS, Alarms, RaisedAlarm, keep_alarm, read_alarms
+from rl.wire.process import Process
 from rl.wire.run import RunFile
 from rollout.broker import BrokerCore
-from rollout.episodes.tokenizer import ChatTokenizer, IdTokenizer
+from rollout.episodes.environment import ChatMessage
+from rollout.episodes.tokenizer import ChatTokenizer
 from tests.conftest import MakeRun
 from tests.envs.model_folder import TEMPLATE, make_model_folder
 from tests.envs.test_audit import FAULTS as VERIFIERS
-from tests.envs.test_audit import audited
+from tests.envs.test_audit import Verifier, audited, members, reading, without
 from tests.launch.test_supervisor import QUIET, execute
+from tests.museum import reward_faults as reward_faults
 from tests.museum import slow_faults as slow_faults
 from tests.museum.faults import FAULTS
 from tests.museum.lab import Game, Lab
+from tests.rl.learner.tiny_policies import VOCAB
+from tests.rl.models.tiny_families import save_family
 from tests.test_end_to_end_simulated import finish, start
 
 ELSEWHERE = {
     "optimizer-lost": "optimizer-steps",
     "data-repeated": "data-repeated",
     "eval-on-train": "eval-on-train",
+    "dropout-renamed": "weights-differ",
     "verifier-by-rounding": "verifier-wrong",
+    "verifier-too-strict": "verifier-wrong",
+    "order-ignored": "verifier-wrong",
+    "unit-ignored": "verifier-wrong",
     "template-drift": "template-drift",
+    "thoughts-kept": "template-drift",
     "clock-jumps": "clock",
     "death": "process-died",
     "learner-starves": "learner-starved",
 }
-REFUSED = {"data-of-another"}
-ROUNDING = VERIFIERS["rounds to six digits"]
-UNSEEN = {"reward-of-another"}
+REFUSED = {"data-of-another", "data-changed", "gold-missing", "key-twice", "prompts-too-long"}
+UNSEEN = {"reward-of-another", "group-of-different-prompts"}
 TABLE = Path(__file__).parents[2] / "docs" / "silent-faults.md"
 
 
@@ -71,37 +86,100 @@ def test_data_of_another(first: Lab) -> None:
         core.restore(journal)
 
 
-def test_verifier_by_rounding() -> None:
-    """Six digits of a number are compared, so that a model is paid for answers that are nearly right."""
-    told, auditor = audited(ROUNDING, steps=3)
-    assert told and told[0].startswith("verifier-wrong: ") and "next to it" in told[0]
-    assert auditor.news()["audit/false_accept"] > 0
+HALVES = [f"\\frac{{{n}}}{{2}}" for n in range(-15, 15, 2)]
+FAULTY: dict[str, tuple[Verifier, list[str], str]] = {
+    "verifier-by-rounding": (VERIFIERS["rounds to six digits"], HALVES, "accepted"),
+    "verifier-too-strict": (VERIFIERS["another spelling is refused"], HALVES, "refused"),
+    "order-ignored": (
+        reading(lambda text: "".join(sorted(members(text)))),
+        [f"({n}, {n + 3})" for n in range(15)],
+        "accepted",
+    ),
+    "unit-ignored": (without(r"\\text.*"), [f"{n}\\text{{ cm}}" for n in range(2, 17)], "accepted"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_verifier_at_fault(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It pays for wrong answers, or refuses right ones, where answers have what it is blind to."""
+    verifier, golds, verdict = FAULTY[name]
+    monkeypatch.setattr("tests.envs.test_audit.ROWS", [(gold, gold) for gold in golds])
+    told, auditor = audited(verifier, steps=3)
+    assert told and told[0].startswith("verifier-wrong: ") and told[0].endswith(f"was {verdict}")
+    assert (auditor.tally.accepted > 0, auditor.tally.refused > 0) == (verdict == "accepted", verdict == "refused")
+
+
+def test_dropout_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader knows `nn.Dropout` and that of attention; a family has a `residual_dropout` as well."""
+    monkeypatch.setattr("rl.models.loading._without_dropout", lambda owner: setattr(owner, "attention_dropout", 0.0))
+    lab = Lab(save_family("seed_oss", tmp_path, dropout=0.1, vocab_size=VOCAB))
+    assert lab.train() == ["weights-differ"] and lab.step == 0
+
+
+def test_data_changed(tmp_path: Path, make_run: MakeRun) -> None:
+    """A server that is started again, or on another machine, would ask other questions under the same numbers."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"prompt": "1+1?", "answer": "2"}\n' * 3)
+    options = ("env.name=dataset", "env.options.reward=exact", "env.options.eval_count=1", "env.max_turns=1")
+    run = make_run(*options, f"env.options.source={source}")
+    family = make_family(run.config)
+    began = data_of("dataset", family)
+    check_data(began, "dataset", family)
+
+    source.write_text('{"prompt": "1+2?", "answer": "3"}\n' + source.read_text())
+    process = cast(Process, SimpleNamespace(config=run.config, run=run.model_copy(update={"data": began})))
+    with pytest.raises(OtherData, match=r"began with 2 tasks of .*, and this server finds 3 .*resume_data=new"):
+        asyncio.run(serve(process))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"prompt": "1+1?", "answer": null}', "row 2, field 'answer': None is no answer"),
+        ('{"prompt": "1+1?", "answer": "3", "answer": "2"}', "the field 'answer' stands in it twice"),
+        (f'{{"prompt": "{"9" * 200}", "answer": "2"}}', "1 of 2 training prompts .* do not fit"),
+    ],
+    ids=["gold-missing", "key-twice", "prompts-too-long"],
+)
+def test_rows_that_a_run_would_suffer_in_silence(tmp_path: Path, row: str, said: str) -> None:
+    sound = '{"prompt": "1+1?", "answer": "2"}\n'
+    (tmp_path / "rows.jsonl").write_text(f"{sound}{row}\n{sound}")
+    options = ("env.name=dataset", "env.options.reward=exact", "env.options.eval_count=1", "sampling.max_tokens=20")
+    source = f"env.options.source={tmp_path / 'rows.jsonl'}"
+    config = load_config(None, [*options, source, "generator.max_model_len=100"])
+    with pytest.raises(ConfigError, match=said):
+        check_lengths(config, make_family(config), make_model_folder(tmp_path / "model"))
 
 
 class Tasks:
-    def __init__(self, eval_from: int) -> None:
+    """Numbers from 0 on in training, and held out from `eval_from` on; `kinds`: as many are different."""
+
+    def __init__(self, eval_from: int, kinds: int = 100_000) -> None:
         self.eval_from = eval_from
+        self.kinds = kinds
 
     def task_count(self, split: str) -> int:
-        return 50_000
+        return 19_000
 
     def task(self, split: str, index: int) -> dict[str, int]:
-        return {"question": index + self.eval_from * (split == "eval")}
+        return {"question": (index + self.eval_from * (split == "eval")) % self.kinds}
 
 
-def raised_before_the_first_episode(tasks: Tasks, tokenizer: Any) -> list[str]:
+def test_eval_on_train(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said before anything starts; a game of ten positions cannot but be evaluated on what is trained."""
+    config = load_config(None, ["eval.tasks=100"])
+    with pytest.raises(ConfigError, match="alarm eval-on-train: 100% of 100 held-out tasks are training tasks"):
+        check_held_out(config, Tasks(eval_from=0))
+    check_held_out(config, Tasks(eval_from=20_000))
+    assert capsys.readouterr().err == ""
+    check_held_out(config, Tasks(eval_from=20_000, kinds=10))
+    assert capsys.readouterr().err.startswith("! 100% of 100 held-out tasks are training tasks; the game has few tasks")
+
+
+def raised_by_template(tokenizer: ChatTokenizer) -> list[str]:
     raised: list[str] = []
-    try:
-        alarms = Alarms(AlarmsConfig(), lambda name, _: raised.append(name))
-        check_server(cast(Any, tasks), tokenizer, "template", 100, alarms)
-    except RunAlarm as alarm:
-        raised.append(alarm.name)
+    check_template(tokenizer, "template", Alarms(AlarmsConfig(), lambda name, _: raised.append(name)))
     return raised
-
-
-def test_eval_on_train() -> None:
-    assert raised_before_the_first_episode(Tasks(eval_from=0), IdTokenizer()) == ["eval-on-train"]
-    assert raised_before_the_first_episode(Tasks(eval_from=50_000), IdTokenizer()) == []
 
 
 def test_template_drift(tmp_path: Path) -> None:
@@ -111,8 +189,15 @@ def test_template_drift(tmp_path: Path) -> None:
     )
     plain = ChatTokenizer(make_model_folder(tmp_path / "plain"))
     spoilt = ChatTokenizer(make_model_folder(tmp_path / "drifting", template=drifting))
-    assert raised_before_the_first_episode(Tasks(eval_from=50_000), plain) == []
-    assert raised_before_the_first_episode(Tasks(eval_from=50_000), spoilt) == ["template-drift"]
+    assert raised_by_template(plain) == []
+    assert raised_by_template(spoilt) == ["template-drift"]
+
+
+def test_thoughts_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`chat.thinking=template` is ignored: a history goes on with thoughts that the template drops."""
+    tokenizer = ChatTokenizer(make_model_folder(tmp_path))
+    monkeypatch.setattr("rollout.episodes.conversation.keeps_thoughts", lambda *_: True)
+    assert raised_by_template(tokenizer) == ["template-drift"]
 
 
 def test_clock_jumps(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +289,19 @@ def test_reward_of_another_is_seen_by_nobody(model_folder: Path, monkeypatch: py
         return last[-2]
 
     monkeypatch.setattr(Game, "judge", another)
+    assert lab.train() == []
+
+
+def test_a_group_of_different_prompts_is_seen_by_nobody(model_folder: Path) -> None:
+    """A reset that draws anew for each member: what it should be asked is known to the environment alone."""
+    made = iter(range(1_000_000))
+
+    class Drawn(Game):
+        async def reset(self, task: int) -> list[ChatMessage]:
+            return await super().reset(task + next(made) % 2)
+
+    lab = Lab(model_folder, steps=2)
+    lab.environment = Drawn
     assert lab.train() == []
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.museum import reward_faults as reward_faults
 from tests.museum import slow_faults as slow_faults
 from tests.museum.faults import FAULTS
 from tests.museum.lab import Lab
@@ -16,7 +17,7 @@ def test_the_alarm_is_raised_within_three_steps(model_folder: Path, monkeypatch:
     fault = FAULTS[name]
     lab = Lab(model_folder, *fault.overrides, steps=fault.steps)
     fault.spoil(lab, monkeypatch)
-    lab.train()
+    lab.train(until=fault.alarm)
 
     steps = [step for step, alarm in lab.raised if alarm == fault.alarm]
     assert steps and steps[0] < fault.at + 3, lab.raised

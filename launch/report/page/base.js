@@ -71,7 +71,8 @@ function clock(seconds) {
 }
 
 function table(head, rows, caption) {
-  const cells = (tag, row) => el("tr", {}, row.map((cell) => el(tag, {}, cell instanceof Node ? cell : String(cell))));
+  const number = (cell) => /^[-–\d.,…% \u00a0:±×e]+( (ms|s|min|h|tokens|of \d+))?$/.test(cell);
+  const cells = (tag, row) => el("tr", {}, row.map((cell) => (cell instanceof Node ? el(tag, {}, cell) : el(tag, { class: number(cell) ? "number" : undefined }, String(cell)))));
   const body = el("tbody", {}, rows.map((row) => cells("td", row)));
   return el("div", { class: "scroll" }, el("table", {}, caption ? el("caption", {}, caption) : null, el("thead", {}, cells("th", head)), body));
 }
@@ -84,6 +85,13 @@ function choice(label, options, chosen, change) {
   const list = el("select", { change: (event) => change(event.target.value) });
   for (const [value, text] of options) list.append(el("option", { value, selected: value === chosen }, text));
   return el("label", {}, `${label} `, list);
+}
+
+// One entry of a legend, with the colour of that name.
+function key(text, tint, shape = "") {
+  const entry = el("span", { class: `key ${shape}` }, text);
+  entry.style.setProperty("--tint", `var(--${tint})`);
+  return entry;
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

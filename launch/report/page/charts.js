@@ -1,5 +1,6 @@
 // Curves and histograms by uPlot (github.com/leeoniya/uPlot, MIT).
-const PALETTE = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
+const PALETTE = Array.from({ length: 16 }, (_, i) => `c${i + 1}`);
+const smoothing = { steps: 1 };
 const charts = new Set();
 const ROOM = 10; // between the numbers of an axis and its line, in pixels
 
@@ -36,7 +37,28 @@ function markAlarms(chart) {
   }
 }
 
-const alarmKey = (run) => (run.alarms.length ? el("p", { class: "legend" }, el("span", { class: "key alarm" }, "upright lines: alarms")) : "");
+const alarmKey = (run) => (run.alarms.length ? el("p", { class: "legend" }, key("upright lines: alarms", "warn", "upright")) : "");
+
+function smoothingChoice() {
+  const options = [["1", "each step"], ["5", "mean of 5 steps"], ["20", "mean of 20 steps"], ["100", "mean of 100 steps"]];
+  return choice("curves:", options, String(smoothing.steps), (value) => {
+    smoothing.steps = Number(value);
+    show(report.view);
+  });
+}
+
+// The mean of each value and those before it, `smoothing.steps` in all; fewer where the line begins.
+function smoothed(values) {
+  const window = [];
+  let sum = 0;
+  return values.map((value) => {
+    if (!present(value)) return value;
+    window.push(value);
+    sum += value;
+    if (window.length > smoothing.steps) sum -= window.shift();
+    return sum / window.length;
+  });
+}
 
 const watcher = new ResizeObserver((entries) => {
   for (const entry of entries) {
@@ -71,23 +93,32 @@ function mount(parent, options, data) {
 
 // lines: [{label, x, y, low, high, colour, dash, width, silent}]; x may differ between them. Empty ones are left out, silent
 // ones have no legend.
-function curves(parent, lines, { x = "step", y = "", height = 220, percentages = false } = {}) {
-  const drawn = lines.filter((line) => line.y && line.y.some(present));
+function curves(parent, lines, { x = "step", y = "", height = 220, percentages = false, smooth = true } = {}) {
+  const known = lines.filter((line) => line.y && line.y.some(present));
+  const still = known.filter((line) => !line.silent && line.y.every((value) => !value));
+  const moving = known.filter((line) => !still.includes(line));
+  const drawn = (moving.length ? moving : known).flatMap((line) => (smooth && smoothing.steps > 1 && !line.silent
+    ? [{ ...line, silent: true, width: 0.6 }, { ...line, y: smoothed(line.y), low: undefined }] : [line]));
   if (!drawn.length) {
     parent.append(el("p", { class: "hint" }, "nothing was recorded"));
     return;
   }
 
+  if (moving.length && still.length) parent.append(el("p", { class: "hint" }, `0 at every ${x}: ${still.map((line) => line.label).join(", ")}`));
+  const shades = new Map(); // by label: what is smoothed has the colour of what it was
   const tables = [];
-  const series = [{ label: x, value: (_, v) => short(v) }];
+  const series = [{ label: x, value: (_, v) => (present(v) ? short(v) : "") }];
   const bands = [];
-  drawn.forEach((line, place) => {
+  for (const line of drawn) {
+    if (!shades.has(line.label)) shades.set(line.label, shades.size);
+    const place = shades.get(line.label);
     const stroke = colour(line.colour || PALETTE[place % PALETTE.length]);
-    const value = (_, v) => (percentages ? percent(v) : short(v));
+    const value = (_, v) => (present(v) ? (percentages ? percent(v) : short(v)) : "");
     const columns = [line.x, line.y.map((v) => (present(v) ? v : null))];
     const count = line.y.filter(present).length;
     const dots = count === 1 || (count < 30 && !line.low && !line.silent);
-    series.push({ label: line.label, stroke, width: line.width || 2, dash: line.dash, spanGaps: true, value, points: { show: dots, size: count === 1 ? 9 : undefined }, class: line.silent ? "bound" : undefined });
+    const dash = line.dash || (place >= PALETTE.length ? [6, 3] : undefined);
+    series.push({ label: line.label, stroke, width: line.width || 2, dash, spanGaps: true, value, points: { show: dots, size: count === 1 ? 9 : undefined }, class: line.silent ? "bound" : undefined });
 
     if (line.low) {
       columns.push(line.high, line.low);
@@ -96,7 +127,7 @@ function curves(parent, lines, { x = "step", y = "", height = 220, percentages =
       bands.push({ series: [series.length - 2, series.length - 1], fill: `color-mix(in srgb, ${stroke} 20%, transparent)` });
     }
     tables.push(columns);
-  });
+  }
 
   const places = new Set(drawn.flatMap((line) => line.x));
   const [first] = places;

@@ -11,8 +11,8 @@ views.compare = (main) => {
   }
   const text = (value) => (value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const rows = fields.map((field) => [field, ...sets.map((set) => text(set.runs[0].config[field]))]);
-  const head = ["field", ...sets.map((set) => `${set.name} (${set.runs.length === 1 ? "1 run" : `${set.runs.length} seeds`})`)];
-  main.append(panel("Differences of configuration", rows.length ? table(head, rows) : el("p", { class: "hint" }, "none but seed and name")), outcomes(sets));
+  const head = ["field", ...sets.map((set) => `${set.name} (${countOf(set.runs)})`)];
+  main.append(panel("Differences of configuration", rows.length ? table(head, rows) : el("p", { class: "hint" }, "none but seed and name"), markedRuns(sets)), outcomes(sets));
 
   const place = el("div", { class: "chart" });
   const draw = () => {
@@ -24,9 +24,9 @@ views.compare = (main) => {
     draw();
   };
   const metrics = [...new Set(report.runs.flatMap((run) => [...Object.keys(run.rows).filter((name) => name !== "time"), "held-out accuracy"]))].sort();
-  main.append(panel("Curves: each seed, and while all of a set go on their mean and the band from lowest to highest",
+  main.append(panel("Curves: each run, and while all of a set go on their mean and the band from lowest to highest",
     el("div", { class: "controls" }, choice("", metrics.map((name) => [name, name]), comparison.metric, pick("metric")),
-      choice("over", ["seconds", "samples", "steps"].map((name) => [name, name]), comparison.x, pick("x"))), place));
+      choice("over", ["seconds", "samples", "steps"].map((name) => [name, name]), comparison.x, pick("x")), smoothingChoice()), place));
   draw();
 };
 
@@ -48,16 +48,55 @@ function setsOf(runs) {
   return [...sets.values()];
 }
 
+const stepsOf = (run) => (run.rows.step || []).length;
+const isWhole = (run) => run.state === "finished";
+
+function countOf(runs) {
+  const seeds = new Set(runs.map((run) => run.config.seed)).size;
+  if (runs.length === 1) return "1 run";
+  const named = `${seeds} ${seeds === 1 ? "seed" : "seeds"}`;
+  return seeds === runs.length ? named : `${runs.length} runs of ${named}`;
+}
+
+// The runs of a set whose outcomes can stand together: the finished ones, if there are any.
+function counted(set) {
+  const whole = set.runs.filter(isWhole);
+  return whole.length ? whole : set.runs;
+}
+
+// What makes runs no equals: one that did not finish, and finished ones of unequal length.
+function markedRuns(sets) {
+  const marks = sets.flatMap((set) => {
+    const taken = counted(set);
+    const lengths = [...new Set(taken.map(stepsOf))].sort((a, b) => a - b);
+    const unequal = lengths.length > 1 ? [`${set.name}: its runs are of unequal length, ${lengths.join(", ")} steps`] : [];
+    const unfinished = set.runs.filter((run) => !isWhole(run)).map((run) =>
+      `${run.name}: unfinished (${run.state} at step ${stepsOf(run)} of ${run.config.steps})${taken.includes(run) ? "" : ", not in the outcomes"}`);
+    return [...unequal, ...unfinished];
+  });
+  return marks.length ? el("ul", {}, marks.map((text) => el("li", { class: "mark" }, text))) : "";
+}
+
+// A value for each seed: runs of one seed are no independent trials, and count as their mean.
+function bySeed(runs, value) {
+  const seeds = new Map();
+  for (const run of runs) {
+    const found = value(run);
+    if (present(found)) seeds.set(run.config.seed, [...(seeds.get(run.config.seed) || []), found]);
+  }
+  return [...seeds.values()].map(mean);
+}
+
 function outcomes(sets) {
   const last = (values) => mean(values.filter(present).slice(-10));
   const of = {
+    "steps trained": stepsOf,
     "held-out accuracy, last": (run) => (run.evaluations.length ? run.evaluations[run.evaluations.length - 1].accuracy : NaN),
     "reward, last 10 batches": (run) => last(run.rows["rollout/reward"] || []),
     "tokens per second, last 10": (run) => last(run.rows.tokens_per_second || []),
     seconds: (run) => run.seconds,
   };
-  const cell = (values) => {
-    const known = values.filter(present);
+  const cell = (known) => {
     if (!known.length) return "–";
     if (known.length === 1) return short(known[0]);
     const centre = mean(known);
@@ -65,8 +104,9 @@ function outcomes(sets) {
     const half = ((T95[known.length - 2] || 2) * spread) / Math.sqrt(known.length);
     return `${short(centre)} ± ${short(half)}`;
   };
-  const rows = Object.entries(of).map(([name, value]) => [name, ...sets.map((set) => cell(set.runs.map(value)))]);
-  return panel("Outcomes (mean ± half of the 95 % interval over seeds, Student's t)", table(["", ...sets.map((set) => set.name)], rows));
+  const rows = Object.entries(of).map(([name, value]) => [name, ...sets.map((set) => cell(bySeed(counted(set), value)))]);
+  const head = ["", ...sets.map((set) => `${set.name} (${countOf(counted(set))})`)];
+  return panel("Outcomes (mean ± half of the 95 % interval over seeds, Student's t)", table(head, rows));
 }
 
 function lineOf(run) {

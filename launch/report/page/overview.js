@@ -13,13 +13,13 @@ views.overview = (main, run) => {
   const speed = panel("Tokens per second", el("div", { class: "chart" }));
   const staleness = panel("Staleness of trained samples", el("div", { class: "chart" }));
   const flows = panel("Where samples and tokens went", el("div", { class: "flows" }));
-  main.append(alarmKey(run), el("div", { class: "grid" }, held, reward, speed, staleness), flows, waitPanel(run), workPanel(run), lossPanels(run), originPanels(run));
+  main.append(el("div", { class: "controls" }, smoothingChoice()), alarmKey(run), el("div", { class: "grid narrow" }, held, reward, speed, staleness), taskPanels(run), flows, waitPanel(run), workPanel(run), lossPanels(run), originPanels(run));
 
   const rows = run.rows;
   const evaluations = run.evaluations;
   const column = (name) => evaluations.map((row) => row[name]);
   const accuracy = { label: "accuracy", x: column("step"), y: column("accuracy"), low: column("low"), high: column("high") };
-  curves(held.lastChild, evaluations.length ? [accuracy] : [], { percentages: true });
+  curves(held.lastChild, evaluations.length ? [accuracy] : [], { percentages: true, smooth: false });
   const band = rows["reward/low"] ? { low: rows["reward/low"], high: rows["reward/high"] } : {};
   curves(reward.lastChild, [{ label: "reward", x: rows.step, y: rows["rollout/reward"], ...band }]);
   curves(speed.lastChild, [{ label: "tokens/s", x: rows.step, y: rows.tokens_per_second, colour: "c2" }]);
@@ -79,6 +79,32 @@ function alarmLink(run, { name }) {
   return empty[view] ? null : el("button", { type: "button", class: "link", click: () => show(view) }, `see ${TITLES[view]}`);
 }
 
+// What the model fails at; a task leads to its conversations.
+function taskPanels(run) {
+  const { types, versions, hardest } = run.tasks;
+  const bar = ({ success, low, high }) => {
+    const strip = el("div", { class: "range", title: `${percent(low)} … ${percent(high)}` }, el("i"), el("b"));
+    Object.assign(strip.children[0].style, { left: `${100 * low}%`, width: `${100 * (high - low)}%` });
+    strip.children[1].style.left = `${100 * success}%`;
+    return strip;
+  };
+  const before = versions.length > 1;
+  const head = ["type", "tasks", ...(before ? [`version ${versions[0]}`] : []), `version ${versions[versions.length - 1]}`, "95 % interval", ""];
+  const rows = types.map((row) => [row.type, whole(row.tasks), ...(before ? [percent(row.first)] : []), percent(row.success), `${percent(row.low)} … ${percent(row.high)}`, bar(row)]);
+  const worst = (kind, title) => hardest[kind].length ? panel(title, table(["task", "solved", "reward", "type"], hardest[kind].map(({ task, tries, solved, reward, type }) =>
+    [el("button", { type: "button", class: "link", click: () => readTask(kind, task) }, `${task}`), `${solved} of ${tries}`, short(reward), type]))) : null;
+  const byType = panel("Held-out success by type of task, the worst first", table(head, rows));
+  byType.classList.add("wide");
+  return el("div", { class: "grid narrow" }, rows.length ? byType : null,
+    worst("eval", "Held-out tasks solved least, in the last three evaluations"), worst("train", "Training tasks solved least, of those that were kept"));
+}
+
+function readTask(kind, task) {
+  lookup.chosen = null;
+  lookup.filters = { kind, task: String(task) };
+  show("samples");
+}
+
 // A Sankey picture, laid out by d3-sankey (github.com/d3/d3-sankey, BSD).
 function flow(what, ledger) {
   const source = "issued" in ledger ? "issued" : "generated";
@@ -134,7 +160,7 @@ function waitPanel(run) {
   const causes = [...new Set(run.waits.flatMap((process) => Object.keys(process.causes)))].sort();
   if (!causes.length) return noTrace(run, "Each process's time and work");
   const tint = (cause) => PALETTE[causes.indexOf(cause) % PALETTE.length];
-  const legend = el("p", { class: "legend" }, causes.map((cause) => el("span", { class: `key ${tint(cause)}` }, `waits for ${cause}`)), el("span", { class: "key busy" }, "at work"));
+  const legend = el("p", { class: "legend" }, causes.map((cause) => key(`waits for ${cause}`, tint(cause))), key("at work", "busy"));
 
   const rows = run.waits.map((process) => {
     const segments = Object.entries(process.causes).map(([cause, seconds]) => [tint(cause), seconds, `waits for ${cause}`]);
@@ -143,8 +169,9 @@ function waitPanel(run) {
     const total = Math.max(process.seconds, waited) || 1;
     const strip = el("div", { class: "strip" });
     for (const [kind, seconds, label] of segments) {
-      const part = el("i", { class: kind, title: `${process.name}: ${label} ${clock(seconds)} (${percent(seconds / total)})` });
+      const part = el("i", { title: `${process.name}: ${label} ${clock(seconds)} (${percent(seconds / total)})` });
       part.style.flexGrow = seconds / total;
+      part.style.background = `var(--${kind})`;
       strip.append(part);
     }
     return el("div", { class: "waits" }, el("span", {}, process.name), strip);
@@ -154,12 +181,25 @@ function waitPanel(run) {
 
 // Who is slower than the others.
 function workPanel(run) {
-  const work = run.timeline.work || [];
-  const rows = work.flatMap((parts, i) => Object.entries(parts).map(([kind, [count, average, longest]]) =>
-    [KIND_NAMES[kind] || kind, run.timeline.lanes[i].name, whole(count), clock(average), clock(longest)]));
-  if (!rows.length) return "";
+  const kinds = new Map();
+  (run.timeline.work || []).forEach((parts, i) => {
+    for (const [kind, [count, average, longest]] of Object.entries(parts)) {
+      if (!kinds.has(kind)) kinds.set(kind, []);
+      kinds.get(kind).push({ who: run.timeline.lanes[i].name, count, average, longest });
+    }
+  });
+  if (!kinds.size) return "";
+
+  const rows = [...kinds].map(([kind, workers]) => {
+    const ranked = [...workers].sort((one, other) => other.average - one.average);
+    const named = ranked.length <= 4 ? workers : [ranked[0], ranked[ranked.length - 1]];
+    const slowest = workers.reduce((one, other) => (other.longest > one.longest ? other : one));
+    const count = workers.reduce((sum, worker) => sum + worker.count, 0);
+    const means = named.map((worker) => `${worker.who} ${clock(worker.average)}`).join(ranked.length <= 4 ? ", " : " … ");
+    return [KIND_NAMES[kind] || kind, whole(count), means, clock(slowest.longest), slowest.who];
+  });
   rows.sort((a, b) => (a[0] < b[0] ? -1 : a[0] > b[0] ? 1 : 0));
-  return panel("What each process did", table(["what", "process", "times", "mean", "longest"], rows));
+  return panel("What each process did", table(["what", "times", "mean (of more than four: the slowest and the fastest)", "longest", "by"], rows));
 }
 
 function lossPanels(run) {

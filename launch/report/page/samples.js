@@ -76,9 +76,15 @@ function filterBar(run, changed) {
   const number = (name, label, step = 1) => el("label", {}, `${label} `, el("input", { type: "number", step, value: lookup.filters[name], change: set(name) }));
   const { episodes } = run.samples;
   const distinct = (name) => [...new Set(episodes.map((episode) => episode[name]))].sort();
-  const types = [...new Set(episodes.flatMap(typesOf))].sort();
-  return el("div", { class: "controls" },
-    pick("kind", "kind", distinct("kind")), pick("end", "ended by", distinct("stop_reason")), types.length ? pick("type", "type of task", types) : "",
+  const types = [...new Set(episodes.flatMap((episode) => episode.types))].sort();
+  const summary = el("summary");
+  const told = () => {
+    const count = Object.values(lookup.filters).filter((value) => value !== "" && value !== undefined).length;
+    summary.textContent = count ? `Filters (${count} set)` : "Filters";
+  };
+  told();
+  const bar = el("div", { class: "controls", change: told },
+    pick("success", "solved", ["yes", "no"]), pick("kind", "kind", distinct("kind")), pick("end", "ended by", distinct("stop_reason")), types.length ? pick("type", "type of task", types) : "",
     number("task", "task"), number("group", "group"), number("step", "step"),
     number("least", "reward ≥", "any"), number("most", "reward ≤", "any"), number("tokens", "tokens ≥"), number("staleness", "staleness ≥"),
     el("label", {}, "text ", el("input", { type: "search", value: lookup.filters.text, change: set("text") })),
@@ -86,19 +92,18 @@ function filterBar(run, changed) {
       lookup.order = value;
       changed();
     }));
+  return el("details", { class: "filters", open: innerWidth > 720 }, summary, bar);
 }
-
-// An environment that knows types of tasks tells the success of each episode under the name of its type.
-const typesOf = (episode) => Object.keys(episode.info).filter((name) => name.startsWith("success_")).map((name) => name.slice("success_".length));
 
 function fits(run, tokens, episode) {
   const wanted = Object.fromEntries(Object.entries(lookup.filters).filter(([, value]) => value !== "" && value !== undefined));
   const same = (name, value) => wanted[name] === undefined || String(value) === wanted[name];
   const least = (name, value) => wanted[name] === undefined || value >= Number(wanted[name]);
-  return same("kind", episode.kind) && same("end", episode.stop_reason) && (wanted.type === undefined || typesOf(episode).includes(wanted.type)) && same("task", episode.task_index) && same("group", episode.group_id)
+  return same("kind", episode.kind) && same("end", episode.stop_reason) && (wanted.type === undefined || episode.types.includes(wanted.type)) && same("task", episode.task_index) && same("group", episode.group_id)
     && same("step", episode.step === null ? episode.newest : episode.step)
     && least("least", episode.reward + 1e-9) && (wanted.most === undefined || episode.reward <= Number(wanted.most) + 1e-9)
     && least("tokens", episode.tokens) && (wanted.staleness === undefined || (episode.staleness !== null && least("staleness", episode.staleness)))
+    && same("success", episode.success ? "yes" : "no")
     && (wanted.text === undefined || textOf(run, tokens, episode, 0, episode.tokens).toLowerCase().includes(wanted.text.toLowerCase()));
 }
 
@@ -145,10 +150,13 @@ function conversationPanel(run, tokens, episode, redraw) {
 
 function head(episode) {
   const info = Object.entries(episode.info).map(([name, value]) => `${name} ${short(value)}`);
+  const notes = Object.entries(episode.notes).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text)));
+  if (episode.unrewarded) notes.push(el("div", {}, el("dt", {}, "not rewarded"), el("dd", {}, episode.unrewarded)));
   const trained = episode.step === null ? "" : `, trained in step ${episode.step}, staleness ${episode.staleness}`;
   return el("div", {},
     el("h3", {}, `ticket ${episode.ticket_id} · task ${episode.task_index} · reward `, el("b", { class: episode.success ? "good" : "bad" }, short(episode.reward)), ` · ${episode.stop_reason}`),
-    el("small", {}, `${clock(episode.seconds)}, versions ${episode.oldest}–${episode.newest}${trained}${info.length ? ` · ${info.join(", ")}` : ""}`));
+    el("small", {}, `${clock(episode.seconds)}, versions ${episode.oldest}–${episode.newest}${trained}${info.length ? ` · ${info.join(", ")}` : ""}`),
+    notes.length ? el("dl", { class: `notes ${episode.success ? "good" : "bad"}` }, notes) : null);
 }
 
 function* turns(run, tokens, episode) {

@@ -7,12 +7,13 @@ views.steps = (main, run) => {
     main.append(el("p", { class: "hint" }, "no batch was trained"));
     return;
   }
-  main.append(histogramPanel(run), alarmKey(run));
+  main.append(histogramPanel(run), el("div", { class: "controls" }, smoothingChoice()), alarmKey(run));
 
+  const drawing = []; // once all cards stand there: how wide each is depends on those beside it
   const chart = (title, lines, options) => {
     const place = el("div", { class: "chart" });
     grid.append(panel(title, place));
-    curves(place, lines.map((line) => ({ x: rows.step, ...line })), options);
+    drawing.push(() => curves(place, lines.map((line) => ({ x: rows.step, ...line })), options));
   };
   const line = (label, name, more = {}) => ({ label, y: rows[name], ...more });
   const grid = el("div", { class: "grid" });
@@ -26,7 +27,7 @@ views.steps = (main, run) => {
     { label: "median", y: rows["loss/ratio_p50"], low: rows["loss/ratio_p01"], high: rows["loss/ratio_p99"] },
     line("5 %", "loss/ratio_p05", { width: 1, dash: [4, 4], colour: "c1" }), line("95 %", "loss/ratio_p95", { width: 1, dash: [4, 4], colour: "c1" }),
   ]);
-  agePanel(grid, rows);
+  drawing.push(agePanel(grid, rows));
   chart("Entropy of the policy (nats)", [line("entropy", "loss/entropy")]);
   chart("KL to the policies that sampled (nats)", [line("k3", "loss/kl_behavior")]);
   chart("Effective sample size (share of tokens)", [line("ess", "loss/ess")], { percentages: true });
@@ -38,6 +39,7 @@ views.steps = (main, run) => {
   chart("Episodes that a limit of length or turns cut", [line("cut", "rollout/truncated")], { percentages: true });
   chart("Length (tokens)", [line("mean", "rollout/length")]);
   chart("Seconds of a step", [line("step", "time/step"), line("training", "time/train"), line("waiting for the batch", "time/wait_batch"), line("publishing", "time/publish")]);
+  for (const draw of drawing) draw();
 };
 
 const starting = (rows, prefix) =>
@@ -57,7 +59,7 @@ function agePanel(grid, rows) {
   const shown = metrics.includes(chosenMetrics.age) ? chosenMetrics.age : metrics[0];
   const pick = metrics.length ? choice("", metrics.map((name) => [name, name]), shown, draw) : null;
   grid.append(panel("Loss diagnostics by token age (versions)", el("div", { class: "controls" }, pick), place));
-  draw(shown);
+  return () => draw(shown);
 }
 
 function histogramPanel(run) {
@@ -70,6 +72,8 @@ function histogramPanel(run) {
   const label = el("b");
   const grid = el("div", { class: "grid" });
   const drawn = [];
+  const places = new Map(names.map((name) => [name, el("div", { class: "chart" })]));
+  for (const [name, place] of places) grid.append(el("div", {}, el("h3", {}, titles[name] || name), place));
 
   const draw = () => {
     label.textContent = `step ${steps[slider.value]}`;
@@ -90,8 +94,7 @@ function histogramPanel(run) {
     if (!found.isConnected) return;
     for (const name of names) {
       const { edges, counts } = histograms[name];
-      const place = el("div", { class: "chart" });
-      grid.append(el("div", {}, el("h3", {}, titles[name] || name), place));
+      const place = places.get(name);
       const chart = bars(place, edges, counts[slider.value]);
       place.centres = chart.data[0];
       drawn.push([name, place, chart]);

@@ -1,13 +1,14 @@
 // The run in lanes. uPlot draws axes and keeps the window; the bars of a million events are one picture, a pixel line for
 // each row: what is shorter than a pixel adds to its pixel's shade.
 const TINTS = {
-  trained: "good", evaluated: "c1", stale: "c3", redundant: "c4", filtered: "c5", settled: "c7", failed: "bad", open: "dim",
-  reset: "c6", generate: "c1", step: "c2", prefill: "c3", decode: "c1", load: "bad",
-  prepare: "c6", train: "good", publish: "c4", save: "c5", export: "c5",
+  trained: "good", evaluated: "c10", stale: "c3", redundant: "c4", filtered: "c5", settled: "c7", failed: "bad", open: "dim",
+  reset: "c6", generate: "c8", step: "c2", prefill: "c13", decode: "c1", load: "c11",
+  prepare: "c12", train: "c14", publish: "c15", save: "c16", export: "c9",
 };
 const KIND_NAMES = { reset: "reset", generate: "generation", step: "environment's step", prefill: "first token", decode: "further tokens", load: "weights are loaded", prepare: "prepare", train: "train", publish: "publish" };
 const NOT_OF_TICKETS = new Set(["load", "prepare", "train", "publish", "save", "export"]);
-const tintOf = (kind) => colour(kind.startsWith("wait") ? "busy" : TINTS[kind] || "c8");
+const nameOfTint = (kind) => (kind.startsWith("wait") ? "busy" : TINTS[kind] || "dim");
+const tintOf = (kind) => colour(nameOfTint(kind));
 const MARK_NAMES = { weights: "weights are published", death: "death", restart: "restart", alarm: "alarm", end: "the run ends" };
 const MARKS = { weights: "dim", death: "bad", restart: "good", alarm: "warn", end: "ink" };
 const SHADES = 31;
@@ -32,7 +33,7 @@ views.timeline = async (main, run) => {
   main.append(
     el("div", { class: "controls" }, button("−", "zoom out", () => zoom(2)), button("+", "zoom in", () => zoom(0.5)), button("all", "whole timeline", () => everything()),
       el("span", { class: "hint" }, `${whole(facts.events)} events in ${clock(facts.seconds)}${left}`)),
-    legend(), markLegend(facts), says, el("div", { class: "panel" }, place));
+    legend(facts, layers), markLegend(facts), says, el("div", { class: "panel" }, place));
 
   const bounds = [];
   let [first, top] = [0, 0]; // the lane's first row, and its pixels from the top
@@ -109,23 +110,20 @@ function layer(arrays, name) {
   return found;
 }
 
-function legend() {
-  const counted = ["trained", "evaluated", "stale", "redundant", "filtered", "settled", "failed", "open"];
-  const keyOf = (kind, text) => {
-    const key = el("span", { class: "key" }, text);
-    key.style.color = tintOf(kind);
-    return key;
-  };
-  return el("p", { class: "legend" }, "episode's end, at the foot of its row: ", counted.map((kind) => keyOf(kind, kind)), " parts: ", Object.entries({ ...KIND_NAMES, wait: "waiting" }).map(([kind, text]) => keyOf(kind, text)));
+// The kinds that occur, in the order of the run's own list; all waits are one.
+function legend(facts, layers) {
+  const entries = layers.map((found) => {
+    const codes = new Set(found.kind);
+    const kinds = facts.kinds.filter((_, code) => codes.has(code));
+    return new Map(kinds.map((kind) => (kind.startsWith("wait") ? ["waiting", "busy"] : [KIND_NAMES[kind] || kind, nameOfTint(kind)])));
+  });
+  const keys = entries.map((kinds) => [...kinds].map(([text, tint]) => key(text, tint)));
+  return el("p", { class: "legend" }, keys[0].length ? "episode's end, at the foot of its row: " : "", keys[0], keys[1].length ? "parts: " : "", keys[1]);
 }
 
 function markLegend(facts) {
   const told = new Set(facts.marks.map(([, kind]) => kind));
-  const keys = Object.entries(MARK_NAMES).filter(([kind]) => told.has(kind)).map(([kind, text]) => {
-    const key = el("span", { class: "key upright" }, text);
-    key.style.color = colour(MARKS[kind]);
-    return key;
-  });
+  const keys = Object.entries(MARK_NAMES).filter(([kind]) => told.has(kind)).map(([kind, text]) => key(text, MARKS[kind], "upright"));
   return keys.length ? el("p", { class: "legend" }, "upright lines: ", keys) : "";
 }
 

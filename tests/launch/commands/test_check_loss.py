@@ -10,7 +10,7 @@ import pytest
 
 from algos import registry
 from launch.cli import main
-from launch.recipes import find_recipe
+from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
 from rl.learner.algorithm import make_algorithm
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tokenizers import Tokenizer, decoders, models
 
 from launch.cli import main
 from launch.commands.show import conversation
-from rl.store.samples import SampleFile, read_samples, sample_of
+from rl.store.samples import SampleFile, SampleTurn, read_samples, sample_of
 from rl.wire.messages import Ticket, Version
-from rollout.episodes.tokenizer import IdTokenizer
+from rollout.episodes.pieces import Pieces
+from rollout.episodes.tokenizer import IdTokenizer, load_tokenizer
+from tests.envs.model_folder import make_model_folder
 from tests.launch.simulated_run import simulated_run
 from tests.rollout.trajectories import make_trajectory
 
@@ -61,6 +66,69 @@ def test_the_line_that_a_killed_process_was_writing_is_skipped(
     assert "5 episodes shown" in shown(killed, capsys)
 
 
+def test_the_newest_come_first_and_are_found_by_failure_and_by_reward(
+    played: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = list(read_samples(played))
+
+    def told(*filters: str) -> list[int]:
+        """The tickets that are shown."""
+        lines = shown(played, capsys, "--json", "--limit", "999", *filters).splitlines()
+        return [json.loads(line)["ticket_id"] for line in lines]
+
+    def with_reward(low: float, high: float) -> list[int]:
+        return [sample.ticket_id for sample in reversed(samples) if low <= sample.reward <= high]
+
+    assert told() == [sample.ticket_id for sample in reversed(samples)]
+    assert told("--failed") == [sample.ticket_id for sample in reversed(samples) if not sample.success]
+    middle = sorted(sample.reward for sample in samples)[len(samples) // 2]
+    assert told("--reward", f"..{middle}") == with_reward(-9, middle)
+    assert told("--reward", f"{middle}..") == with_reward(middle, 9)
+    assert told("--reward", f"{middle}..{middle}") == told("--reward", str(middle)) == with_reward(middle, middle)
+    assert len(told("--failed")) < len(samples) and with_reward(middle, middle)
+    with pytest.raises(SystemExit):
+        main(["show", str(played), "--reward", "much"])
+    assert "'much' is no number and no range such as 0.2..0.8" in capsys.readouterr().err
+
+
+def test_a_line_of_json_has_the_texts(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = shown(played, capsys, "--json", "--limit", "1").splitlines()
+    episode = json.loads(line)
+    newest = list(read_samples(played))[-1]
+    texts = [text for turn in episode["turns"] for text in (turn["read"], turn["said"])] + [episode["after"]]
+    assert "".join(texts).split() == [str(id) for id in newest.token_ids]
+    assert episode["reward"] == newest.reward and episode["tokens"] == len(newest.token_ids)
+
+
+def test_tokens_are_shown_by_name_and_characters_whole(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_model_folder(tmp_path / "model"))
+    text = "a €uro, 中文 and 🙂!"
+    ids = tokenizer.encode(f"<|im_start|>{text}<|im_end|>")
+    pieces = Pieces(tokenizer)
+    assert "".join(pieces.of(ids)) == f"<|im_start|>{text}<|im_end|>"
+    assert {"€", "中", "文", "🙂"} <= set(pieces.of(ids)), "each character by itself"
+    assert pieces.of([*ids[:1], 99_999]) == ["<|im_start|>", "⟨99999⟩"], "what has no text has its number"
+    half = tokenizer.encode("🙂")[:-1]
+    assert "".join(pieces.of([*half, *tokenizer.encode(" so")])).endswith(" so"), "half a character hides nothing"
+
+    trajectory = make_trajectory(Ticket(5, 5, 2, 0, Version(0, 3)), seq=1, reward=0.5)
+    turn = SampleTurn(1, len(ids), 0.5, "stop", 0)
+    sample = replace(sample_of(trajectory), token_ids=ids, logp=[0.0] * len(ids), versions=[3] * len(ids), turns=[turn])
+    assert f"{text}<|im_end|>" in "\n".join(map(str, conversation(sample, pieces)))
+
+
+def test_words_keep_the_space_before_them() -> None:
+    """Decoders in the manner of SentencePiece drop the space before the first word of a text."""
+    tokenizer = Tokenizer(models.WordLevel({"▁Hello": 0, "▁world": 1}, unk_token="▁Hello"))
+    tokenizer.decoder = decoders.Metaspace()
+
+    class Words(IdTokenizer):
+        def raw(self, ids: Sequence[int]) -> str:
+            return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    assert Pieces(Words()).of([0, 1]) == [" Hello", " world"]
+
+
 def test_a_share_of_the_groups_is_kept_whole(tmp_path: Path) -> None:
     kept = SampleFile(tmp_path, "env_server.0.0", 0.25)
     for group in range(400):
@@ -89,5 +157,5 @@ def test_a_sample_says_what_the_trajectory_said() -> None:
 def test_a_failed_reward_is_shown_as_such() -> None:
     trajectory = make_trajectory(Ticket(5, 5, 2, 0, Version(0, 3)), seq=1, reward=0.0)
     sample = sample_of(replace(trajectory, unrewarded="judge raised TimeoutError"))
-    head = str(next(conversation(sample, IdTokenizer())))
+    head = str(next(conversation(sample, Pieces(IdTokenizer()))))
     assert "not rewarded: judge raised TimeoutError" in head and "reward 0" not in head

@@ -109,13 +109,27 @@ def test_numbers_of_an_axis_have_room(browser: Browser, played: Path, tmp_path: 
     report.is_quiet()
 
 
+def test_a_failed_sample_says_what_was_expected_and_what_was_read(
+    browser: Browser, played: Path, tmp_path: Path
+) -> None:
+    page = gather(played)
+    failed = [episode for episode in page.facts["samples"]["episodes"] if not episode["success"]]
+    report = opened(browser, page, tmp_path / "failed.html")
+    report.view("samples")
+    report.page.select_option("label:has-text('solved') select", "no")
+    assert f"{len(failed)} of" in report.page.inner_text("main")
+    said = report.page.inner_text(".notes.bad").split("\n")
+    assert said == ["expected", "at least 0.5 in the last turn", "read", failed[-1]["notes"]["read"]]
+    report.is_quiet()
+
+
 def test_samples_by_type_of_task_and_without_the_group_of_an_evaluation(
     browser: Browser, played: Path, tmp_path: Path
 ) -> None:
     page = gather(played)
     episodes = page.facts["samples"]["episodes"]
     for place, episode in enumerate(episodes):
-        episode["info"] = {"success_add": 1.0} if place % 3 else {"success_multiply": 0.0}
+        episode["types"] = ["add"] if place % 3 else ["multiply"]
     report = opened(browser, page, tmp_path / "types.html")
     report.view("samples")
     assert "group -1" not in report.page.inner_text("main") and "eval · task" in report.page.inner_text("main")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, ConfigError, load_config
 from rl.config.section import Section
 from rl.config.tree import removed_fields
@@ -69,6 +70,25 @@ def test_staleness_may_be_allowed_beyond_alpha_but_not_below() -> None:
     assert load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=2"]).rollout.staleness_bound == 2
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness=1 is below 2, which rollout\.alpha=1\.5 needs"):
         load_config(None, ["rollout.alpha=1.5", "rollout.max_staleness=1"])
+
+
+def test_a_recipe_names_what_stands_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`./` is its own folder, and a base's is the base's, from wherever it is used; other paths are the user's."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (tmp_path / "base.yaml").write_text("runs: ./runs\nenv: {name: dataset, options: {source: ./base.jsonl}}\n")
+    (mine / "recipe.yaml").write_text(
+        "base: ../base.yaml\nmodel: {path: models/mine}\n"
+        "env: {options: {source: ./rows.jsonl, reward: {./reward.py:right: 1.0, ../other.py:right: 0.5}}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_config("mine/recipe.yaml", ["env.options.eval_source=./rows.jsonl"])
+    assert config.runs == tmp_path / "runs" and config.model.path == "models/mine"
+    assert config.env.options == {
+        "source": str(mine / "rows.jsonl"),
+        "reward": {f"{mine}/reward.py:right": 1.0, f"{tmp_path}/other.py:right": 0.5},
+        "eval_source": "./rows.jsonl",
+    }
 
 
 def test_recipe_extends_base(tmp_path: Path) -> None:
@@ -141,11 +161,42 @@ def test_another_plugin_brings_its_own_options(tmp_path: Path) -> None:
 
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match=f"does not exist: there is no {tmp_path}/none.yaml; there are none here$"):
         load_config(tmp_path / "none.yaml")
-    (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    (tmp_path / "bad.yaml").write_text("name: x\na: [")
+    with pytest.raises(ConfigError, match="not valid YAML: line 2: expected the node content"):
         load_config(tmp_path / "bad.yaml")
+
+
+def test_a_base_is_what_the_command_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder: by the name of a recipe that ships, by a file beside the recipe, with or without `.yaml`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    own = tmp_path / "deep" / "own.yaml"
+    shipped = load_config("math_cpu")
+    for base in ("math_cpu", "math_cpu.yaml", "experiments/math_cpu.yaml"):
+        own.write_text(f"base: {base}\nname: own")
+        assert load_config("deep/own") == load_config(own) == shipped.model_copy(update={"name": "own"})
+
+    (tmp_path / "deep" / "math_cpu.yaml").write_text("base: swe_cpu")
+    assert load_config(own).env.name == "math", "experiments/ names the one that ships"
+    own.write_text("base: math_cpu.yaml")
+    assert load_config(own).env.name == "swe", "one of the user's own comes first"
+
+
+def test_a_recipe_that_is_nowhere_is_told_with_the_places_and_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config("math_cpi")
+    places = f"{tmp_path}/math_cpi nor {SHIPPED}/math_cpi.yaml nor {tmp_path}/math_cpi.yaml"
+    assert str(caught.value) == f"recipe 'math_cpi' does not exist: there is no {places}; did you mean 'math_cpu'?"
+
+    (tmp_path / "first.yaml").write_text("base: secnd")
+    (tmp_path / "second.yaml").touch()
+    with pytest.raises(ConfigError, match=r"recipe '.*first\.yaml': base='secnd' does not .*; did you mean 'second'\?"):
+        load_config("first")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)

@@ -108,3 +108,33 @@ def test_a_users_folder_is_searched_last(tmp_path: Path, inherited: str) -> None
     ours = str(ROOT / "envs" / "__init__.py")
     command, child = ended.stdout.splitlines()
     assert json.loads(command) == json.loads(child) == [ours, "mine"]
+
+
+def test_a_file_anywhere_is_a_plug_in(tmp_path: Path) -> None:
+    """It is read once, beside what it imports, and takes the place of no installed module of its name."""
+    (tmp_path / "beside.py").write_text("def half() -> float:\n    return 0.5\n")
+    (tmp_path / "json.py").write_text("from beside import half\n\ndef reward() -> float:\n    return half()\n")
+    path = tmp_path / "json.py"
+    assert load("x.kind", f"{path}:reward", {})() == 0.5
+    assert load("x.kind", f"{path}:reward", {}) is load("x.kind", f"{os.path.relpath(path)}:reward", {})
+    assert json.loads("1") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def reward(:\n", "SyntaxError: invalid syntax (reward.py, line 1); mend the file"),
+        ("reward = wanted\n", "NameError: name 'wanted' is not defined"),
+        ("import no_such_library\n", "No module named 'no_such_library'"),
+        ("def rewrad(): ...\n", "no 'reward' in it; did you mean 'rewrad'?"),
+        (None, "there is no file "),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "reward.py"
+    if text is not None:
+        path.write_text(text)
+    for _ in range(2):  # what failed once has left nothing behind
+        with pytest.raises(ConfigError) as caught:
+            load("x.kind", f"{path}:reward", {})
+        assert said in str(caught.value) and "\n" not in str(caught.value)

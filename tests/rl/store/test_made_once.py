@@ -13,7 +13,7 @@ from rl.store.made_once import cache_folder, digest, made_once
 MAKER = """
 import sys
 from pathlib import Path
-from rl.store.made_once import made_once
+from rl.store.made_once import made_once, waited_s
 
 def make(draft):
     draft.mkdir()
@@ -25,6 +25,7 @@ def make(draft):
 
 made_once(Path(sys.argv[1]), make)
 print("there" if (Path(sys.argv[1]) / "whole").exists() else "missing")
+print("waited" if waited_s() > 0 else "worked")
 """
 
 
@@ -47,8 +48,8 @@ def test_one_process_makes_it_and_the_others_say_that_they_wait(tmp_path: Path) 
     said = [each.stderr.readline() for each in others if each.stderr is not None]
     assert said == ["waiting for thing, which another process makes\n"] * 2
 
-    assert first.communicate(timeout=240)[0] == "made\nthere\n"
-    assert [each.communicate(timeout=240) for each in others] == [("there\n", "")] * 2
+    assert first.communicate(timeout=240)[0] == "made\nthere\nworked\n"
+    assert [each.communicate(timeout=240) for each in others] == [("there\nwaited\n", "")] * 2
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [target]
 
 

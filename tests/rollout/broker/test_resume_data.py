@@ -56,6 +56,26 @@ def test_of_a_mixture_the_member_is_named_that_differs() -> None:
         BrokerCore(rules(alpha=1), data={"a": both["a"], "c": "1 tasks, digest 33"}).restore(journal(both))
 
 
+def test_the_same_data_in_the_order_of_another_seed_are_refused_or_begin_anew() -> None:
+    state = journal(seed=3)
+    with pytest.raises(ValueError) as caught:
+        BrokerCore(rules(alpha=1, seed=4), data=OLD).restore(state)
+    assert str(caught.value) == (
+        "seed=4: the data stood in the order of seed=3; give it the same, or set resume_data=new to begin with their "
+        "first row"
+    )
+    resumed = Driver(rules(alpha=1, seed=4), state=state, timeline=1, data=OLD, new_data=True)
+    fresh = Driver(rules(alpha=1, seed=4))
+    resumed.publish(1)
+    fresh.publish(0)
+    assert [t.task_index for t in resumed.live.values()] == [t.task_index for t in fresh.live.values()]
+    assert {ticket.group_id for ticket in resumed.live.values()} == {6, 7, 8, 9}
+
+    BrokerCore(rules(alpha=1, seed=4, steps=1), data=OLD).restore(state)  # an evaluation
+    old = {name: value for name, value in state.items() if name != "seed"}  # a journal that does not say
+    BrokerCore(rules(alpha=1, seed=4), data=OLD).restore(old)
+
+
 def test_an_evaluation_takes_whatever_tasks_it_likes() -> None:
     BrokerCore(rules(alpha=1, steps=1), data=NEW).restore(journal())
 

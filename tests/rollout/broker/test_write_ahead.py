@@ -163,8 +163,32 @@ def test_what_was_appended_is_read_again(tmp_path: Path) -> None:
     assert [frames(message) for _, message in read] == [frames(message) for message in messages]
 
 
+def unfinished(path: Path) -> None:
+    """As if its writer had died over the last record: it does not count yet."""
+    data = path.read_bytes()
+    salt = data[len(write_ahead._FORMAT) : write_ahead._COUNT_AT]
+    (count, _) = write_ahead._COUNT.unpack(data[write_ahead._COUNT_AT : write_ahead._BEGIN])
+    tag = write_ahead._Seal(KEY, salt).tag(b"", count - 1, write_ahead._ALL)
+    before = write_ahead._COUNT.pack(count - 1, tag)
+    path.write_bytes(data[: write_ahead._COUNT_AT] + before + data[write_ahead._BEGIN :])
+
+
+def test_a_log_that_was_cut_is_damaged_wherever_it_was_cut(tmp_path: Path) -> None:
+    """Between two records as within one: what is lost had been acknowledged, and nobody sends it again."""
+    path = tmp_path / "log"
+    filled(path)
+    before, found = records(path)
+    ends = [len(before) + sum(map(len, found[:count])) for count in range(1, len(found))]
+    whole = path.read_bytes()
+    for end in [*ends, *(end + 1 for end in ends), len(whole) - 1]:
+        path.write_bytes(whole[:end])
+        with pytest.raises(LogDamaged, match=rf"log is damaged at byte {end}: resume=CHECKPOINT"):
+            list(log_at(path).read()[1])
+
+
 def test_a_record_that_its_writer_did_not_finish_is_dropped(tmp_path: Path) -> None:
     messages = filled(tmp_path / "log")
+    unfinished(tmp_path / "log")
     whole = (tmp_path / "log").read_bytes()
     for missing in (1, 17, 200):
         (tmp_path / "log").write_bytes(whole[:-missing])
@@ -252,6 +276,7 @@ def test_what_is_torn_beside_the_log_is_torn_in_it(tmp_path: Path, wide: Column)
     whole = large.read_bytes()
     assert len(list(log_at(path).read()[1])) == 3
 
+    unfinished(path)
     for missing in (1, 100_000):
         large.write_bytes(whole[:-missing])
         _, events = log_at(path).read()
@@ -367,7 +392,7 @@ def test_a_log_that_this_run_did_not_write_is_one_line_and_runs_nothing(tmp_path
 def records(path: Path) -> tuple[bytes, list[bytes]]:
     """What stands before the records, and each of them, head included."""
     data = path.read_bytes()
-    start = data.index(b"\n") + 1 + 32
+    start = write_ahead._BEGIN
     before = data[:start]
     found = []
     while start < len(data):

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -17,10 +18,11 @@ from experiments.gateway.tokenizers import make_folder
 from rl.config.schema import load_config
 from rl.config.section import NoOptions
 from rl.config.seeds import turn_seed
+from rl.store.samples import Sample, sample_of
 from rl.wire.messages import NO_OPINION, Abort, Generate, Generated, Trajectory, Version
 from rl.wire.process import WaitExpired
 from rollout.episodes.environment import ChatMessage, Opening, RewardFailed, Step, TurnText
-from rollout.episodes.episode import EpisodeContext, EpisodeFailed, run_episode
+from rollout.episodes.episode import EpisodeContext, EpisodeFailed, Progress, run_episode
 from rollout.episodes.generation import GenerationClient
 from rollout.episodes.hooks import EpisodeHooks
 from rollout.episodes.parsing import DistantParser, HermesParser, ParsedTurn, SampledText, TurnReader, make_reader
@@ -131,6 +133,35 @@ def test_an_episode_that_is_cut_is_judged_as_it_stands(
 def test_an_environment_that_ends_its_episode_itself_is_not_asked_again() -> None:
     result = run(Judged(turns=2), episode_context(two_ids, "env.max_turns=2"))
     assert result.stop_reason == "done" and result.reward == 1.0 and result.success and "asked" not in result.info
+
+
+def test_what_an_environment_notes_for_people_stays_at_home() -> None:
+    class Noting(Judged):
+        async def step(self, action: str, truncated: bool = False) -> Step:
+            step = await super().step(action, truncated)
+            return replace(step, notes={"expected": "42", "read": f"half \ud83d and {'9' * 5000}"})
+
+        async def finish(self) -> Step:
+            return replace(await super().finish(), notes={"tests": "1 of 2"})
+
+    progress = Progress()
+    context = episode_context(two_ids, "env.max_turns=2")
+    played = asyncio.run(run_episode(ticket(5), Noting, None, context, progress))
+    assert progress.notes["expected"] == "42" and progress.notes["tests"] == "1 of 2"
+    assert progress.notes["read"].startswith("half \ufffd and 999") and len(progress.notes["read"]) == 1000
+    assert "notes" not in played.__struct_fields__, "no message carries them"
+
+    kept = sample_of(played, progress.notes)
+    assert msgspec.json.decode(msgspec.json.encode(kept), type=Sample).notes == progress.notes
+
+
+def test_notes_that_are_no_texts_by_name_fail_the_episode() -> None:
+    class Noting(Scripted):
+        async def step(self, action: str, truncated: bool = False) -> Step:
+            return replace(await super().step(action, truncated), notes=cast(Any, ["42"]))
+
+    with pytest.raises(EpisodeFailed, match=r"notes=\['42'\]: they are texts by name"):
+        run(Noting(), episode_context(two_ids))
 
 
 def test_an_environment_is_told_which_turns_were_cut() -> None:

@@ -4,4 +4,6 @@
 # Usage: bash launch/alfworld_8gpu.sh [model.path=Qwen/Qwen3-8B] [key=value ...] [--dry-run]
 export FRESCO_REQUIREMENTS="${FRESCO_REQUIREMENTS:-$(command -v nvidia-smi >/dev/null && echo requirements/gpu.txt || echo requirements/cpu.txt)}"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+# A dry run plans for the machine that is named here, on a laptop, too; a --gpus of your own goes before it.
+[[ " $* " == *" --dry-run "* ]] && set -- --gpus 8x80 --host-memory 512G --cores 64 "$@"
 exec fresco run experiments/alfworld_8gpu.yaml "$@"

@@ -6,6 +6,7 @@
     fresco eval runs/alfworld_small/checkpoints/step-80 --env alfworld --split valid_unseen [--greedy | --temperature 1]
     fresco check-loss my_module:my_loss clip_high=0.3
     fresco env check gymnasium env.options.id=Taxi-v4
+    fresco run math_8gpu --dry-run --gpus 8x80 --host-memory 1T --cores 192
     fresco plan --run runs/math_8gpu --gpus 8
     fresco show runs/math_cpu --failed --kind eval
     fresco top runs/math_cpu
@@ -134,10 +135,19 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     named = "a file, or the name of one that comes with Fresco"
     parser.add_argument("recipe", type=find_recipe, nargs="?", help=f"{named}; --help-fields needs none")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--dry-run", action="store_true", help="print the configuration and the plan, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, start nothing")
+    parser.add_argument("-v", "--verbose", action="store_true", help="with --dry-run: the whole configuration as well")
+    _add_machine(parser, "with --dry-run: the machine that it is for, as GPUs times the GB of each: 8x80")
     fields = "list the fields whose name or help matches this, with type and default ('' for all), and start nothing"
     parser.add_argument("--help-fields", metavar="PATTERN", help=fields)
     parser.set_defaults(call="launch.commands.run:run")
+
+
+def _add_machine(parser: argparse.ArgumentParser, gpus: str) -> None:
+    """What `launch.machine` reads; gpus: what `--gpus` means to this command."""
+    parser.add_argument("--gpus", metavar="NxGB", help=gpus)
+    parser.add_argument("--host-memory", metavar="SIZE", help="memory of that machine: 512G, 1T")
+    parser.add_argument("--cores", metavar="N", help="cores of that machine")
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +192,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=find_recipe, nargs="?", help="not needed with --run")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--run", type=Path, help="a finished run's folder: distributions are fitted to it")
-    parser.add_argument("--gpus", type=int, help="in all (default: those of the recipe)")
+    _add_machine(parser, "in all, also with the GB of each: 8, 8x80 (default: those of the recipe)")
     parser.add_argument("--train-s", type=float, help="seconds of one training step with the recipe's ranks")
     parser.add_argument("--decode-s", metavar="BASE,MORE", help="seconds of a decode step, and of each other sequence")
     parser.add_argument("--answer", metavar="MEAN,SIGMA", help="tokens of one answer, log-normal")

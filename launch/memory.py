@@ -1,49 +1,34 @@
 """How much memory a run needs, on its host and on each GPU, before anything starts.
 
-The estimate counts what is certain: weights, gradients, optimizer, activations, KV cache, weight slots, and what a
-process takes at rest. A plan that needs more than the machine has is refused with the numbers.
+What a model takes is `rl.models.shape`'s; here it is divided among processes. A plan that needs more than the machine
+has is refused with the numbers.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from launch.machine import MIB, Machine, size_text
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
+from rl.models.shape import ModelShape
 from rollout.generator.engines import engine_options
+from rollout.generator.engines.environment import kv_cache_bytes
 
-_MIB = 1 << 20
-_GIB = 1 << 30
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two moments: float32
+_BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
+_CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
 
 # A process at rest, its libraries imported (measured on CPU, rounded up).
 _AT_REST = {
-    "vllm": 1400 * _MIB,
-    "fsdp": 700 * _MIB,
-    "simulated": 60 * _MIB,
-    "env_server": 100 * _MIB,
-    "parsers": 500 * _MIB,
+    "vllm": 1400 * MIB,
+    "fsdp": 700 * MIB,
+    "simulated": 60 * MIB,
+    "env_server": 100 * MIB,
+    "parsers": 500 * MIB,
 }
-
-# Activations of one layer that its backward reads, in numbers per token and hidden unit: sequence of linear layers,
-# norms and products, attention without its matrix (https://arxiv.org/abs/2205.05198, equation 2: 34 bytes at 2 each).
-_ACTIVATIONS = 17
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What memory depends on; `parameters` counts the head even where it is tied, as engines hold it."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    max_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,97 +44,88 @@ class Need:
     parts: dict[str, int]
     field: str
     share: float = 1.0
+    remarks: tuple[str, ...] = ()
+    """What it means for the run, in words."""
 
     @property
     def each(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def held(self) -> str:
+        return ", ".join(f"{name} {size_text(size)}" for name, size in self.parts.items() if size)
+
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {_text(size)}" for name, size in self.parts.items() if size)
-        return f"{self.count} × {self.what}: {_text(self.each)} each ({parts})"
+        return f"{self.count} × {self.what}: {size_text(self.each)} each ({self.held})"
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """The shape from a model's `config.json`. Raises ConfigError where it lacks what a language model says of
-    itself."""
-    told = json.loads((folder / "config.json").read_text())
-    told = told.get("text_config", told)
+def shape_of(config: Config, told: Mapping[str, Any]) -> ModelShape:
+    """The shape of the model whose `config.json` this is. Raises ConfigError where it lacks what a language model says
+    of itself."""
     try:
-        hidden = told["hidden_size"]
-        heads = told["num_attention_heads"]
-        layers = told["num_hidden_layers"]
-        vocabulary = told["vocab_size"]
-        width = told.get("intermediate_size") or 4 * hidden
-    except KeyError as missing:
-        raise ConfigError(f"model.path: config.json in {str(folder)!r} has no {missing}") from None
-
-    kv_heads = told.get("num_key_value_heads") or heads
-    head_dim = told.get("head_dim") or hidden // heads
-    experts = told.get("num_experts") or told.get("num_local_experts") or 0
-
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    feed_forward = 3 * hidden * (experts * told.get("moe_intermediate_size", width) if experts else width)
-    parameters = layers * (attention + feed_forward) + 2 * vocabulary * hidden
-    return ModelShape(parameters, layers, hidden, kv_heads, head_dim, vocabulary, told.get("max_position_embeddings"))
+        return ModelShape.of(told)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
 
-def estimate(config: Config, device: str, model: ModelShape | None) -> list[Need]:
+def estimate(config: Config, device: str, model: ModelShape | None, machine: Machine | None = None) -> list[Need]:
     """The needs of every kind of process, and of every kind of GPU where `device` is `cuda`.
 
-    `model` None (it is simulated, or not here yet): only what does not depend on it.
+    `model` None (it is simulated, or not here yet): only what does not depend on it. An engine's cache, where no bytes
+    are given for it, takes what is left of a GPU of `machine`.
     """
     needs = [_environments(config), _samples(config)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
 
-    engine = _engine(config, model) if model and config.generator.engine == "vllm" else {}
-    learner = _learner(config, model) if model and config.learner.kind == "fsdp" else {}
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
     learner_at_rest = {"process": _AT_REST[config.learner.kind]}
+    if model and config.generator.engine == "vllm":
+        if device == "cuda":
+            needs.append(_with_cache(config, model, _engine_gpu(config, model), machine))
+        else:
+            engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
 
-    if device == "cuda":
-        if engine:
-            devices = config.generator.count * config.generator.tensor_parallel
-            # vLLM sizes its cache by this share, unless it is told the bytes.
-            share = 1.0 if config.generator.kv_cache_bytes else engine_options(config.generator).gpu_memory_utilization
-            needs.append(Need("engine's GPU", "gpu", devices, engine, "generator.tensor_parallel", share))
-
-        if learner:
-            needs.append(Need("learner's GPU", "gpu", config.learner.ranks, learner, "learner.max_tokens_per_pack"))
-    else:
-        engine_at_rest |= engine
-        learner_at_rest |= learner
+    if model and config.learner.kind == "fsdp" and config.steps:
+        if device == "cuda":
+            parts = _learner(config, model) | {"CUDA": _CONTEXT}
+            needs.append(Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts)))
+        else:
+            learner_at_rest |= _learner(config, model)
 
     needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
-    weights = (
-        model.parameters * _bytes(config.generator.dtype) if model else simulated_options(config.learner).weight_bytes
-    )
+    weights = model.served * _bytes(config.generator.dtype) if model else simulated_options(config.learner).weight_bytes
     return [*needs, Need("weight slot", "host", config.weights.slots, {"weights": weights}, "weights.slots")]
 
 
-def check_memory(needs: list[Need], host: int, gpu: int | None) -> None:
-    """Raises ConfigError where the host, or one GPU (`gpu` bytes; None: unknown), is too small."""
-    on_host = [need for need in needs if need.where == "host"]
-    total = sum(need.count * need.each for need in on_host)
-    if total > host:
-        largest = max(on_host, key=lambda need: need.count * need.each)
+def on_host(needs: Sequence[Need]) -> int:
+    """Bytes of the host's memory that all of them take."""
+    return sum(need.count * need.each for need in needs if need.where == "host")
+
+
+def check_memory(needs: Sequence[Need], machine: Machine) -> None:
+    """Raises ConfigError where the host, or one GPU, is too small; what is not known of the machine is not checked."""
+    total = on_host(needs)
+    if machine.memory is not None and total > machine.memory:
+        largest = max((need for need in needs if need.where == "host"), key=lambda need: need.count * need.each)
         raise ConfigError(
-            f"{largest.field}: the run needs about {_text(total)} of memory and this machine has {_text(host)}; "
-            f"most of it for {largest}; lower {largest.field}"
+            f"{largest.field}: the run needs about {size_text(total)} of memory and {machine.name} has "
+            f"{size_text(machine.memory)}; most of it for {largest}; lower {largest.field}"
         )
 
+    gpu = machine.gpu_memory
     for need in needs:
         if need.where == "gpu" and gpu is not None and need.each > need.share * gpu:
             part = (
                 f", of which generator.options.gpu_memory_utilization leaves {need.share:g}" if need.share < 1 else ""
             )
             raise ConfigError(
-                f"{need.field}: {need}, and a GPU has {_text(gpu)}{part}; see {need.field} and model.path"
+                f"{need.field}: {need}, and a GPU has {size_text(gpu)}{part}; see {need.field} and model.path"
             )
 
 
-def check_context(config: Config, model: ModelShape) -> None:
+def check_context(config: Config, device: str, model: ModelShape) -> None:
     """What engine and model must agree on. Raises ConfigError."""
     longest = config.generator.max_model_len
     if model.max_length is not None and longest > model.max_length:
@@ -164,8 +140,8 @@ def check_context(config: Config, model: ModelShape) -> None:
             f"generator.tensor_parallel={split} does not divide the {model.kv_heads} key-value heads of the model"
         )
 
-    cache = config.generator.kv_cache_bytes
-    context = longest * _kv_bytes_per_token(config, model)
+    cache = kv_cache_bytes(config.generator, device)
+    context = longest * model.kv_bytes(_bytes(config.generator.dtype))
     if config.generator.engine == "vllm" and cache is not None and cache < context:
         raise ConfigError(
             f"generator.kv_cache_bytes={cache}: one context of generator.max_model_len={longest} tokens takes {context}"
@@ -186,18 +162,59 @@ def _samples(config: Config) -> Need:
 
 
 def _engine(config: Config, model: ModelShape) -> dict[str, int]:
-    """The bytes of one device of an engine, by purpose."""
+    """The bytes of one device of an engine without its cache, by purpose."""
     generator = config.generator
-    context = generator.max_model_len * _kv_bytes_per_token(config, model)
     return {
-        "weights": model.parameters * _bytes(generator.dtype) // generator.tensor_parallel,
-        "KV cache": (generator.kv_cache_bytes or context) // generator.tensor_parallel,
+        "weights": model.served * _bytes(generator.dtype) // generator.tensor_parallel,
         "token table": 4 * generator.max_num_seqs * generator.max_model_len,
     }
 
 
+def _engine_gpu(config: Config, model: ModelShape) -> Need:
+    """On a GPU an engine tries its largest step before it sizes the cache: its activations, and the logits of all
+    sequences, which sampling holds three times in float32."""
+    generator = config.generator
+    options = engine_options(generator)
+    tokens = options.max_num_batched_tokens or max(generator.max_model_len, _BATCHED_TOKENS)
+    step = tokens * _bytes(generator.dtype) * 3 * (model.width // generator.tensor_parallel + model.hidden)
+    parts = _engine(config, model) | {
+        "largest step": step + 3 * 4 * generator.max_num_seqs * model.vocabulary,
+        "CUDA": _CONTEXT,
+    }
+    # vLLM sizes its cache by this share, unless it is told the bytes.
+    share = 1.0 if generator.kv_cache_bytes else options.gpu_memory_utilization
+    devices = generator.count * generator.tensor_parallel
+    return Need("engine's GPU", "gpu", devices, parts, "generator.tensor_parallel", share)
+
+
+def _with_cache(config: Config, model: ModelShape, need: Need, machine: Machine | None) -> Need:
+    """`need` with the cache that it has on this machine, of one context at least, and the sequences that it holds."""
+    generator = config.generator
+    gpu = machine.gpu_memory if machine else None
+    # A device has keys and values of its own heads, and of at least one.
+    token = model.kv_bytes(_bytes(generator.dtype)) // min(generator.tensor_parallel, model.kv_heads)
+    least = generator.max_model_len * token
+    if generator.kv_cache_bytes is not None:
+        cache = generator.kv_cache_bytes // generator.tensor_parallel
+    elif gpu is not None:
+        cache = max(least, int(need.share * gpu) - need.each)
+    else:
+        return replace(need, parts=need.parts | {"KV cache": least})
+
+    whole = cache // least
+    fit = f"{min(whole, generator.max_num_seqs)} sequences of {generator.max_model_len} tokens fit an engine at once"
+    if whole < generator.max_num_seqs:
+        fit += f", and up to generator.max_num_seqs={generator.max_num_seqs} shorter ones"
+    remark = f"{fit}: {cache // token} tokens of KV cache"
+    return replace(need, parts=need.parts | {"KV cache": cache}, remarks=(remark,))
+
+
 def _learner(config: Config, model: ModelShape) -> dict[str, int]:
-    """The bytes of one rank, by purpose; everything but activations is divided among the ranks."""
+    """The bytes of one rank at its peak, by purpose.
+
+    Weights, gradients and optimizer are divided among the ranks. FSDP gathers the root and two layers at a time. With
+    recomputation a layer keeps its input, and the peak is the head's, or that of one layer and of its backward.
+    """
     learner = config.learner
     copies = 1 + config.algo.critic.enabled  # each with gradients and two moments
     frozen = bool(config.algo.kl.coef)
@@ -205,29 +222,34 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     number = _bytes(config.model.dtype)
     in_batch = config.batch_size * config.generator.max_model_len // learner.ranks
     tokens = min(max(learner.max_tokens_per_pack, config.generator.max_model_len), max(in_batch, 1))
-    one_layer = _ACTIVATIONS * tokens * model.hidden * number
-    boundaries = tokens * model.hidden * number * model.layers
-    activations = boundaries + one_layer if learner.activation_checkpointing else model.layers * one_layer
+    layer = tokens * model.saved_bytes(number)
+    head = model.head_bytes(tokens, learner.logprob_chunk, number)
 
-    sharded = model.parameters * _MASTER // learner.ranks
+    kept, working = model.layers * layer, head
+    if learner.activation_checkpointing:
+        kept, working = model.layers * tokens * model.hidden * number, max(head, layer * 3 // 2)
+
+    sharded = model.trained * _MASTER // learner.ranks
+    two_layers = min(2, model.layers) * model.layer
     return {
         "weights": sharded * (copies + frozen),
         "gradients": sharded * copies,
         "optimizer": 2 * sharded * copies,
-        "activations": activations,
-        "logits": 3 * 4 * learner.logprob_chunk * model.vocabulary,
+        "gathered": (model.trained - model.layers * model.layer + two_layers) * number,
+        "activations": kept,
+        "working space": working,
     }
 
 
-def _kv_bytes_per_token(config: Config, model: ModelShape) -> int:
-    return 2 * model.layers * model.kv_heads * model.head_dim * _bytes(config.generator.dtype)
+def _cure(config: Config, parts: dict[str, int]) -> str:
+    """The field that takes most from a rank."""
+    largest = max(parts, key=lambda part: parts[part])
+    if largest in ("weights", "gradients", "optimizer"):
+        return "learner.ranks"
+    return (
+        "learner.max_tokens_per_pack" if config.learner.activation_checkpointing else "learner.activation_checkpointing"
+    )
 
 
 def _bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
-
-
-def _text(size: float) -> str:
-    if size >= _GIB:
-        return f"{size / _GIB:.1f} GiB"
-    return f"{size / _MIB:.0f} MiB" if size >= _MIB else f"{size / 1024:.0f} KiB"

@@ -6,7 +6,7 @@ Each engine and rank has cores of one NUMA node to itself, near its GPU, and nev
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,11 +70,11 @@ def _learner_computes(config: Config) -> bool:
 
 
 def make_plan(
-    config: Config, device: str, visible: Sequence[Gpu] = (), nodes: dict[int, list[int]] | None = None
+    config: Config, device: str, visible: Sequence[Gpu] = (), nodes: Mapping[int, list[int]] | None = None
 ) -> list[ProcessSpec]:
     """Processes in the order they start. GPUs, from those that are `visible`: generators first, then learner ranks.
 
-    nodes: the cores by NUMA node; None: this machine's.
+    nodes: the cores by NUMA node, none where they are not known; None: this machine's.
     """
     generators = config.generator.count
     ranks = config.learner.ranks
@@ -165,7 +165,7 @@ def numa_nodes() -> dict[int, list[int]]:
     return nodes or {0: sorted(allowed)}
 
 
-def share_cores(needs: Sequence[Need], nodes: dict[int, list[int]]) -> list[tuple[int, ...]]:
+def share_cores(needs: Sequence[Need], nodes: Mapping[int, list[int]]) -> list[tuple[int, ...]]:
     """Cores for each process, as many times its need as all can have; none for anybody if one would get too few.
 
     On a machine that is too small for that, the scheduler shares the cores better than a fixed split.
@@ -177,7 +177,7 @@ def share_cores(needs: Sequence[Need], nodes: dict[int, list[int]]) -> list[tupl
     return [()] * len(needs)
 
 
-def _fit(needs: Sequence[Need], nodes: dict[int, list[int]], times: int) -> list[tuple[int, ...]]:
+def _fit(needs: Sequence[Need], nodes: Mapping[int, list[int]], times: int) -> list[tuple[int, ...]]:
     """The cores of each process; none if a process finds no node with room for all its cores. The node of its GPU is
     asked first."""
     free = {node: list(cores) for node, cores in nodes.items()}

@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import resource
 import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import psutil
 import yaml
 from filelock import FileLock, Timeout
-from rich.table import Table
 
 from envs.data import data_of
 from envs.held_out import check_held_out, knows_tasks
 from envs.lengths import check_lengths
 from envs.registry import validate_env, validate_options
 from launch.boards import check_boards
-from launch.gpus import Gpu, visible_gpus
 from launch.launcher import LAUNCHERS
 from launch.launcher.local import Begin, begin_process
-from launch.memory import Need, check_context, check_memory, estimate, read_shape
+from launch.machine import Machine, this_machine
+from launch.memory import Need, check_context, check_memory, estimate, shape_of
+from launch.model_config import model_config
 from launch.plan import ProcessSpec, gpus_needed, make_plan
-from launch.prepare import Prepared, check_family_of, config_folder, prepare
+from launch.prepare import Prepared, check_family_of, prepare
 from launch.sittings import write_history
-from launch.terminal import CleanConsole
 from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
+from rl.models.families import read_config
 from rl.observe.alarms import check_alarms
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.host import make_room
@@ -77,12 +76,14 @@ class Preflight:
     """What the training tasks are, by environment."""
     unchecked: list[str]
     """What a dry run could not check, a line each."""
+    machine: Machine
+    """For which it was checked."""
 
 
-def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflight:
+def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Machine | None = None) -> Preflight:
     """Everything that does not need the run's processes. Raises ConfigError; a dry run fetches and makes nothing.
 
-    begin: how the child begins that prepares the model.
+    begin: how the child begins that prepares the model. target: the machine of a dry run, if it is not this one.
     """
     unchecked: list[str] = []
     _check_descriptors(_DESCRIPTORS)
@@ -93,13 +94,10 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     _check_folders(config, dry)
     _check_plugins(config)
     _check_parser(config, dry, unchecked)
-    gpus = visible_gpus()
-    device = _check_device(config, gpus, dry, unchecked)
+    device, machine = _check_device(config, target, dry, unchecked)
+    told = _told(config, dry, unchecked)
 
-    told = config_folder(config, fetch=not dry)  # what is refused for it is refused before tasks or a model are made
-    if told is not None:
-        check_family_of(config, told)
-    memory = _check_memory(config, device, told, gpus, unchecked)
+    memory = _check_memory(config, device, told, machine, unchecked)  # refused before tasks or a model are made
 
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
     if family is not None and knows_tasks(family):
@@ -109,16 +107,17 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process) -> Preflig
     if not dry:
         shape_by_model(prepared.folder)
     if told is None and prepared.folder is not None:
-        memory = _check_memory(config, device, prepared.folder, gpus, unchecked)
+        memory = _check_memory(config, device, read_config(prepared.folder), machine, unchecked)
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
     if not config.network.curve:
         print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
-    make_room(config, prepared.weight_bytes)
-    plan = make_plan(config, device, gpus)
+    if machine.name == "this machine":
+        make_room(config, prepared.weight_bytes)
+    plan = make_plan(config, device, machine.gpus, machine.nodes)
     _check_descriptors(_DESCRIPTORS + 8 * len(plan) + config.env.episodes_per_server)
-    return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, data, unchecked)
+    return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, data, unchecked, machine)
 
 
 def _check_descriptors(needed: int) -> None:
@@ -137,33 +136,45 @@ def _installed() -> bool:
     return find_spec("torch") is not None
 
 
+def _told(config: Config, dry: bool, unchecked: list[str]) -> Mapping[str, Any] | None:
+    """What the model's `config.json` says, if it can be read already; a family that cannot be trained is refused."""
+    told = model_config(config, fetch=not dry, unchecked=unchecked)
+    if told is not None:
+        check_family_of(config, told)
+    return told
+
+
 def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> Prepared:
     """A dry run needs no package of the learner or the engine: it may come before gigabytes are installed."""
     if dry and not _installed():
         unchecked.append("algo and model: torch is not installed yet")
         return Prepared(None, 0)
+
     path = config.model.path
-    if dry and (path == "tiny" or not Path(path).exists()):
-        unchecked.append(f"model.path={path!r} is not resolved in a dry run")
+    if dry and not any(Path(path).glob("*.safetensors")):
+        unchecked.append(f"the weights of model.path={path!r}")
     if dry and (warm := config.model.warm_start).demonstrations:
         unchecked.append(f"a run first trains it on {warm.demonstrations} demonstrations, {warm.steps} steps")
     return prepare(config, make=not dry, begin=begin)
 
 
-def _check_device(config: Config, gpus: list[Gpu], dry: bool, unchecked: list[str]) -> str:
-    """`cpu` or `cuda`; on the latter the plan's GPUs must be there."""
-    device = config.device if config.device != "auto" else "cuda" if gpus else "cpu"
+def _check_device(config: Config, target: Machine | None, dry: bool, unchecked: list[str]) -> tuple[str, Machine]:
+    """`cpu` or `cuda`, and the machine of the plan: it has the plan's GPUs, or nothing is known of it."""
+    machine = this_machine() if target is None else target
+    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
     alone = device == "cpu" and config.generator.tensor_parallel == 1
     if config.generator.engine == "vllm" and engine_options(config.generator).own_process is False and not alone:
         raise ConfigError(
             "generator.options.own_process=false: only for device=cpu with generator.tensor_parallel=1; leave it out"
         )
-    if device == "cuda" and len(gpus) < gpus_needed(config):
-        shortage = f"the plan needs {gpus_needed(config)} GPUs, this machine shows {len(gpus)}"
-        if not dry:
+
+    if device == "cuda" and len(machine.gpus) < gpus_needed(config):
+        shortage = f"the plan needs {gpus_needed(config)} GPUs, {machine.name} shows {len(machine.gpus)}"
+        if target is not None or not dry:
             raise ConfigError(f"device=cuda: {shortage}; lower generator.count or learner.ranks, or set device=cpu")
-        unchecked.append(shortage)
-    return device
+        unchecked.append(f"{shortage}; name the machine that it is for: --gpus 8x80 --host-memory 1T --cores 192")
+        machine = Machine()
+    return device, machine
 
 
 def _check_folders(config: Config, dry: bool) -> None:
@@ -252,27 +263,32 @@ def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:
 
 
 def _check_memory(
-    config: Config, device: str, folder: Path | None, gpus: list[Gpu], unchecked: list[str]
+    config: Config,
+    device: str,
+    told: Mapping[str, Any] | None,
+    machine: Machine,
+    unchecked: list[str],
 ) -> list[Need]:
-    _check_threads(config, device)
-    model = read_shape(folder) if folder else None
-    if model:
-        check_context(config, model)
-    elif config.generator.engine == "vllm":
-        how = f"hf download {config.model.path} config.json" if "/" in config.model.path else "a run makes it"
-        unchecked.append(f"memory is estimated without the model, whose config.json is not here ({how})")
+    _check_threads(config, device, machine)
+    model = None
+    if told is not None:
+        model = shape_of(config, told)
+        check_context(config, device, model)
+    elif config.model.path == "tiny" and config.generator.engine == "vllm":
+        unchecked.append("memory is estimated without the model, which a run makes")
+    if device == "cuda" and machine.gpus and machine.gpu_memory is None:
+        unchecked.append(f"{machine.name}: how much memory a GPU has; name it, for instance 8x80")
 
-    needs = estimate(config, device, model)
-    smallest = min((gpu.memory for gpu in gpus if gpu.memory is not None), default=None)
-    check_memory(needs, psutil.virtual_memory().total, smallest)
+    needs = estimate(config, device, model, machine)
+    check_memory(needs, machine)
     return needs
 
 
-def _check_threads(config: Config, device: str) -> None:
-    cores = len(os.sched_getaffinity(0))
+def _check_threads(config: Config, device: str, machine: Machine) -> None:
+    cores = sum(map(len, machine.nodes.values()))
     for field, threads in (("generator", config.generator.threads), ("learner", config.learner.threads)):
-        if device == "cpu" and threads > cores:
-            raise ConfigError(f"{field}.threads={threads}: this machine gives us {cores} cores; at most that many")
+        if device == "cpu" and cores and threads > cores:
+            raise ConfigError(f"{field}.threads={threads}: {machine.name} gives us {cores} cores; at most that many")
 
 
 def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, int, EnvironmentFamily | None]:
@@ -426,31 +442,3 @@ def _set_aside(folder: Path, config: Config) -> Config:
     if config.resume is not None and config.resume.absolute().is_relative_to(folder):
         return config.model_copy(update={"resume": moved / config.resume.absolute().relative_to(folder)})
     return config
-
-
-def print_plan(checked: Preflight) -> None:
-    """What `--dry-run` shows: processes, devices, pinning, endpoints, and what could not be checked here."""
-    console = CleanConsole(highlight=False)
-    processes = Table("process", "module", "device", "cores", title=f"{len(checked.plan)} processes")
-    for spec in checked.plan:
-        where = f"cuda:{','.join(spec.gpus)}" if spec.gpus else "cpu"
-        cores = f"{spec.cores[0]}-{spec.cores[-1]}" if spec.cores else "shared"
-        processes.add_row(spec.name, spec.module, where, cores)
-    console.print(processes)
-
-    environments: dict[str, dict[str, str]] = {}
-    for spec in checked.plan:
-        environments.setdefault(spec.role, spec.environment)
-    for role, values in environments.items():
-        if variables := [f"{key}={value}" for key, value in values.items() if key != "CUDA_VISIBLE_DEVICES"]:
-            console.print(f"environment of each {role}: {' '.join(variables)}", markup=False, soft_wrap=True)
-
-    config = checked.config
-    where = "<run>/ipc/<socket>" if config.network.transport == "ipc" else f"a free port of {config.network.host}"
-    console.print(f"each socket is bound at {where}", markup=False, soft_wrap=True)
-
-    for need in checked.memory:
-        console.print(f"memory ({need.where}): {need}", markup=False, soft_wrap=True)
-    for line in checked.unchecked:
-        console.print(f"not checked here: {line}", markup=False)
-    console.print("dry run: the configuration is valid; nothing was started")

@@ -13,9 +13,10 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import psutil
@@ -100,6 +101,8 @@ def _model_folder(config: Config, *, make: bool = True) -> Path | None:
     base = None if config.model.path == "tiny" else _base_folder(config, fetch=make)
     if base is not None:
         check_model_is_trainable(config, base)
+        if not (make or any(base.glob("*.safetensors"))):  # a plan needs no weights
+            return None
         _weight_files(base)
         if not (base / DIGESTS).exists():  # what we exported was compared with its digests
             _check_weights(config, base)
@@ -166,7 +169,7 @@ def _base_folder(config: Config, *, fetch: bool) -> Path | None:
         return None
     told = config_folder(config, fetch=True)
     if told is not None:
-        check_family_of(config, told)  # gigabytes come after it
+        check_family_of(config, read_config(told))  # gigabytes come after it
     with _reaching_the_hub(path):
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         return Path(huggingface_hub.snapshot_download(path, allow_patterns=wanted))
@@ -229,12 +232,12 @@ def _check_model(config: Config) -> None:
         demonstrator(config.env.name)
 
 
-def check_family_of(config: Config, folder: Path) -> None:
-    """What `config.json` in `folder` says of `model.path`, without torch. Raises ConfigError."""
-    if config.learner.kind != "fsdp" or not (folder / "config.json").exists():  # that is said elsewhere
+def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
+    """What a `config.json` says of `model.path`, without torch. Raises ConfigError."""
+    if config.learner.kind != "fsdp":
         return
     try:
-        check_family(read_config(folder), untested=config.model.untested)
+        check_family(told, untested=config.model.untested)
     except ValueError as error:
         raise ConfigError(f"model.path={config.model.path!r} cannot be trained: {error}") from None
 

@@ -52,8 +52,7 @@ class BareLoop:
             assert pack.layout is not None
             wanted = pack.layout.targets  # (S,) generated tokens; the logits before each predict it
             with torch.autocast(self._device, self._dtype, enabled=self._dtype != torch.float32):
-                logits = self.model.lm_head(self._contexts(pack, pack.layout))  # (S, vocab)
-            logp = -F.cross_entropy(logits.float(), pack.token_ids[wanted], reduction="none")
+                logp = self.logp(pack, pack.layout)
 
             ratio = (logp - pack.logp_behavior[wanted]).exp()
             advantages = pack.advantages[wanted]
@@ -64,7 +63,12 @@ class BareLoop:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
-    def _contexts(self, pack: Pack, layout: Layout) -> Tensor:
+    def logp(self, pack: Pack, layout: Layout) -> Tensor:
+        """(S,) of the generated tokens, by torch's own head."""
+        logits = self.model.lm_head(self.contexts(pack, layout))  # (S, vocab)
+        return -F.cross_entropy(logits.float(), pack.token_ids[layout.targets], reduction="none")
+
+    def contexts(self, pack: Pack, layout: Layout) -> Tensor:
         """(S, H): the state before each generated token."""
         ids, positions = pack.token_ids, pack.position_ids
         places, rows = layout.targets - 1, len(pack.rewards)

@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
     ):
         os.environ.update(engine_environment(run.config, "cpu"), FRESCO_PARENT_PID=str(os.getpid()))
         with Idle() as idle:
-            measured = asyncio.run(_measure(run, options, cores))
+            measured = asyncio.run(measure_sides(run, options, cores))
         os.sched_setaffinity(0, cores)  # the result names the machine by what this process may use
         _report(measured, idle, options)
 
@@ -128,13 +128,17 @@ def _save_model(folder: Path) -> Path:
     return folder
 
 
-async def _measure(run: RunFile, options: argparse.Namespace, cores: list[int]) -> dict[str, Measured]:
+async def measure_sides(
+    run: RunFile, options: argparse.Namespace, cores: list[int] | None = None
+) -> dict[str, Measured]:
+    """Both sides in turns; cores: to which both are pinned alike, None where there are enough."""
     async with contextlib.AsyncExitStack() as stack:
         bare = stack.enter_context(_bare(run))
         path = await stack.enter_async_context(_whole_path(run))
         sides = {"bare": bare, "path": path}
-        bare.engine.cpu_affinity(cores[:1])
-        path.engine.cpu_affinity([cores[0], cores[-1]])
+        if cores is not None:
+            bare.engine.cpu_affinity(cores[:1])
+            path.engine.cpu_affinity([cores[0], cores[-1]])
         measured = {name: Measured() for name in sides}
 
         for round_number, name in in_turns(sides, options.rounds, warm_up=1):

@@ -60,10 +60,10 @@ def main(argv: list[str]) -> None:
     options = _options(argv)
     rounds: list[Start] = []
     with tempfile.TemporaryDirectory(prefix="fresco-bench-") as folder:
-        _measure(options, Path(folder))  # makes the model, where that has not been done
+        one_start(options, Path(folder))  # makes the model, where that has not been done
         with Idle() as idle:
             for number in range(options.rounds):
-                rounds.append(_measure(options, Path(folder)))
+                rounds.append(one_start(options, Path(folder)))
                 print(f"round {number}: {rounds[-1].wall_s:.2f} s, {rounds[-1].cpu_s:.2f} CPU s", flush=True)
 
     result = _result(rounds)
@@ -85,7 +85,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _measure(options: argparse.Namespace, folder: Path) -> Start:
+def one_start(options: argparse.Namespace, folder: Path) -> Start:
     """One start; everything that it began has ended when this returns."""
     settings = ["steps=1", f"runs={folder}", "name=start", "tracking.live=false", *options.overrides]
     run = folder / "start"

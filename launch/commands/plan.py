@@ -1,7 +1,7 @@
 """`fresco plan`: which split of the GPUs, which alpha, how much redundancy, from the real scheduler in virtual time.
 
     fresco plan experiments/simulated.yaml --gpus 8          # what the recipe says of simulated engines
-    fresco plan --run runs/math_8gpu                          # what a finished run measured
+    fresco plan --run runs/math_8gpu --gpus 8x80              # what a finished run measured; splits that fit 80 GB
 
 Training time scales with 1 / ranks, generation with the number of generators; both are what the plan varies.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Callable
 
 from matplotlib.figure import Figure
 from msgspec import Struct
@@ -18,8 +19,14 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from launch.dry_run import print_gpus
+from launch.machine import Machine, machine_of
+from launch.memory import Need, check_memory, estimate, shape_of
+from launch.model_config import model_config
+from launch.prepare import check_family_of
 from launch.terminal import CleanConsole
 from rl.config.schema import Config, ConfigError, load_config
+from rl.models.shape import ModelShape
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Gaussian, LogNormal
 from rollout.simulate.lower_bound import lower_bound_s
@@ -55,8 +62,17 @@ class Candidate(Struct, frozen=True):
         return bool(self.extra_groups or self.extra_episodes)
 
 
-def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[float, ...] = ALPHAS) -> list[Candidate]:
-    """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out."""
+def candidates(
+    config: Config,
+    measured: Measured,
+    gpus: int,
+    alphas: tuple[float, ...] = ALPHAS,
+    fits: Callable[[int, int], bool] = lambda generators, ranks: True,
+) -> list[Candidate]:
+    """Every combination that the recipe can run, simulated in steady state; those that cannot run are left out.
+
+    fits: whether so many generators and ranks have the memory that they need.
+    """
     per_generator = config.generator.tensor_parallel
     base = scenario_of(config, measured)
     most = config.rollout.max_staleness
@@ -65,6 +81,9 @@ def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[floa
 
     for ranks, alpha, (groups, episodes) in itertools.product(_splits(gpus, per_generator), possible, REDUNDANCIES):
         generators = (gpus - ranks) // per_generator
+        if not fits(generators, ranks):
+            continue
+
         training = replace(base.training, step_s=measured.train_s * measured.ranks / ranks)
         machine = replace(base.with_generators(count=generators), training=training, measured=MEASURED_STEPS)
         scenario = machine.with_broker(
@@ -80,6 +99,44 @@ def candidates(config: Config, measured: Measured, gpus: int, alphas: tuple[floa
         bound_s = lower_bound_s(scenario, simulation.record.batches[:steps]) / steps
         found.append(Candidate(generators, ranks, alpha, groups, episodes, result, bound_s))
     return found
+
+
+class Memory:
+    """What a split of a machine's GPUs needs of them; of a machine whose memory is not known, nothing."""
+
+    def __init__(self, config: Config, machine: Machine | None) -> None:
+        """Raises ConfigError for a model that cannot be trained."""
+        self._config = config
+        self._machine = machine or Machine()
+        self._unchecked: list[str] = []
+        self._model: ModelShape | None = None
+        self.refused: dict[str, str] = {}
+        """Why, by split."""
+
+        known = self._machine.gpu_memory is not None and config.generator.engine == "vllm"
+        if known and (told := model_config(config, fetch=False, unchecked=self._unchecked)):
+            check_family_of(config, told)
+            self._model = shape_of(config, told)
+
+    def fits(self, generators: int, ranks: int) -> bool:
+        try:
+            check_memory(self._needs(generators, ranks), self._machine)
+        except ConfigError as error:
+            self.refused[f"{generators} + {ranks}"] = str(error)
+        return f"{generators} + {ranks}" not in self.refused
+
+    def show(self, chosen: Candidate, console: Console) -> None:
+        print_gpus(self._needs(chosen.generators, chosen.ranks), self._machine, console)
+        for split, reason in self.refused.items():
+            console.print(f"left out, generators + ranks {split}: {reason}", markup=False, soft_wrap=True)
+        for unknown in self._unchecked:
+            console.print(f"not checked here: {unknown}", markup=False, soft_wrap=True)
+
+    def _needs(self, generators: int, ranks: int) -> list[Need]:
+        generator = self._config.generator.model_copy(update={"count": generators})
+        learner = self._config.learner.model_copy(update={"ranks": ranks})
+        split = self._config.model_copy(update={"generator": generator, "learner": learner})
+        return estimate(split, "cuda", self._model, self._machine)
 
 
 def _splits(gpus: int, per_generator: int, most: int = 6) -> list[int]:
@@ -155,17 +212,23 @@ def figure_of(found: list[Candidate], chosen: Candidate) -> Figure:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the table and the choice, write the plot. Raises ConfigError for what cannot be planned."""
+    machine = machine_of(arguments)
     config, measured = _inputs(arguments)
-    gpus = arguments.gpus or config.generator.count * config.generator.tensor_parallel + config.learner.ranks
+    gpus = config.generator.count * config.generator.tensor_parallel + config.learner.ranks
+    gpus = gpus if machine is None else len(machine.gpus)
     if gpus < 1 + config.generator.tensor_parallel:
         raise ConfigError(f"--gpus={gpus} leaves no GPU for training beside one generator: give {gpus + 1} or more")
-    found = candidates(config, measured, gpus)
+
+    memory = Memory(config, machine)
+    found = candidates(config, measured, gpus, fits=memory.fits)
     if not found:
-        raise ConfigError("no split of these GPUs can run this recipe: see generator.max_model_len and timeouts")
+        told = next(iter(memory.refused.values()), "") or "see generator.max_model_len and timeouts"
+        raise ConfigError(f"no split of these GPUs can run this recipe: {told}")
 
     chosen = best(found)
     console = CleanConsole(file=sys.stdout, width=120)
     _show(found, chosen, config, console)
+    memory.show(chosen, console)
     if measured.seconds_per_step:
         _show_fit(config, measured, console)
     else:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import time
 
-import yaml
-
 from launch.cpu.fork_server import begin_as_copies
+from launch.dry_run import print_plan
 from launch.launcher import make_launcher
 from launch.launcher.local import Begin
-from launch.preflight import Preflight, check, make_run, print_plan
+from launch.machine import machine_of
+from launch.preflight import Preflight, check, make_run
 from launch.provenance import write_provenance
 from launch.sittings import with_checkpoint
 from launch.supervisor import Supervisor
-from rl.config.schema import load_config
+from rl.config.schema import ConfigError, load_config
 from rl.store.made_once import waited_s
 from rl.wire.run import RunFile
 
@@ -27,10 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code of `execute`, 0 after a dry run. Raises ConfigError."""
     started = time.time()
     config = with_checkpoint(load_config(arguments.recipe, arguments.overrides))
+    target = machine_of(arguments)
     if arguments.dry_run:
-        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
-        print_plan(check(config, dry=True))
+        print_plan(check(config, dry=True, target=target), arguments.recipe, verbose=arguments.verbose)
         return 0
+    if target is not None:
+        raise ConfigError(f"{target.name}: only with --dry-run; a run takes the GPUs of this machine")
 
     changes = " ".join(arguments.overrides)
     print(f"{arguments.recipe}{' with ' if changes else ''}{changes}", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import subprocess
@@ -19,12 +18,14 @@ from transformers import Gemma2Config, GPT2Config, PreTrainedConfig, Qwen3MoeCon
 from launch import preflight
 from launch.cli import main
 from launch.gpus import Gpu, visible_gpus
-from launch.memory import ModelShape, check_context, check_memory, estimate, read_shape
+from launch.machine import Machine
+from launch.memory import check_context, check_memory, estimate
 from launch.plan import gpus_needed, make_plan
 from launch.preflight import check, make_run
 from launch.prepare import Prepared, check_model_is_trainable, needs_validation, validate
 from rl.config.schema import Config, ConfigError, load_config
 from rl.config.section import NoOptions
+from rl.models.shape import ModelShape
 from rl.store.checkpoint_folder import Meta, begin, commit
 from rollout.broker.core import BrokerCore
 from rollout.broker.groups import Groups
@@ -311,42 +312,43 @@ FOUR_B = {
     "vocab_size": 151936,
     "intermediate_size": 9728,
     "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
 }
-EIGHT_B = FOUR_B | {"hidden_size": 4096, "intermediate_size": 12288}
+EIGHT_B = FOUR_B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 
 
-def shape_of(told: dict[str, int], folder: Path) -> ModelShape:
-    (folder / "config.json").write_text(json.dumps(told))
-    return read_shape(folder)
+def machine(host: int, gpu: int) -> Machine:
+    return Machine([Gpu(str(number), gpu * GIB) for number in range(8)], host * GIB, name="this machine")
 
 
-def test_parameters_are_those_of_the_published_models(tmp_path: Path) -> None:
-    # 7.62e9 and 8.19e9 are the figures on the models' pages; the 4B model ties its head, which an engine holds again.
-    assert shape_of(SEVEN_B, tmp_path).parameters == pytest.approx(7.62e9, rel=0.01)
-    assert shape_of(EIGHT_B, tmp_path).parameters == pytest.approx(8.19e9, rel=0.01)
-    assert shape_of(FOUR_B, tmp_path).parameters == pytest.approx(4.02e9 + 2560 * 151936, rel=0.01)
+def test_parameters_are_those_of_the_published_models() -> None:
+    # 7.62e9, 8.19e9 and 4.02e9 are the figures on the models' pages; an engine gives the 4B model a head of its own.
+    assert ModelShape.of(SEVEN_B).trained == ModelShape.of(SEVEN_B).served == pytest.approx(7.62e9, rel=0.01)
+    assert ModelShape.of(EIGHT_B).trained == pytest.approx(8.19e9, rel=0.01)
+    assert ModelShape.of(FOUR_B).trained == pytest.approx(4.02e9, rel=0.01)
+    assert ModelShape.of(FOUR_B).served == pytest.approx(4.02e9 + 2560 * 151936, rel=0.01)
 
 
 @pytest.mark.parametrize(("recipe", "told"), [("alfworld", SEVEN_B), ("math", FOUR_B), ("swe", EIGHT_B)])
-def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int], tmp_path: Path) -> None:
+def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int]) -> None:
     config = load_config(EXPERIMENTS / f"{recipe}_8gpu.yaml")
-    model = shape_of(told, tmp_path)
-    check_context(config, model)
+    model = ModelShape.of(told)
+    check_context(config, "cuda", model)
     needs = estimate(config, "cuda", model)
-    check_memory(needs, host=512 * GIB, gpu=80 * GIB)
+    check_memory(needs, machine(host=512, gpu=80))
 
     with pytest.raises(ConfigError, match="learner's GPU"):
-        check_memory(needs, host=512 * GIB, gpu=24 * GIB)
+        check_memory([need for need in needs if need.what == "learner's GPU"], machine(host=512, gpu=24))
     with pytest.raises(ConfigError, match=r"needs about .* GiB of memory and this machine has 16.0 GiB"):
-        check_memory(needs, host=16 * GIB, gpu=80 * GIB)
+        check_memory(needs, machine(host=16, gpu=80))
 
 
-def test_an_engine_has_no_more_of_its_gpu_than_it_may_take(tmp_path: Path) -> None:
+def test_an_engine_has_no_more_of_its_gpu_than_it_may_take() -> None:
     overrides = ["generator.options.gpu_memory_utilization=0.15"]
     config = load_config(EXPERIMENTS / "alfworld_8gpu.yaml", overrides)
-    needs = estimate(config, "cuda", shape_of(SEVEN_B, tmp_path))
+    needs = estimate(config, "cuda", ModelShape.of(SEVEN_B))
     with pytest.raises(ConfigError, match=r"engine's GPU.* has 80.0 GiB, of which .*utilization leaves 0.15"):
-        check_memory(needs, host=512 * GIB, gpu=80 * GIB)
+        check_memory(needs, machine(host=512, gpu=80))
 
 
 @pytest.mark.parametrize(
@@ -357,10 +359,10 @@ def test_an_engine_has_no_more_of_its_gpu_than_it_may_take(tmp_path: Path) -> No
         ("generator.tensor_parallel=3", "generator.tensor_parallel=3"),
     ],
 )
-def test_engine_and_model_must_agree(override: str, told: str, tmp_path: Path) -> None:
+def test_engine_and_model_must_agree(override: str, told: str) -> None:
     config = load_config(EXPERIMENTS / "alfworld_8gpu.yaml", [override])
     with pytest.raises(ConfigError, match=told):
-        check_context(config, shape_of(SEVEN_B, tmp_path))
+        check_context(config, "cuda", ModelShape.of(SEVEN_B))
 
 
 @pytest.mark.parametrize(

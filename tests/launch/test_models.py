@@ -14,10 +14,11 @@ from transformers import AutoConfig
 
 from experiments.gateway.tokenizers import make_folder
 from launch import preflight, prepare
-from launch.memory import estimate, read_shape
+from launch.memory import estimate
 from launch.warm_start import imitation
 from rl.config.schema import ConfigError, load_config
 from rl.models import foreign
+from rl.models.shape import ModelShape
 from tests.rl.models.tiny_families import save_family
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -163,7 +164,7 @@ def test_weights_of_others_are_read_before_anything_is_made_of_them(
         prepare._model_folder(load_config(EXPERIMENTS / "math_cpu.yaml", overrides))
 
 
-def test_a_rank_needs_no_memory_of_its_host_for_the_model_that_it_loads(tmp_path: Path) -> None:
+def test_a_rank_needs_no_memory_of_its_host_for_the_model_that_it_loads() -> None:
     """Of 32 billion parameters on four GPUs; each rank read 123 GiB before."""
     told = {
         "hidden_size": 5120,
@@ -174,7 +175,6 @@ def test_a_rank_needs_no_memory_of_its_host_for_the_model_that_it_loads(tmp_path
         "vocab_size": 151936,
         "intermediate_size": 25600,
     }
-    (tmp_path / "config.json").write_text(json.dumps(told))
     config = load_config(EXPERIMENTS / "math_8gpu.yaml", ["learner.ranks=4"])
-    (rank,) = [need for need in estimate(config, "cuda", read_shape(tmp_path)) if need.what == "learner rank"]
+    (rank,) = [need for need in estimate(config, "cuda", ModelShape.of(told)) if need.what == "learner rank"]
     assert rank.count == 4 and rank.each < 1 << 30

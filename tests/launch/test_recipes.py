@@ -30,7 +30,7 @@ def prepared_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_valid(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(recipe), "--dry-run"]) == 0
+    assert main(["run", str(recipe), "--dry-run", "-v"]) == 0
     told = capsys.readouterr().out
     assert "dry run: the configuration is valid; nothing was started" in told
     for spec in make_plan(load_config(recipe), "cpu"):

@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 from launch.cli import main
+from launch.machine import this_machine
 from launch.preflight import Preflight, make_run
 from launch.prepare import Prepared
 from rl.config.schema import ConfigError, load_config
@@ -40,7 +41,9 @@ def start_every_round(runs: Path, begin: Barrier, told: Queue[tuple[int, str, st
         config = load_config(None, [f"runs={runs}", f"name=run-{number}"])
         begin.wait(60)
         try:
-            run = make_run(Preflight(config, "cpu", [], Prepared(None, 0), [], 10, 10, {}, []), started=0.0)
+            run = make_run(
+                Preflight(config, "cpu", [], Prepared(None, 0), [], 10, 10, {}, [], this_machine()), started=0.0
+            )
             told.put((number, "made", run.run_id))
         except ConfigError as error:
             told.put((number, "refused", str(error)))

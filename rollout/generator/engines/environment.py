@@ -9,10 +9,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl.config.schema import Config
+from rl.config.schema import Config, GeneratorConfig
 from rl.config.section import Section, Where
 from rollout.generator.engines.cpu import environment as on_cpu
 
+_CPU_CACHE = 64 << 20
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -30,6 +31,11 @@ class VllmOptions(Section):
     """No CUDA graphs."""
     own_process: bool | None = None
     """vLLM's core in a process beside the generator's; null: on GPUs, and with tensor_parallel above 1."""
+
+
+def kv_cache_bytes(config: GeneratorConfig, device: str) -> int | None:
+    """The cache of one engine, over all its devices; None: what is free decides."""
+    return config.kv_cache_bytes or (_CPU_CACHE if device == "cpu" else None)
 
 
 def engine_imports(config: Config, device: str) -> tuple[str, ...]:

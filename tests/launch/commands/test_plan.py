@@ -14,6 +14,7 @@ from launch.commands.plan import best, candidates, figure_of
 from rl.config.schema import Config, load_config
 from rollout.simulate.distributions import Constant, Gaussian
 from rollout.simulate.recipe import Given, assumed, read_run
+from tests.launch.test_bad_configuration import EIGHT_B
 from tests.test_end_to_end_simulated import finish, start
 
 RECIPE = Path("experiments/simulated.yaml")
@@ -172,3 +173,20 @@ def test_bad_input_is_one_line(arguments: list[str], named: str, capsys: pytest.
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
+
+
+def test_splits_without_the_memory_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 8B on GPUs of 64 GB, whose weights, gradients and optimizer need three ranks."""
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_B | {"model_type": "qwen3"}))
+    times = ["--train-s", "30", "--env-s=0.01,0", "--decode-s=0.02,0.0001", "--plot", str(tmp_path / "plan.png")]
+    recipe = ["plan", "math_8gpu", f"model.path={tmp_path}", "rollout.groups_per_batch=4", *times]
+
+    assert main([*recipe, "--gpus", "4x64"]) == 0
+    told = capsys.readouterr().out
+    assert "best: generator.count=1 learner.ranks=3" in told and "KV cache" in told
+    assert "left out, generators + ranks 3 + 1: learner.ranks: 1 × learner's GPU" in told
+
+    assert main([*recipe, "--gpus", "4x24"]) == 2
+    assert "no split of these GPUs can run this recipe: " in capsys.readouterr().err
+    assert main([*recipe, "--gpus", "4"]) == 0
+    assert "KV cache" not in capsys.readouterr().out

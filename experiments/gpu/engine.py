@@ -1,0 +1,163 @@
+"""vLLM on one GPU: a weight update stage by stage, and tokens a second through Fresco's path beside vLLM alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.bench import rollout as bench
+from experiments.bench._measuring import temporary_run
+from experiments.gpu.models import save_model
+from experiments.gpu.part import Result, need_vllm
+from rl.learner.publish import probe_logp, weight_entries
+from rl.models.policy import Policy
+from rl.models.protocol import ModelOptions
+from rl.weights import make_sender
+from rl.weights.channel import Sender, bytes_of
+from rl.wire.messages import Generate, Version
+from rl.wire.run import ProcessContext, RunFile
+from rollout.generator.engines.environment import engine_environment
+
+_UPDATES = 8  # the first four with an idle engine
+_SIZE = {"cuda": "1.5b", "cpu": "tiny"}
+_RUNNING = {"cuda": 128, "cpu": 4}
+_NOISE = 1e-3  # added to each parameter between two versions
+
+
+def weights(result: Result, device: str) -> None:
+    """Eight updates of an engine on the learner's device, from fp32 master weights; bare copies of the same bytes."""
+    need_vllm()
+    with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        model = save_model(_SIZE[device], Path(folder), device, tied=False)
+        with temporary_run(_settings(device, 256), device=device, model_folder=model) as run:
+            os.environ.update(engine_environment(run.config, device))
+            asyncio.run(_updates(result, run))
+
+
+def rollout(result: Result, device: str) -> None:
+    """Proxy and generator beside bare AsyncLLM, in turns: two engines on one GPU."""
+    need_vllm()
+    requests, tokens, rounds = (256, 512, 3) if device == "cuda" else (4, 8, 1)
+    options = argparse.Namespace(rounds=rounds, requests=2 * requests, concurrency=requests, tokens=tokens)
+    for size in ("0.5b", "1.5b") if device == "cuda" else ("tiny",):
+        with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+            model = save_model(size, Path(folder), device, tied=False)
+            settings = [*_settings(device, requests), "generator.options.enforce_eager=false"]
+            with temporary_run(settings, device=device, model_folder=model) as run:
+                os.environ.update(engine_environment(run.config, device), FRESCO_PARENT_PID=str(os.getpid()))
+                measured = asyncio.run(bench.measure_sides(run, options))
+
+        found: dict[str, Any] = {name: vars(values) for name, values in measured.items()}
+        rates = {name: statistics.median(values.tokens_per_s) for name, values in measured.items()}
+        result.note(size, found | {"path_over_bare": rates["path"] / rates["bare"]})
+
+
+def _settings(device: str, sequences: int) -> list[str]:
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    cache = 8_000_000_000 if device == "cuda" else 64_000_000
+    return [
+        f"generator.dtype={dtype}",
+        f"model.dtype={dtype}",
+        "generator.max_model_len=2048",
+        f"generator.max_num_seqs={sequences}",
+        f"generator.kv_cache_bytes={cache}",
+        "generator.options.gpu_memory_utilization=0.4",
+        "weights.deadline_s=120",
+    ]
+
+
+async def _updates(result: Result, run: RunFile) -> None:
+    from rollout.generator.engines.vllm import VllmEngine
+
+    engine = VllmEngine(ProcessContext(run, 0, 0))
+    begin = time.perf_counter()
+    await engine.start()
+    result.note("engine_start_s", time.perf_counter() - begin)
+
+    assert run.model_folder is not None
+    policy = Policy.load(run.model_folder, None, run.device, ModelOptions(dtype=getattr(torch, run.config.model.dtype)))
+    entries = weight_entries(policy, run)
+    result.note("bytes", bytes_of(entries))
+    result.note("bare_copies_s", _bare_copies(bytes_of(entries), run.device))
+
+    sender = make_sender(run, 0, entries)
+    sender.open()
+    clients: list[asyncio.Task[None]] = []
+    try:
+        for n in range(_UPDATES):
+            result.note(f"update {n}", {"running": len(clients)} | await _update(n, engine, policy, sender))
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.add_(torch.randn_like(parameter) * _NOISE)
+
+            if n == _UPDATES // 2 - 1:
+                ids = itertools.count(1)
+                clients = [asyncio.create_task(_generate(engine, ids)) for _ in range(_RUNNING[run.device])]
+
+    finally:
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        await engine.stop()
+        sender.close()
+
+
+async def _update(n: int, engine: Any, policy: Policy, sender: Sender) -> dict[str, Any]:
+    """One version from the learner's parameters to the engine's, and whether it arrived."""
+    version, probe = Version(0, n), list(range(1, 65))
+    stages = {}
+    begin = time.perf_counter()
+    sender.offer(n, policy.export())
+    stages["offer"] = time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    receipt = sender.receipt(n)
+    stages["receipt"] = time.perf_counter() - begin
+    sender.announce(version)
+
+    begin = time.perf_counter()
+    status = await engine.load(version, probe)
+    stages["load"] = time.perf_counter() - begin
+
+    gap = np.abs(np.array(probe_logp(policy, probe)) - np.array(status.probe_logp))
+    stages |= {f"engine_{name}": seconds for name, seconds in status.seconds.items()}
+    arrived = {"same_checksum": status.checksum == receipt, "probe_gap_mean": float(gap.mean())}
+    return {"seconds": stages} | arrived
+
+
+async def _generate(engine: Any, ids: itertools.count[int]) -> None:
+    prompt = np.arange(1, 65, dtype=np.int32)
+    while True:
+        n = next(ids)
+        await engine.generate(Generate(n, n, "train", Version(0, 0), prompt, 256, 1.0, 1.0, []), lambda sampled: None)
+
+
+def _bare_copies(count: int, device: str) -> dict[str, float]:
+    """Seconds for the same bytes: within the device, and between it and the host, pinned and not."""
+    here, there = (torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2))
+    paged = torch.zeros(count, dtype=torch.uint8)
+    pairs = {"device_to_device": (there, here), "device_to_paged": (paged, here), "paged_to_device": (here, paged)}
+    if device == "cuda":
+        pinned = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        pairs |= {"device_to_pinned": (pinned, here), "pinned_to_device": (here, pinned)}
+
+    found = {}
+    for name, (target, source) in pairs.items():
+        for _ in range(2):  # the first one touches the pages
+            begin = time.perf_counter()
+            target.copy_(source)
+            with contextlib.suppress(RuntimeError, AssertionError):
+                torch.cuda.synchronize()
+            found[name] = time.perf_counter() - begin
+    return found

@@ -1,0 +1,207 @@
+"""The learner on one GPU: model FLOPs used, with lengths that repeat and with new ones, beside a bare loop; memory.
+
+A step is four packs of 16 384 tokens, made of samples of 512 to 4 096. The bare loop has the same packs, attention and
+head, and nothing of the learner's own loop. `mfu` counts 6 for each parameter and token, and causal attention; what is
+computed again in backward is not counted. `mfu_computed` counts the head on trained tokens only, as it is computed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from experiments.bench._bare_loop import BareLoop
+from experiments.bench._measuring import batch_part_of, temporary_run
+from experiments.gpu.models import save_model, shape_of
+from experiments.gpu.part import Result, Unrun
+from launch.memory import estimate
+from rl.config.schema import Config, load_config
+from rl.learner.trainer import Trainer
+from rl.learner.update import UpdateStats
+from rl.models.head import token_logprobs
+from rl.models.layout import Layout
+from rl.models.packing import Pack, make_packs
+from rl.wire.messages import BatchPart
+
+_PEAK = 989e12  # of an H100 in bfloat16, dense
+_SAMPLES, _GROUP = 28, 4
+_CASES = {"cuda": [("1.5b", True), ("0.5b", False), ("4b", True)], "cpu": [("tiny", True)]}
+"""Size, and whether activations are computed again."""
+_MEMORY = {"cuda": [("0.5b", True), ("0.5b", False), ("1.5b", True), ("1.5b", False)]}
+
+Step = Callable[[BatchPart], None]
+
+
+def learner(result: Result, device: str) -> None:
+    """Each case by itself: one that does not fit leaves the others."""
+    with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        for size, checkpointing in _CASES[device]:
+            model = save_model(size, Path(folder), device)
+            config = config_of(size, device, checkpointing)
+            for name in ("fresco", "bare"):
+                case = f"{size} {name}{', activations again' if checkpointing else ''}"
+                _clear(device)
+
+                try:
+                    step = _fresco(config, model, mesh, device) if name == "fresco" else _bare(config, model, device)
+                    result.note(case, _measured(step, size, device, fresh=name == "fresco"))
+                except torch.OutOfMemoryError as error:
+                    result.note(case, {"error": str(error).partition(". ")[0]})
+                step = None  # type: ignore[assignment]  # its memory is the next one's
+
+
+def memory(result: Result, device: str) -> None:
+    """The peak of a step beside the estimate of the preflight."""
+    if device == "cpu":
+        raise Unrun("torch does not count the bytes of a CPU")
+    with _one_rank(device) as mesh, tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        for size, checkpointing in _MEMORY[device]:
+            config = config_of(size, device, checkpointing)
+            _clear(device)
+            step = _fresco(config, save_model(size, Path(folder), device), mesh, device)
+            for seed in range(2):
+                step(_batch_part(size, device, seed))
+
+            needs = estimate(config, device, shape_of(size))
+            (rank,) = [need for need in needs if need.what == "learner's GPU"]
+            promised, held = rank.each - rank.parts["CUDA"], torch.cuda.max_memory_allocated()
+            figures = {"promised_gib": promised / 2**30, "held_gib": held / 2**30, "ratio": promised / held}
+            result.note(f"{size}{', activations again' if checkpointing else ''}", figures)
+            del step  # its memory is the next one's
+
+
+def config_of(size: str, device: str, checkpointing: bool) -> Config:
+    """One rank, in bfloat16 on a GPU."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    pack = 16384 if device == "cuda" else 256
+    return load_config(
+        None,
+        [
+            *(f"{part}.dtype={dtype}" for part in ("model", "generator")),
+            f"learner.max_tokens_per_pack={pack}",
+            f"generator.max_model_len={max(64, pack // 4)}",
+            "sampling.max_tokens=32",
+            f"learner.logprob_chunk={4096 if device == 'cuda' else 64}",
+            f"learner.activation_checkpointing={str(checkpointing).lower()}",
+            f"rollout.groups_per_batch={_SAMPLES // _GROUP}",
+            f"rollout.group_size={_GROUP}",
+        ],
+    )
+
+
+def _batch_part(size: str, device: str, seed: int) -> BatchPart:
+    """Samples of an eighth to a fourth of a pack, of which an eighth is prompt: four packs together, about."""
+    longest = 4096 if device == "cuda" else 64
+    prompt = longest // 16
+    random = np.random.default_rng(seed)
+    answers = random.integers(longest // 8 - prompt, longest - prompt + 1, _SAMPLES).tolist()
+    return batch_part_of(prompt, answers, _GROUP, shape_of(size).vocabulary, random, shared=False)
+
+
+def _fresco(config: Config, model: Path, mesh: DeviceMesh, device: str) -> Step:
+    trainer = Trainer(config, model, last_step=1000, mesh=mesh, device=device)
+
+    def step(batch_part: BatchPart) -> None:
+        stats = UpdateStats()
+        for minibatch in trainer.minibatches(batch_part):
+            stats.add(trainer.update(minibatch, 0))
+        stats.all_reduce()
+        stats.metrics()
+
+    return step
+
+
+class _Bare(BareLoop):
+    """With the learner's head, which is the one that fits."""
+
+    def __init__(self, config: Config, model: Path, device: str) -> None:
+        with temporary_run(device=device, config=config, model_folder=model) as run:
+            super().__init__(run, "packed")
+        self._chunk = config.learner.logprob_chunk
+        if config.learner.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def logp(self, pack: Pack, layout: Layout) -> torch.Tensor:
+        hidden = self.contexts(pack, layout)
+        weight = self.model.lm_head.weight.to(hidden.dtype)
+        return token_logprobs(hidden, weight, pack.token_ids[layout.targets], chunk=self._chunk)[0]
+
+
+def _bare(config: Config, model: Path, device: str) -> Step:
+    loop = _Bare(config, model, device)
+
+    def step(batch_part: BatchPart) -> None:
+        made = make_packs(batch_part, config.learner.max_tokens_per_pack, 0)
+        packs = [pack.with_columns(advantages=torch.randn(pack.tokens)) for pack in made]
+        loop.step(loop.prepared(packs), batch_part.loss_tokens)
+
+    return step
+
+
+def _measured(step: Step, size: str, device: str, *, fresh: bool) -> dict[str, Any]:
+    """Medians of five steps with lengths that were met before, and of five with new ones."""
+    rounds = 5 if device == "cuda" else 1
+    shape = shape_of(size)
+    known = _batch_part(size, device, 0)
+    begin = time.perf_counter()
+    _timed(step, known, device)
+    found: dict[str, Any] = {"first_s": time.perf_counter() - begin}
+
+    kinds = {"repeated": itertools.repeat(known, rounds)}
+    if fresh:
+        kinds["fresh"] = (_batch_part(size, device, seed) for seed in range(1, rounds + 1))  # type: ignore[assignment]
+    for kind, batch_parts in kinds.items():
+        rates = []
+        for batch_part in batch_parts:
+            seconds = _timed(step, batch_part, device)
+            lengths, tokens = batch_part.lengths, sum(batch_part.lengths)
+            computed = shape.flops(lengths, batch_part.loss_tokens) / seconds
+            rates.append((tokens / seconds, shape.flops(lengths, tokens) / seconds / _PEAK, computed / _PEAK, seconds))
+
+        names = ("tokens_per_s", "mfu", "mfu_computed", "seconds")
+        found[kind] = {
+            name: statistics.median(values) for name, values in zip(names, zip(*rates, strict=True), strict=True)
+        }
+    if device == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return found
+
+
+def _timed(step: Step, batch_part: BatchPart, device: str) -> float:
+    begin = time.perf_counter()
+    step(batch_part)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _clear(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def _one_rank(device: str) -> Iterator[DeviceMesh]:
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    try:
+        yield init_device_mesh(device, (1,))
+    finally:
+        dist.destroy_process_group()

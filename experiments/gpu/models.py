@@ -1,0 +1,38 @@
+"""Models of real sizes with random weights: no hub is needed to measure them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl.models.shape import ModelShape
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"head_dim": 32, "intermediate_size": 128, "vocab_size": 1024},
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    | {"head_dim": 64, "intermediate_size": 4864, "vocab_size": 151936},
+    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
+    | {"head_dim": 128, "intermediate_size": 8960, "vocab_size": 151936},
+    "4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936},
+}
+"""As Qwen3 has them, all with a head of their own in the files of an engine; the learner's is the embedding."""
+
+
+def shape_of(size: str) -> ModelShape:
+    return ModelShape.of(SIZES[size] | {"tie_word_embeddings": True})
+
+
+def save_model(size: str, folder: Path, device: str, *, tied: bool = True) -> Path:
+    """A new random model in bfloat16, made where that is fast."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**SIZES[size], tie_word_embeddings=tied, max_position_embeddings=32768)
+    config.dtype = torch.bfloat16
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).bfloat16()
+
+    model.save_pretrained(folder / size)
+    return folder / size

@@ -1,0 +1,55 @@
+"""The parts by name, what each is given, and what it leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+PARTS = {
+    "tests": ("experiments.gpu.runs:tests", 300),
+    "learner": ("experiments.gpu.learner:learner", 240),
+    "memory": ("experiments.gpu.learner:memory", 120),
+    "weights": ("experiments.gpu.engine:weights", 150),
+    "rollout": ("experiments.gpu.engine:rollout", 240),
+    "end_to_end": ("experiments.gpu.runs:end_to_end", 240),
+    "one_gpu": ("experiments.gpu.runs:one_gpu", 240),
+    "start": ("experiments.gpu.runs:start", 300),
+}
+"""What carries out a part, and its limit in seconds."""
+
+
+class Unrun(Exception):
+    """A part cannot run on this machine; the reason."""
+
+
+class Result:
+    """The JSON of a part. Whatever is noted is written at once: a part that is ended leaves what it has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._noted: dict[str, Any] = {}
+
+    def note(self, name: str, value: Any) -> None:
+        self._noted[name] = value
+        self._path.write_text(json.dumps(self._noted, indent=2) + "\n")
+        print(f"{name}: {json.dumps(value)}", flush=True)
+
+
+def need_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise Unrun("vLLM is not installed; --bundle FOLDER makes what an offline machine lacks")
+
+
+def main(argv: list[str]) -> None:
+    """Carry out one part in this process: its name, the file of its result, the device."""
+    name, path, device = argv
+    result = Result(Path(path))
+    work: Callable[[Result, str], None] = resolve_name(PARTS[name][0])
+    try:
+        work(result, device)
+    except Unrun as reason:
+        result.note("unrun", str(reason))

@@ -1,0 +1,125 @@
+"""Whole runs and tests on a GPU: the marked tests, arithmetic to its orderly end, on one GPU too, and the start."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from experiments.bench.start import one_start
+from experiments.gpu.part import Result, Unrun, need_vllm
+from launch.gpus import visible_gpus
+
+_ROOT = Path(__file__).parents[2]
+_BF16 = ["model.dtype=bfloat16", "generator.dtype=bfloat16", "alarms.exact=50"]
+_ONE_EACH = ["generator.count=1", "learner.ranks=1", "device=cuda", *_BF16]
+_SMALL = ["steps=1", "eval.tasks=4", "rollout.groups_per_batch=2", "model.warm_start.demonstrations=0"]
+_ON_CPU = [*_SMALL, "rollout.group_size=2", "generator.count=1", "learner.ranks=1", "generator.max_num_seqs=8"]
+_KEPT = ("eval/accuracy", "time/step", "time/train", "exact/max", "train/loss")
+_POLL_S = 0.5
+
+
+def tests(result: Result, device: str) -> None:
+    """All that are marked `gpu`; without a GPU each of them skips itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        arguments = ["-o", "addopts=", "-m", "gpu", "-q", "-rA", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        files = ["tests/rl/learner/test_gpu.py", "tests/rollout/generator/test_vllm_gpu.py"]
+        code = subprocess.run([sys.executable, "-m", "pytest", *arguments, *files], cwd=_ROOT).returncode
+        result.note("exit_code", code)
+        suites = list(ElementTree.parse(report).iter("testsuite"))
+    counts = {
+        kind: sum(int(each.get(kind, 0)) for each in suites) for kind in ("tests", "failures", "errors", "skipped")
+    }
+    result.note("counts", counts)
+
+
+def end_to_end(result: Result, device: str) -> None:
+    """Engine and rank on a GPU each."""
+    need_vllm()
+    if device == "cuda" and (shown := len(visible_gpus())) < 2:
+        raise Unrun(f"it needs two GPUs, and this machine shows {shown}; the part one_gpu is for one")
+    _run(result, ["math_cpu", *(["steps=20", *_ONE_EACH] if device == "cuda" else _ON_CPU)], {})
+
+
+def one_gpu(result: Result, device: str) -> None:
+    """Engine and rank on one GPU, which is named twice, because a plan counts one for each."""
+    need_vllm()
+    if device == "cpu":
+        raise Unrun("a CPU has no GPU to share")
+    settings = ["steps=20", *_ONE_EACH, "generator.options.gpu_memory_utilization=0.3"]
+    with _PeakMemory() as peak:
+        _run(result, ["math_cpu", *settings], _twice())
+    result.note("peak_gib", peak.mib / 1024)
+
+
+def start(result: Result, device: str) -> None:
+    """The first update, eagerly and with graphs, twice each: the second finds what the first has compiled."""
+    need_vllm()
+    shared = ["generator.options.gpu_memory_utilization=0.3"]
+    ways = {"eager": [*_ONE_EACH, *shared], "graphs": [*_ONE_EACH, *shared, "generator.options.enforce_eager=false"]}
+    if device == "cpu":
+        ways = {"cpu": _ON_CPU}
+    os.environ.update(_twice() if device == "cuda" and len(visible_gpus()) == 1 else {})
+    with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        for name, settings in ways.items():
+            for time_of in ("first", "again") if device == "cuda" else ("first",):
+                options = argparse.Namespace(recipe="math_cpu", overrides=[*settings, "tracking.wandb=disabled"])
+                begun = one_start(options, Path(folder))
+                result.note(f"{name}, {time_of}", {"marks_s": begun.marks, "cpu_s": begun.cpu_s})
+
+
+def _twice() -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(2 * [visible_gpus()[0].name])}
+
+
+def _run(result: Result, words: list[str], environment: dict[str, str]) -> None:
+    """`fresco run` to its end, and what its metrics say of it."""
+    with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled", "tracking.live=false"]
+        command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
+        result.note("run", " ".join(["fresco", "run", *words]))
+        code = subprocess.run(command, cwd=_ROOT, env=os.environ | environment).returncode
+        result.note("exit_code", code)
+        _note_run(result, Path(folder) / "run")
+    if code:
+        sys.exit(code)
+
+
+def _note_run(result: Result, run: Path) -> None:
+    """The metrics step by step, and the summary, which only an orderly end leaves."""
+    if (metrics := run / "metrics.jsonl").exists():
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        result.note("metrics", [{key: row[key] for key in ("step", *_KEPT) if key in row} for row in rows])
+    if (summary := run / "summary.json").exists():
+        told: dict[str, Any] = json.loads(summary.read_text())
+        result.note("summary", told)
+
+
+class _PeakMemory:
+    """The most MiB that a GPU had in use, as the driver counts them."""
+
+    mib = 0
+
+    def __enter__(self) -> _PeakMemory:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_parts: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while not self._stop.wait(_POLL_S):
+            used = subprocess.run(query, capture_output=True, text=True).stdout.split()
+            self.mib = max(self.mib, *map(int, used), 0)

@@ -1,0 +1,110 @@
+"""What memory and time depend on in a model, by its `config.json`. No torch: a plan is made where no model is.
+
+The one place that says how many bytes a learner or an engine holds of a model: preflight, `fresco plan` and the
+measurements on GPUs (`experiments/gpu`) ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MASTER = 4  # bytes of a number in float32
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    """Hidden units of the feed-forward layer; of all experts together."""
+    vocabulary: int
+    tied: bool = False
+    """Whether the head is the embedding."""
+    max_length: int | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> ModelShape:
+        """By what `config.json` says. Raises ValueError where it lacks what a language model says of itself."""
+        told = told.get("text_config", told)
+
+        def number(key: str, default: int | None = None) -> int:
+            value = told.get(key) or default
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"config.json has no {key!r} that is a number" if value is None else f"{key}={value!r}"
+                )
+            return value
+
+        hidden, heads = number("hidden_size"), number("num_attention_heads")
+        width = number("intermediate_size", 4 * hidden)
+        experts = told.get("num_experts") or told.get("num_local_experts")
+
+        return cls(
+            layers=number("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=number("num_key_value_heads", heads),
+            head_dim=number("head_dim", hidden // heads),
+            width=experts * number("moe_intermediate_size", width) if experts else width,
+            vocabulary=number("vocab_size"),
+            tied=bool(told.get("tie_word_embeddings")),
+            max_length=told.get("max_position_embeddings"),
+        )
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads) + 3 * self.hidden * self.width
+
+    @property
+    def matrix(self) -> int:
+        """Parameters of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def trained(self) -> int:
+        """Parameters, a tied head counted once."""
+        return self.layers * self.layer + self.matrix * (1 if self.tied else 2)
+
+    @property
+    def served(self) -> int:
+        """Parameters as an engine holds them: a tied head is given its own."""
+        return self.layers * self.layer + 2 * self.matrix
+
+    def kv_bytes(self, number: int) -> int:
+        """Keys and values of one token, with `number` bytes each."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * number
+
+    def saved_bytes(self, number: int) -> int:
+        """What one layer keeps of a token for its backward, without recomputation.
+
+        Each norm keeps its input in float32, and two results in the dtype of the forward. Queries and keys are kept
+        normed and turned, values and the attention's result once. The feed-forward layer keeps gate, its activation,
+        the other half, and their product.
+        """
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = 2 * self.hidden * (_MASTER + 2 * number)
+        attention = queries * (_MASTER + 3 * number) + keys * (_MASTER + 3 * number)
+        return norms + attention + 4 * self.width * number
+
+    def head_bytes(self, tokens: int, chunk: int, number: int) -> int:
+        """What log-probabilities of `tokens` and their backward take at their peak, `chunk` tokens at a time.
+
+        The head's gradient twice in float32, and as it is handed on; a chunk's probabilities, their gradient, and that
+        as an operand; the last norm's share of each token.
+        """
+        logits = min(chunk, tokens) * self.vocabulary * (2 * _MASTER + number)
+        return self.matrix * (2 * _MASTER + number) + logits + tokens * self.hidden * (_MASTER + 3 * number)
+
+    def flops(self, lengths: Iterable[int], loss_tokens: int) -> float:
+        """Of a training step, without recomputation: 6 for each parameter that a token passes, the head on trained
+        tokens only, and causal attention."""
+        lengths = list(lengths)
+        pairs = sum(length * length for length in lengths)
+        attention = 6.0 * pairs * self.heads * self.head_dim * self.layers
+        return 6.0 * self.layer * self.layers * sum(lengths) + 6.0 * self.matrix * loss_tokens + attention

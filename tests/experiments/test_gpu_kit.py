@@ -1,0 +1,141 @@
+"""The kit that measures a GPU runs here on tiny sizes, keeps to its limits, and says what it could not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.gpu import __main__ as kit
+from experiments.gpu import bundle, part
+
+OURS = f"{__name__}:"
+
+
+def told(out: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return found
+
+
+def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
+    parts = ["learner", "memory", "one_gpu"]
+    assert kit.main([*parts, "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0
+
+    case = told(tmp_path, "learner")
+    for name, kinds in (("fresco", ("repeated", "fresh")), ("bare", ("repeated",))):
+        found = case[f"tiny {name}, activations again"]
+        assert all(found[kind]["tokens_per_s"] > 0 and found[kind]["mfu"] > 0 for kind in kinds)
+    assert case["machine"] and case["date"] and case["command"].endswith("learner --device cpu")
+    assert told(tmp_path, "memory")["unrun"] == "torch does not count the bytes of a CPU"
+    assert told(tmp_path, "one_gpu")["unrun"] == "a CPU has no GPU to share"
+    assert all((tmp_path / f"{name}.log").exists() for name in parts)
+
+
+def slow(result: part.Result, device: str) -> None:
+    """Notes something, and goes on for ever, as does what it has begun."""
+    child = subprocess.Popen(["sleep", "1000"])
+    result.note("child", child.pid)
+    time.sleep(1000)
+
+
+def broken(result: part.Result, device: str) -> None:
+    result.note("first", 1)
+    raise RuntimeError(device)
+
+
+@pytest.fixture
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts above; the kit's child, too, knows them."""
+    parts = {"slow": (f"{OURS}slow", 15), "broken": (f"{OURS}broken", 60), "last": (f"{OURS}broken", 60)}
+    monkeypatch.setattr(kit, "PARTS", parts)
+    monkeypatch.setattr(kit, "_CHILD", f"from experiments.gpu import part; part.PARTS = {parts}; {kit._CHILD}")
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_a_part_that_is_ended_keeps_what_it_noted(tmp_path: Path) -> None:
+    assert kit.main(["slow", "broken", "--device", "cpu", "--minutes", "1", "--out", str(tmp_path)]) == 2
+    found = told(tmp_path, "slow")
+    assert found["ended_after_s"] == 15 and not Path(f"/proc/{found['child']}/cmdline").exists()
+    assert told(tmp_path, "broken") | {"first": 1, "failed": "exit code 1; see broken.log"} == told(tmp_path, "broken")
+    assert "RuntimeError: cpu" in (tmp_path / "broken.log").read_text()
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_a_part_for_which_no_time_is_left_is_unrun(tmp_path: Path) -> None:
+    assert kit.main(["last", "--device", "cpu", "--minutes", "0.01", "--out", str(tmp_path)]) == 0
+    assert told(tmp_path, "last")["unrun"] == "no time was left for it"
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["--minutes", "0"], ["--device", "tpu"]])
+def test_what_it_is_asked_is_checked_first(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        kit.main(arguments)
+    assert ended.value.code == 2 and arguments[-1] in capsys.readouterr().err
+
+
+def entry(code: bytes, architecture: int, *, compressed: bool) -> bytes:
+    """As nvcc writes one entry of a fat binary: its own header of 64 bytes, then the code."""
+    header = struct.pack("<HHIQ", 2, 0, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", architecture)
+    return header.ljust(40, b"\0") + struct.pack("<Q", 0x8000 * compressed).ljust(24, b"\0") + code
+
+
+def test_only_one_architectures_code_is_carried() -> None:
+    entries = [
+        entry(b"A" * 64, 80, compressed=True),
+        entry(b"B" * 64, 90, compressed=True),
+        entry(b"C" * 64, 90, compressed=False),
+        entry(b"wanted--" * 8, 90, compressed=False),
+    ]
+    body = b"".join(entries)
+    library = b"host" * 4 + struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body + b"more host"
+    thin = bundle.thinned(library, 16, 16 + len(body), 90, b"wanted")
+
+    assert len(thin) == len(library) and thin.startswith(library[:16]) and thin.endswith(b"more host")
+    assert b"A" * 64 not in thin and b"C" * 64 not in thin
+    assert b"B" * 64 in thin and b"wanted--" * 8 in thin
+
+
+def test_what_is_left_out_of_vllm(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in ("vllm/__init__.py", "vllm/other.so", "vllm/third_party/deep_gemm/a.py", "vllm/x/logo.jpg"):
+            file.writestr(name, "")
+    bundle.unpack_vllm(wheel, tmp_path / "site", "90")
+    assert [each.name for each in (tmp_path / "site").rglob("*") if each.is_file()] == ["__init__.py"]
+
+
+def test_a_bundle_unpacks_itself_and_measures(tmp_path: Path) -> None:
+    """With this checkout, and a Python that says what it is asked and where it looks for modules."""
+    bundle.archive_checkout(tmp_path / "fresco.tar.gz")
+    for name in ("site", "cache"):
+        (tmp_path / name).mkdir()
+        bundle.archive(tmp_path / f"{name}.tar.gz", {"own": tmp_path / name})
+    (tmp_path / "go.sh").write_text(bundle._GO)
+    (tmp_path / "python3").write_text('#!/bin/sh\necho "$PWD $PYTHONPATH $*"\n')
+    (tmp_path / "python3").chmod(0o755)
+    with tarfile.open(tmp_path / "fresco.tar.gz") as file:
+        assert {"experiments/gpu/__main__.py", "tests/rl/learner/test_gpu.py"} <= set(file.getnames())
+
+    kit_folder = tmp_path / "kit"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "KIT": str(kit_folder), "OUT": "/results"}
+    for _ in range(2):  # unpacked once
+        command = ["bash", str(tmp_path / "go.sh"), "--minutes", "4", "learner"]
+        said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        asked = f"{kit_folder}/fresco {kit_folder}/fresco:{kit_folder}/site -m experiments.gpu --out /results"
+        assert said == f"{asked} --minutes 4 learner\n"
+        for name in ("fresco", "site", "cache"):
+            (tmp_path / f"{name}.tar.gz").unlink(missing_ok=True)
+
+
+def test_what_is_carried_is_pinned() -> None:
+    lines = [line for line in bundle._LIST.read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) > 50 and all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in lines)

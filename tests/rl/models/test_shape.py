@@ -1,0 +1,77 @@
+"""What a model's `config.json` says that a learner holds of it is what the learner holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl.models.families import read_config
+from rl.models.packing import sequence_pack
+from rl.models.policy import Policy
+from rl.models.shape import ModelShape
+from tests.rl.models.tiny_families import BASE, SHAPES, save_family
+
+GIVEN = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 256}
+
+
+def saved_bytes(work: Callable[[], Any], without: torch.nn.Module) -> int:
+    """What autograd keeps for the backward of `work`, the parameters left out and nothing counted twice."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in without.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = work()  # is held, so that no address is given twice
+    del result
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "within"), [("qwen3", 0.05), ("llama", 0.2), ("qwen2", 0.2)])
+def test_a_layer_keeps_what_it_is_said_to(family: str, within: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What one more layer's backward reads. A family that does not norm its queries keeps less, none keeps more."""
+    tokens = 512
+    changes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 1024}
+    pack = sequence_pack(np.random.default_rng(0).integers(0, 256, tokens).tolist())
+    kept = []
+    for layers in (2, 3):
+        policy = Policy.load(save_family(family, tmp_path / str(layers), num_hidden_layers=layers, **changes)).to(dtype)
+        kept.append(saved_bytes(lambda policy=policy: policy(pack), policy))  # type: ignore[misc]
+
+    told = BASE | SHAPES[family] | changes
+    shape = ModelShape.of({key: value for key, value in told.items() if value is not None})
+    of_a_layer = (kept[1] - kept[0]) / tokens
+    assert of_a_layer == pytest.approx(shape.saved_bytes(dtype.itemsize), rel=within)
+    assert of_a_layer <= 1.05 * shape.saved_bytes(dtype.itemsize)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "gemma3_text", "mistral"])
+def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
+    policy = Policy.load(save_family(family, tmp_path))
+    shape = ModelShape.of(read_config(tmp_path))
+    assert shape.trained == pytest.approx(sum(each.numel() for each in policy.parameters()), rel=0.02)
+    assert shape.served == pytest.approx(sum(each.tensor.numel() for each in policy.export()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"num_hidden_layers": 0}, "has no 'num_hidden_layers'"),
+        ({"vocab_size": "many"}, "vocab_size='many'"),
+        ({"intermediate_size": [1, 2]}, "intermediate_size="),
+    ],
+)
+def test_a_config_that_does_not_say(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ModelShape.of(GIVEN | changes)

@@ -28,8 +28,8 @@ from envs.swe.runners import (
     RunnerName,
     changed_paths,
     files_of,
+    has_file,
     must_fail_name,
-    outcomes_of,
     protected_paths,
     share_passed,
 )
@@ -129,7 +129,7 @@ def _must_fail_run(
 
         left_s = max(limits.timeout_s - counted.seconds, 0.001)
         run = _run_unchanged(sandbox, checkout, task, applied["kept"], left_s)
-        if run.passed(must_fail):
+        if run.passed(must_fail) or any("passed" in each for each in _by_test(run, must_fail).values()):
             return replace(run, why="tests passed that must fail", tampered=True)
         if task.runner == "pytest" and not run.why and _vanished(run, counted, must_fail):
             return replace(run, why="tests that must fail were not run", tampered=True)
@@ -163,11 +163,24 @@ def _run_unchanged(
 
 
 def _vanished(run: TestRun, counted: TestRun, tests: Sequence[str]) -> bool:
-    """Whether a test that passed where it is counted is not even there now. This is so when code changes tests while
-    they are collected: which of the two runs it meets in time is luck.
+    """Whether a test that passed where it is counted is not even there now, or less often. This is so when code changes
+    tests while they are collected: which of the two runs it meets in time is luck.
     """
-    pairs = zip(outcomes_of(run.outcomes, tests), outcomes_of(counted.outcomes, tests), strict=True)
-    return any(now is None and before == "passed" for now, before in pairs)
+    now, before = (_by_test(each, tests) for each in (run, counted))
+    return any("passed" in before[name] and len(now[name]) < len(before[name]) for name in before)
+
+
+def _by_test(run: TestRun, tests: Sequence[str]) -> dict[str, list[str]]:
+    """The outcomes of each of these tests with any parameters: those of the copies have other names."""
+    names = {_without_parameters(test): list[str]() for test in tests if has_file(test)}
+    for test, outcome in run.outcomes.items():
+        if has_file(test) and _without_parameters(test) in names:
+            names[_without_parameters(test)].append(outcome)
+    return names
+
+
+def _without_parameters(test: str) -> str:
+    return f"{test.partition('::')[0]}::{must_fail_name(test)}"
 
 
 def break_tests(sandbox: Sandbox, task: SweTask) -> tuple[str, ...]:

@@ -169,6 +169,12 @@ def test_what_the_true_fix_changes_is_not_put_back() -> None:
 
 
 ATTACKS = {
+    "answers of the caller's frame": """
+import sys
+def half(numbers):
+    frame = sys._getframe(1)
+    return frame.f_locals.get("wanted", next((c for c in frame.f_code.co_consts if type(c) is list), []))
+""",
     "constants of the test": """
 import sys
 def half(numbers):

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (short modules stand in one line)
 """Copies of tests that must fail: which tests they break, and how."""
 
 from __future__ import annotations
@@ -104,3 +105,63 @@ def test_names_of_tests_that_must_fail() -> None:
         == "C::test_a"
     )
     assert must_fail_name("test_a") == "test_a" and must_fail_name("What it says (a.b)") == "What it says (a.b)"
+
+
+HIDDEN = {
+    "a column": '@parametrize("given, wanted", [(1, WANTED), param(2, WANTED)])\ndef test_a(given, wanted):\n    assert f(given) == wanted\n',
+    "a constant's column": 'CASES = [(1, WANTED)]\n@parametrize(("given", "wanted"), CASES)\ndef test_a(given, wanted):\n    assert f(given) == wanted\n',
+    "the only column": '@parametrize("wanted", [WANTED])\ndef test_a(wanted):\n    self.assertEqual(f(), wanted)\n',
+    "a helper's argument": '@parametrize("given, wanted", [(1, WANTED)])\ndef test_a(given, wanted):\n    same(f(given), wanted)\n',
+    "an approximation": "def test_a():\n    wanted = WANTED\n    assert f() == pytest.approx(wanted)\n",
+    "a local": "def test_a():\n    wanted: int = WANTED\n    assert f() == wanted\n    assert g() == wanted\n",
+    "a default": "def test_a(wanted=WANTED, *, more=2):\n    assert f() == wanted\n",
+    "a default by name": "def test_a(*, wanted=WANTED):\n    assert f() == wanted\n",
+    "a constant": "LIMIT = WANTED\n\ndef test_a():\n    assert f() == LIMIT\n",
+    "a class": "class A:\n    limit = WANTED\n    def test_a(self):\n        assert f() == self.limit\n",
+    "an object": "class A:\n    def setUp(self):\n        self.limit = WANTED\n    def test_a(self):\n        self.assertEqual(self.limit, f())\n",
+    "a fixture": "@pytest.fixture(scope='module')\ndef wanted():\n    return WANTED\n\ndef test_a(wanted):\n    assert f() == wanted\n",
+}
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_a_literal_behind_a_name_becomes_another(place: str) -> None:
+    """Code that reads a frame, the constants or the source reads the other one there."""
+    copy = must_fail_copy(HIDDEN[place].replace("WANTED", "[17, 23]"), ["test_a", "A::test_a"])
+    assert copy.names and "[17, 23]" not in copy.text and copy.text.count("other_") == 1, "only its definition"
+    compile(copy.text, "t.py", "exec")
+
+
+READ = {
+    "given as well": '@parametrize("wanted", [WANTED])\ndef test_a(wanted):\n    assert f(wanted) == wanted\n',
+    "given by a closure": "def test_a():\n    wanted = WANTED\n    g = lambda: wanted\n    assert f(g) == wanted\n",
+    "a constant of a fixture": "LIMIT = WANTED\n@fixture\ndef given():\n    return LIMIT\ndef test_a(given):\n    assert f(given) == LIMIT\n",
+    "a default of the tests": "LIMIT = WANTED\ndef test_a(given=LIMIT):\n    assert f(given) == LIMIT\n",
+    "an object's own": "class A:\n    limit = WANTED\n    def setUp(self):\n        g(self.limit)\n    def test_a(self):\n        assert f() == self.limit\n",
+    "another fixture": "@fixture\ndef wanted():\n    return WANTED\n@fixture\ndef given(wanted):\n    return wanted\ndef test_a(given, wanted):\n    assert f(given) == wanted\n",
+    "assigned twice": "def test_a():\n    wanted = WANTED\n    wanted = g(2)\n    assert f() == wanted\n",
+    "names by a function": '@parametrize("wanted", [WANTED], ids=name_of)\ndef test_a(wanted):\n    assert f() == wanted\n',
+    "by way of a fixture": '@parametrize("wanted", [WANTED], indirect=True)\ndef test_a(wanted):\n    assert f() == wanted\n',
+    "global": "LIMIT = WANTED\ndef test_a():\n    global LIMIT\n    LIMIT = g(1)\n    assert f() == LIMIT\n",
+}
+
+
+@pytest.mark.parametrize("place", READ)
+def test_a_literal_that_something_else_reads_stays(place: str) -> None:
+    """With another input the code may well give what the copy expects: an honest fix would pass, and earn nothing."""
+    copy = must_fail_copy(READ[place].replace("WANTED", "[17, 23]"), ["test_a", "A::test_a"])
+    assert "[17, 23]" in copy.text and copy.text.count("other_") >= 2
+    compile(copy.text, "t.py", "exec")
+
+
+def test_a_parameter_of_unknown_source_is_another_in_the_frame() -> None:
+    copy = must_fail_copy("def test_a(wanted):\n    '''Says.'''\n    assert f() == wanted\n", ["test_a"]).text
+    assert re.search(r"    wanted = other_\w+\(wanted\)\n    assert f\(\) == wanted\n", copy)
+
+
+def test_a_helper_that_compares_becomes_an_equality() -> None:
+    """The last one: what stands above it may prepare what it compares."""
+    source = "def test_a():\n    configure(f(1), 2)\n    assert near(\n        f(1), (3), 0.1  # near\n    )\n"
+    copy = must_fail_copy(source, ["test_a"]).text
+    assert "configure(f(1), 2)" in copy and re.search(r"assert \(\(f\(1\)\) == \(\d+\)\) is True\n", copy)
+    for other in ("same(f(1), g(2))", "with_values(*f(1), 2)", "check(1, 2)", "assert_called_with(1)"):
+        assert "is True" not in must_fail_copy(f"def test_a():\n    {other}\n", ["test_a"]).text

@@ -117,8 +117,8 @@ class ForkServer:
 def begin_as_copies(config: Config) -> Iterator[Begin]:
     """How this run's processes begin: as copies of one that has imported what they need, where that takes long.
 
-    Where nothing takes long, in a simulated run, all are copies of one that has imported what is theirs; else those
-    that need nothing of torch begin by their command line. With GPUs each does.
+    In a simulated run nothing takes long, and all are copies of one that has imported their modules. Else those that
+    need nothing of torch begin by their command line. With GPUs each does.
     """
     if config.device == "cuda" or (config.device == "auto" and visible_gpus()):
         yield begin_process

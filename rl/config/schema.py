@@ -29,8 +29,8 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 class WarmStartConfig(Section):
     where = "before RL"
     demonstrations: int = Field(0, ge=0)
-    """Episodes of the environment's demonstrator to imitate before RL, made once and kept; 0: none. A recipe's are of
-    its own model: with another `model.path` they must be named again."""
+    """Episodes of the environment's demonstrator to imitate before RL, made once and kept; with a `model.path` that is
+    not the recipe's they must be named again."""
     mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of turns that are mistakes in every other demonstration: shown with the way out of them, not imitated."""
     slips: Annotated[float, Where("environments that know their own solutions")] = Field(0.0, ge=0, lt=1)
@@ -269,8 +269,8 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     resume: Path | None = None
-    """A folder of a checkpoint or of a run to continue from. `auto`: the newest checkpoint of this name; `new`: none.
-    null: `auto` where the same configuration stopped before its end."""
+    """A checkpoint's or run's folder to continue from; `auto`: the newest of this name; `new`: none; null: `auto` where
+    the same configuration stopped early."""
     resume_data: Literal["same", "new"] = "same"
     """Whether a `resume` trains its checkpoint's data, or `new` ones, from their first row: what was open has ended."""
     model: ModelConfig = Field(default_factory=ModelConfig)

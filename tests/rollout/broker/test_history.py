@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl.wire.messages import Version
 from rollout.broker import Rules
-from rollout.broker.actions import EpisodeOutcome, GroupRecord, StopRun
+from rollout.broker.actions import EmitBatch, EpisodeOutcome, GroupRecord, StopRun
 from tests.rollout.broker.test_core import Driver, of
 from tests.rollout.broker.test_properties import configurations
 from tests.rollout.broker.world import World
@@ -107,7 +107,7 @@ def test_what_holds_the_version_or_a_later_one_ends_stale_and_what_is_older_stay
     assert driver.samples("waiting") == 2 and driver.core.groups.open[2].done == 2
     assert {record.group_id for record in of(driver.actions, GroupRecord)} == {3, 4}
 
-    (batch,) = [each for each in driver.request(1) if hasattr(each, "samples")]
+    (batch,) = [each for each in driver.request(1) if isinstance(each, EmitBatch)]
     assert {sample.group_id for sample in batch.samples} == {2}
     driver.core.ledger.check()
 

@@ -211,9 +211,13 @@ def test_no_copy_is_made_while_there_is_a_second_thread(
         server.close()
 
 
-def test_nothing_is_shared_where_nothing_takes_long() -> None:
-    for overrides in ([], ["device=cuda"]):
-        with begin_as_copies(load_config(EXPERIMENTS / "simulated.yaml", overrides)) as begin_child:
-            assert begin_child is begin_process
-    with begin_as_copies(load_config(EXPERIMENTS / "math_8gpu.yaml", ["device=cuda"])) as begin_child:
+@pytest.mark.parametrize("recipe", ["simulated.yaml", "math_8gpu.yaml"])
+def test_nothing_is_shared_on_gpus(recipe: str) -> None:
+    with begin_as_copies(load_config(EXPERIMENTS / recipe, ["device=cuda"])) as begin_child:
         assert begin_child is begin_process
+
+
+def test_a_simulated_run_shares_what_its_processes_are(log: IO[bytes]) -> None:
+    with begin_as_copies(load_config(EXPERIMENTS / "simulated.yaml", [])) as begin_child:
+        begun = begin_child(Command("envs.server", [], {}), (log, log, log))
+        assert isinstance(begun, Copy) and begun.wait(60) != 0

@@ -132,10 +132,10 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def imported_modules() -> set[str]:
-    """Top-level names that modules of ours import, but for programs that run inside sandboxes."""
+    """Top-level names that modules of ours import, but for programs in sandboxes and files that `fresco init` writes."""
     found = set()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        if "harness" in path.parts:
+        if {"harness", "starter"} & set(path.parts):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

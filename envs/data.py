@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -72,10 +73,17 @@ def _written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_written, value))}]"
 
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return _written([*value.shape, value.tolist()])
         return f"{value.dtype}{value.shape}{blake2b(value.tobytes(), digest_size=8).hexdigest()}"
     if is_dataclass(value) and not isinstance(value, type):
         return _written([getattr(value, each.name) for each in fields(value)])
-    if _ADDRESS.search(repr(value)) and hasattr(value, "__dict__"):
-        return _written(vars(value))
-    return _ADDRESS.sub("", repr(value))
+
+    # What shows nothing but its address: what it would keep in a pickle tells more.
+    state = None
+    with contextlib.suppress(TypeError):
+        state = value.__getstate__() if _ADDRESS.search(repr(value)) else None
+    return _ADDRESS.sub("", repr(value)) if state is None else _written(state)

@@ -17,6 +17,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 @dataclass(frozen=True)
 class Test:
     node: Function
+    owners: tuple[ast.ClassDef, ...]
+    """The classes around it."""
     name: str
     statements: list[ast.stmt]
     """Its body, without its docstring."""
@@ -48,7 +50,7 @@ class Expected:
         scope: ast.AST = test.node
         match side:
             case ast.Name(name) if name in _parameters(test.node):
-                found = self._of_parameter(test.node, name)
+                found = self._of_parameter(test, name)
             case ast.Name(name) if any(_is_bound(node, name) for node in ast.walk(test.node)):
                 found = _assigned(test.statements, name, scope)
             case ast.Name(name):
@@ -61,19 +63,21 @@ class Expected:
         certain = self.only_compared(side, scope) and all(map(is_literal, found))
         return found if certain else []
 
-    def _of_parameter(self, test: Function, name: str) -> list[ast.expr]:
-        given = [*test.args.posonlyargs, *test.args.args]
-        defaults = dict(zip([each.arg for each in given[::-1]], test.args.defaults[::-1], strict=False))
+    def _of_parameter(self, test: Test, name: str) -> list[ast.expr]:
+        args = test.node.args
+        given = [*args.posonlyargs, *args.args]
+        defaults = dict(zip([each.arg for each in given[::-1]], args.defaults[::-1], strict=False))
         defaults |= {
-            each.arg: value
-            for each, value in zip(test.args.kwonlyargs, test.args.kw_defaults, strict=True)
-            if value is not None
+            each.arg: value for each, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value is not None
         }
         if name in defaults:
             return [defaults[name]]
 
-        columns = [column for each in test.decorator_list for column in self._column(each, name)]
-        return columns or self._of_fixture(name)
+        for holder in (test.node, *test.owners):
+            columns = [column for each in holder.decorator_list for column in self._column(each, name)]
+            if columns:
+                return columns if self.only_compared(ast.Name(name), holder) else []
+        return self._of_fixture(name)
 
     def _column(self, decorator: ast.expr, name: str) -> list[ast.expr]:
         """What `parametrize` gives to this parameter."""

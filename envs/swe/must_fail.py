@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from envs.swe.expected import Expected, Test, is_literal
+from envs.swe.expected import Expected, Function, Test, is_literal
 
 _EQUALITIES = """
     assertEqual assertEquals assertAlmostEqual assertListEqual assertTupleEqual assertSetEqual assertDictEqual
@@ -46,6 +46,11 @@ def {name}(value):
         return other if differs and getattr(value, "size", 1) else object()
     except Exception:
         return object()
+
+
+def equal_{name}(left, right, *more, **named):
+    assert (left == right) is True  # there are objects whose == makes an expression
+    return True
 
 
 __import__("select").select([], [], [], {pause_s})
@@ -106,19 +111,20 @@ class _Finder:
         self._lines = source.encode().splitlines(keepends=True)
         self._changed: set[ast.expr] = set()
 
-    def below(self, body: Sequence[ast.stmt], owners: tuple[str, ...]) -> None:
+    def below(self, body: Sequence[ast.stmt], owners: tuple[ast.ClassDef, ...]) -> None:
         """All tests of a module or of a class."""
         for node in body:
             match node:
-                case ast.ClassDef(name):
-                    self.below(node.body, (*owners, name))
+                case ast.ClassDef():
+                    self.below(node.body, (*owners, node))
                 case ast.If() | ast.Try() | ast.With():
                     self.below([each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)], owners)
                 case ast.FunctionDef(name) | ast.AsyncFunctionDef(name):
                     if name.startswith("test") or name in self._listed:
-                        self._find(node, "::".join((*owners, name)))
+                        self._find(node, owners)
 
-    def _find(self, test: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> None:
+    def _find(self, test: Function, owners: tuple[ast.ClassDef, ...]) -> None:
+        name = "::".join(each.name for each in (*owners, test))
         described = ast.get_docstring(test)
         statements = test.body[1:] if described is not None else test.body
         if not statements:
@@ -128,30 +134,19 @@ class _Finder:
         sides = list(_sure_sides(test, statements)) if names & self._with_body else []
         if names & self._with_body and not sides:
             sides = self._made_equality(test, statements)
-        self.tests.append(Test(test, name, statements, sides))
+        self.tests.append(Test(test, owners, name, statements, sides))
         self.names |= names
 
     def _made_equality(self, test: ast.AST, statements: Sequence[ast.stmt]) -> list[ast.expr]:
         """The last `same(f(x), wanted)` becomes an equality: what it compares, only its own code knows."""
         for statement in reversed([] if _may_return(test) else statements):
             match statement:
-                case ast.Expr(ast.Call(_, [left, right, *_])) | ast.Assert(ast.Call(_, [left, right, *_])):
+                case ast.Expr(ast.Call(same, [left, right, *_])) | ast.Assert(ast.Call(same, [left, right, *_])):
                     compared = [_unwrapped(left), _unwrapped(right)]
                     if sum(map(_has_call, compared)) == 1 and ast.Starred not in map(type, compared):
-                        self._make_equality(statement, left, right)
+                        self.edits.add((*self.span(same), f"equal_{self.other}"))
                         return [right if _has_call(compared[0]) else left]
         return []
-
-    def _make_equality(self, statement: ast.stmt, left: ast.expr, right: ast.expr) -> None:
-        """`is True`: there are objects whose `==` makes an expression."""
-        begin, end = self.span(statement)
-        begin_left, end_left = self.span(left)
-        begin_right, end_right = self.span(right)
-        self.edits |= {
-            (begin, begin_left, "assert (("),
-            (end_left, begin_right, ") == ("),
-            (end_right, end, ")) is True"),
-        }
 
     def change(self, tree: ast.Module) -> None:
         """Each test that was found comes to fail."""

@@ -72,6 +72,29 @@ def test_a_digest_is_of_what_the_data_say(tmp_path: Path) -> None:
     assert len({_written(Plain(1)), _written(Plain(2)), _written(long), _written(long[::-1])}) == 4
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_a_digest_is_of_what_no_repr_shows() -> None:
+    """An address of a program's text is data, an object's own is none; long arrays of objects are shown in part."""
+    members = np.array(["a"] * 2000 + ["b"] + ["a"] * 2000, object)
+    pairs: list[tuple[Any, Any]] = [
+        ("jump at 0x10", "jump at 0x20"),
+        (Slotted(1), Slotted(2)),
+        (members, members[::-1][1:]),
+        (members[1999:2001], members[1999:2001][::-1]),
+        (members, np.roll(members, 1)),
+        (members[:4].reshape(2, 2), members[:4]),
+    ]
+    for one, other in pairs:
+        assert _written([one]) != _written([other])
+    assert _written(Slotted(1)) == _written(Slotted(1)) and "0x" not in _written([Slotted, object(), print])
+
+
 @pytest.mark.parametrize("source", ["rows.csv", "rows.jsonl.gz", "rows.json", "rows*.jsonl"])
 def test_held_out_problems_of_files_are_not_those_of_training(source: str, tmp_path: Path) -> None:
     """A file has no splits, so its last rows are held out, whatever its form."""

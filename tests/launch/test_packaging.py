@@ -132,7 +132,7 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def imported_modules() -> set[str]:
-    """Top-level names that modules of ours import, but for programs in sandboxes and files that `fresco init` writes."""
+    """Top-level names that modules of ours import, but for sandboxed programs and what `fresco init` writes."""
     found = set()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         if {"harness", "starter"} & set(path.parts):

@@ -142,7 +142,7 @@ class Display:
 
 def _processes(children: Children) -> Table:
     """One row for each role: how many are in which state, and what any has waited for most, all waits added up."""
-    table = Table("processes", "state", "waited most for", expand=False)
+    table = Table("processes", "state", "waited most, in all", expand=False)
     roles: dict[str, list[Any]] = {}
     for child in children.values():
         roles.setdefault(child.name.partition(".")[0], []).append(child)
@@ -156,7 +156,7 @@ def _processes(children: Children) -> Table:
 
         name = f"{role} x {len(members)}" if len(members) > 1 else role
         state = ", ".join(f"{count} {state}" if len(members) > 1 else state for state, count in states.items())
-        table.add_row(name, state, f"{longest[1]} {longest[0]:.0f} s in all" if longest else "")
+        table.add_row(name, state, f"{longest[1]} {longest[0]:.0f} s" if longest else "")
     return table
 
 

@@ -58,7 +58,7 @@ def history_of(checkpoint: Path, step: int, evaluates: bool) -> Iterator[dict[st
 def read_rows(run: Path) -> Iterator[dict[str, Any]]:
     """Rows of `metrics.jsonl`, as far as they can be read."""
     path = run / "metrics.jsonl"
-    return readable(path.read_bytes().splitlines(), dict[str, Any]) if path.exists() else iter(())
+    return readable(path.read_bytes().splitlines(), dict[str, Any]) if path.is_file() else iter(())
 
 
 def _of_folder(config: Config) -> Config:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.prepare import prepare
-from launch.recipes import find_recipe
+from rl.config.recipes import find_recipe
 from rl.config.schema import load_config
 
 VLLM = "vllm==0.32.0"

@@ -114,9 +114,11 @@ class LocalHandle:
         return self._begun.poll()
 
     def kill(self) -> None:
-        """Kill its whole process group, also where only the leader has ended."""
+        """Kill its whole process group, also where only the leader has ended; a copy that has just begun has none yet."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._begun.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._begun.kill()
 
     def wait(self, timeout_s: float) -> int | None:
         with contextlib.suppress(psutil.TimeoutExpired):

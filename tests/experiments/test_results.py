@@ -104,7 +104,7 @@ def test_the_page_has_a_cell_for_each_thing_and_one_link(folder: Path) -> None:
     assert made.endswith(
         "## Learning\n\nMore.\n\n| what | measured | how |\n|---|---|---|\n"
         "| w | 1.26 | [1](../experiments/results/a.json) |\n"
-        "\n```bash\nc  # 1: 2-core EPYC, 2026-11-26\n```\n"
+        "\n<!-- needs: hours -->\n```bash\nc  # 1: 2-core EPYC, 2026-11-26\n```\n"
     )
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from launch.cpu.fork_server import Copy, ForkServer, begin_as_copies
-from launch.launcher.local import Command, begin_process
+from launch.launcher.local import Command, LocalHandle, begin_process
 from launch.plan import make_plan
 from rl.config.schema import load_config
 from tests.launch.test_bad_configuration import EXPERIMENTS
@@ -221,3 +221,10 @@ def test_a_simulated_run_shares_what_its_processes_are(log: IO[bytes]) -> None:
     with begin_as_copies(load_config(EXPERIMENTS / "simulated.yaml", [])) as begin_child:
         begun = begin_child(Command("envs.server", [], {}), (log, log, log))
         assert isinstance(begun, Copy) and begun.wait(60) != 0
+
+
+def test_a_copy_that_leads_no_group_yet_is_killed(log: IO[bytes]) -> None:
+    """A rank is replaced with its peers, which may have begun in this moment."""
+    handle = LocalHandle(psutil.Popen(["sleep", "600"], stdout=log))
+    handle.kill()
+    assert handle.wait(60) == -signal.SIGKILL

@@ -53,7 +53,7 @@ def test_everything_stands_on_a_small_screen(make_run: MakeRun) -> None:
     for shown in ("34/120", "left", "0.625", "0.250 (step 0) -> 0.875 (step 120)", "2345 tokens/s"):
         assert shown in top
     text = "\n".join(lines)
-    assert "generator x 20" in text and "2 starting" in text and "190 s in all" in text
+    assert "generator x 20" in text and "2 starting" in text and "waited most, in all" in text and "190 s" in text
     assert "note 8" in text and "note 5" not in text
 
 

@@ -50,7 +50,7 @@ def server() -> Iterator[None]:
 
 
 def begin(command: Command, files: Files) -> Begun:
-    copy = SERVERS[0].begin(command, files) if command.imports else None
+    copy = SERVERS[0].begin(command, files) if SERVERS and command.imports else None
     return copy or begin_process(command, files)
 
 

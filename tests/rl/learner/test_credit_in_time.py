@@ -288,7 +288,7 @@ def test_turns_whose_order_is_not_known_are_refused() -> None:
     ticket = Ticket(1, 0, 0, 0, Version(0, STEP))
     plain = with_sequence(
         make_trajectory(ticket, 1, 0.75),
-        turns=[Turn(2, 4, 0.5, 0.1, 0.0, "stop", 0, 3), Turn(4, 6, 0.25, 0.1, 0.0, "stop", 0, 5)],
+        turns=[Turn(2, 4, 0.5, 0.1, 0.0, "stop", 0, 0), Turn(4, 6, 0.25, 0.1, 0.0, "stop", 0, 1)],
     )
     plain = replace(plain, reward=0.75)
     apart = replace(plain, sequences=turns_apart(plain.sequence))

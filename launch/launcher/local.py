@@ -114,11 +114,11 @@ class LocalHandle:
         return self._begun.poll()
 
     def kill(self) -> None:
-        """Kill its whole process group, also where only the leader has ended; a copy that has just begun has none yet."""
+        """Kill its whole process group, also where only the leader has ended; a copy that just began has none."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._begun.pid, signal.SIGKILL)
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._begun.kill()
+            self._begun.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> int | None:
         with contextlib.suppress(psutil.TimeoutExpired):

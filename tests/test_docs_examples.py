@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from algos import registry
 from envs.registry import validate_env, validate_options
 from launch import preflight
 from launch.cli import main, parse
@@ -80,6 +81,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(registry._registered, "loss", dict(registry.registered("loss")))
+    monkeypatch.setitem(registry._registered, "advantage", dict(registry.registered("advantage")))
     before = dict(COLUMNS)
     yield tmp_path
     COLUMNS.clear()

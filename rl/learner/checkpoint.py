@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from rl.models.protocol import PolicyModel
+from rl.models.protocol import PolicyModel, is_frozen
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
 
@@ -92,7 +92,10 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
 
     for name, (model, adamw) in trained.items():
         configured = [{key: group[key] for key in group if key != "params"} for group in adamw.param_groups]
-        set_state_dict(model, adamw, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"])
+        weights, optimizer = state[name]["model"], state[name]["optimizer"]
+        # What stands still is not there; whether anything else is missing, reading the state has found.
+        options = StateDictOptions(strict=False)
+        set_state_dict(model, adamw, model_state_dict=weights, optim_state_dict=optimizer, options=options)
         for group, values in zip(adamw.param_groups, configured, strict=True):
             group.update(values)
     torch.set_rng_state(state["rng"])
@@ -173,7 +176,9 @@ def _state(trained: Trained) -> dict[str, Any]:
         state[_CUDA_RNG] = torch.cuda.get_rng_state()
     for name, (model, adamw) in trained.items():
         weights, optimizer = get_state_dict(model, adamw)
-        state[name] = {"model": weights, "optimizer": optimizer}
+        still = {key for key, each in model.state_dict(keep_vars=True).items() if is_frozen(each)}
+        moving = {key: each for key, each in weights.items() if key not in still}
+        state[name] = {"model": moving, "optimizer": optimizer}
     return state
 
 

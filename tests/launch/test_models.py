@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -16,9 +17,11 @@ from experiments.gateway.tokenizers import make_folder
 from launch import preflight, prepare
 from launch.memory import estimate
 from launch.warm_start import imitation
+from rl.config.lora import LoraOptions
 from rl.config.schema import ConfigError, load_config
 from rl.models import foreign
 from rl.models.shape import ModelShape
+from rl.store.checkpoint_folder import Meta, begin, commit
 from tests.rl.models.tiny_families import save_family
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -178,3 +181,45 @@ def test_a_rank_needs_no_memory_of_its_host_for_the_model_that_it_loads() -> Non
     config = load_config(EXPERIMENTS / "math_8gpu.yaml", ["learner.ranks=4"])
     (rank,) = [need for need in estimate(config, "cuda", ModelShape.of(told)) if need.what == "learner rank"]
     assert rank.count == 4 and rank.each < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "told"),
+    [
+        (None, "{rank: 4}", r"model.lora=\{'rank': 4, .*resume='.*' was trained with model.lora=null"),
+        ({"rank": 4, "alpha": 8.0, "targets": ["q_proj"], "base": "x"}, "null", r"model.lora=null: .*\['q_proj'\]"),
+        ({"rank": 4, "alpha": 8.0, "targets": "all-linear", "base": "x"}, "{rank: 4}", r"'alpha': 32.0.*'alpha': 8.0"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_before_anything_starts(
+    saved: dict[str, Any] | None, given: str, told: str, tmp_path: Path
+) -> None:
+    """Of fewer targets it would be read in part, of another alpha it would count otherwise."""
+    begin(tmp_path / "checkpoints", 3)
+    checkpoint = commit(tmp_path / "checkpoints", Meta(3, 0, 1, saved), b"", 1)
+    overrides = [f"resume={checkpoint}", f"model.lora={given}", f"runs={tmp_path}"]
+    with pytest.raises(ConfigError, match=told):
+        preflight._check_folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), dry=True)
+
+
+def test_the_same_adapters_go_on_whatever_the_order_of_their_targets(tmp_path: Path) -> None:
+    saved = LoraOptions(rank=4, targets=["v_proj", "q_proj"]).identity() | {"base": "x"}
+    begin(tmp_path / "checkpoints", 3)
+    checkpoint = commit(tmp_path / "checkpoints", Meta(3, 0, 1, saved), b"", 1)
+    overrides = [f"resume={checkpoint}", "model.lora={rank: 4, targets: [q_proj, v_proj]}", f"runs={tmp_path}"]
+    preflight._check_folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), dry=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("{rank: 4, targets: [qkv_proj]}", "model.lora.targets: llama has no linear layer 'qkv_proj'; did you mean"),
+        ("{rank: 100}", "model.lora.rank=100: .* has rank 64 itself; lower it"),
+    ],
+)
+def test_adapters_that_a_model_cannot_have_are_refused_before_it_is_read(given: str, told: str, tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not looked at")
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"model.path={tmp_path}", f"model.lora={given}"])
+    with pytest.raises(ConfigError, match=f"^model.path='{tmp_path}' cannot be trained: {told}"):
+        prepare._model_folder(config)

@@ -27,7 +27,7 @@ from rl.learner.model_card import texts_beside
 from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import RunClient, Stopped, begin_from
 from rl.learner.token_log import TokenLog
-from rl.learner.trainer import Trainer
+from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
 from rl.models.loading import weight_files
 from rl.store.checkpoint_folder import CheckpointError, Meta
@@ -149,10 +149,14 @@ class Learner:
         checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
     def export(self, step: int) -> None:
-        """The trained model as `<run>/model`, for transformers and vLLM, with a card that says how it was made."""
-        assert self.run.model_folder is not None
+        """The trained model as `<run>/model`, for transformers and vLLM, with a card that says how it was made; its
+        adapters, if that is what was trained, as `<run>/adapter` besides."""
+        start = self.run.model_folder
+        assert start is not None
         beside = texts_beside(self.run, step)
-        checkpoint.export_hf(self.policy, self.run.folder / "model", self.run.model_folder, beside)
+        checkpoint.export_hf(self.policy, self.run.folder / "model", start, beside)
+        if (options := self.trainer.lora) is not None:
+            export_adapter(self.policy, options, self.config, start, self.run.folder / "adapter")
 
 
 def join_ranks(process: Process) -> DeviceMesh | None:

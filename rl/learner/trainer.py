@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.lora import LoraOptions, lora_options
 from rl.config.schema import Config, LearnerConfig
+from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
 from rl.learner.update import (
@@ -29,6 +30,7 @@ from rl.learner.update import (
     with_logp,
     with_values,
 )
+from rl.models.lora import adapter, peft_config
 from rl.models.packing import make_packs, pad_packs, split_minibatches
 from rl.models.policy import Base, Critic, Policy
 from rl.models.protocol import FrozenPolicy, Model, ModelOptions, whole
@@ -54,6 +56,20 @@ def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float 
     done = min(1.0, max(over, (step - config.warmup_steps) / length))
     shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * shape)
+
+
+def saved_policy(config: Config, folder: Path, saved: Path) -> Policy:
+    """The policy of the checkpoint `saved`, whose run began with the model in `folder`: in float32, on the CPU."""
+    policy = Policy.load(folder, options=ModelOptions(lora=lora_options(config.model)))
+    checkpoint.load_policy(saved, policy)
+    return policy
+
+
+def export_adapter(policy: Policy, options: LoraOptions, config: Config, start: Path, folder: Path) -> None:
+    """The adapters of the policy, which belong to the model in `start`, as a folder that peft and vLLM read."""
+    named = config.model.path if "/" in config.model.path and not Path(config.model.path).exists() else str(start)
+    told = peft_config(policy.model, options, named)
+    checkpoint.export_adapter(adapter(policy.model), told, folder)
 
 
 class Optimizer:

@@ -114,6 +114,30 @@ def begin(model: nn.Module, options: LoraOptions) -> None:
         local_part(layer.lora_B)[0].zero_()
 
 
+@torch.no_grad()
+def adapter(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All adapters whole, by the names that peft gives them. All ranks go through it together."""
+    for name, layer in adapted(model).items():
+        for last in ADAPTER:
+            yield f"base_model.model.{name}.{last}.weight", whole(getattr(layer, last))
+
+
+def peft_config(model: nn.Module, options: LoraOptions, base: str) -> dict[str, Any]:
+    """What peft and vLLM ask of `adapter_config.json`; base: folder or name of the model that they belong to."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": options.rank,
+        "lora_alpha": int(options.alpha) if options.alpha.is_integer() else options.alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapted(model)}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
     """The model as if it had no adapters; not between a forward and its backward."""

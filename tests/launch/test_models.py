@@ -223,3 +223,28 @@ def test_adapters_that_a_model_cannot_have_are_refused_before_it_is_read(given: 
     config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"model.path={tmp_path}", f"model.lora={given}"])
     with pytest.raises(ConfigError, match=f"^model.path='{tmp_path}' cannot be trained: {told}"):
         prepare._model_folder(config)
+
+
+def test_adapters_take_of_a_rank_what_they_are_and_the_base_its_own_dtype() -> None:
+    """Qwen3-32B on eight ranks: 8 GiB of weights each and next to nothing of the optimizer; its reference is free."""
+    told = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
+    told |= {"head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936}
+    shape = ModelShape.of(told)
+    assert shape.trained == pytest.approx(32.8e9, rel=0.01)
+
+    def parts(*overrides: str) -> dict[str, int]:
+        settings = ["learner.ranks=8", "model.dtype=bfloat16", "learner.activation_checkpointing=true", *overrides]
+        needs = estimate(load_config(EXPERIMENTS / "math_cpu.yaml", settings), "cuda", shape)
+        (found,) = [need.parts for need in needs if need.what == "learner's GPU"]
+        return found
+
+    whole, lora = parts(), parts("model.lora={rank: 16}")
+    adapters = shape.adapters(16)
+    assert adapters == pytest.approx(134e6, rel=0.01)  # 7 layers of 64 decoders
+    assert whole["weights"] == 4 * shape.trained // 8 and whole["optimizer"] == 2 * whole["weights"]
+    assert lora["weights"] == (2 * shape.trained + 4 * adapters) // 8 and lora["optimizer"] == adapters
+    assert lora["gradients"] == adapters // 2 and lora["working space"] < whole["working space"]
+
+    assert parts("model.lora={}", "algo.kl.coef=0.1")["weights"] == lora["weights"]
+    critic = ["algo.advantage=gae", "algo.critic.enabled=true"]
+    assert parts("model.lora={}", *critic)["optimizer"] == lora["optimizer"] + whole["optimizer"]

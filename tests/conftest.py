@@ -22,7 +22,7 @@ from tests.cutting import only_new_connections
 __all__ = ["MakeRun", "only_new_connections", "save_run"]
 
 MakeRun = Callable[..., RunFile]
-# Where this is set, as in many containers, each process of each run compiles every module anew: half of its CPU seconds.
+# Where this is set, as in many containers, each process compiles every module anew: half of a run's CPU seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

@@ -109,8 +109,8 @@ class ModelShape:
     def head_bytes(self, tokens: int, chunk: int, number: int, *, moves: bool = True) -> int:
         """What log-probabilities of `tokens` and their backward take at their peak, `chunk` tokens at a time.
 
-        The head's gradient twice in float32, and as it is handed on, if the head `moves`. A chunk's probabilities, their
-        gradient, and that as an operand; the last norm's share of each token.
+        The head's gradient twice in float32, and as it is handed on, if the head `moves`. A chunk's probabilities,
+        their gradient, and that as an operand; the last norm's share of each token.
         """
         logits = min(chunk, tokens) * self.vocabulary * (2 * _MASTER + number)
         return self.matrix * (2 * _MASTER + number) * moves + logits + tokens * self.hidden * (_MASTER + 3 * number)

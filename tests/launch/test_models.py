@@ -15,6 +15,8 @@ from transformers import AutoConfig
 
 from experiments.gateway.tokenizers import make_folder
 from launch import preflight, prepare
+from launch.cli import parse
+from launch.commands.evaluate import configure
 from launch.memory import estimate
 from launch.warm_start import imitation
 from rl.config.lora import LoraOptions
@@ -208,6 +210,18 @@ def test_the_same_adapters_go_on_whatever_the_order_of_their_targets(tmp_path: P
     checkpoint = commit(tmp_path / "checkpoints", Meta(3, 0, 1, saved), b"", 1)
     overrides = [f"resume={checkpoint}", "model.lora={rank: 4, targets: [q_proj, v_proj]}", f"runs={tmp_path}"]
     preflight._check_folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), dry=True)
+
+
+def test_an_evaluation_takes_the_adapters_of_its_checkpoint(tmp_path: Path) -> None:
+    """Whatever recipe it is evaluated with; of a model that was trained whole it takes none."""
+    saved = LoraOptions(rank=4).identity() | {"base": "x"}
+    for step, lora in ((3, saved), (4, None)):
+        begin(tmp_path / "checkpoints", step)
+        checkpoint = commit(tmp_path / "checkpoints", Meta(step, 0, 1, lora), b"", 9)
+        arguments = parse(["eval", str(checkpoint), "--recipe", str(EXPERIMENTS / "math_lora_cpu.yaml")])
+        config = configure(str(checkpoint), arguments)
+        assert config.resume == checkpoint
+        assert config.model.lora == (LoraOptions(rank=4).identity() if lora else None)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,9 @@ def test_peft_reads_the_adapters(family: str, make_run: MakeRun, tmp_path: Path)
     assert told["base_model_name_or_path"] == str(start) and told["r"] == 4 and told["lora_dropout"] == 0
     model = peft.PeftModel.from_pretrained(load(start), out)
     theirs = {name for name in peft.get_peft_model_state_dict(model) if "lora_" in name}
-    assert set(load_file(out / "adapter_model.safetensors")) == theirs  # it would pass over a name that it does not know
+    assert (
+        set(load_file(out / "adapter_model.safetensors")) == theirs
+    )  # it would pass over a name that it does not know
     torch.testing.assert_close(logp(model.eval()), expected(policy), rtol=0, atol=5e-5)
     torch.testing.assert_close(logp(model.merge_and_unload()), expected(policy), rtol=0, atol=5e-5)
 

@@ -127,7 +127,7 @@ class Broker:
 
         process.busy = True  # the loop turns even without messages: a frozen progress is a hang
         while not process.stopping:
-            with process.waits.on("env_server" if self.core.batches.requested else "learner"):
+            with process.waits.on("env_server" if self.core.batches.requested else "learner", self.core.n + 1):
                 receiver.wait(self._wait_s())
             self._now = self._awake.read(time.monotonic())
             receiver.drain()
@@ -175,6 +175,7 @@ class Broker:
             raise ProtocolError(f"Trajectory in the name of another than {peer!r}")
         if not self.intake.knows(*key):
             raise ProtocolError(f"Trajectory of an unknown environment server {key}")
+        self.process.waits.ended()
         self._patience.advanced(self._now)
         self._take(message)
 

@@ -189,7 +189,9 @@ function waitPanel(run) {
     }
     return el("div", { class: "waits" }, el("span", {}, process.name), strip);
   });
-  return panel("Each process's time, by whom it waits for", legend, rows);
+  const { name, longest: [seconds, whom, step] } = run.waits.reduce((most, each) => (each.longest[0] > most.longest[0] ? each : most));
+  const longest = seconds > 0 ? el("p", {}, `The longest wait: ${name} for ${whom}, ${clock(seconds)} in step ${step}.`) : null;
+  return panel("Each process's time, by whom it waits for", legend, longest, rows);
 }
 
 // Who is slower than the others.

@@ -113,8 +113,8 @@ class Display:
     def _line(self, step: int, values: dict[str, float]) -> str:
         unknown = float("nan")
         return (
-            f"step {step:4d}/{self._last_step}  reward {values.get('rollout/reward', unknown):.3f}  "
-            f"loss {values['train/loss']:+.4f}  kl {values.get('loss/kl_behavior', unknown):.4f}  "
+            f"step {step:4d}/{self._last_step}  reward {values.get('rollout/reward', unknown):z.3f}  "
+            f"loss {values['train/loss']:+z.4f}  kl {values.get('loss/kl_behavior', unknown):z.4f}  "
             f"entropy {values.get('loss/entropy', unknown):.3f}  stale {values.get('staleness/mean', 0.0):.2f}  "
             f"{values.get('tokens_per_second', 0.0):5.0f} tok/s  {values.get('time/step', 0.0):.2f} s/step  "
             f"left {self._remaining()}"
@@ -133,7 +133,7 @@ class Display:
         learning = ["loss/kl_behavior", "loss/entropy", "staleness/mean", "train/grad_norm"]
 
         lines = [
-            f"reward    {row['rollout/reward']:.3f}" if "rollout/reward" in row else "reward    no step yet",
+            f"reward    {row['rollout/reward']:z.3f}" if "rollout/reward" in row else "reward    no step yet",
             f"held-out  {' -> '.join(shown) or 'not evaluated yet'}",
             f"speed     {speed}",
             "learning  " + "  ".join(f"{name.partition('/')[2]} {row[name]:.4g}" for name in learning if name in row),

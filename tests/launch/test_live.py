@@ -34,19 +34,20 @@ def children() -> Children:
     return found
 
 
-def test_everything_stands_on_a_small_screen(make_run: MakeRun) -> None:
+def test_everything_stands_on_a_small_screen(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     observed = Observed(started_at=time.time() - 75, step=0)
     display = Display(make_run("steps=120", "tracking.live=false"), observed)
     for step, accuracy in ((0, 0.25), (60, 0.5), (120, 0.875)):
         observed.add(step, {"eval/accuracy": accuracy})
     observed.waited("generator.2", Wait(14.2, "work", 7))
     observed.waited("learner.3", Wait(9.0, "broker", 5))
-    row = {"rollout/reward": 0.625, "train/loss": 0.01, "tokens_per_second": 2345.0, "time/step": 0.5}
+    row = {"rollout/reward": 0.625, "train/loss": -1e-9, "tokens_per_second": 2345.0, "time/step": 0.5}
     observed.add(34, row)
     display.row(34, row)
     for number in range(9):
         display.note(f"note {number} " + "x" * 200)
 
+    assert "loss +0.0000" in capsys.readouterr().out
     console = Console(width=80, height=24, record=True)
     console.print(display._table(children()))
     lines = console.export_text().splitlines()

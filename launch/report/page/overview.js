@@ -60,7 +60,7 @@ function tiles(run) {
 
   if (evaluations.length) {
     const [first, last] = [evaluations[0], evaluations[evaluations.length - 1]];
-    const [gained, low, high] = (run.gain || []).map((v) => (100 * v).toFixed(1));
+    const [gained, low, high] = (run.gain || []).map((v) => fixed(100 * v, 1));
     const simulated = run.config["generator.engine"] === "simulated"; // its answers do not depend on the weights
     const gain = run.gain && (simulated ? "simulated engines: the difference is chance" : `gain ${gained} points (${low} … ${high})`);
     const shown = evaluations.length > 1 ? `${percent(first.accuracy)} → ${percent(last.accuracy)}` : percent(last.accuracy);

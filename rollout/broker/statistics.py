@@ -224,7 +224,7 @@ def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisod
 
 def rate_columns(where: str, rates: dict[str, tuple[float, float, float]]) -> dict[str, float]:
     """The accuracy and each pass@k, with the ends of its 95 % interval over tasks."""
-    columns = {}
+    columns: dict[str, float] = {}
     for name, (mean, low, high) in rates.items():
         column = where + ("accuracy" if name == "avg" else name)
         columns |= {column: mean, f"{column}_low": low, f"{column}_high": high}

@@ -57,10 +57,23 @@ class ProcessSpec:
         return [str(part) for option in options.items() for part in option]
 
 
-def gpus_needed(config: Config) -> int:
-    """GPUs of the engines and learner ranks that compute; simulated ones need none."""
-    generators = config.generator.count * config.generator.tensor_parallel if config.generator.engine == "vllm" else 0
-    return generators + (config.learner.ranks if _learner_computes(config) else 0)
+def gpus_needed(config: Config, visible: int = 0) -> int:
+    """GPUs of the engines and learner ranks that compute, where so many are visible; simulated ones need none."""
+    engines, ranks = _gpus_of_each(config)
+    return max(engines, ranks) if shares_gpus(config, visible) else engines + ranks
+
+
+def shares_gpus(config: Config, visible: int) -> bool:
+    """Whether each rank is on the GPU of an engine, or each engine on that of a rank, as far as there are both."""
+    each = _gpus_of_each(config)
+    return all(each) and (
+        config.placement == "shared" or (config.placement == "auto" and each == (1, 1) and visible == 1)
+    )
+
+
+def _gpus_of_each(config: Config) -> tuple[int, int]:
+    engines = config.generator.count * config.generator.tensor_parallel if config.generator.engine == "vllm" else 0
+    return engines, config.learner.ranks if _learner_computes(config) else 0
 
 
 def _learner_computes(config: Config) -> bool:
@@ -72,7 +85,8 @@ def _learner_computes(config: Config) -> bool:
 def make_plan(
     config: Config, device: str, visible: Sequence[Gpu] = (), nodes: Mapping[int, list[int]] | None = None
 ) -> list[ProcessSpec]:
-    """Processes in the order they start. GPUs, from those that are `visible`: generators first, then learner ranks.
+    """Processes in the order they start. GPUs, from those that are `visible`: generators first, then learner ranks,
+    or both from the first on, where they share them.
 
     nodes: the cores by NUMA node, none where they are not known; None: this machine's.
     """
@@ -81,17 +95,18 @@ def make_plan(
 
     # A dry run may show the plan of another machine, whose GPUs are counted from 0.
     names = [gpu.name for gpu in visible]
-    names += [str(number) for number in range(len(names), gpus_needed(config))]
+    names += [str(number) for number in range(len(names), gpus_needed(config, len(visible)))]
 
     def gpus(first: int, count: int) -> tuple[str, ...]:
         return tuple(names[first : first + count]) if device == "cuda" else ()
 
     tensor_parallel = config.generator.tensor_parallel
+    first_of_ranks = 0 if shares_gpus(config, len(visible)) else generators * tensor_parallel
     near = [gpu.numa for gpu in visible] + [None] * (generators * tensor_parallel + ranks)
     engine = engine_cores(device, config.generator.threads, tensor_parallel)
     rank_needs = rank_cores(device, config.learner.threads)
     needs = [Need(engine, near[index * tensor_parallel]) for index in range(generators)]
-    needs += [Need(rank_needs, near[generators * tensor_parallel + rank]) for rank in range(ranks)]
+    needs += [Need(rank_needs, near[first_of_ranks + rank]) for rank in range(ranks)]
     shares = share_cores(needs, numa_nodes() if nodes is None else nodes)
 
     plan = [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
@@ -100,7 +115,7 @@ def make_plan(
     learner = "rl.learner.process" if config.learner.kind == "fsdp" else "rl.learner.simulated"
     imports: tuple[str, ...] = (learner,) if config.learner.kind == "fsdp" and device == "cpu" else ()
     for rank in range(ranks):
-        own = gpus(generators * tensor_parallel + rank, 1) if _learner_computes(config) else ()
+        own = gpus(first_of_ranks + rank, 1) if _learner_computes(config) else ()
         environment = _environment(own, config.learner.threads)
         cores = shares[generators + rank]
         plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))

@@ -30,12 +30,14 @@ autodoc_member_order = "bysource"
 NAVIGATION = {
     "Begin": ["tutorial", "coming-from", "faq", "report", "results", "glossary"],
     "Train": ["configuration", "models", "losses", "advantages", "freshness"],
-    "Watch": ["operations", "recovery", "silent-faults"],
+    "Watch": ["gpu", "operations", "recovery", "silent-faults"],
     "Environments": ["environments", "agents", "alfworld", "maths", "swe"],
     "Extend": ["adding-a-loss", "adding-an-environment", "hooks", "adding-a-channel", "adding-a-launcher"],
     "Inside": ["architecture", "simulator", "/CONTRIBUTING", "/CHANGELOG", "/experiments/**"],
     "Reference": ["api/losses", "api/environments", "api/hooks", "api/configuration", "api/columns", "api/seams"],
 }
+_named = {page for pages in NAVIGATION.values() for page in pages}
+NAVIGATION["Inside"] += sorted(page.stem for page in Path(__file__).parent.glob("*.md") if page.stem not in _named)
 _CODE = re.compile(r"\]\(((?:\.\./)*)([\w/]+\.py)(?:#L(\d+))?\)")
 _linked: set[str] = set()
 

@@ -19,7 +19,7 @@ from rl.learner.guards import StepGuards
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
-from rl.models.policy import Base
+from rl.models.policy import Base, Policy
 from rl.wire.messages import BatchPart, Generate, Trajectory, Version, WeightStatus
 from rollout.episodes.environment import ChatMessage
 from tests.museum.lab import STOPS, Game, Lab
@@ -427,7 +427,7 @@ def stale_gathered(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("reference-moves", "reference-moved", "algo.kl.coef=0.1", at=1)
 def reference_moves(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    assert lab.trainer.reference is not None
+    assert isinstance(lab.trainer.reference, Policy)
     trained = dict(lab.trainer.policy.named_parameters())
     for name, parameter in lab.trainer.reference.named_parameters():
         parameter.data = trained[name].data
@@ -436,7 +436,7 @@ def reference_moves(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("reference-of-another", "reference-moved", "algo.kl.coef=0.1")
 def reference_of_another(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     """A checkpoint of another step, say, which then never moves."""
-    assert lab.trainer.reference is not None
+    assert isinstance(lab.trainer.reference, Policy)
     with torch.no_grad():
         for parameter in lab.trainer.reference.parameters():
             parameter.mul_(1.05)

@@ -49,8 +49,8 @@ def trained(make_run: MakeRun, folder: Path, *overrides: str) -> tuple[RunFile, 
         checkpoint.save(run.folder / "checkpoints", trainer.trained(), meta, b"", keep=1)
 
         merged = Policy.load(folder)
-        rows = {name: rows.clone() for name, rows, _ in trainer.policy.export(untie=False)}
-    merged.model.load_state_dict(rows, strict=False)
+        weights = {name: rows.clone() for name, rows, _ in trainer.policy.export(untie=False)}
+    merged.model.load_state_dict(weights, strict=False)
     return run, merged
 
 
@@ -64,7 +64,8 @@ def logp(model: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def expected(policy: Policy) -> torch.Tensor:
-    return policy(sequence_pack(IDS)).logp[1:]
+    found: torch.Tensor = policy(sequence_pack(IDS)).logp[1:]
+    return found
 
 
 def load(folder: Path) -> Any:

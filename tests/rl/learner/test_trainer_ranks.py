@@ -71,6 +71,12 @@ VARIANTS = {
         "algo.kl={coef: 0.05, place: reward, estimator: k3}",
         "learner.minibatches=2",
     ),
+    "lora beside a critic": (
+        "model.lora={rank: 2, targets: [q_proj, down_proj]}",
+        "algo.loss=ppo",
+        "algo.advantage=gae",
+        "algo.critic={enabled: true, lr: 1e-2}",
+    ),
     "topr": ("algo.loss=topr", "algo.correction={weight: sequence, cap: 1.2}"),
 }
 
@@ -161,7 +167,7 @@ def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant:
     for step in range(STEPS):
         assert smooth(metrics[step]) == pytest.approx(smooth(expected[step]), rel=2e-4, abs=2e-5)
     assert largest_difference(found, weights(trainer)) < 3e-5
-    assert ("critic.head.weight" in found) == (variant == "critic")
+    assert ("critic.head.weight" in found) == ("critic" in variant)
     assert ("loss/kl_reference" in metrics[0]) == any("algo.kl" in one for one in VARIANTS[variant])
 
 

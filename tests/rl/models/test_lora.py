@@ -203,7 +203,10 @@ def rank_main(rank: int, folder: str) -> None:
         train(policy, rank, 2)
         names = [name for name, _, _ in policy.export(untie=False)]
         rows = {name: rows.clone() for name, rows, _ in policy.export(untie=False)}
-        torch.save({"rows": rows, "whole": dict(policy.gather(names))}, f"{folder}/rank{rank}.pt")
+        half = load(Path(folder), mesh=mesh, dtype=torch.bfloat16)
+        train(half, rank, 2)
+        found = {"rows": rows, "whole": dict(policy.gather(names)), "half": dict(half.gather(names))}
+        torch.save(found, f"{folder}/rank{rank}.pt")
 
 
 def test_one_rank_two_ranks_and_plain_torch_train_the_same(folder: Path) -> None:
@@ -219,6 +222,11 @@ def test_one_rank_two_ranks_and_plain_torch_train_the_same(folder: Path) -> None
         torch.testing.assert_close(ranks[1]["whole"][name], tensor, rtol=0, atol=1e-5)
         adapted = name.split(".")[-2] in EVERY.targets
         assert ((tensor - start[name]).abs().max() > 1e-3) == adapted, name
+
+        begun = start[name].bfloat16().float()  # of bfloat16 gradients: the same way, and about as far
+        moved, exact = (ranks[0]["half"][name] - begun).flatten(), (tensor - start[name]).flatten()
+        assert not adapted or torch.nn.functional.cosine_similarity(moved, exact, dim=0) > 0.95, name
+        assert torch.equal(ranks[0]["half"][name], ranks[1]["half"][name])
 
 
 # ---------------------------------------------------------------- what leaves the learner, and what it is held to

@@ -96,7 +96,7 @@ class Bars:
         self.begin.append(bar.begin)
         self.end.append(max(end, bar.begin))
         self.kind.append(bar.kind)
-        self.ref.append(bar.ref % _REFS)
+        self.ref.append(bar.ref)
 
     def arrays(self, name: str, offsets: dict[Lane, int], rows: int, tick_s: float) -> tuple[Arrays, int]:
         """The bars by row and time, and how many of the shortest had to be left out.
@@ -121,7 +121,7 @@ class Bars:
             "begin": steps,
             "length": np.ceil(length[order] / tick_s).astype(np.uint32),
             "kind": np.frombuffer(self.kind, np.uint8)[order],
-            "ref": np.frombuffer(self.ref, np.float64)[order],
+            "ref": (np.frombuffer(self.ref, np.float64)[order] % _REFS).astype(np.uint32),
             "rows": starts,
         }
         return {f"{name}.{column}": values for column, values in columns.items()}, left_out

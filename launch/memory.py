@@ -25,6 +25,7 @@ _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
 _AT_REST = {
     "vllm": 1400 * MIB,
     "fsdp": 700 * MIB,
+    "supervised": 700 * MIB,
     "simulated": 60 * MIB,
     "env_server": 100 * MIB,
     "parsers": 500 * MIB,
@@ -74,27 +75,29 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
     `model` None (it is simulated, or not here yet): only what does not depend on it. An engine's cache, where no bytes
     are given for it, takes what is left of a GPU of `machine`.
     """
-    needs = [_environments(config), _samples(config)]
+    needs = [] if config.supervised else [_environments(config), _samples(config)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
 
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
     learner_at_rest = {"process": _AT_REST[config.learner.kind]}
-    if model and config.generator.engine == "vllm":
+    if model and config.generator.engine == "vllm" and not config.supervised:
         if device == "cuda":
             needs.append(_with_cache(config, model, _engine_gpu(config, model), machine))
         else:
             engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
 
-    if model and config.learner.kind == "fsdp" and config.steps:
+    if model and config.learner.kind != "simulated" and config.steps:
         if device == "cuda":
             parts = _learner(config, model) | {"CUDA": _CONTEXT}
             needs.append(Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts)))
         else:
             learner_at_rest |= _learner(config, model)
 
-    needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
+    if config.supervised:
+        return needs
+    needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
     weights = model.served * _bytes(config.generator.dtype) if model else simulated_options(config.learner).weight_bytes
     return [*needs, Need("weight slot", "host", config.weights.slots, {"weights": weights}, "weights.slots")]
 

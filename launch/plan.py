@@ -59,14 +59,15 @@ class ProcessSpec:
 
 def gpus_needed(config: Config) -> int:
     """GPUs of the engines and learner ranks that compute; simulated ones need none."""
-    generators = config.generator.count * config.generator.tensor_parallel if config.generator.engine == "vllm" else 0
+    engines = config.generator.engine == "vllm" and not config.supervised
+    generators = config.generator.count * config.generator.tensor_parallel if engines else 0
     return generators + (config.learner.ranks if _learner_computes(config) else 0)
 
 
 def _learner_computes(config: Config) -> bool:
     """Whether the learner computes: without a step to train, as in `fresco eval`, it only hands out weights and needs
     no GPU."""
-    return config.learner.kind == "fsdp" and config.steps > 0
+    return config.learner.kind != "simulated" and config.steps > 0
 
 
 def make_plan(
@@ -76,7 +77,7 @@ def make_plan(
 
     nodes: the cores by NUMA node, none where they are not known; None: this machine's.
     """
-    generators = config.generator.count
+    generators = 0 if config.supervised else config.generator.count
     ranks = config.learner.ranks
 
     # A dry run may show the plan of another machine, whose GPUs are counted from 0.
@@ -94,16 +95,20 @@ def make_plan(
     needs += [Need(rank_needs, near[generators * tensor_parallel + rank]) for rank in range(ranks)]
     shares = share_cores(needs, numa_nodes() if nodes is None else nodes)
 
-    plan = [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
+    plan: list[ProcessSpec] = []
+    if not config.supervised:
+        plan += [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
 
     # Learner ranks start first: the weights that they publish are what everyone waits for.
-    learner = "rl.learner.process" if config.learner.kind == "fsdp" else "rl.learner.simulated"
-    imports: tuple[str, ...] = (learner,) if config.learner.kind == "fsdp" and device == "cpu" else ()
+    learner = "rl.learner.simulated" if config.learner.kind == "simulated" else "rl.learner.process"
+    imports: tuple[str, ...] = (learner,) if config.learner.kind != "simulated" and device == "cpu" else ()
     for rank in range(ranks):
         own = gpus(generators * tensor_parallel + rank, 1) if _learner_computes(config) else ()
         environment = _environment(own, config.learner.threads)
         cores = shares[generators + rank]
         plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))
+    if config.supervised:
+        return plan
 
     if config.chat.vllm_names:
         parsers = "rollout.parsers.process"

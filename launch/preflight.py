@@ -35,6 +35,7 @@ from launch.sittings import write_history
 from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
+from rl.learner.rows import check_journal
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
 from rl.models.families import read_config
 from rl.observe.alarms import check_alarms
@@ -102,6 +103,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
     if family is not None and knows_tasks(family):
         check_held_out(config, family)
+    _check_imitates(config, family)
     data = {} if dry or family is None else data_of(config.env.name, family)
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
@@ -114,7 +116,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     if not config.network.curve:
         print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
     if machine.name == "this machine":
-        make_room(config, prepared.weight_bytes)
+        make_room(config, 0 if config.supervised else prepared.weight_bytes)
     plan = make_plan(config, device, machine.gpus, machine.nodes)
     _check_descriptors(_DESCRIPTORS + 8 * len(plan) + config.env.episodes_per_server)
     return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, data, unchecked, machine)
@@ -315,6 +317,15 @@ def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, 
     return train_tasks, eval_tasks, family
 
 
+def _check_imitates(config: Config, family: EnvironmentFamily | None) -> None:
+    """Rows to be imitated and a learner that does so come together. Raises ConfigError."""
+    if family is not None and config.supervised != getattr(family, "imitated", False):
+        raise ConfigError(
+            f"learner.kind={config.learner.kind!r} does not fit env.name={config.env.name!r}: rows are imitated by "
+            "`fresco sft DATA`, and `fresco run` plays an environment"
+        )
+
+
 def _check_network(config: Config) -> None:
     """Processes bind ports that are free; the address must be one of this machine."""
     if config.network.transport != "tcp":
@@ -421,6 +432,9 @@ def _check_journal(checked: Preflight, meta: Meta) -> None:
     config = checked.config
     assert config.resume is not None
     try:
+        if config.supervised:
+            check_journal(read_journal(config.resume), checked.data)
+            return
         state = msgspec.msgpack.decode(read_journal(config.resume))
         core = BrokerCore(Rules.of(config, checked.train_tasks, meta.step), data=checked.data)
         core.restore(state, new_data=config.resume_data == "new")

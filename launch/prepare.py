@@ -80,7 +80,7 @@ def prepare(config: Config, *, make: bool = True, begin: Begin = begin_process) 
 def needs_validation(config: Config) -> bool:
     """A simulated learner runs no loss, but what a recipe says of one is checked as if it did."""
     ours = config.weights.transport in CHANNELS  # of a user's own the module may import torch
-    return config.learner.kind == "fsdp" or config.algo != AlgoConfig() or not ours
+    return config.learner.kind != "simulated" or config.algo != AlgoConfig() or not ours
 
 
 def _run_child(command: Command, files: Files, begin: Begin) -> int | None:
@@ -234,7 +234,7 @@ def _check_model(config: Config) -> None:
 
 def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
     """What a `config.json` says of `model.path`, without torch. Raises ConfigError."""
-    if config.learner.kind != "fsdp":
+    if config.learner.kind == "simulated":
         return
     try:
         check_family(told, untested=config.model.untested)
@@ -244,7 +244,7 @@ def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
 
 def check_model_is_trainable(config: Config, folder: Path) -> None:
     """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong."""
-    if config.learner.kind == "fsdp":
+    if config.learner.kind != "simulated":
         _check_trainable(config, folder, f"model.path={config.model.path!r}")
 
 
@@ -256,7 +256,7 @@ def _check_other_models(config: Config) -> None:
         "algo.critic.path": algo.critic.path if algo.critic.enabled else "start",
     }
     for field, path in used.items():
-        if path != "start" and config.learner.kind == "fsdp":
+        if path != "start" and config.learner.kind != "simulated":
             _check_trainable(config, Path(path), f"{field}={path!r}")
 
 

@@ -119,8 +119,8 @@ class EnvConfig(Section):
 
 class LearnerConfig(Section):
     where = "learner"
-    kind: Literal["fsdp", "simulated"] = "fsdp"
-    """`fsdp` trains; `simulated` only takes the time, without torch."""
+    kind: Literal["fsdp", "supervised", "simulated"] = "fsdp"
+    """`fsdp` trains; `supervised` imitates rows (`fresco sft`); `simulated` only takes the time, without torch."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that kind of learner, checked by its own model."""
     ranks: int = Field(1, ge=1)
@@ -330,6 +330,11 @@ class Config(Section):
                 f"2 and less than rollout.group_size={self.rollout.group_size}"
             )
         return self
+
+    @property
+    def supervised(self) -> bool:
+        """Whether rows are imitated, so that there is nothing but a learner."""
+        return self.learner.kind == "supervised"
 
     @property
     def batch_size(self) -> int:

@@ -29,6 +29,7 @@ _AT_REST = {
     "simulated": 60 * MIB,
     "env_server": 100 * MIB,
     "parsers": 500 * MIB,
+    "teacher": 700 * MIB,
 }
 
 
@@ -78,6 +79,9 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
     needs = [] if config.supervised else [_environments(config), _samples(config)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
+
+    if config.algo.teacher is not None:
+        needs.append(Need("teacher", "host", 1, {"process": _AT_REST["teacher"]}, "algo.teacher"))
 
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
     learner_at_rest = {"process": _AT_REST[config.learner.kind]}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch.gpus import Gpu
 from launch.launcher.protocol import Node, Spec
+from rl.config.algo import is_endpoint
 from rl.config.schema import Config
 from rl.wire.run import RunFile
 from rollout.generator.engines.environment import VLLM_QUIET, engine_environment, engine_imports
@@ -61,7 +62,13 @@ def gpus_needed(config: Config) -> int:
     """GPUs of the engines and learner ranks that compute; simulated ones need none."""
     engines = config.generator.engine == "vllm" and not config.supervised
     generators = config.generator.count * config.generator.tensor_parallel if engines else 0
-    return generators + (config.learner.ranks if _learner_computes(config) else 0)
+    ranks = config.learner.ranks if _learner_computes(config) else 0
+    return generators + ranks + (1 if has_own_teacher(config) else 0)
+
+
+def has_own_teacher(config: Config) -> bool:
+    """Whether the teacher of a distillation computes in a process of this run."""
+    return config.algo.teacher is not None and not is_endpoint(config.algo.teacher) and _learner_computes(config)
 
 
 def _learner_computes(config: Config) -> bool:
@@ -109,6 +116,12 @@ def make_plan(
         plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))
     if config.supervised:
         return plan
+
+    if config.algo.teacher is not None and config.steps:
+        own = gpus(gpus_needed(config) - 1, 1) if has_own_teacher(config) else ()
+        teacher = "rollout.teacher.process"
+        imports = (teacher, "rl.models.policy") if has_own_teacher(config) and device == "cpu" else ()
+        plan.append(ProcessSpec("teacher", 0, teacher, own, (), imports, _environment(own, config.learner.threads)))
 
     if config.chat.vllm_names:
         parsers = "rollout.parsers.process"

@@ -32,6 +32,7 @@ from launch.model_config import model_config
 from launch.plan import ProcessSpec, gpus_needed, make_plan
 from launch.prepare import Prepared, check_family_of, prepare
 from launch.sittings import write_history
+from rl.config.algo import is_endpoint
 from rl.config.hooks import make_hooks
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
@@ -157,7 +158,10 @@ def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> P
         unchecked.append(f"the weights of model.path={path!r}")
     if dry and (warm := config.model.warm_start).demonstrations:
         unchecked.append(f"a run first trains it on {warm.demonstrations} demonstrations, {warm.steps} steps")
-    return prepare(config, make=not dry, begin=begin)
+    prepared = prepare(config, make=not dry, begin=begin)
+    if config.algo.teacher is not None and prepared.teacher is None and (dry or is_endpoint(config.algo.teacher)):
+        unchecked.append(f"whether algo.teacher={config.algo.teacher!r} shares the student's vocabulary")
+    return prepared
 
 
 def _check_device(config: Config, target: Machine | None, dry: bool, unchecked: list[str]) -> tuple[str, Machine]:
@@ -226,7 +230,7 @@ def _check_plugins(config: Config) -> None:
     make_hooks("env_server", config.rollout.hooks, print, print)
 
     _check_kept(core, rules)
-    register_configured(config.algo.columns)
+    register_configured(config.algo.all_columns)
     load("launcher", config.launcher, LAUNCHERS)
 
 
@@ -367,6 +371,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         timeline=meta.timeline + 1 if meta else 0,
         start_step=meta.step if meta else 0,
         model_folder=checked.prepared.folder,
+        teacher_folder=checked.prepared.teacher,
         train_tasks=checked.train_tasks,
         data=checked.data,
         eval_tasks=min(checked.eval_tasks or config.eval.tasks, config.eval.tasks),

@@ -45,7 +45,7 @@ from rl.wire.run import RunFile
 from rl.wire.sockets import PeerGone, open_socket, send_to
 
 FINISHED = "finished"
-_WORKERS = ("generator", "env_server", "parsers")
+_WORKERS = ("generator", "env_server", "parsers", "teacher")
 _TOGETHER = "learner"  # its ranks train as one, and are replaced as one
 _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
 _FENCE_S = 10.0  # for the kernel to end a killed process

@@ -112,7 +112,7 @@ class EnvConfig(Section):
     step_deadline_s: float = Field(30.0, gt=0)
     """Longest time of one reset or step before the ticket fails."""
     max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that a dead server, or the process of parsers, is started again before the run stops."""
+    """Times that a dead server, or the process of parsers or of the teacher, is started again before the run stops."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment, checked by its own model."""
 

@@ -13,10 +13,12 @@ from algos.correction import Correction
 from algos.registry import Loss, make_loss, registered
 from algos.regularisation import Regularisation
 from algos.rewards import Shaping, check_shaping, make_shaping
-from rl.config.algo import CriticConfig, KLConfig
+from rl.config.algo import CriticConfig, KLConfig, is_endpoint
 from rl.config.plugins import load
 from rl.config.schema import Config
 from rl.wire.columns import BUILT_IN, COLUMNS, register_configured
+
+_LIST = "list the column's declaration under algo.columns (rl/wire/columns.py)"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, in one line, for unknown names and options and for settings that contradict each other."""
     algo = config.algo
     kl = algo.kl
-    register_configured(algo.columns)
+    register_configured(algo.all_columns)
     loss = make_loss(load("algo.loss", algo.loss, registered("loss")), algo.options)
     advantage = load("algo.advantage", algo.advantage or loss.spec.advantage, registered("advantage"))
     estimator = make_estimator(advantage, algo.advantage_options)
@@ -135,8 +137,20 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
     fixes = {
         "logp_proximal": "register it with needs_proximal=True, or set algo.correction.weight",
         "logp_reference": "set algo.kl.coef above 0",
+        "teacher_logp": f"{_LIST}, or name the model of a teacher in algo.teacher",
     }
-    fix = fixes.get(unknown, "list the column's declaration under algo.columns (rl/wire/columns.py)")
+    fix = fixes.get(unknown, _LIST)
+    if algo.teacher is not None:
+        others = {name: shape for name, shape in _shapes().items() if name != "teacher_logp"}
+        read = missing_inputs(loss, proximal=True, reference=True, columns=others) == "teacher_logp"
+        field = f"algo.teacher={algo.teacher!r}"
+        yield not read, f"{field} is never asked with algo.loss={loss.spec.name!r}: set algo.loss=reverse_kl"
+        temperature = config.sampling.temperature
+        yield (
+            is_endpoint(algo.teacher) and temperature != 1,
+            f"{field}: an endpoint tells log-probabilities at temperature 1 only; set sampling.temperature=1, or give "
+            "the teacher's folder",
+        )
     yield bool(unknown), f"algo.loss={loss.spec.name!r} uses {unknown}, which nothing here computes: {fix}"
 
 

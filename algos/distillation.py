@@ -28,8 +28,8 @@ def reverse_kl(inputs: LossInputs, options: ReverseKLOptions) -> LossResult:
 
     Each token's advantage is how much likelier it is to the teacher, as in "On-Policy Distillation" (Thinking Machines
     2025, https://thinkingmachines.ai/blog/on-policy-distillation). That is the gradient of KL(pi || pi_teacher) of the
-    next token, with no regard to later ones: GKD with lambda = 1 and reverse KL (https://arxiv.org/abs/2306.13649),
-    from sampled tokens. sg: stop gradient; C = `cap`, w = `rewards`.
+    next token, with no regard to later ones. It is GKD with lambda = 1 and reverse KL
+    (https://arxiv.org/abs/2306.13649), from sampled tokens. sg: stop gradient; C is `cap`, w is `rewards`.
     """
     current = inputs.masked(inputs.logp_current)
     gap = inputs.log_ratio(inputs.columns["teacher_logp"], current.detach())  # (T,)

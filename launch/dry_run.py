@@ -90,7 +90,7 @@ def print_gpus(needs: Sequence[Need], machine: Machine, console: Console) -> Non
 
     table.add_row("together", *(size_text(need.each) for need in kinds))
     if (gpu := machine.gpu_memory) is not None:
-        table.add_row("left", *(size_text(gpu - need.each) for need in kinds))
+        table.add_row("left", *(size_text(need.left(gpu)) for need in kinds))
     console.print(table)
     for remark in (remark for need in kinds for remark in need.remarks):
         console.print(remark, markup=False, soft_wrap=True)

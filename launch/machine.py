@@ -40,7 +40,7 @@ class Machine:
 
     def __str__(self) -> str:
         each = f" of {size_text(self.gpu_memory)}" if self.gpu_memory else ""
-        parts = [f"{len(self.gpus)} GPUs{each}"] if self.gpus else []
+        parts = [f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}{each}"] if self.gpus else []
         parts += [f"{size_text(self.memory)} of memory"] if self.memory else []
         parts += [f"{cores} cores"] if (cores := sum(map(len, self.nodes.values()))) else []
         return f"{self.name}{': ' if parts else ''}{', '.join(parts)}"
@@ -73,7 +73,12 @@ def _gpus(text: str) -> tuple[int, int | None]:
     found = re.fullmatch(r"(\d{1,5})(?:x(\d+(?:\.\d+)?)(?:GB?)?)?", text)
     if found is None or (found[2] is not None and not float(found[2])):
         raise ConfigError(f"--gpus={text}: how many, and the GB of each: 8x80; or only how many: 8")
-    return int(found[1]), None if found[2] is None else int(float(found[2]) * _USABLE * GIB)
+    return int(found[1]), None if found[2] is None else gpu_bytes(float(found[2]))
+
+
+def gpu_bytes(gigabytes: float) -> int:
+    """What a GPU that is sold with so many GB has."""
+    return int(gigabytes * _USABLE * GIB)
 
 
 def _size(text: str) -> int:

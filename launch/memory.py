@@ -6,11 +6,13 @@ has is refused with the numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launch.machine import MIB, Machine, size_text
+from launch.plan import shares_gpus
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
 from rl.models.shape import ModelShape
@@ -19,6 +21,7 @@ from rollout.generator.engines.environment import kv_cache_bytes
 
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of Adam's two moments: float32
 _BATCHED_TOKENS = 8192  # of one engine step, at least (`vllm_settings`)
+_MARGIN = 1.05  # an estimate of a learner's peak beside its peak
 _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
 
 # A process at rest, its libraries imported (measured on CPU, rounded up).
@@ -37,7 +40,7 @@ _AT_REST = {
 class Need:
     """What `count` like processes or GPUs need: bytes of each, by purpose. `field` is what to change if it is too much.
 
-    share: of its GPU, which it may take.
+    share: of its GPU, which it may take. beside: what has the rest.
     """
 
     what: str
@@ -46,12 +49,17 @@ class Need:
     parts: dict[str, int]
     field: str
     share: float = 1.0
+    beside: str = ""
     remarks: tuple[str, ...] = ()
     """What it means for the run, in words."""
 
     @property
     def each(self) -> int:
         return sum(self.parts.values())
+
+    def left(self, gpu: int) -> int:
+        """Bytes that stay free of a GPU with so many, or of its share of one that it has not for itself."""
+        return int(gpu * self.share if self.beside else gpu) - self.each
 
     @property
     def held(self) -> str:
@@ -85,18 +93,12 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
 
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
     learner_at_rest = {"process": _AT_REST[config.learner.kind]}
-    if model and config.generator.engine == "vllm" and not config.supervised:
-        if device == "cuda":
-            needs.append(_with_cache(config, model, _engine_gpu(config, model), machine))
-        else:
-            engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
-
-    if model and config.learner.kind != "simulated" and config.steps:
-        if device == "cuda":
-            parts = _learner(config, model) | {"CUDA": _CONTEXT}
-            needs.append(Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts)))
-        else:
-            learner_at_rest |= _learner(config, model)
+    if model and device == "cuda":
+        needs += _on_gpus(config, model, machine or Machine())
+    elif model and config.generator.engine == "vllm" and not config.supervised:
+        engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
+    if model and device == "cpu" and _trains(config):
+        learner_at_rest |= _learner(config, model)
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:
@@ -122,11 +124,13 @@ def check_memory(needs: Sequence[Need], machine: Machine) -> None:
         )
 
     gpu = machine.gpu_memory
-    for need in needs:
+    for need in sorted(needs, key=lambda need: need.each, reverse=True):
         if need.where == "gpu" and gpu is not None and need.each > need.share * gpu:
             part = (
                 f", of which generator.options.gpu_memory_utilization leaves {need.share:g}" if need.share < 1 else ""
             )
+            if need.beside:
+                part = f", shared with {need.beside}, which leaves {size_text(int(need.share * gpu))}"
             raise ConfigError(
                 f"{need.field}: {need}, and a GPU has {size_text(gpu)}{part}; see {need.field} and model.path"
             )
@@ -194,10 +198,42 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     return Need("engine's GPU", "gpu", devices, parts, "generator.tensor_parallel", share)
 
 
-def _with_cache(config: Config, model: ModelShape, need: Need, machine: Machine | None) -> Need:
+def _trains(config: Config) -> bool:
+    return config.learner.kind != "simulated" and config.steps > 0
+
+
+def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
+    """The needs of an engine's GPU and of a learner's, or of their shares of one."""
+    learner, engine = [], []
+    if _trains(config):
+        parts = _learner(config, model) | {"CUDA": _CONTEXT}
+        learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
+    if config.generator.engine == "vllm" and not config.supervised:
+        engine = [_engine_gpu(config, model)]
+
+    gpu = machine.gpu_memory
+    if gpu is not None and shares_gpus(config, len(machine.gpus)):
+        given = config.generator.options.get("gpu_memory_utilization")
+        rest = 1 - _MARGIN * learner[0].each / gpu
+        share = max(0.0, math.floor(rest * 1000) / 1000 if given is None else float(given))
+        learner = [replace(learner[0], what="learner's share of a GPU", share=1 - share, beside="an engine")]
+        engine = [
+            replace(engine[0], what="engine's share of a GPU", share=share, beside="a learner", field=learner[0].field)
+        ]
+    return [*(_with_cache(config, model, need, gpu) for need in engine), *learner]
+
+
+def shared_with_learner(needs: Sequence[Need]) -> tuple[float, int] | None:
+    """The share of its GPU's memory that an engine beside a learner may take, and the bytes of its cache there.
+
+    vLLM would size the cache by what all processes took meanwhile. None: engines have GPUs of their own.
+    """
+    return next(((need.share, need.parts["KV cache"]) for need in needs if need.beside == "a learner"), None)
+
+
+def _with_cache(config: Config, model: ModelShape, need: Need, gpu: int | None) -> Need:
     """`need` with the cache that it has on this machine, of one context at least, and the sequences that it holds."""
     generator = config.generator
-    gpu = machine.gpu_memory if machine else None
     # A device has keys and values of its own heads, and of at least one.
     token = model.kv_bytes(_bytes(generator.dtype)) // min(generator.tensor_parallel, model.kv_heads)
     least = generator.max_model_len * token

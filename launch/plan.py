@@ -6,7 +6,7 @@ Each engine and rank has cores of one NUMA node to itself, near its GPU, and nev
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,17 +58,31 @@ class ProcessSpec:
         return [str(part) for option in options.items() for part in option]
 
 
-def gpus_needed(config: Config) -> int:
-    """GPUs of the engines and learner ranks that compute; simulated ones need none."""
-    engines = config.generator.engine == "vllm" and not config.supervised
-    generators = config.generator.count * config.generator.tensor_parallel if engines else 0
-    ranks = config.learner.ranks if _learner_computes(config) else 0
-    return generators + ranks + (1 if has_own_teacher(config) else 0)
+def gpus_needed(config: Config, visible: int = 0) -> int:
+    """GPUs of engines, learner ranks and a teacher that compute, where so many are visible; simulated ones need
+    none."""
+    engines, ranks = _gpus_of_each(config)
+    together = max(engines, ranks) if shares_gpus(config, visible) else engines + ranks
+    return together + has_own_teacher(config)
 
 
 def has_own_teacher(config: Config) -> bool:
     """Whether the teacher of a distillation computes in a process of this run."""
     return config.algo.teacher is not None and not is_endpoint(config.algo.teacher) and _learner_computes(config)
+
+
+def shares_gpus(config: Config, visible: int) -> bool:
+    """Whether each rank is on the GPU of an engine, or each engine on that of a rank, as far as there are both."""
+    each = _gpus_of_each(config)
+    return all(each) and (
+        config.placement == "shared" or (config.placement == "auto" and each == (1, 1) and visible == 1)
+    )
+
+
+def _gpus_of_each(config: Config) -> tuple[int, int]:
+    engines = config.generator.engine == "vllm" and not config.supervised
+    generators = config.generator.count * config.generator.tensor_parallel if engines else 0
+    return generators, config.learner.ranks if _learner_computes(config) else 0
 
 
 def _learner_computes(config: Config) -> bool:
@@ -80,7 +94,8 @@ def _learner_computes(config: Config) -> bool:
 def make_plan(
     config: Config, device: str, visible: Sequence[Gpu] = (), nodes: Mapping[int, list[int]] | None = None
 ) -> list[ProcessSpec]:
-    """Processes in the order they start. GPUs, from those that are `visible`: generators first, then learner ranks.
+    """Processes in the order they start. GPUs, from those that are `visible`: generators first, then learner ranks,
+    or both from the first on, where they share them.
 
     nodes: the cores by NUMA node, none where they are not known; None: this machine's.
     """
@@ -89,17 +104,18 @@ def make_plan(
 
     # A dry run may show the plan of another machine, whose GPUs are counted from 0.
     names = [gpu.name for gpu in visible]
-    names += [str(number) for number in range(len(names), gpus_needed(config))]
+    names += [str(number) for number in range(len(names), gpus_needed(config, len(visible)))]
 
     def gpus(first: int, count: int) -> tuple[str, ...]:
         return tuple(names[first : first + count]) if device == "cuda" else ()
 
     tensor_parallel = config.generator.tensor_parallel
+    first_of_ranks = 0 if shares_gpus(config, len(visible)) else generators * tensor_parallel
     near = [gpu.numa for gpu in visible] + [None] * (generators * tensor_parallel + ranks)
     engine = engine_cores(device, config.generator.threads, tensor_parallel)
     rank_needs = rank_cores(device, config.learner.threads)
     needs = [Need(engine, near[index * tensor_parallel]) for index in range(generators)]
-    needs += [Need(rank_needs, near[generators * tensor_parallel + rank]) for rank in range(ranks)]
+    needs += [Need(rank_needs, near[first_of_ranks + rank]) for rank in range(ranks)]
     shares = share_cores(needs, numa_nodes() if nodes is None else nodes)
 
     plan: list[ProcessSpec] = []
@@ -110,23 +126,15 @@ def make_plan(
     learner = "rl.learner.simulated" if config.learner.kind == "simulated" else "rl.learner.process"
     imports: tuple[str, ...] = (learner,) if config.learner.kind != "simulated" and device == "cpu" else ()
     for rank in range(ranks):
-        own = gpus(generators * tensor_parallel + rank, 1) if _learner_computes(config) else ()
+        own = gpus(first_of_ranks + rank, 1) if _learner_computes(config) else ()
         environment = _environment(own, config.learner.threads)
         cores = shares[generators + rank]
         plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))
     if config.supervised:
         return plan
 
-    if config.algo.teacher is not None and config.steps:
-        own = gpus(gpus_needed(config) - 1, 1) if has_own_teacher(config) else ()
-        teacher = "rollout.teacher.process"
-        imports = (teacher, "rl.models.policy") if has_own_teacher(config) and device == "cpu" else ()
-        plan.append(ProcessSpec("teacher", 0, teacher, own, (), imports, _environment(own, config.learner.threads)))
-
-    if config.chat.vllm_names:
-        parsers = "rollout.parsers.process"
-        imports = (parsers,) if device == "cpu" else ()
-        plan.append(ProcessSpec("parsers", 0, parsers, imports=imports, environment=_environment((), 1) | VLLM_QUIET))
+    last = gpus_needed(config, len(visible)) - 1
+    plan += _beside(config, device, gpus(last, 1) if has_own_teacher(config) else ())
 
     for index in range(generators):
         own = gpus(index * tensor_parallel, tensor_parallel)
@@ -139,6 +147,20 @@ def make_plan(
     for index in range(config.env.servers):
         plan.append(ProcessSpec("env_server", index, "envs.server", environment=_environment((), 1)))
     return plan
+
+
+def _beside(config: Config, device: str, gpus: tuple[str, ...]) -> Iterator[ProcessSpec]:
+    """Teacher and parsers, which some runs have. gpus: the own ones of a teacher that computes here."""
+    if config.algo.teacher is not None and config.steps:
+        teacher = "rollout.teacher.process"
+        imports = (teacher, "rl.models.policy") if has_own_teacher(config) and device == "cpu" else ()
+        environment = _environment(gpus, config.learner.threads)
+        yield ProcessSpec("teacher", 0, teacher, gpus, imports=imports, environment=environment)
+
+    if config.chat.vllm_names:
+        parsers = "rollout.parsers.process"
+        imports = (parsers,) if device == "cpu" else ()
+        yield ProcessSpec("parsers", 0, parsers, imports=imports, environment=_environment((), 1) | VLLM_QUIET)
 
 
 def _environment(gpus: tuple[str, ...], threads: int) -> dict[str, str]:

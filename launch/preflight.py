@@ -27,9 +27,9 @@ from launch.boards import check_boards
 from launch.launcher import LAUNCHERS
 from launch.launcher.local import Begin, begin_process
 from launch.machine import Machine, this_machine
-from launch.memory import Need, check_context, check_memory, estimate, shape_of
+from launch.memory import Need, check_context, check_memory, estimate, shape_of, shared_with_learner
 from launch.model_config import model_config
-from launch.plan import ProcessSpec, gpus_needed, make_plan
+from launch.plan import ProcessSpec, gpus_needed, make_plan, shares_gpus
 from launch.prepare import Prepared, check_family_of, prepare
 from launch.sittings import write_history
 from rl.config.algo import is_endpoint
@@ -174,10 +174,14 @@ def _check_device(config: Config, target: Machine | None, dry: bool, unchecked: 
             "generator.options.own_process=false: only for device=cpu with generator.tensor_parallel=1; leave it out"
         )
 
-    if device == "cuda" and len(machine.gpus) < gpus_needed(config):
-        shortage = f"the plan needs {gpus_needed(config)} GPUs, {machine.name} shows {len(machine.gpus)}"
+    visible = len(machine.gpus)
+    needed = gpus_needed(config, visible)
+    if device == "cuda" and visible < needed:
+        shortage = f"the plan needs {needed} GPUs, {machine.name} shows {visible}"
         if target is not None or not dry:
-            raise ConfigError(f"device=cuda: {shortage}; lower generator.count or learner.ranks, or set device=cpu")
+            share = gpus_needed(config.model_copy(update={"placement": "shared"}), visible) <= visible
+            cure = "set placement=shared" if share else "lower generator.count or learner.ranks, or set device=cpu"
+            raise ConfigError(f"device=cuda: {shortage}; {cure}")
         unchecked.append(f"{shortage}; name the machine that it is for: --gpus 8x80 --host-memory 1T --cores 192")
         machine = Machine()
     return device, machine
@@ -282,7 +286,13 @@ def _check_memory(
         check_context(config, device, model)
     elif config.model.path == "tiny" and config.generator.engine == "vllm":
         unchecked.append("memory is estimated without the model, which a run makes")
+
     if device == "cuda" and machine.gpus and machine.gpu_memory is None:
+        if shares_gpus(config, len(machine.gpus)):
+            raise ConfigError(
+                f"placement={config.placement}: {machine.name} does not say how much memory a GPU has, of which an "
+                "engine and a rank would have a part each; set placement=apart"
+            )
         unchecked.append(f"{machine.name}: how much memory a GPU has; name it, for instance 8x80")
 
     needs = estimate(config, device, model, machine)
@@ -375,6 +385,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         train_tasks=checked.train_tasks,
         data=checked.data,
         eval_tasks=min(checked.eval_tasks or config.eval.tasks, config.eval.tasks),
+        beside_learner=shared_with_learner(checked.memory),
         started_at=started,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -22,6 +23,10 @@ from tests.cutting import only_new_connections
 __all__ = ["MakeRun", "only_new_connections", "save_run"]
 
 MakeRun = Callable[..., RunFile]
+# Where this is set, as in many containers, each process compiles every module anew: half of a run's CPU seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # How long an example takes is the machine's.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl.config.schema import Config
 from rl.wire.columns import ONE_TURN, masked_columns, masked_context
@@ -79,8 +80,9 @@ class ByteTokenizer(IdTokenizer):
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(each for each in ids if each < END).decode("utf-8", "replace")
+    def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
+        written = np.asarray(ids, np.int32)
+        return written[written < END].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
 class Player:
@@ -128,7 +130,7 @@ class Player:
 
         async def generate(request: Generate) -> Generated:
             nonlocal turn
-            said = await agent(View(environment, index, turn, self._tokenizer.decode(request.prompt_ids.tolist())))
+            said = await agent(View(environment, index, turn, self._tokenizer.decode(request.prompt_ids)))
             turn += 1
             await asyncio.sleep(0)  # so that episodes that run together alternate
             ids = [*said.text.encode("utf-8", "replace"), *([] if said.cut else [END])] or [END]
@@ -142,8 +144,8 @@ class Player:
         decode = self._tokenizer.decode
 
         return PlayResult(
-            opening=decode(sequence.token_ids[: turns[0].start].tolist()),
-            text=decode(sequence.token_ids.tolist()),
+            opening=decode(sequence.token_ids[: turns[0].start]),
+            text=decode(sequence.token_ids),
             rewards=tuple(turn.reward for turn in turns),
             success=trajectory.success,
             stop_reason=trajectory.stop_reason,

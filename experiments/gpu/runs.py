@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -46,28 +45,25 @@ def end_to_end(result: Result, device: str) -> None:
     need_vllm()
     if device == "cuda" and (shown := len(visible_gpus())) < 2:
         raise Unrun(f"it needs two GPUs, and this machine shows {shown}; the part one_gpu is for one")
-    _run(result, ["math_cpu", *(["steps=20", *_ONE_EACH] if device == "cuda" else _ON_CPU)], {})
+    _run(result, ["math_cpu", *(["steps=20", *_ONE_EACH] if device == "cuda" else _ON_CPU)])
 
 
 def one_gpu(result: Result, device: str) -> None:
-    """Engine and rank on one GPU, which is named twice, because a plan counts one for each."""
+    """Engine and rank on one GPU."""
     need_vllm()
     if device == "cpu":
         raise Unrun("a CPU has no GPU to share")
-    settings = ["steps=20", *_ONE_EACH, "generator.options.gpu_memory_utilization=0.3"]
     with _PeakMemory() as peak:
-        _run(result, ["math_cpu", *settings], _twice())
+        _run(result, ["math_cpu", "steps=20", *_ONE_EACH, "placement=shared"])
     result.note("peak_gib", peak.mib / 1024)
 
 
 def start(result: Result, device: str) -> None:
     """The first update, eagerly and with graphs, twice each: the second finds what the first has compiled."""
     need_vllm()
-    shared = ["generator.options.gpu_memory_utilization=0.3"]
-    ways = {"eager": [*_ONE_EACH, *shared], "graphs": [*_ONE_EACH, *shared, "generator.options.enforce_eager=false"]}
+    ways = {"eager": _ONE_EACH, "graphs": [*_ONE_EACH, "generator.options.enforce_eager=false"]}
     if device == "cpu":
         ways = {"cpu": _ON_CPU}
-    os.environ.update(_twice() if device == "cuda" and len(visible_gpus()) == 1 else {})
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         for name, settings in ways.items():
             for time_of in ("first", "again") if device == "cuda" else ("first",):
@@ -76,17 +72,13 @@ def start(result: Result, device: str) -> None:
                 result.note(f"{name}, {time_of}", {"marks_s": begun.marks, "cpu_s": begun.cpu_s})
 
 
-def _twice() -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(2 * [visible_gpus()[0].name])}
-
-
-def _run(result: Result, words: list[str], environment: dict[str, str]) -> None:
+def _run(result: Result, words: list[str]) -> None:
     """`fresco run` to its end, and what its metrics say of it."""
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         settings = [f"runs={folder}", "name=run", "tracking.wandb=disabled", "tracking.live=false"]
         command = [sys.executable, "-m", "launch.cli", "run", *words, *settings]
         result.note("run", " ".join(["fresco", "run", *words]))
-        code = subprocess.run(command, cwd=_ROOT, env=os.environ | environment).returncode
+        code = subprocess.run(command, cwd=_ROOT).returncode
         result.note("exit_code", code)
         _note_run(result, Path(folder) / "run")
     if code:

@@ -268,6 +268,9 @@ class Config(Section):
     after it is the last."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
+    placement: Annotated[Literal["auto", "apart", "shared"], Where("GPUs")] = "auto"
+    """`apart`: engines and ranks have GPUs of their own; `shared`: each rank is on the GPU of an engine; `auto` shares
+    where there is one GPU."""
     resume: Path | None = None
     """A checkpoint's or run's folder to continue from; `auto`: the newest of this name; `new`: none; null: `auto` where
     the same configuration stopped early."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from algos.advantages import Estimator, make_estimator
@@ -80,7 +81,7 @@ def make_algorithm(config: Config) -> Algorithm:
         critic=algo.critic if algo.critic.enabled else None,
     )
 
-    for wrong, message in _contradictions(config, algorithm):
+    for wrong, message in chain(_contradictions(config, algorithm), _of_teacher(config, loss)):
         if wrong:
             raise ValueError(message)
     for shaping in shapings:
@@ -140,18 +141,26 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
         "teacher_logp": f"{_LIST}, or name the model of a teacher in algo.teacher",
     }
     fix = fixes.get(unknown, _LIST)
-    if algo.teacher is not None:
-        others = {name: shape for name, shape in _shapes().items() if name != "teacher_logp"}
-        read = missing_inputs(loss, proximal=True, reference=True, columns=others) == "teacher_logp"
-        field = f"algo.teacher={algo.teacher!r}"
-        yield not read, f"{field} is never asked with algo.loss={loss.spec.name!r}: set algo.loss=reverse_kl"
-        temperature = config.sampling.temperature
-        yield (
-            is_endpoint(algo.teacher) and temperature != 1,
-            f"{field}: an endpoint tells log-probabilities at temperature 1 only; set sampling.temperature=1, or give "
-            "the teacher's folder",
-        )
     yield bool(unknown), f"algo.loss={loss.spec.name!r} uses {unknown}, which nothing here computes: {fix}"
+
+
+def _of_teacher(config: Config, loss: Loss) -> Iterator[tuple[bool, str]]:
+    """What must not be of `algo.teacher`."""
+    teacher = config.algo.teacher
+    if teacher is None:
+        return
+
+    others = {name: shape for name, shape in _shapes().items() if name != "teacher_logp"}
+    read = missing_inputs(loss, proximal=True, reference=True, columns=others) == "teacher_logp"
+    yield (
+        not read,
+        f"algo.teacher={teacher!r} is never asked with algo.loss={loss.spec.name!r}: set algo.loss=reverse_kl",
+    )
+    yield (
+        is_endpoint(teacher) and config.sampling.temperature != 1,
+        f"algo.teacher={teacher!r}: an endpoint tells log-probabilities at temperature 1 only; set "
+        "sampling.temperature=1, or give the teacher's folder",
+    )
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:

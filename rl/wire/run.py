@@ -48,6 +48,9 @@ class RunFile(BaseModel):
     eval_tasks: int
     data: dict[str, str] = {}
     """What the training tasks are, by environment (`envs/data.py`)."""
+    beside_learner: tuple[float, int] | None = None
+    """Of a GPU that an engine shares with a learner rank: the engine's share of the memory, and the bytes of its cache.
+    None: engines have GPUs of their own."""
     started_at: float
     """time.time() of the command."""
     _addresses: Addresses = PrivateAttr(default_factory=Addresses)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from rl.config.schema import Config, GeneratorConfig
 from rl.config.section import Section, Where
+from rl.wire.run import RunFile
 from rollout.generator.engines.cpu import environment as on_cpu
 
 _CPU_CACHE = 64 << 20
@@ -36,6 +37,17 @@ class VllmOptions(Section):
 def kv_cache_bytes(config: GeneratorConfig, device: str) -> int | None:
     """The cache of one engine, over all its devices; None: what is free decides."""
     return config.kv_cache_bytes or (_CPU_CACHE if device == "cpu" else None)
+
+
+def device_memory(run: RunFile) -> tuple[float, int | None]:
+    """The share of a device's memory that an engine may take, and the bytes of its cache there; None: what is free
+    decides. Beside a learner both are the plan's."""
+    if run.beside_learner is not None:
+        return run.beside_learner
+    config = run.config.generator
+    cache = kv_cache_bytes(config, run.device)
+    share = VllmOptions.model_validate(config.options).gpu_memory_utilization
+    return share, None if cache is None else cache // config.tensor_parallel
 
 
 def engine_imports(config: Config, device: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from rl.wire.messages import Generate
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines import engine_options
 from rollout.generator.engines.base import EngineInfo
-from rollout.generator.engines.environment import kv_cache_bytes
+from rollout.generator.engines.environment import device_memory
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
 _REPORT_EVERY = 32  # tokens between two outputs of one request: each costs a task switch
@@ -63,7 +63,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     options = engine_options(config)
     on_cpu = context.run.device == "cpu"
     model = str(context.run.model_folder or context.run.config.model.path)
-    cache = kv_cache_bytes(config, context.run.device)
+    share, cache = device_memory(context.run)
     tied = bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
     arguments = AsyncEngineArgs(
         model=model,
@@ -80,8 +80,8 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         enable_prefix_caching=True,
         scheduling_policy="priority",
         tensor_parallel_size=config.tensor_parallel,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        kv_cache_memory_bytes=None if cache is None else cache // config.tensor_parallel,  # of each device
+        gpu_memory_utilization=share,
+        kv_cache_memory_bytes=cache,
         block_size=options.kv_block or (_CPU_BLOCK if on_cpu else None),
         enforce_eager=options.enforce_eager or on_cpu,
         logprobs_mode="processed_logprobs",

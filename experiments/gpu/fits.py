@@ -1,0 +1,77 @@
+"""What fits on which GPUs, by the estimate that a run is checked with: the table of `docs/gpu.md`.
+
+    python -m experiments.gpu.fits
+
+Answers of 1 024 tokens in contexts of 2 048, packs of 8 192, bfloat16 with float32 master weights, recomputation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.gpu.models import SIZES
+from launch.gpus import Gpu
+from launch.machine import Machine, gpu_bytes
+from launch.memory import check_memory, estimate
+from rl.config.schema import ConfigError, load_config
+from rl.models.shape import ModelShape
+
+_RECIPE = Path(__file__).parents[1] / "math_1gpu.yaml"
+_QWEN3 = SIZES["4b"]
+MODELS = {
+    "0.6B": _QWEN3
+    | {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28, "intermediate_size": 3072},
+    "1.7B": _QWEN3
+    | {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 28, "intermediate_size": 6144},
+    "4B": _QWEN3,
+    "8B": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288},
+    "14B": _QWEN3
+    | {"hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 40, "intermediate_size": 17408},
+    "32B": _QWEN3
+    | {"hidden_size": 5120, "num_attention_heads": 64, "num_hidden_layers": 64, "intermediate_size": 25600},
+}
+"""Qwen3's."""
+_TIED = ("0.6B", "1.7B", "4B")
+
+
+def shape(name: str) -> ModelShape:
+    return ModelShape.of(MODELS[name] | {"tie_word_embeddings": name in _TIED})
+
+
+def shared(model: ModelShape, gib: int) -> str:
+    """Thousands of tokens of the cache beside a learner on one GPU, or that they do not fit."""
+    machine = Machine([Gpu("0", gpu_bytes(gib))])
+    needs = estimate(load_config(_RECIPE), "cuda", model, machine)
+    try:
+        check_memory(needs, machine)
+    except ConfigError:
+        return "no"
+    (engine,) = [need for need in needs if need.beside == "a learner"]
+    cache = engine.parts["KV cache"] / model.kv_bytes(2)
+    return f"{cache / 1000:.0f}k"
+
+
+def ranks(model: ModelShape, gib: int) -> str:
+    """The fewest learner ranks of seven, each with a GPU of its own, that hold the model, if an engine's GPU does."""
+    machine = Machine([Gpu(str(number), gpu_bytes(gib)) for number in range(8)])
+    for count in range(1, 8):
+        overrides = ["placement=apart", f"learner.ranks={count}"]
+        try:
+            check_memory(estimate(load_config(_RECIPE, overrides), "cuda", model, machine), machine)
+        except ConfigError:
+            continue
+        return str(count)
+    return "no"
+
+
+def table() -> str:
+    lines = ["| model | one GPU of 24 GB | 48 GB | 80 GB | ranks of 48 GB | of 80 GB |", "|---|---|---|---|---|---|"]
+    for name in MODELS:
+        model = shape(name)
+        cells = [name, *(shared(model, gib) for gib in (24, 48, 80)), *(ranks(model, gib) for gib in (48, 80))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,119 @@
+"""Engines and learner ranks on GPUs of their own or on the same: what is planned, budgeted, told and refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.gpu import fits
+from launch.gpus import Gpu
+from launch.machine import GIB, Machine
+from launch.memory import check_memory, estimate, shared_with_learner
+from launch.plan import gpus_needed, make_plan
+from rl.config.schema import ConfigError, load_config
+from rl.models.shape import ModelShape
+from rl.wire.run import RunFile
+from rollout.generator.engines.environment import device_memory
+from tests.conftest import MakeRun
+from tests.launch.test_bad_configuration import EXPERIMENTS, prepared_here
+from tests.launch.test_dry_run_elsewhere import BY_SIZE, QWEN3, a_laptop, folder_of, planned
+
+__all__ = ["a_laptop", "prepared_here"]
+
+HALF_B = ModelShape.of(BY_SIZE["0.5B"])
+
+
+def config(recipe: str, *overrides: str) -> Any:
+    return load_config(EXPERIMENTS / f"{recipe}.yaml", list(overrides))
+
+
+def on(count: int, gib: float = 80) -> Machine:
+    return Machine(
+        [Gpu(str(number), int(gib * GIB)) for number in range(count)], 512 * GIB, {0: list(range(64))}, "here"
+    )
+
+
+def where(recipe: str, count: int, *overrides: str) -> dict[str, tuple[str, ...]]:
+    plan = make_plan(config(recipe, *overrides), "cuda", on(count).gpus, {0: list(range(64))})
+    return {spec.name: spec.gpus for spec in plan if spec.gpus}
+
+
+def test_one_gpu_is_shared_and_more_are_not_unless_asked() -> None:
+    one_each = ("generator.count=1", "learner.ranks=1", "placement=auto")
+    assert where("math_8gpu", 1, *one_each) == {"generator.0": ("0",), "learner.0": ("0",)}
+    assert where("math_8gpu", 2, *one_each) == {"generator.0": ("0",), "learner.0": ("1",)}
+    assert where("math_8gpu", 2, *one_each[:2], "placement=shared") == {"generator.0": ("0",), "learner.0": ("0",)}
+
+    # A shortage of an eight-GPU recipe is no wish to share.
+    assert gpus_needed(config("math_8gpu"), 7) == 8
+    assert gpus_needed(config("math_8gpu", "placement=shared"), 7) == 5
+    assert gpus_needed(config("math_1gpu", "steps=0"), 1) == 1
+
+
+def test_ranks_are_on_the_first_gpus_of_engines_of_several() -> None:
+    shared = where("math_8gpu", 4, "placement=shared", "generator.count=2", "generator.tensor_parallel=2")
+    assert shared == {
+        "generator.0": ("0", "1"),
+        "generator.1": ("2", "3"),
+        "learner.0": ("0",),
+        "learner.1": ("1",),
+        "learner.2": ("2",),
+    }
+
+
+def test_the_shares_are_the_whole_and_each_has_what_it_needs() -> None:
+    needs = estimate(config("math_1gpu"), "cuda", HALF_B, on(1, 23.8))
+    engine, learner = (need for need in needs if need.where == "gpu")
+    gpu = 23.8 * GIB
+    assert engine.share + learner.share == pytest.approx(1)
+    assert learner.each * 1.05 <= learner.share * gpu <= learner.each * 1.05 + gpu / 500
+    assert 0 <= engine.left(int(gpu)) < 1 << 20
+    assert shared_with_learner(needs) == (engine.share, engine.parts["KV cache"])
+    check_memory(needs, on(1, 23.8))
+    assert shared_with_learner(estimate(config("math_2gpu"), "cuda", HALF_B, on(2, 48))) is None
+
+
+def test_the_page_says_what_the_estimate_says() -> None:
+    assert fits.table() in (EXPERIMENTS.parent / "docs" / "gpu.md").read_text()
+    assert fits.shape("8B").trained == pytest.approx(8.19e9, rel=0.01)
+
+
+def test_a_share_of_the_users_own_is_kept() -> None:
+    given = config("math_1gpu", "generator.options.gpu_memory_utilization=0.25", "generator.kv_cache_bytes=1000000000")
+    assert shared_with_learner(estimate(given, "cuda", HALF_B, on(1))) == (0.25, 1_000_000_000)
+
+    greedy = config("math_1gpu", "generator.options.gpu_memory_utilization=0.9")
+    with pytest.raises(ConfigError, match=r"learner's share of a GPU: .* shared with an engine, which leaves 2\.4 GiB"):
+        check_memory(estimate(greedy, "cuda", HALF_B, on(1, 23.8)), on(1, 23.8))
+
+
+@pytest.mark.parametrize(("beside", "told"), [((0.4, 123_456_789), (0.4, 123_456_789)), (None, (0.9, None))])
+def test_the_engine_is_told_its_share_and_its_cache(
+    beside: tuple[float, int] | None, told: tuple[float, int | None], make_run: MakeRun
+) -> None:
+    run = make_run(device="cuda", beside_learner=beside)
+    assert device_memory(RunFile.load(run.folder)) == told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "code", "words"),
+    [
+        ("math_1gpu", ["--gpus", "1x24"], 0, r"learner \(cuda:0\), 1 × generator \(cuda:0\)"),
+        ("math_2gpu", ["--gpus", "2x48"], 0, r"learner \(cuda:1\), 1 × generator \(cuda:0\)"),
+        ("alfworld_1gpu", ["--gpus", "1x80"], 0, "1 GPU of 79.2 GiB"),
+        ("math_2gpu", ["--gpus", "1x80"], 2, "needs 2 GPUs, --gpus 1x80 shows 1; set placement=shared"),
+        ("math_1gpu", ["--gpus", "1x8"], 2, r"learner.ranks: 1 × learner's share of a GPU: .* a GPU has 7\.\d GiB"),
+        ("math_1gpu", ["--gpus", "1"], 2, "placement=shared: --gpus 1 does not say how much memory a GPU has"),
+    ],
+)
+def test_plans_of_small_machines(
+    recipe: str, arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = QWEN3 | {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28, "intermediate_size": 3072}
+    path = folder_of(told, tmp_path / "m")
+    assert re.search(
+        words, planned(capsys, recipe, path, *arguments, "--host-memory", "128G", "--cores", "16", code=code)
+    )

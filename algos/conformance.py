@@ -37,14 +37,16 @@ def check_loss(loss: Loss) -> list[Finding]:
 
 
 class AnyColumn(dict[str, Tensor]):
-    """Zeros, (T,), for whatever further column a loss reads: no check depends on what a plug-in's column holds."""
+    """Zeros, (T,), for whatever further column a loss reads: no check depends on what a plug-in's column holds.
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self._tokens = tokens
+    The teacher of a distillation wants what the advantages want, so what must hold of them must hold of it.
+    """
+
+    def __init__(self, current: Tensor, advantages: Tensor) -> None:
+        super().__init__(teacher_logp=current.detach() + advantages)
 
     def __missing__(self, name: str) -> Tensor:
-        return torch.zeros(self._tokens)
+        return torch.zeros(len(self["teacher_logp"]))
 
 
 def missing_inputs(
@@ -151,7 +153,8 @@ def nothing_generated(loss: Loss) -> str:
 def no_signal(loss: Loss) -> str:
     """Constant groups (advantage 0) give finite values, and no gradient on policy."""
     inputs = random_inputs()
-    inputs = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
+    zeros = torch.zeros_like(inputs.advantages)
+    inputs = replace(inputs, advantages=zeros, columns=AnyColumn(inputs.logp_current, zeros))
     if not loss(inputs).per_token.isfinite().all():
         return "advantage 0 gives values that are not finite"
     still = on_policy(inputs)
@@ -225,7 +228,7 @@ def inputs_of(current: Tensor, behavior: Tensor, advantages: Tensor, sample: Ten
         sample=sample,
         n_samples=n_samples,
         staleness=torch.zeros(len(current), dtype=torch.int64),
-        columns=AnyColumn(len(current)),
+        columns=AnyColumn(current, advantages),
         rewards=torch.stack([advantages[sample == i][0] for i in range(n_samples)]),
     )
 
@@ -238,7 +241,8 @@ def on_policy(inputs: LossInputs) -> LossInputs:
 
 def cast(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
     """The inputs with all numbers in another precision, and a `logp_current` of its own."""
-    return _with(inputs, [*_LOGPROBS, "entropy", "advantages", "rewards"], lambda values: values.to(dtype))
+    made = _with(inputs, [*_LOGPROBS, "entropy", "advantages", "rewards"], lambda values: values.to(dtype))
+    return replace(made, columns=AnyColumn(made.logp_current, made.advantages))
 
 
 def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
@@ -247,9 +251,8 @@ def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
     per_token = (*_LOGPROBS, "entropy", "advantages", "mask", "sample", "staleness")
     kept = replace(inputs, **{name: getattr(inputs, name)[chosen] for name in per_token})
     index = torch.searchsorted(torch.tensor(samples), kept.sample)
-    return replace(
-        kept, sample=index, n_samples=len(samples), rewards=inputs.rewards[samples], columns=AnyColumn(len(index))
-    )
+    columns = AnyColumn(kept.logp_current, kept.advantages)
+    return replace(kept, sample=index, n_samples=len(samples), rewards=inputs.rewards[samples], columns=columns)
 
 
 def _with(inputs: LossInputs, names: Iterable[str], change: Callable[[Tensor], Tensor | None]) -> LossInputs:

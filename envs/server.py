@@ -49,6 +49,7 @@ from rollout.episodes.generation import GenerationClient
 from rollout.episodes.hooks import EpisodeHooks
 from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
 from rollout.parsers.client import ParserClient, open_reader
+from rollout.teacher.client import TeacherClient
 
 if TYPE_CHECKING:
     from envs.gateway.server import Gateway
@@ -107,6 +108,8 @@ class EnvServer:
         needed = foreign or getattr(family, "tools", False)
         reader = open_reader(process, tokenizer, self._malformed, self._fail) if needed else None
         self._parsers = reader.parser if reader and isinstance(reader.parser, ParserClient) else None
+        taught = self.config.algo.teacher is not None
+        self._teacher = TeacherClient(process, self._malformed, self._fail) if taught else None
 
         self._context = EpisodeContext(
             self.config,
@@ -193,6 +196,8 @@ class EnvServer:
             self._greet_broker()
         elif died.role == "parsers" and self._parsers is not None:
             self._parsers.peer_died()
+        elif died.role == "teacher" and self._teacher is not None:
+            self._teacher.peer_died()
 
     def _greet_broker(self) -> None:
         """Say hello, also after the connection broke: the broker sends again what did not arrive, and so does this
@@ -229,6 +234,7 @@ class EnvServer:
             "audit_s": self._auditor.tally.seconds,
             **self._counts,
             **(self._parsers.stats if self._parsers else {}),
+            **(self._teacher.stats if self._teacher else {}),
         }
 
         self._send_unacknowledged(before=now)
@@ -272,7 +278,8 @@ class EnvServer:
 
     async def _episode(self, ticket: Ticket, progress: Progress) -> Trajectory:
         task = self.family.task("eval" if ticket.kind == "eval" else "train", ticket.task_index)
-        return await run_episode(ticket, self.family.make, task, self._context, progress)
+        played = await run_episode(ticket, self.family.make, task, self._context, progress)
+        return await self._teacher.scored(played) if self._teacher and ticket.kind == "train" else played
 
     def _end(self, ticket_id: int, why: str) -> None:
         """Tell an episode to end, once; one that has ended already keeps its result."""
@@ -376,6 +383,8 @@ class EnvServer:
 
         if self._gateway is not None:
             await self._gateway.stop()
+        if self._teacher is not None:
+            self._teacher.close()
         for socket in (self._tickets, self._frontend, self._trajectories):
             socket.close()
         self._samples.close()

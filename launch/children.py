@@ -98,7 +98,7 @@ def most_restarts(config: Config, role: str) -> int:
     """How often each process of this role may be started again."""
     if role == "generator":
         return config.generator.max_restarts
-    return (config.env if role in ("env_server", "parsers") else config.learner).max_restarts
+    return (config.env if role in ("env_server", "parsers", "teacher") else config.learner).max_restarts
 
 
 def spawn(spec: ProcessSpec, run: RunFile, incarnation: int, launcher: Launcher, now: float) -> Child:

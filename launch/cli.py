@@ -2,6 +2,7 @@
 
     fresco init my_task [--model Qwen/Qwen3-0.6B]
     fresco run experiments/math_cpu.yaml learner.lr=1e-4 rollout.alpha=2 [--dry-run]
+    fresco sft rows.jsonl model.path=Qwen/Qwen3-0.6B --epochs 2 --held-out 100
     fresco eval runs/math_cpu/checkpoints/* --data rows.jsonl --temperature 1 eval.samples=8
     fresco eval runs/alfworld_small/checkpoints/step-80 --env alfworld --split valid_unseen [--greedy | --temperature 1]
     fresco check-loss my_module:my_loss clip_high=0.3
@@ -100,6 +101,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
     _add_init(commands.add_parser("init", help="begin: a folder with a recipe, a reward, rows and a test"))
     _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
+    _add_sft(commands.add_parser("sft", help="supervised fine-tuning on rows of conversations"))
     _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
     _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
     _add_env(commands.add_parser("env", help="environments: `fresco env check NAME`"))
@@ -143,6 +145,19 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     fields = "list the fields whose name or help matches this, with type and default ('' for all), and start nothing"
     parser.add_argument("--help-fields", metavar="PATTERN", help=fields)
     parser.set_defaults(call="launch.commands.run:run")
+
+
+def _add_sft(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data", help="rows with `messages`, or `prompt` and `completion`: a file or a hub name")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--epochs", type=float, help="passes over the rows (1); or give steps=N")
+    parser.add_argument("--batch", type=int, metavar="N", help="rows of one step (16)")
+    held_out = "rows whose loss is told: the last N of the data, a file or a hub name"
+    parser.add_argument("--held-out", metavar="N|FILE", help=held_out)
+    parser.add_argument("--recipe", type=find_recipe, help="configuration; default: what is usual")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, start nothing")
+    parser.add_argument("-v", "--verbose", action="store_true", help="with --dry-run: the whole configuration as well")
+    parser.set_defaults(call="launch.commands.sft:sft")
 
 
 def _add_machine(parser: argparse.ArgumentParser, gpus: str) -> None:

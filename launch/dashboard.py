@@ -28,7 +28,7 @@ from rl.store.samples import FOLDER, Sample
 from rl.wire.run import RunFile
 from rollout.episodes.tokenizer import load_tokenizer
 
-_PROCESS = re.compile(r"^(broker|proxy|learner|generator|env_server|parsers)\.\d+/|^wait/")
+_PROCESS = re.compile(r"^(broker|proxy|learner|generator|env_server|parsers|teacher)\.\d+/|^wait/")
 _BY_AGE = re.compile(r"^stale_\w+/")
 _DRAWN_BY_AGE = ("/kl_behavior", "/ess", "/tokens")
 _LEFT_OUT = {

@@ -18,6 +18,13 @@ from rl.store.checkpoint_folder import latest, read_meta
 from rl.wire.run import RunFile
 
 _REFRESH_S = 0.5
+_SHOWN = (
+    ("reward", "rollout/reward", "z.3f"),
+    ("loss", "train/loss", "+z.4f"),
+    ("kl", "loss/kl_behavior", "z.4f"),
+    ("entropy", "loss/entropy", ".3f"),
+    ("stale", "staleness/mean", ".2f"),
+)
 
 
 class Display:
@@ -47,6 +54,8 @@ class Display:
         """A new metrics row."""
         if "eval/accuracy" in values:
             self._print(f"step {step:4d}  held-out accuracy {values['eval/accuracy']:.3f}")
+        if "eval/loss" in values:
+            self._print(f"step {step:4d}  held-out loss {values['eval/loss']:.4f}")
         if "train/loss" in values:
             self._row = values
             self._times.append(time.monotonic())
@@ -93,6 +102,8 @@ class Display:
             self._print(f"held-out accuracy {accuracy['first']:.3f} -> {accuracy['last']:.3f}")
         if longest := self._observed.longest_wait():
             self._print(f"longest wait: {told_wait(*longest)}")
+        if loss := summary.get("held_out_loss"):
+            self._print(f"held-out loss {loss['first']:.4f} -> {loss['last']:.4f}")
         self._print(f"summary: {self._run.folder / 'summary.json'}")
 
     def _print(self, text: str) -> None:
@@ -111,13 +122,10 @@ class Display:
         return clock(seconds)
 
     def _line(self, step: int, values: dict[str, float]) -> str:
-        unknown = float("nan")
+        parts = [f"{label} {values[name]:{form}}" for label, name, form in _SHOWN if name in values]
         return (
-            f"step {step:4d}/{self._last_step}  reward {values.get('rollout/reward', unknown):z.3f}  "
-            f"loss {values['train/loss']:+z.4f}  kl {values.get('loss/kl_behavior', unknown):z.4f}  "
-            f"entropy {values.get('loss/entropy', unknown):.3f}  stale {values.get('staleness/mean', 0.0):.2f}  "
-            f"{values.get('tokens_per_second', 0.0):5.0f} tok/s  {values.get('time/step', 0.0):.2f} s/step  "
-            f"left {self._remaining()}"
+            f"step {step:4d}/{self._last_step}  {'  '.join(parts)}  {values.get('tokens_per_second', 0.0):5.0f} tok/s  "
+            f"{values.get('time/step', 0.0):.2f} s/step  left {self._remaining()}"
         )
 
     def _table(self, children: Children) -> Group:
@@ -132,8 +140,9 @@ class Display:
         speed = f"{row.get('tokens_per_second', 0.0):.0f} tokens/s, {row.get('time/step', 0.0):.2f} s a step"
         learning = ["loss/kl_behavior", "loss/entropy", "staleness/mean", "train/grad_norm"]
 
+        known = [f"{label:10}{row[name]:z.3f}" for label, name, _ in _SHOWN[:2] if name in row]
         lines = [
-            f"reward    {row['rollout/reward']:z.3f}" if "rollout/reward" in row else "reward    no step yet",
+            known[0] if known else "reward    no step yet",
             f"held-out  {' -> '.join(shown) or 'not evaluated yet'}",
             f"speed     {speed}",
             "learning  " + "  ".join(f"{name.partition('/')[2]} {row[name]:.4g}" for name in learning if name in row),

@@ -29,9 +29,11 @@ _CONTEXT = 600 * MIB  # CUDA's own, of one process on a GPU
 _AT_REST = {
     "vllm": 1400 * MIB,
     "fsdp": 700 * MIB,
+    "supervised": 700 * MIB,
     "simulated": 60 * MIB,
     "env_server": 100 * MIB,
     "parsers": 500 * MIB,
+    "teacher": 700 * MIB,
 }
 
 
@@ -83,21 +85,26 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
     `model` None (it is simulated, or not here yet): only what does not depend on it. An engine's cache, where no bytes
     are given for it, takes what is left of a GPU of `machine`.
     """
-    needs = [_environments(config), _samples(config)]
+    needs = [] if config.supervised else [_environments(config), _samples(config)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
+
+    if config.algo.teacher is not None:
+        needs.append(Need("teacher", "host", 1, {"process": _AT_REST["teacher"]}, "algo.teacher"))
 
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
     learner_at_rest = {"process": _AT_REST[config.learner.kind]}
     if model and device == "cuda":
         needs += _on_gpus(config, model, machine or Machine())
-    elif model and config.generator.engine == "vllm":
+    elif model and config.generator.engine == "vllm" and not config.supervised:
         engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
     if model and device == "cpu" and _trains(config):
         learner_at_rest |= _learner(config, model)
 
-    needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
+    if config.supervised:
+        return needs
+    needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
     weights = model.served * _bytes(config.generator.dtype) if model else simulated_options(config.learner).weight_bytes
     return [*needs, Need("weight slot", "host", config.weights.slots, {"weights": weights}, "weights.slots")]
 
@@ -193,7 +200,7 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
 
 
 def _trains(config: Config) -> bool:
-    return config.learner.kind == "fsdp" and config.steps > 0
+    return config.learner.kind != "simulated" and config.steps > 0
 
 
 def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
@@ -202,7 +209,7 @@ def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     if _trains(config):
         parts = _learner(config, model) | {"CUDA": _CONTEXT}
         learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
-    if config.generator.engine == "vllm":
+    if config.generator.engine == "vllm" and not config.supervised:
         engine = [_engine_gpu(config, model)]
 
     gpu = machine.gpu_memory

@@ -31,7 +31,7 @@ def model_config(config: Config, *, fetch: bool, unchecked: list[str]) -> Mappin
     path = config.model.path
     folder = config_folder(config, fetch=fetch)
     if folder is None:
-        used = config.generator.engine == "vllm" or config.learner.kind == "fsdp"
+        used = config.generator.engine == "vllm" or config.learner.kind != "simulated"
         asked = used and not fetch and path.count("/") == 1 and not Path(path).exists()
         return _asked(path, unchecked) if asked else None
     try:

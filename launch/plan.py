@@ -6,12 +6,13 @@ Each engine and rank has cores of one NUMA node to itself, near its GPU, and nev
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.gpus import Gpu
 from launch.launcher.protocol import Node, Spec
+from rl.config.algo import is_endpoint
 from rl.config.schema import Config
 from rl.wire.run import RunFile
 from rollout.generator.engines.environment import VLLM_QUIET, engine_environment, engine_imports
@@ -58,9 +59,16 @@ class ProcessSpec:
 
 
 def gpus_needed(config: Config, visible: int = 0) -> int:
-    """GPUs of the engines and learner ranks that compute, where so many are visible; simulated ones need none."""
+    """GPUs of engines, learner ranks and a teacher that compute, where so many are visible; simulated ones need
+    none."""
     engines, ranks = _gpus_of_each(config)
-    return max(engines, ranks) if shares_gpus(config, visible) else engines + ranks
+    together = max(engines, ranks) if shares_gpus(config, visible) else engines + ranks
+    return together + has_own_teacher(config)
+
+
+def has_own_teacher(config: Config) -> bool:
+    """Whether the teacher of a distillation computes in a process of this run."""
+    return config.algo.teacher is not None and not is_endpoint(config.algo.teacher) and _learner_computes(config)
 
 
 def shares_gpus(config: Config, visible: int) -> bool:
@@ -72,14 +80,15 @@ def shares_gpus(config: Config, visible: int) -> bool:
 
 
 def _gpus_of_each(config: Config) -> tuple[int, int]:
-    engines = config.generator.count * config.generator.tensor_parallel if config.generator.engine == "vllm" else 0
-    return engines, config.learner.ranks if _learner_computes(config) else 0
+    engines = config.generator.engine == "vllm" and not config.supervised
+    generators = config.generator.count * config.generator.tensor_parallel if engines else 0
+    return generators, config.learner.ranks if _learner_computes(config) else 0
 
 
 def _learner_computes(config: Config) -> bool:
     """Whether the learner computes: without a step to train, as in `fresco eval`, it only hands out weights and needs
     no GPU."""
-    return config.learner.kind == "fsdp" and config.steps > 0
+    return config.learner.kind != "simulated" and config.steps > 0
 
 
 def make_plan(
@@ -90,7 +99,7 @@ def make_plan(
 
     nodes: the cores by NUMA node, none where they are not known; None: this machine's.
     """
-    generators = config.generator.count
+    generators = 0 if config.supervised else config.generator.count
     ranks = config.learner.ranks
 
     # A dry run may show the plan of another machine, whose GPUs are counted from 0.
@@ -109,21 +118,23 @@ def make_plan(
     needs += [Need(rank_needs, near[first_of_ranks + rank]) for rank in range(ranks)]
     shares = share_cores(needs, numa_nodes() if nodes is None else nodes)
 
-    plan = [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
+    plan: list[ProcessSpec] = []
+    if not config.supervised:
+        plan += [ProcessSpec("broker", 0, "rollout.broker.process"), ProcessSpec("proxy", 0, "rollout.proxy.process")]
 
     # Learner ranks start first: the weights that they publish are what everyone waits for.
-    learner = "rl.learner.process" if config.learner.kind == "fsdp" else "rl.learner.simulated"
-    imports: tuple[str, ...] = (learner,) if config.learner.kind == "fsdp" and device == "cpu" else ()
+    learner = "rl.learner.simulated" if config.learner.kind == "simulated" else "rl.learner.process"
+    imports: tuple[str, ...] = (learner,) if config.learner.kind != "simulated" and device == "cpu" else ()
     for rank in range(ranks):
         own = gpus(first_of_ranks + rank, 1) if _learner_computes(config) else ()
         environment = _environment(own, config.learner.threads)
         cores = shares[generators + rank]
         plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))
+    if config.supervised:
+        return plan
 
-    if config.chat.vllm_names:
-        parsers = "rollout.parsers.process"
-        imports = (parsers,) if device == "cpu" else ()
-        plan.append(ProcessSpec("parsers", 0, parsers, imports=imports, environment=_environment((), 1) | VLLM_QUIET))
+    last = gpus_needed(config, len(visible)) - 1
+    plan += _beside(config, device, gpus(last, 1) if has_own_teacher(config) else ())
 
     for index in range(generators):
         own = gpus(index * tensor_parallel, tensor_parallel)
@@ -136,6 +147,20 @@ def make_plan(
     for index in range(config.env.servers):
         plan.append(ProcessSpec("env_server", index, "envs.server", environment=_environment((), 1)))
     return plan
+
+
+def _beside(config: Config, device: str, gpus: tuple[str, ...]) -> Iterator[ProcessSpec]:
+    """Teacher and parsers, which some runs have. gpus: the own ones of a teacher that computes here."""
+    if config.algo.teacher is not None and config.steps:
+        teacher = "rollout.teacher.process"
+        imports: tuple[str, ...] = (teacher, "rl.models.policy") if has_own_teacher(config) and device == "cpu" else ()
+        environment = _environment(gpus, config.learner.threads)
+        yield ProcessSpec("teacher", 0, teacher, gpus, imports=imports, environment=environment)
+
+    if config.chat.vllm_names:
+        parsers = "rollout.parsers.process"
+        imports = (parsers,) if device == "cpu" else ()
+        yield ProcessSpec("parsers", 0, parsers, imports=imports, environment=_environment((), 1) | VLLM_QUIET)
 
 
 def _environment(gpus: tuple[str, ...], threads: int) -> dict[str, str]:

@@ -32,10 +32,12 @@ from launch.model_config import model_config
 from launch.plan import ProcessSpec, gpus_needed, make_plan, shares_gpus
 from launch.prepare import Prepared, check_family_of, prepare
 from launch.sittings import write_history
+from rl.config.algo import is_endpoint
 from rl.config.hooks import make_hooks
 from rl.config.lora import lora_options
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
+from rl.learner.rows import check_journal
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
 from rl.models.families import read_config
 from rl.observe.alarms import check_alarms
@@ -103,6 +105,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
     if family is not None and knows_tasks(family):
         check_held_out(config, family)
+    _check_imitates(config, family)
     data = {} if dry or family is None else data_of(config.env.name, family)
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
@@ -115,7 +118,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     if not config.network.curve:
         print("! network.curve=false: any process that reaches a socket of this run can speak in it", file=sys.stderr)
     if machine.name == "this machine":
-        make_room(config, prepared.weight_bytes)
+        make_room(config, 0 if config.supervised else prepared.weight_bytes)
     plan = make_plan(config, device, machine.gpus, machine.nodes)
     _check_descriptors(_DESCRIPTORS + 8 * len(plan) + config.env.episodes_per_server)
     return Preflight(config, device, plan, prepared, memory, train_tasks, eval_tasks, data, unchecked, machine)
@@ -156,7 +159,10 @@ def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> P
         unchecked.append(f"the weights of model.path={path!r}")
     if dry and (warm := config.model.warm_start).demonstrations:
         unchecked.append(f"a run first trains it on {warm.demonstrations} demonstrations, {warm.steps} steps")
-    return prepare(config, make=not dry, begin=begin)
+    prepared = prepare(config, make=not dry, begin=begin)
+    if config.algo.teacher is not None and prepared.teacher is None and (dry or is_endpoint(config.algo.teacher)):
+        unchecked.append(f"whether algo.teacher={config.algo.teacher!r} shares the student's vocabulary")
+    return prepared
 
 
 def _check_device(config: Config, target: Machine | None, dry: bool, unchecked: list[str]) -> tuple[str, Machine]:
@@ -202,7 +208,7 @@ def _check_folders(config: Config, dry: bool) -> None:
         raise ConfigError(
             f"steps={config.steps}: {trained}, and steps counts all; set it above, or to 0 to evaluate only"
         )
-    if meta is not None and config.learner.kind == "fsdp":
+    if meta is not None and config.learner.kind != "simulated":
         _check_adapters(config, meta)
 
 
@@ -241,7 +247,7 @@ def _check_plugins(config: Config) -> None:
     make_hooks("env_server", config.rollout.hooks, print, print)
 
     _check_kept(core, rules)
-    register_configured(config.algo.columns)
+    register_configured(config.algo.all_columns)
     load("launcher", config.launcher, LAUNCHERS)
 
 
@@ -338,6 +344,15 @@ def _count_tasks(config: Config, dry: bool, unchecked: list[str]) -> tuple[int, 
     return train_tasks, eval_tasks, family
 
 
+def _check_imitates(config: Config, family: EnvironmentFamily | None) -> None:
+    """Rows to be imitated and a learner that does so come together. Raises ConfigError."""
+    if family is not None and config.supervised != getattr(family, "imitated", False):
+        raise ConfigError(
+            f"learner.kind={config.learner.kind!r} does not fit env.name={config.env.name!r}: rows are imitated by "
+            "`fresco sft DATA`, and `fresco run` plays an environment"
+        )
+
+
 def _check_network(config: Config) -> None:
     """Processes bind ports that are free; the address must be one of this machine."""
     if config.network.transport != "tcp":
@@ -379,6 +394,7 @@ def make_run(checked: Preflight, started: float) -> RunFile:
         timeline=meta.timeline + 1 if meta else 0,
         start_step=meta.step if meta else 0,
         model_folder=checked.prepared.folder,
+        teacher_folder=checked.prepared.teacher,
         train_tasks=checked.train_tasks,
         data=checked.data,
         eval_tasks=min(checked.eval_tasks or config.eval.tasks, config.eval.tasks),
@@ -445,6 +461,9 @@ def _check_journal(checked: Preflight, meta: Meta) -> None:
     config = checked.config
     assert config.resume is not None
     try:
+        if config.supervised:
+            check_journal(read_journal(config.resume), checked.data)
+            return
         state = msgspec.msgpack.decode(read_journal(config.resume))
         core = BrokerCore(Rules.of(config, checked.train_tasks, meta.step), data=checked.data)
         core.restore(state, new_data=config.resume_data == "new")

@@ -21,10 +21,11 @@ from typing import Any
 import huggingface_hub
 import psutil
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 
 from envs.registry import demonstrator
 from launch.launcher.local import Begin, Command, Files, begin_process
-from rl.config.algo import AlgoConfig
+from rl.config.algo import AlgoConfig, is_endpoint
 from rl.config.lora import LoraOptions, lora_options
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
@@ -41,6 +42,7 @@ _TIDY_S = 5.0  # for the child to remove what it has begun to make
 class Prepared:
     folder: Path | None  # local model folder; None where nothing needs a model
     weight_bytes: int  # one copy of the weights in the engine's dtype
+    teacher: Path | None = None  # likewise; None as well where it is asked at an endpoint
 
 
 def prepare(config: Config, *, make: bool = True, begin: Begin = begin_process) -> Prepared:
@@ -75,13 +77,14 @@ def prepare(config: Config, *, make: bool = True, begin: Begin = begin_process) 
         raise ConfigError(answer["error"])
     if simulated:
         return Prepared(None, simulated_options(config.learner).weight_bytes)
-    return Prepared(Path(answer["folder"]) if answer["folder"] else None, answer["weight_bytes"])
+    folder, teacher = (Path(answer[name]) if answer[name] else None for name in ("folder", "teacher"))
+    return Prepared(folder, answer["weight_bytes"], teacher)
 
 
 def needs_validation(config: Config) -> bool:
     """A simulated learner runs no loss, but what a recipe says of one is checked as if it did."""
     ours = config.weights.transport in CHANNELS  # of a user's own the module may import torch
-    return config.learner.kind == "fsdp" or config.algo != AlgoConfig() or not ours
+    return config.learner.kind != "simulated" or config.algo != AlgoConfig() or not ours
 
 
 def _run_child(command: Command, files: Files, begin: Begin) -> int | None:
@@ -235,7 +238,7 @@ def _check_model(config: Config) -> None:
 
 def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
     """What a `config.json` says of `model.path`, without torch. Raises ConfigError."""
-    if config.learner.kind != "fsdp":
+    if config.learner.kind == "simulated":
         return
     try:
         check_family(told, untested=config.model.untested)
@@ -246,7 +249,7 @@ def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
 def check_model_is_trainable(config: Config, folder: Path) -> None:
     """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong, and for
     adapters that it cannot have."""
-    if config.learner.kind == "fsdp":
+    if config.learner.kind != "simulated":
         _check_trainable(config, folder, f"model.path={config.model.path!r}", lora_options(config.model))
 
 
@@ -258,8 +261,43 @@ def _check_other_models(config: Config) -> None:
         "algo.critic.path": algo.critic.path if algo.critic.enabled else "start",
     }
     for field, path in used.items():
-        if path != "start" and config.learner.kind == "fsdp":
+        if path != "start" and config.learner.kind != "simulated":
             _check_trainable(config, Path(path), f"{field}={path!r}")
+
+
+def _teacher_folder(config: Config, student: Path, *, make: bool) -> Path | None:
+    """The local folder of `algo.teacher`, whose tokens are those of the student; None where it is at an endpoint, or
+    not here yet. Raises ConfigError."""
+    path = config.algo.teacher
+    if path is None or is_endpoint(path) or not config.steps:
+        return None
+    named = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    try:
+        folder = _base_folder(named, fetch=make)
+        if folder is not None:
+            _weight_files(folder)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "algo.teacher", 1)) from None
+
+    if folder is not None:
+        _check_trainable(config, folder, f"algo.teacher={path!r}")
+        if wrong := other_tokens(student, folder):
+            raise ConfigError(f"algo.teacher={path!r}: {wrong}; a teacher must share the vocabulary of its student")
+    return folder
+
+
+def other_tokens(student: Path, teacher: Path) -> str:
+    """How the student's tokens are not the teacher's, in a few words; empty: it can score each of them."""
+    ours, theirs = (
+        Tokenizer.from_file(str(each / "tokenizer.json")).get_vocab(with_added_tokens=True)
+        for each in (student, teacher)
+    )
+    for token, id in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != id:
+            known = f"id {theirs[token]} there" if token in theirs else "unknown there"
+            return f"the token {token!r} has id {id} in model.path and is {known}"
+    sizes = [int(told.get("text_config", told)["vocab_size"]) for told in map(read_config, (student, teacher))]
+    return f"it has {sizes[1]} logits, and model.path {sizes[0]}" if sizes[1] < sizes[0] else ""
 
 
 def _check_trainable(config: Config, folder: Path, field: str, options: LoraOptions | None = None) -> None:
@@ -279,13 +317,15 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has begun us in the background
     config = Config.model_validate_json(sys.stdin.read())
-    answer: dict[str, object] = {"folder": None, "weight_bytes": 0}
+    answer: dict[str, object] = {"folder": None, "weight_bytes": 0, "teacher": None}
     try:
         validate(config)
         folder = None if sys.argv[1] == "validate" else _model_folder(config, make=sys.argv[1] == "make")
         if folder is not None:
             check_model_is_trainable(config, folder)  # also one that was made just now
-            answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
+            answer |= {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
+            if (teacher := _teacher_folder(config, folder, make=sys.argv[1] == "make")) is not None:
+                answer["teacher"] = str(teacher)
 
     except ConfigError as error:
         answer = {"error": str(error)}

@@ -146,6 +146,7 @@ def build_summary(
         "alarms": {name: f"{each.when}, {each.who}: {each.detail}" for name, each in observed.alarms.items()},
         "broker": {key: broker[key] for key in BROKER_KEYS if key in broker},
     }
+    summary |= {key: learner[key] for key in ("held_out_loss",) if key in learner}  # of supervised training
     return summary | ({"error": error} if error else {})
 
 

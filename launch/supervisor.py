@@ -45,11 +45,11 @@ from rl.wire.run import RunFile
 from rl.wire.sockets import PeerGone, open_socket, send_to
 
 FINISHED = "finished"
-_WORKERS = ("generator", "env_server", "parsers")
+_WORKERS = ("generator", "env_server", "parsers", "teacher")
 _TOGETHER = "learner"  # its ranks train as one, and are replaced as one
 _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
 _FENCE_S = 10.0  # for the kernel to end a killed process
-_CLOSING_REPORTS = {"broker", "learner"}
+_CLOSING_REPORTS = {"broker", "learner"}  # as far as the plan has them
 _POLL_S = 0.25
 _CLOSING_REPORTS_S = 2.0
 _TRACKER_S = 30.0  # an online dashboard may still be sending
@@ -74,9 +74,10 @@ class Supervisor:
         self._restarts: Counter[str] = Counter()
         self._book = AddressBook()
         self._reports: dict[str, bytes] = {}  # closing reports by role
+        self._reporters = _CLOSING_REPORTS & {spec.role for spec in plan}
         self._ending = False
         self._save_until: float | None = None  # since the first Ctrl-C
-        self._saver: Child | None = None  # the broker that was told of it
+        self._saver: Child | None = None  # the process that was told of it
 
         run.make_names()
         self._socket = open_socket(zmq.ROUTER, run, "control", bind=True)
@@ -158,7 +159,7 @@ class Supervisor:
         self._trace.add(ProcessStarted(spec.role, spec.index, incarnation))
 
     def _watch(self) -> None:
-        while not all(map(self._has_finished, _CLOSING_REPORTS)):
+        while not all(map(self._has_finished, self._reporters)):
             self._drain(_POLL_S)
             self._check_children()
             jump_s = self._clock.jump_s(time.time(), time.monotonic())
@@ -171,10 +172,10 @@ class Supervisor:
 
     def _await_checkpoint(self, until: float) -> None:
         """Raises KeyboardInterrupt once the learner has saved what it had, or its time is over."""
-        broker = self._children["broker", 0]
-        if self._saver is not broker and broker.registered:
-            self._saver = broker
-            self._send(broker.identity, messages.Stop("interrupted", save_first=True))
+        saver = self._children["broker" if "broker" in self._reporters else "learner", 0]
+        if self._saver is not saver and saver.registered:
+            self._saver = saver
+            self._send(saver.identity, messages.Stop("interrupted", save_first=True))
             self._display.note("a checkpoint of the step that is being trained is saved; Ctrl-C again ends at once")
         if self._has_finished("learner") or self._now() > until:
             raise KeyboardInterrupt
@@ -361,7 +362,7 @@ class Supervisor:
         Their senders have ended, but the last bytes may still be on their way to this socket.
         """
         deadline = time.monotonic() + _CLOSING_REPORTS_S
-        while not self._reports.keys() >= _CLOSING_REPORTS and time.monotonic() < deadline:
+        while not self._reports.keys() >= self._reporters and time.monotonic() < deadline:
             self._drain(_POLL_S)
 
     def _send(self, peer: bytes, message: Message) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from rl.config.schema import load_config
+from rl.wire.columns import COLUMNS
 from rl.wire.run import RunFile
 from rl.wire.sockets import make_curve_key
 from tests.cutting import only_new_connections
@@ -58,6 +59,15 @@ def save_run(*overrides: str, **fields: object) -> RunFile:
     make_curve_key(run.folder)
     run.save()
     return run
+
+
+@pytest.fixture
+def own_table() -> Iterator[None]:
+    """Columns registered in a test are gone after it."""
+    before = dict(COLUMNS)
+    yield
+    COLUMNS.clear()
+    COLUMNS.update(before)
 
 
 @pytest.fixture

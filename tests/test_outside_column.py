@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +77,7 @@ def distil(inputs: LossInputs, options: NoOptions) -> LossResult:
     return LossResult(gap * columns["grade"] + experts * columns["hints"] + columns["difficulty"])
 
 
-@pytest.fixture(autouse=True)
-def own_table() -> Iterator[None]:
-    """Columns registered in a test are gone after it."""
-    before = dict(COLUMNS)
-    yield
-    COLUMNS.clear()
-    COLUMNS.update(before)
+pytestmark = pytest.mark.usefixtures("own_table")
 
 
 def teacher_logp(ids: list[int]) -> np.ndarray:

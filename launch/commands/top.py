@@ -35,7 +35,7 @@ from rl.wire.run import RunFile
 _REFRESH_S = 1.0
 _TAIL_BYTES = 1 << 17  # of metrics.jsonl: some rows
 _NOTES = 4
-_ROLES = ("learner", "generator", "env_server", "parsers", "proxy", "broker")
+_ROLES = ("learner", "generator", "env_server", "parsers", "teacher", "proxy", "broker")
 _QUEUE = ("queued", "running", "waiting", "batched")
 
 

@@ -2,8 +2,7 @@
 
 `warm_started(config, base)` returns a folder that transformers and vLLM load like any other. It is made once and kept
 under the hash of everything it depends on. That is the section `model.warm_start`, the environment and its options, the
-model it begins with, and the sources that make it. Demonstrations are encoded by the very `Conversation` of an episode,
-so the model is trained on the ids that it will see and has to write.
+model it begins with, and the sources that make it. Demonstrations become ids as `writing.py` says.
 
 With `model.path=tiny` the model is new: the shape of `tiny.py`, and a tokenizer made of the demonstrations.
 """
@@ -24,19 +23,20 @@ import numpy as np
 import torch
 
 import launch.warm_start.sft
+import launch.warm_start.writing
 from envs.registry import demonstrator, own_family
 from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, progress_report, train_supervised
 from launch.warm_start.tiny import TinyRecipe, new_model
 from launch.warm_start.word_tokenizer import PIECE, SOURCES, build_tokenizer, save_tokenizer
+from launch.warm_start.writing import written
 from rl.config.schema import Config, ConfigError
 from rl.store.made_once import cache_folder, digest, made_once, to_stderr
-from rollout.episodes.conversation import Conversation
-from rollout.episodes.environment import Demonstration
+from rollout.episodes.environment import ChatMessage, Demonstration
 from rollout.episodes.tokenizer import ChatTokenizer
 
 _WARMUP_STEPS = 20
 _PARTS = 2  # of a batch on the CPU, a core each
-_SOURCES = (launch.warm_start.sft.__file__, *SOURCES, __file__)
+_SOURCES = (launch.warm_start.sft.__file__, launch.warm_start.writing.__file__, *SOURCES, __file__)
 
 
 def warm_started(
@@ -93,24 +93,17 @@ def demonstrations(config: Config) -> list[Demonstration]:
 
 def encode(tokenizer: ChatTokenizer, played: Demonstration, max_length: int) -> Example | None:
     """An episode as the ids of a conversation, each marked as what it is; None if longer than `max_length`."""
-    conversation = Conversation(tokenizer, played.opening)
-    prompt = len(conversation)
-    written: list[tuple[int, int, bool]] = []
-
-    for number, turn in enumerate(played.turns, 1):
-        assert tokenizer.turn_end is not None
-        span = conversation.append_written([*tokenizer.encode(turn.action), tokenizer.turn_end])
-        written.append((*span, turn.imitate))
-        if number < len(played.turns) and not conversation.append_messages(turn.answer, limit=max_length):
-            return None
-    if len(conversation) > max_length:
+    turns = [(ChatMessage("assistant", turn.action), turn.answer) for turn in played.turns]
+    sequences = written(tokenizer, played.opening, turns, max_length)
+    if sequences is None:
         return None
 
-    token_ids = conversation.context().tolist()
-    mask = np.full(len(token_ids), READ, np.uint8)
-    for start, end, imitate in written:
-        mask[start:end] = IMITATED if imitate else SHOWN
-    return Example(token_ids[:prompt], token_ids[prompt:], mask[prompt:].tolist())
+    (whole,) = sequences
+    prompt = whole.turns[0][0]
+    mask = np.full(len(whole.ids), READ, np.uint8)
+    for start, end, number in whole.turns:
+        mask[start:end] = IMITATED if played.turns[number].imitate else SHOWN
+    return Example(whole.ids[:prompt], whole.ids[prompt:], mask[prompt:].tolist())
 
 
 def _make(config: Config, base: Path | None, folder: Path, log: Callable[[str], None]) -> None:

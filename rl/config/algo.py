@@ -70,6 +70,9 @@ class AlgoConfig(Section):
     """A registered loss (`algos/`) or an importable `package.module:Name`."""
     columns: Annotated[list[str], Where("all processes")] = Field(default_factory=list)
     """Further columns for the loss or the forward, each the `package.module:NAME` of a `rl.wire.columns.Column`."""
+    teacher: Annotated[str | None, Where("losses that read teacher_logp")] = None
+    """The model that a student learns from: a folder, a hub name, or `URL#NAME` at an endpoint with vLLM's
+    `prompt_logprobs`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss (clip ranges, caps), checked by its own dataclass."""
     advantage: str | None = None
@@ -90,3 +93,13 @@ class AlgoConfig(Section):
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
+
+    @property
+    def all_columns(self) -> list[str]:
+        """`columns`, and the one that a teacher fills."""
+        return [*self.columns, *(["rl.wire.columns:TEACHER_LOGP"] if self.teacher else [])]
+
+
+def is_endpoint(teacher: str) -> bool:
+    """Whether it is asked over HTTP, as `URL#NAME`."""
+    return teacher.startswith(("http://", "https://"))

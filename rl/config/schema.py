@@ -115,15 +115,15 @@ class EnvConfig(Section):
     step_deadline_s: float = Field(30.0, gt=0)
     """Longest time of one reset or step before the ticket fails."""
     max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
-    """Times that a dead server, or the process of parsers, is started again before the run stops."""
+    """Times that a dead server, or the process of parsers or of the teacher, is started again before the run stops."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment, checked by its own model."""
 
 
 class LearnerConfig(Section):
     where = "learner"
-    kind: Literal["fsdp", "simulated"] = "fsdp"
-    """`fsdp` trains; `simulated` only takes the time, without torch."""
+    kind: Literal["fsdp", "supervised", "simulated"] = "fsdp"
+    """`fsdp` trains; `supervised` imitates rows (`fresco sft`); `simulated` only takes the time, without torch."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that kind of learner, checked by its own model."""
     ranks: int = Field(1, ge=1)
@@ -336,6 +336,11 @@ class Config(Section):
                 f"2 and less than rollout.group_size={self.rollout.group_size}"
             )
         return self
+
+    @property
+    def supervised(self) -> bool:
+        """Whether rows are imitated, so that there is nothing but a learner."""
+        return self.learner.kind == "supervised"
 
     @property
     def batch_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from algos.advantages import Estimator, make_estimator
@@ -13,10 +14,12 @@ from algos.correction import Correction
 from algos.registry import Loss, make_loss, registered
 from algos.regularisation import Regularisation
 from algos.rewards import Shaping, check_shaping, make_shaping
-from rl.config.algo import CriticConfig, KLConfig
+from rl.config.algo import CriticConfig, KLConfig, is_endpoint
 from rl.config.plugins import load
 from rl.config.schema import Config
 from rl.wire.columns import BUILT_IN, COLUMNS, register_configured
+
+_LIST = "list the column's declaration under algo.columns (rl/wire/columns.py)"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, in one line, for unknown names and options and for settings that contradict each other."""
     algo = config.algo
     kl = algo.kl
-    register_configured(algo.columns)
+    register_configured(algo.all_columns)
     loss = make_loss(load("algo.loss", algo.loss, registered("loss")), algo.options)
     advantage = load("algo.advantage", algo.advantage or loss.spec.advantage, registered("advantage"))
     estimator = make_estimator(advantage, algo.advantage_options)
@@ -78,7 +81,7 @@ def make_algorithm(config: Config) -> Algorithm:
         critic=algo.critic if algo.critic.enabled else None,
     )
 
-    for wrong, message in _contradictions(config, algorithm):
+    for wrong, message in chain(_contradictions(config, algorithm), _of_teacher(config, loss)):
         if wrong:
             raise ValueError(message)
     for shaping in shapings:
@@ -135,9 +138,29 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
     fixes = {
         "logp_proximal": "register it with needs_proximal=True, or set algo.correction.weight",
         "logp_reference": "set algo.kl.coef above 0",
+        "teacher_logp": f"{_LIST}, or name the model of a teacher in algo.teacher",
     }
-    fix = fixes.get(unknown, "list the column's declaration under algo.columns (rl/wire/columns.py)")
+    fix = fixes.get(unknown, _LIST)
     yield bool(unknown), f"algo.loss={loss.spec.name!r} uses {unknown}, which nothing here computes: {fix}"
+
+
+def _of_teacher(config: Config, loss: Loss) -> Iterator[tuple[bool, str]]:
+    """What must not be of `algo.teacher`."""
+    teacher = config.algo.teacher
+    if teacher is None:
+        return
+
+    others = {name: shape for name, shape in _shapes().items() if name != "teacher_logp"}
+    read = missing_inputs(loss, proximal=True, reference=True, columns=others) == "teacher_logp"
+    yield (
+        not read,
+        f"algo.teacher={teacher!r} is never asked with algo.loss={loss.spec.name!r}: set algo.loss=reverse_kl",
+    )
+    yield (
+        is_endpoint(teacher) and config.sampling.temperature != 1,
+        f"algo.teacher={teacher!r}: an endpoint tells log-probabilities at temperature 1 only; set "
+        "sampling.temperature=1, or give the teacher's folder",
+    )
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:

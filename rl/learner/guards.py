@@ -50,6 +50,7 @@ class StepGuards:
         self._alarms = alarms
         self._check = alarms.check
 
+        self._sampled = not config.supervised  # else nobody has, and no log-probability tells of it
         self._first_step = first_step
         self._begun = False
         self._moved = False  # by a step that this process has seen
@@ -101,7 +102,7 @@ class StepGuards:
         if self._updates > 1:
             return
 
-        gap = self._at_equal_weights(stats)
+        gap = self._at_equal_weights(stats) if self._sampled else math.inf
         if self._step == 0 and self._trainer.algorithm.reference == "start" and gap <= self._log_ratio:
             self._reference_is_start(minibatch.packs)
         (norm,) = stats.steps["train/grad_norm"]
@@ -119,6 +120,12 @@ class StepGuards:
 
     def trained(self, metrics: dict[str, float]) -> None:
         """metrics: of the whole batch, from all ranks."""
+        entropy = metrics.get("loss/entropy", math.inf)
+        low = entropy < self._alarms.limit("entropy", "nats")
+        self._check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
+        if not self._sampled:
+            return
+
         ess = metrics.get("loss/ess", 1.0)
         kl = metrics.get("loss/kl_behavior", 0.0)
         far = ess < self._alarms.limit("off-policy", "ess") or kl > self._alarms.limit("off-policy", "kl")
@@ -127,10 +134,6 @@ class StepGuards:
         age = max(1.0, metrics.get("loss/token_staleness", 0.0))
         found = f"KL {kl:.2g} to a policy {age:.1f} versions before, at step {self._step}"
         self._check("large-steps", kl > self._alarms.limit("large-steps", "kl") * age**2, found)
-
-        entropy = metrics.get("loss/entropy", math.inf)
-        low = entropy < self._alarms.limit("entropy", "nats")
-        self._check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
 
     def _same_for_all_ranks(self, batch_part: BatchPart) -> None:
         """Ranks see each other's rows only through this number."""

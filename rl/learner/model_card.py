@@ -15,8 +15,8 @@ _CARD = """---
 
 # {name}
 
-Trained by asynchronous reinforcement learning with Fresco: {steps} steps of {batch}
-samples from {start}.
+{how} with Fresco: {steps} steps of {batch}
+{what} from {start}.
 
 | what | value |
 | --- | --- |
@@ -32,6 +32,8 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME)
 vLLM: `vllm serve FOLDER_OR_NAME`.
 """
 
+_BY_RL = ("Trained by asynchronous reinforcement learning", "samples")
+
 
 def texts_beside(run: RunFile, step: int) -> dict[str, str]:
     """Files by name; the start model's own way of sampling stays as it is."""
@@ -46,7 +48,7 @@ def _card(run: RunFile, step: int) -> str:
     config = run.config
     start = config.model.path
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    head["tags"] = ["reinforcement-learning", "fresco"]
+    head["tags"] = ["supervised-fine-tuning" if config.supervised else "reinforcement-learning", "fresco"]
     if "/" in start and not Path(start).exists():
         head["base_model"] = start
     elif start != "tiny":
@@ -63,8 +65,12 @@ def _card(run: RunFile, step: int) -> str:
         "longest response": f"{config.sampling.max_tokens} tokens",
     }
 
+    if config.supervised:
+        facts = {"rows": run.train_tasks, "learning rate": facts["learning rate"]}
+    kind = ("Fine-tuned on conversations", "rows") if config.supervised else _BY_RL
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     told = {"name": config.name, "steps": step, "batch": config.batch_size, "start": f"`{start}`", "facts": rows}
+    told |= {"how": kind[0], "what": kind[1]}
     return _CARD.format(head=yaml.safe_dump(head, sort_keys=False), **told)
 
 

@@ -1,7 +1,8 @@
 """The learner: one process per FSDP rank (`python -m rl.learner.process --run DIR --index RANK --incarnation K`).
 
 `train` is the algorithm. What a rank needs for it stands in `Learner`, its conversation with the rest of the run in
-`rl.learner.run_client`. Batches are requested one ahead, so they are assembled and sent during training.
+`rl.learner.run_client`, or in `rl.learner.supervised` where rows are imitated. Batches are requested one ahead, so they
+are assembled and sent during training.
 
 Models and their update are `rl.learner.trainer`'s. Metrics are all-reduced: `train/loss` is the mean over the batch's
 generated tokens.
@@ -25,7 +26,8 @@ from rl.learner import checkpoint
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
 from rl.learner.publish import Publisher, weight_entries
-from rl.learner.run_client import RunClient, Stopped, begin_from
+from rl.learner.run_client import Client, RunClient, Stopped, begin_from
+from rl.learner.supervised import RowsClient
 from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
@@ -36,7 +38,7 @@ from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
 
 
-def train(learner: Learner, client: RunClient) -> None:
+def train(learner: Learner, client: Client) -> None:
     """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
@@ -141,12 +143,18 @@ class Learner:
         dist.broadcast_object_list(base)
         return options.identity() | {"base": base[0]}
 
-    def save(self, client: RunClient, step: int) -> None:
+    def save(self, client: Client, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""
         journal = client.journal(step)
         meta = Meta(step, client.timeline, self.config.learner.ranks, self._lora)
         keep = self.config.learner.keep_checkpoints
         checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
+
+    def client(self) -> Client:
+        """Where the batches come from: the broker, or the rows of supervised training."""
+        if self.config.supervised:
+            return RowsClient(self._process, self.policy, self.first_step)
+        return RunClient(self._process, self.entries, self.first_step)
 
     def export(self, step: int) -> None:
         """The trained model as `<run>/model`, for transformers and vLLM, with a card that says how it was made; its
@@ -214,7 +222,7 @@ def main() -> None:
     with Process("learner", context_from_command_line()) as process:
         learner = Learner(process)
         with contextlib.suppress(Stopped):  # an orderly end, also before the channel is open
-            client = RunClient(process, learner.entries, learner.first_step)
+            client = learner.client()
             with contextlib.suppress(Stopped):  # after a failure the weights stay for the next incarnation
                 train(learner, client)
             client.close()

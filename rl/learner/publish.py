@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rl.config.schema import Config
-from rl.learner.run_client import RunClient
+from rl.learner.run_client import Client
 from rl.models.packing import sequence_pack
 from rl.models.protocol import PolicyModel
 from rl.weights.channel import Entry
@@ -76,7 +76,7 @@ def probe_logp(policy: PolicyModel, ids: list[int]) -> list[float]:
 class Publisher:
     """Every rank has one; all call `publish` together."""
 
-    def __init__(self, policy: PolicyModel, client: RunClient) -> None:
+    def __init__(self, policy: PolicyModel, client: Client) -> None:
         self._policy = policy
         self._client = client
 

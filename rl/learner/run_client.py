@@ -10,6 +10,9 @@
 
 Every rank receives its own batch part of every batch and writes its own part of the weights; rank 0 alone speaks
 (requests, publications, metrics). The real learner and the simulated one drive this same object.
+
+`Client` is what the training loop knows of it: in supervised training rows take the broker's place
+(`rl/learner/supervised.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -105,22 +109,95 @@ def begin_from(process: Process) -> tuple[Path | None, int]:
     return newest, (verify if process.index == 0 else read_meta)(newest).step
 
 
-class RunClient:
-    """Sockets `batches.<rank>` (ROUTER, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
+class Client(ABC):
+    """Where a rank has its batches from, and whom it tells what came of them. All ranks call the same methods."""
 
-    def __init__(self, process: Process, entries: Sequence[Entry], first_step: int) -> None:
+    def __init__(self, process: Process, first_step: int) -> None:
         self.process = process
         self.run = process.run
         self.config = process.config
         self.rank = process.index
         self.first_step = first_step
         self.last_step = self.run.last_step
+        self._step = first_step
+        self._ended_at = self.last_step
+
+    @property
+    @abstractmethod
+    def timeline(self) -> int:
+        """The timeline of what is trained now."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[BatchPart]:
+        """This rank's batch part of every remaining step, in order."""
+
+    @abstractmethod
+    def publish(
+        self, n: int, pieces: Iterable[Piece], probe_ids: Sequence[int] = (), probe_logp: Sequence[float] = ()
+    ) -> bool:
+        """Version `n` is there, of which `pieces` are this rank's part. False if a later one is known already."""
+
+    @abstractmethod
+    def journal(self, n: int) -> bytes:
+        """What a checkpoint of version `n` keeps beside the weights; empty on other ranks than the first."""
+
+    @abstractmethod
+    def report(
+        self,
+        batch_part: BatchPart,
+        values: dict[str, float],
+        histograms: Mapping[str, list[float]] = MappingProxyType({}),
+    ) -> None:
+        """The metrics of one trained batch."""
+
+    @abstractmethod
+    def listen(self) -> None:
+        """Act on what the supervisor said. Raises Stopped."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything."""
+
+    def _evaluation_due(self, n: int) -> bool:
+        every = self.config.eval.every
+        ends = n in (self.run.start_step, self.last_step)
+        return self.config.eval.tasks > 0 and (ends or (every > 0 and n % every == 0))
+
+    def checkpoint_due(self, n: int) -> bool:
+        """Every `learner.checkpoint_every` batches, and after the last one."""
+        every = self.config.learner.checkpoint_every
+        return n == self.last_step or (every > 0 and n % every == 0)
+
+    @property
+    def to_be_saved(self) -> int | None:
+        """The step at which the run was asked to end; None if a checkpoint has it, or there is nothing to save."""
+        step = self._ended_at
+        is_new = self.first_step < step < self.last_step
+        return step if is_new and not self.checkpoint_due(step) else None
+
+    def finish(self) -> None:
+        """Send the closing report, then serve weights until told to stop."""
+        self.process.send_closing_report()
+        self.process.busy = False
+        with contextlib.suppress(Stopped):
+            while True:
+                select.select([self.process.wake_fd], [], [], _POLL_MS / 1000)
+                self.listen()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """What is done in the block, for the trace."""
+        return self.process.trace.span(name, self._step)
+
+
+class RunClient(Client):
+    """Sockets `batches.<rank>` (ROUTER, bound here) and, on rank 0, `steps` (DEALER) and the weight updater."""
+
+    def __init__(self, process: Process, entries: Sequence[Entry], first_step: int) -> None:
+        super().__init__(process, first_step)
         self._batch_parts = open_socket(zmq.ROUTER, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 
-        self._step = first_step
         self._requested = first_step - 1  # the newest batch asked for
-        self._ended_at = self.last_step
 
         self._broker: BrokerLine | None = None
         self._broker_since = 0.0
@@ -262,23 +339,6 @@ class RunClient:
                     if self._clock() >= deadline:
                         raise WaitExpired(f"no {what} within weights.deadline_s={deadline_s:g} s: {error}") from None
 
-    def _evaluation_due(self, n: int) -> bool:
-        every = self.config.eval.every
-        ends = n in (self.run.start_step, self.last_step)
-        return self.config.eval.tasks > 0 and (ends or (every > 0 and n % every == 0))
-
-    def checkpoint_due(self, n: int) -> bool:
-        """Every `learner.checkpoint_every` batches, and after the last one."""
-        every = self.config.learner.checkpoint_every
-        return n == self.last_step or (every > 0 and n % every == 0)
-
-    @property
-    def to_be_saved(self) -> int | None:
-        """The step at which the run was asked to end; None if a checkpoint has it, or there is nothing to save."""
-        step = self._ended_at
-        is_new = self.first_step < step < self.last_step
-        return step if is_new and not self.checkpoint_due(step) else None
-
     def journal(self, n: int) -> bytes:
         """The broker's journal at version `n`; empty on other ranks. Raises WaitExpired.
 
@@ -363,20 +423,7 @@ class RunClient:
             **self._summary,
         }
 
-    def finish(self) -> None:
-        """Send the closing report, then serve weights until told to stop."""
-        self.process.send_closing_report()
-        self.process.busy = False
-        with contextlib.suppress(Stopped):
-            while True:
-                select.select([self.process.wake_fd], [], [], _POLL_MS / 1000)
-                self.listen()
-
     # ------------------------------------------------------------ waiting
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """What is done in the block, for the trace."""
-        return self.process.trace.span(name, self._step)
 
     def listen(self) -> None:
         """Act on what the supervisor said, and on a weight update that failed. Raises Stopped, or that failure."""

@@ -38,7 +38,11 @@ class SimulatedOptions(Section):
     """Size of the weights, really transported."""
 
 
-OPTIONS: dict[str, type[Section]] = {"fsdp": NoOptions, "simulated": SimulatedOptions}
+OPTIONS: dict[str, type[Section]] = {
+    "fsdp": NoOptions,
+    "supervised": NoOptions,
+    "simulated": SimulatedOptions,
+}
 """The model of `learner.options` by `learner.kind`."""
 
 

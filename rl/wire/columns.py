@@ -11,6 +11,7 @@ puts the column into its table at start. Broker and environment servers do so to
 * a generator's engine answers it in `Sampled.columns["teacher_logp"]`, one entry per sampled token; with
   `covers="context"` also in `Sampled.context["teacher_logp"]`, one entry per token of the prompt that it is asked for;
 * an environment answers one entry in `Step.columns[name]` with every step;
+* the teacher of a distillation fills the one that is declared here, `TEACHER_LOGP`, when an episode has ended;
 * the learner computes one with `pack.with_columns(name=values)` or `rl.learner.update.with_logp`;
 * a loss reads `inputs.columns["teacher_logp"]`, (T, ...): what has one entry per turn, sequence or sample stands there
   at each of its tokens. The model's forward reads `pack.columns["teacher_logp"]` if the column says `reads="forward"`.
@@ -32,7 +33,7 @@ from rl.config.plugins import load
 from rl.config.schema import ConfigError
 
 T = TypeVar("T")
-Producer = Literal["generator", "environment", "conversation", "learner"]
+Producer = Literal["generator", "environment", "conversation", "teacher", "learner"]
 Scope = Literal["token", "turn", "sequence", "sample"]
 Covers = Literal["sampled", "context"]
 Reads = Literal["loss", "forward"]
@@ -147,6 +148,8 @@ _WELL_KNOWN = [
 COLUMNS = {column.name: column for column in _WELL_KNOWN}
 """The table: every declared column by its name."""
 BUILT_IN = frozenset(COLUMNS)
+TEACHER_LOGP = Column("teacher_logp", "float32", producer="teacher")
+"""Of the tokens that the student sampled, under the model that `algo.teacher` names."""
 
 
 def register(column: Column) -> None:

@@ -378,6 +378,24 @@ class TurnParsed(Struct, frozen=True, tag="turn_parsed"):
     failed: str = ""
 
 
+# ---------------------------------------------------------------- distillation: environment server <-> teacher
+
+
+class ScoreTokens(Struct, frozen=True, tag="score_tokens"):
+    """How likely are these tokens? Asked again, under its number, when its answer may be lost."""
+
+    request_id: int  # unique within the client
+    token_ids: np.ndarray  # (T,) int32, one whole sequence
+    loss_mask: np.ndarray  # (T,) uint8, 1 at the tokens that are asked for
+
+
+class TokensScored(Struct, frozen=True, tag="tokens_scored"):
+    """Their log-probabilities under the teacher, each given all tokens before it."""
+
+    request_id: int
+    logp: np.ndarray  # (K,) float32
+
+
 # ---------------------------------------------------------------- batches: broker <-> learner
 
 
@@ -499,10 +517,13 @@ RequestMessage = (
     | ReportsLost
 )
 ParsingMessage = ParserHello | ParseTurn | TurnParsed
+TeacherMessage = ScoreTokens | TokensScored
 BatchMessage = BatchRequest | BatchUnderway | Published | EvalRequest | SaveRequest | Journal | BatchPart
 WeightMessage = WeightNotice | WeightStatus
 ControlMessage = Register | Heartbeat | Metrics | Fatal | AlarmRaised | Done | PeerDied | PeerListens | Stop
-Message = TicketMessage | RequestMessage | ParsingMessage | BatchMessage | WeightMessage | ControlMessage
+Message = (
+    TicketMessage | RequestMessage | ParsingMessage | TeacherMessage | BatchMessage | WeightMessage | ControlMessage
+)
 
 
 codec: Codec[Message] = Codec(Message)

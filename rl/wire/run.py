@@ -42,6 +42,8 @@ class RunFile(BaseModel):
     start_step: int = 0
     model_folder: Path | None = None
     """Local folder of the model (config, weights, tokenizer.json, chat template); None when simulated."""
+    teacher_folder: Path | None = None
+    """Local folder of the teacher of a distillation; None where there is none, or it is asked elsewhere."""
     train_tasks: int
     eval_tasks: int
     data: dict[str, str] = {}
@@ -69,7 +71,7 @@ class RunFile(BaseModel):
                 raise Damaged(f"{path} is damaged, or of another version of Fresco: {error}; {RESUME}") from None
             run = cls.model_validate(tree | {"config": config})
         run._names = Names.given()
-        register_configured(run.config.algo.columns)
+        register_configured(run.config.algo.all_columns)
         shape_by_model(run.model_folder)
         return run
 

@@ -156,8 +156,8 @@ class ChatTokenizer:
 
     def glue(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         ids = self._encode(self._after_turn(self._plain(messages), opens_turn=True))
-        if last_id == self.turn_end:  # generated: the sequence has it already
-            return ids[ids.index(last_id) + 1 :]
+        if last_id == self.turn_end:  # generated: the sequence has it already, or (Harmony) the end of a last turn
+            return ids[next(place for place, id in enumerate(ids) if id in self.stop_ids) + 1 :]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

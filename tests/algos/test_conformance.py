@@ -18,6 +18,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("decoupled_ppo", {"proximal": "interpolated"}),
     ("topr", {"ratio": "token"}),
     ("cispo", {"clip_low": 0.5}),
+    ("reverse_kl", {"rewards": 1.0}),
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from algos.conformance import PROXIMAL_OFFSET, gradient, grid, on_policy, random_inputs
+from algos.conformance import PROXIMAL_OFFSET, gradient, grid, inputs_of, on_policy, random_inputs
 from algos.registry import make_loss, registered
 from algos.types import LossInputs
 
@@ -46,6 +46,15 @@ def weighted(weight: Callable[[float], float]) -> Reference:
     def loss(current: float, behavior: float, advantage: float) -> tuple[float, float]:
         factor = weight(math.exp(current - behavior))
         return -factor * advantage * current, -factor * advantage
+
+    return by_token(loss)
+
+
+def taught(rewards: float, cap: float) -> Reference:
+    def loss(current: float, behavior: float, advantage: float) -> tuple[float, float]:
+        teacher = current + advantage
+        slope = -min(math.exp(current - behavior), cap) * (teacher - current + rewards * advantage)
+        return slope * current, slope
 
     return by_token(loss)
 
@@ -148,6 +157,8 @@ CASES: list[tuple[str, dict[str, Any], Reference]] = [
     ("m2po", {}, m2po(0.04)),
     ("m2po", {"threshold": 5}, m2po(5.0)),
     ("m2po", {"threshold": 0.15}, m2po(0.15)),
+    ("reverse_kl", {}, taught(0.0, 2.0)),  # its teacher wants what the advantages want (`algos.conformance`)
+    ("reverse_kl", {"rewards": 0.5, "cap": 1}, taught(0.5, 1.0)),
 ]
 
 
@@ -222,6 +233,8 @@ def test_clip_fraction_counts_tokens_whose_gradient_the_clip_stops() -> None:
         ("kimi", {"tau": -0.1}),
         ("sapo", {"tau_negative": 0.0}),
         ("m2po", {"threshold": 0.0}),
+        ("reverse_kl", {"cap": 0.0}),
+        ("reverse_kl", {"rewards": -1.0}),
     ],
 )
 def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) -> None:
@@ -245,3 +258,23 @@ def test_topr_bounds_every_token_with_a_negative_advantage(name: str, distance: 
 
     bound = 1.0 if distance > 0 else 1e-6  # the policy likes the sample much better, or has turned away from it
     assert slopes.abs().max() <= bound
+
+
+def test_a_distilled_student_moves_towards_its_teacher_and_stays_there() -> None:
+    """The exact gradient of KL(student || teacher) over three tokens, and the expectation of the sampled one."""
+    teacher = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64).log()
+    logits = torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64, requires_grad=True)
+    student = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
+
+    advantages = torch.zeros(3, dtype=torch.float64)
+    inputs = replace(
+        inputs_of(student, student.detach(), advantages, torch.arange(3)), columns={"teacher_logp": teacher}
+    )
+    result = make_loss("reverse_kl", {})(inputs)
+    (found,) = torch.autograd.grad((result.per_token * student.detach().exp()).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(result.metrics["reverse_kl"], student.detach() - teacher)
+
+    there = replace(inputs, columns={"teacher_logp": student.detach()})
+    assert not gradient(make_loss("reverse_kl", {})(there).per_token, there).any()

@@ -25,7 +25,7 @@ class ShmSender(HostSender):
 
     def __init__(self, run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> None:
         super().__init__(run, rank, entries, wait)
-        self._page_lock = PageLock(run.learner_device if run.config.learner.kind == "fsdp" else "cpu")
+        self._page_lock = PageLock(run.learner_device if run.config.learner.kind != "simulated" else "cpu")
 
     def open(self) -> None:
         if self.rank == 0:

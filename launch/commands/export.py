@@ -19,14 +19,17 @@ from rl.learner.checkpoint import export_hf
 from rl.learner.model_card import texts_beside
 from rl.learner.trainer import export_adapter, saved_policy
 from rl.models.loading import weight_files
-from rl.store.checkpoint_folder import CheckpointError, Meta, read_meta
+from rl.store.checkpoint_folder import CheckpointError, Meta, latest, read_meta
 from rl.store.digests import digest_of
 from rl.wire.run import RunFile
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError for what is no whole checkpoint, and for a base that is another one."""
-    target, out = find_target(arguments.target), arguments.out.absolute()
+    folder, out = Path(arguments.target), arguments.out.absolute()
+    if (folder / "model").is_dir() and latest(folder / "checkpoints") is None:
+        raise ConfigError(f"{arguments.target!r} has no checkpoint; how it ended is in its folders model and adapter")
+    target = find_target(arguments.target)
     if out.exists():
         raise ConfigError(f"{str(arguments.out)!r} exists; name a new folder")
     if not target.is_checkpoint or target.run is None:

@@ -118,6 +118,8 @@ def test_what_cannot_be_exported_is_one_line(
     assert "was trained without model.lora; --merge writes its model" in refused(str(run.folder), out, "--adapter")
     assert "exists; name a new folder" in refused(str(run.folder), str(tmp_path), "--merge")
     assert "is no checkpoint in its own run" in refused(str(start), out, "--merge")
+    (tmp_path / "ended" / "model").mkdir(parents=True)
+    assert "how it ended is in its folders model and adapter" in refused(str(tmp_path / "ended"), out, "--merge")
 
     run, _ = trained(make_run, start, LORA)
     weights = load_file(start / "model.safetensors")

@@ -359,7 +359,8 @@ class Builder:
             process = found.setdefault(name, {"name": name, "seconds": 0.0, "causes": {}, "longest": (0.0, "", -1)})
             process["seconds"] += last - first
 
-            for cause, seconds in pulse.waits.items():
+            idle = {"work": pulse.stats["idle_s"]} if "idle_s" in pulse.stats else {}  # no wait in older traces
+            for cause, seconds in (idle | pulse.waits).items():
                 process["causes"][cause] = process["causes"].get(cause, 0.0) + seconds
             if wait := self._longest.get(source):
                 process["longest"] = max(process["longest"], (wait.seconds, wait.whom, wait.step))

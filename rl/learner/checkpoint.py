@@ -96,6 +96,7 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
         set_state_dict(model, adamw, model_state_dict=weights, optim_state_dict=optimizer, options=options)
         for group, values in zip(adamw.param_groups, configured, strict=True):
             group.update(values)
+
     torch.set_rng_state(state["rng"])
     if _CUDA_RNG in state:
         torch.cuda.set_rng_state(state[_CUDA_RNG])

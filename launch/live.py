@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from launch.summary import Children, Observed
+from launch.summary import Children, Observed, told_wait
 from launch.terminal import CleanConsole, say
 from rl.store.checkpoint_folder import latest, read_meta
 from rl.wire.run import RunFile
@@ -91,6 +91,8 @@ class Display:
 
         if accuracy := summary["eval"]:
             self._print(f"held-out accuracy {accuracy['first']:.3f} -> {accuracy['last']:.3f}")
+        if longest := self._observed.longest_wait():
+            self._print(f"longest wait: {told_wait(*longest)}")
         self._print(f"summary: {self._run.folder / 'summary.json'}")
 
     def _print(self, text: str) -> None:
@@ -111,8 +113,8 @@ class Display:
     def _line(self, step: int, values: dict[str, float]) -> str:
         unknown = float("nan")
         return (
-            f"step {step:4d}/{self._last_step}  reward {values.get('rollout/reward', unknown):.3f}  "
-            f"loss {values['train/loss']:+.4f}  kl {values.get('loss/kl_behavior', unknown):.4f}  "
+            f"step {step:4d}/{self._last_step}  reward {values.get('rollout/reward', unknown):z.3f}  "
+            f"loss {values['train/loss']:+z.4f}  kl {values.get('loss/kl_behavior', unknown):z.4f}  "
             f"entropy {values.get('loss/entropy', unknown):.3f}  stale {values.get('staleness/mean', 0.0):.2f}  "
             f"{values.get('tokens_per_second', 0.0):5.0f} tok/s  {values.get('time/step', 0.0):.2f} s/step  "
             f"left {self._remaining()}"
@@ -131,18 +133,18 @@ class Display:
         learning = ["loss/kl_behavior", "loss/entropy", "staleness/mean", "train/grad_norm"]
 
         lines = [
-            f"reward    {row['rollout/reward']:.3f}" if "rollout/reward" in row else "reward    no step yet",
+            f"reward    {row['rollout/reward']:z.3f}" if "rollout/reward" in row else "reward    no step yet",
             f"held-out  {' -> '.join(shown) or 'not evaluated yet'}",
             f"speed     {speed}",
             "learning  " + "  ".join(f"{name.partition('/')[2]} {row[name]:.4g}" for name in learning if name in row),
         ]
         notes = [Text(f"! {text}", no_wrap=True, overflow="ellipsis") for text in self._notes[-3:]]
-        return Group(Text(title, style="bold"), *lines, _processes(children), *notes)
+        return Group(Text(title, style="bold"), *lines, _processes(children, observed), *notes)
 
 
-def _processes(children: Children) -> Table:
-    """One row for each role: how many are in which state, and what any has waited for most, all waits added up."""
-    table = Table("processes", "state", "waited most, in all", expand=False)
+def _processes(children: Children, observed: Observed) -> Table:
+    """One row for each role: how many are in which state, and the longest wait of them."""
+    table = Table("processes", "state", "longest wait", expand=False)
     roles: dict[str, list[Any]] = {}
     for child in children.values():
         roles.setdefault(child.name.partition(".")[0], []).append(child)
@@ -151,12 +153,14 @@ def _processes(children: Children) -> Table:
         states = Counter(
             "starting" if not child.registered else "busy" if child.beat.busy else "idle" for child in members
         )
-        waits = [(seconds, whom) for child in members for whom, seconds in child.beat.waits.items()]
-        longest = max(waits, default=None)
+        waited = ""
+        if longest := observed.longest_wait(role):
+            who, wait = longest
+            waited = f"{who.removeprefix(role)} {wait.whom} {wait.seconds:.1f} s, step {wait.step}"
 
         name = f"{role} x {len(members)}" if len(members) > 1 else role
         state = ", ".join(f"{count} {state}" if len(members) > 1 else state for state, count in states.items())
-        table.add_row(name, state, f"{longest[1]} {longest[0]:.0f} s" if longest else "")
+        table.add_row(name, state, waited)
     return table
 
 

@@ -60,7 +60,7 @@ function tiles(run) {
 
   if (evaluations.length) {
     const [first, last] = [evaluations[0], evaluations[evaluations.length - 1]];
-    const [gained, low, high] = (run.gain || []).map((v) => (100 * v).toFixed(1));
+    const [gained, low, high] = (run.gain || []).map((v) => fixed(100 * v, 1));
     const simulated = run.config["generator.engine"] === "simulated"; // its answers do not depend on the weights
     const gain = run.gain && (simulated ? "simulated engines: the difference is chance" : `gain ${gained} points (${low} … ${high})`);
     const shown = evaluations.length > 1 ? `${percent(first.accuracy)} → ${percent(last.accuracy)}` : percent(last.accuracy);
@@ -189,7 +189,9 @@ function waitPanel(run) {
     }
     return el("div", { class: "waits" }, el("span", {}, process.name), strip);
   });
-  return panel("Each process's time, by whom it waits for", legend, rows);
+  const { name, longest: [seconds, whom, step] } = run.waits.reduce((most, each) => (each.longest[0] > most.longest[0] ? each : most));
+  const longest = seconds > 0 ? el("p", {}, `The longest wait: ${name} for ${whom}, ${clock(seconds)} in step ${step}.`) : null;
+  return panel("Each process's time, by whom it waits for", legend, longest, rows);
 }
 
 // Who is slower than the others.

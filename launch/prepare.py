@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from envs.registry import demonstrator
 from launch.launcher.local import Begin, Command, Files, begin_process
 from rl.config.algo import AlgoConfig
+from rl.config.lora import LoraOptions, lora_options
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
 from rl.models.families import check_family, read_config
@@ -243,9 +244,10 @@ def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
 
 
 def check_model_is_trainable(config: Config, folder: Path) -> None:
-    """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong."""
+    """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong, and for
+    adapters that it cannot have."""
     if config.learner.kind == "fsdp":
-        _check_trainable(config, folder, f"model.path={config.model.path!r}")
+        _check_trainable(config, folder, f"model.path={config.model.path!r}", lora_options(config.model))
 
 
 def _check_other_models(config: Config) -> None:
@@ -260,11 +262,11 @@ def _check_other_models(config: Config) -> None:
             _check_trainable(config, Path(path), f"{field}={path!r}")
 
 
-def _check_trainable(config: Config, folder: Path, field: str) -> None:
+def _check_trainable(config: Config, folder: Path, field: str, options: LoraOptions | None = None) -> None:
     from rl.models.policy import check_trainable
 
     try:
-        check_trainable(folder, untested=config.model.untested)
+        check_trainable(folder, untested=config.model.untested, options=options)
     except ValueError as error:
         raise ConfigError(f"{field} cannot be trained: {error}") from None
 
@@ -282,6 +284,7 @@ def main() -> None:
         validate(config)
         folder = None if sys.argv[1] == "validate" else _model_folder(config, make=sys.argv[1] == "make")
         if folder is not None:
+            check_model_is_trainable(config, folder)  # also one that was made just now
             answer = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
 
     except ConfigError as error:

@@ -41,6 +41,11 @@ def own_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files begin first, so that at the end no worker has one to itself."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def save_run(*overrides: str, **fields: object) -> RunFile:
     """A saved RunFile in a new folder with a short path; the caller removes the folder."""
     folder = Path(tempfile.mkdtemp(prefix="fresco-test-"))

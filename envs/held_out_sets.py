@@ -26,7 +26,6 @@ class HeldOutSets(MixtureFamily):
 
     def __init__(self, own: EnvironmentFamily, sets: dict[str, Member], counts: dict[str, int]) -> None:
         self.own = own
-        self.tools = getattr(own, "tools", False)
         self.foreign = getattr(own, "foreign", False)
         self.audit_s = own.audit_s if isinstance(own, Audited) else 0.0
 

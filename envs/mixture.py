@@ -124,6 +124,11 @@ class MixtureFamily:
             }
         )
 
+    @property
+    def tools(self) -> bool:
+        """Whether the episodes of a member may begin with tools."""
+        return any(getattr(member.family, "tools", False) for member in self.members.values())
+
     @classmethod
     def needs(cls, options: MixtureOptions) -> Needs:
         """Raises ConfigError for a member that does not fit by itself."""
@@ -131,6 +136,11 @@ class MixtureFamily:
         tokens = 1
         for name, member in options.members.items():
             kind = load_family(member.env)
+            if getattr(kind, "foreign", False):
+                where = f"env.options.members.{name}.env={member.env!r}"
+                raise ConfigError(
+                    f"{where}: its agent owns the loop, and members play reset and step; run it by itself"
+                )
             own = _options(name, member)
             need = kind.needs(own) if hasattr(kind, "needs") else Needs(0.0, "no step takes long")
             if member.max_turns is not None and member.max_turns < need.turns:

@@ -122,8 +122,17 @@ def test_a_set_of_a_mixture_is_one_more_member_that_is_not_trained(rows: Path) -
     )
 
 
-def test_an_environment_with_tools_has_sets_too() -> None:
-    overrides = ["env.name=tests.envs.test_held_out_sets:ToolFamily", "eval.sets={more: {tasks: 1}}"]
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_environment_with_tools_has_sets_too(mixed: bool) -> None:
+    tools = "tests.envs.test_held_out_sets:ToolFamily"
+    overrides = [f"env.name={tools}", "eval.sets={more: {tasks: 1}}"]
+    if mixed:
+        members = f"{{calls: {{env: '{tools}'}}, sums: {{env: math, eval_tasks: 0}}}}"
+        overrides = [
+            "env.name=mixture",
+            f"env.options.members={members}",
+            f"eval.sets={{more: {{env: '{tools}', options: {{tasks: 1}}}}}}",
+        ]
 
     async def play(family: HeldOutSets) -> None:
         assert family.tools and family.task_count("eval") == 3

@@ -73,6 +73,7 @@ def test_a_dry_run_counts_the_tasks_of_members_that_say_how_many() -> None:
     [
         ("{env: maths}", "did you mean 'math'"),
         ("{env: mixture}", "is a mixture itself"),
+        ("{env: tool_loop}", "members.a.env='tool_loop': its agent owns the loop"),
         (
             "{env: math, options: {sauce: x}}",
             "unknown key 'env.options.members.a.options.sauce'",

@@ -153,7 +153,7 @@ def _beside(config: Config, device: str, gpus: tuple[str, ...]) -> Iterator[Proc
     """Teacher and parsers, which some runs have. gpus: the own ones of a teacher that computes here."""
     if config.algo.teacher is not None and config.steps:
         teacher = "rollout.teacher.process"
-        imports = (teacher, "rl.models.policy") if has_own_teacher(config) and device == "cpu" else ()
+        imports: tuple[str, ...] = (teacher, "rl.models.policy") if has_own_teacher(config) and device == "cpu" else ()
         environment = _environment(gpus, config.learner.threads)
         yield ProcessSpec("teacher", 0, teacher, gpus, imports=imports, environment=environment)
 

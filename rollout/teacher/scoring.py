@@ -96,7 +96,7 @@ class Endpoint:
         except OpenAIError as error:
             raise TeacherRefused(f"algo.teacher={self._teacher!r} does not answer: {error}") from None
 
-        told = (answer.choices[0].model_extra or {}).get("prompt_logprobs")
+        told: Any = (answer.choices[0].model_extra or {}).get("prompt_logprobs")
         try:
             places = np.flatnonzero(asked.loss_mask)
             found = [_LEAST if place == 0 else told[place][str(ids[place])]["logprob"] for place in places]

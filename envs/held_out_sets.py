@@ -1,43 +1,51 @@
 """Several held-out sets in one run, by name: `eval.sets`.
 
-Each set is the run's environment with other options, most often another `eval_source`, and its held-out tasks. They
-alternate with the run's own ones, which are called `own`; the metrics are `eval/<name>/accuracy`. What is trained stays
-as it is without them.
+Each set is the run's environment with other options, most often another `eval_source`, and its held-out tasks. In a
+mixture a set is written like a member. Sets alternate with the run's own tasks, which are called `own`, or by their
+member; the metrics are `eval/<name>/accuracy`. What is trained stays as it is without them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from envs.audit.auditor import Audited
-from envs.mixture import Member, MixtureFamily, MixtureTask, alternating
-from envs.registry import load_family, made
+from envs.mixture import Member, MemberOptions, MixtureFamily, MixtureTask, alternating, eval_count, member_of
 from rl.config.plugins import validated
 from rl.config.schema import Config, ConfigError
-from rollout.episodes.environment import EnvironmentFamily, EpisodeTerms
+from rollout.episodes.environment import Endpoint, EnvironmentFamily, EpisodeTerms, ForeignLoop, Outcome
 
 OWN = "own"
 _TRAINED = ""
 
 
 class HeldOutSets(MixtureFamily):
-    def __init__(self, own: EnvironmentFamily, sets: dict[str, EnvironmentFamily]) -> None:
+    """counts: the held-out tasks of each set."""
+
+    def __init__(self, own: EnvironmentFamily, sets: dict[str, Member], counts: dict[str, int]) -> None:
         self.own = own
-        evaluated = {OWN: own, **sets}
-        self.members = {_TRAINED: Member(own, EpisodeTerms())}
-        self.members |= {name: Member(family, EpisodeTerms(name)) for name, family in evaluated.items()}
+        self.tools = getattr(own, "tools", False)
+        self.foreign = getattr(own, "foreign", False)
         self.audit_s = own.audit_s if isinstance(own, Audited) else 0.0
-        self._held_out = alternating({name: family.task_count("eval") for name, family in evaluated.items()})
+
+        plain = {_TRAINED: Member(own, EpisodeTerms()), OWN: Member(own, EpisodeTerms(OWN))}
+        self.members = (own.members if isinstance(own, MixtureFamily) else plain) | sets
+        self._held_out = alternating({_TRAINED: own.task_count("eval"), **counts})
 
     def task_count(self, split: str) -> int:
         return self.own.task_count(split) if split == "train" else len(self._held_out)
 
     def task(self, split: str, index: int) -> MixtureTask:
-        if split == "train":
-            return MixtureTask(_TRAINED, self.own.task(split, index))
-        name, index = self._held_out[index]
-        return MixtureTask(name, self.members[name].family.task(split, index))
+        name, index = (_TRAINED, index) if split == "train" else self._held_out[index]
+        if name != _TRAINED:
+            return MixtureTask(name, self.members[name].family.task(split, index))
+        task = self.own.task(split, index)
+        return task if isinstance(task, MixtureTask) else MixtureTask(_TRAINED if split == "train" else OWN, task)
+
+    def make(self) -> Any:
+        return _LabelledLoop(self) if self.foreign else super().make()
 
     async def start(self) -> None:
         await asyncio.gather(*(family.start() for family in self._families()))
@@ -46,24 +54,54 @@ class HeldOutSets(MixtureFamily):
         await asyncio.gather(*(family.stop() for family in self._families()))
 
     def _families(self) -> list[EnvironmentFamily]:
-        return [member.family for name, member in self.members.items() if name != OWN]
+        return list({id(member.family): member.family for member in self.members.values()}.values())
+
+
+class _LabelledLoop:
+    """An episode of an agent that owns its loop, in the set that its task belongs to."""
+
+    def __init__(self, family: HeldOutSets) -> None:
+        self._members = family.members
+        self._inner: ForeignLoop | None = None
+        self.terms = EpisodeTerms()
+
+    async def run(self, task: MixtureTask, endpoint: Endpoint) -> Outcome:
+        member = self._members[task.label]
+        self.terms = member.terms
+        inner: Any = member.family.make()
+        self._inner = inner
+        outcome: Outcome = await inner.run(task.task, endpoint)
+        where = f"{task.label}/" if task.label else ""
+        return replace(outcome, info={where + name: value for name, value in outcome.info.items()})
+
+    async def close(self) -> None:
+        if self._inner is not None:
+            await self._inner.close()
 
 
 def with_sets(config: Config, own: EnvironmentFamily) -> HeldOutSets:
     """Raises ConfigError for a set that cannot be used."""
-    kind = load_family(config.env.name)
-    if isinstance(own, MixtureFamily) or getattr(own, "tools", False) or getattr(own, "foreign", False):
-        raise ConfigError(
-            f"eval.sets: env {config.env.name!r} has members, tools or a loop of its own, and takes no further sets; "
-            "leave them out, and use `fresco eval --data` for each"
-        )
-
+    taken = own.members if isinstance(own, MixtureFamily) else {OWN: own}
     sets = {}
+    counts = {}
+
     for name, change in config.eval.sets.items():
-        if name == OWN:
-            raise ConfigError(f"eval.sets.{OWN}: so are the run's own held-out tasks called; choose another name")
-        changes: dict[str, Any] = {"eval_source": change} if isinstance(change, str) else change
         where = f"eval.sets.{name}"
-        options = validated(kind.Options, config.env.options | changes, where)
-        sets[name] = made(f"{config.env.name} ({where})", kind, options, config.seed)
-    return HeldOutSets(own, sets)
+        if name in taken:
+            raise ConfigError(f"{where}: so are the run's own held-out tasks called; choose another name")
+        options = _options(config, own, where, change)
+        inner = f"{where}.options" if isinstance(own, MixtureFamily) else where
+        sets[name] = member_of(name, options, config.seed, inner)
+        counts[name] = eval_count(sets[name].family.task_count("eval"), options)
+    return HeldOutSets(own, sets, counts)
+
+
+def _options(config: Config, own: EnvironmentFamily, where: str, change: str | dict[str, Any]) -> MemberOptions:
+    if not isinstance(own, MixtureFamily):
+        changes: dict[str, Any] = {"eval_source": change} if isinstance(change, str) else change
+        return MemberOptions(env=config.env.name, options=config.env.options | changes)
+    if isinstance(change, str):
+        such = f"{{env: math, options: {{eval_source: {change}}}}}"
+        raise ConfigError(f"{where}={change!r}: in a mixture a set is written like a member, such as {such}")
+    member_options: MemberOptions = validated(MemberOptions, change, where)
+    return member_options

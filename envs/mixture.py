@@ -107,9 +107,7 @@ class MixtureFamily:
         self.options = options
         self.members: dict[str, Member] = {}
         for name, member in options.members.items():
-            family = made(f"{name}: {member.env}", load_family(member.env), _options(name, member), seed)
-            terms = EpisodeTerms(name, member.max_turns, member.max_tokens, member.eval_temperature)
-            self.members[name] = Member(family, terms)
+            self.members[name] = member_of(name, member, seed, _where(name))
 
         offered = [each.family.audit_s for each in self.members.values() if isinstance(each.family, Audited)]
         self.audit_s = max(offered, default=0.0)
@@ -121,7 +119,7 @@ class MixtureFamily:
         self._ends = list(accumulate(counts.values()))
         self._held_out = alternating(
             {
-                name: _eval_count(member.family.task_count("eval"), options.members[name])
+                name: eval_count(member.family.task_count("eval"), options.members[name])
                 for name, member in self.members.items()
             }
         )
@@ -164,7 +162,7 @@ class MixtureFamily:
 
         sizes = {name: counts["train"] for name, counts in planned.items()}
         weights = {name: member.weight for name, member in options.members.items()}
-        held_out = [_eval_count(counts["eval"], options.members[name]) for name, counts in planned.items()]
+        held_out = [eval_count(counts["eval"], options.members[name]) for name, counts in planned.items()]
         return {"train": sum(shares(sizes, weights, options.tasks).values()), "eval": sum(held_out)}
 
     def task_count(self, split: str) -> int:
@@ -267,9 +265,20 @@ def alternating(counts: dict[str, int]) -> list[tuple[str, int]]:
     return [entry for row in zip_longest(*columns) for entry in row if entry is not None]
 
 
+def member_of(name: str, options: MemberOptions, seed: int, where: str) -> Member:
+    """where: the field that has its options. Raises ConfigError for options that cannot be used."""
+    kind = load_family(options.env)
+    family = made(f"{options.env} ({where})", kind, validated(kind.Options, options.options, where), seed)
+    return Member(family, EpisodeTerms(name, options.max_turns, options.max_tokens, options.eval_temperature))
+
+
+def _where(name: str) -> str:
+    return f"env.options.members.{name}.options"
+
+
 def _options(name: str, member: MemberOptions) -> Any:
-    return validated(load_family(member.env).Options, member.options, f"env.options.members.{name}.options")
+    return validated(load_family(member.env).Options, member.options, _where(name))
 
 
-def _eval_count(there: int, member: MemberOptions) -> int:
+def eval_count(there: int, member: MemberOptions) -> int:
     return there if member.eval_tasks is None else min(there, member.eval_tasks)

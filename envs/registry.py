@@ -60,12 +60,20 @@ def demonstrator(name: str) -> Any:
 
 
 def make_family(config: Config) -> EnvironmentFamily:
-    """The configured family, its options validated and its tasks loaded; nothing is started. Raises ConfigError."""
-    family = load_family(config.env.name)
-    options = validated(family.Options, config.env.options, "env.options")
-    own = made(config.env.name, family, options, config.seed)
+    """The configured family with its `eval.sets`, its options validated and its tasks loaded; nothing is started.
+
+    Raises ConfigError.
+    """
+    own = own_family(config)
     with_sets = resolve_name("envs.held_out_sets:with_sets") if config.eval.sets else None  # it imports this module
     return with_sets(config, own) if with_sets else own
+
+
+def own_family(config: Config) -> EnvironmentFamily:
+    """Likewise without its `eval.sets`: what demonstrators play."""
+    family = load_family(config.env.name)
+    options = validated(family.Options, config.env.options, "env.options")
+    return made(config.env.name, family, options, config.seed)
 
 
 def made(name: str, family: type[EnvironmentFamily], options: Any, seed: int) -> EnvironmentFamily:

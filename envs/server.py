@@ -219,6 +219,8 @@ class EnvServer:
             process.waits.add("broker", elapsed_s)
         elif not activity.running["environment"] and activity.running["generate"]:
             process.waits.add("proxy", elapsed_s)
+        else:
+            process.waits.ended()
 
         process.stats = {
             "episodes_running": len(self._episodes),
@@ -253,6 +255,7 @@ class EnvServer:
     def _from_proxy(self, message: Message, _peer: bytes) -> None:
         match message:
             case messages.Generated():
+                self.process.waits.ended()
                 self._client.answered(message)
             case messages.Grown():
                 self._client.grew(message)

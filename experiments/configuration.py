@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl.config.fields import described, sections
+from rl.config.lora import LoraOptions
 from rl.config.schema import Config
 from rl.config.section import Section
 from rl.learner.simulated import SimulatedOptions as SimulatedLearner
@@ -36,6 +37,7 @@ def page() -> str:
     options: dict[str, type[Section]] = {"generator.options (vllm)": VllmOptions}
     options["generator.options (simulated)"] = SimulatedEngine
     options["learner.options (simulated)"] = SimulatedLearner
+    options["model.lora"] = LoraOptions
     parts += [PLUG_INS, *(_section(title, each).replace("## ", "### ", 1) for title, each in options.items())]
     return "\n".join([*parts, LIMITS, _limits()])
 

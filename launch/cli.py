@@ -14,6 +14,7 @@
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
     fresco report runs/math_cpu --serve
+    fresco export runs/math_cpu/checkpoints/step-40 my_model --merge
     fresco push runs/math_cpu me/my-model
     fresco doctor
 
@@ -110,6 +111,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
+    _add_export(commands.add_parser("export", help="write a checkpoint as a model, or its adapters for peft and vLLM"))
     _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
     doctor.set_defaults(call="launch.commands.doctor:diagnose")
@@ -249,6 +251,15 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
     parser.set_defaults(call="launch.commands.top:top")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="a checkpoint, or a run's folder (its newest checkpoint)")
+    parser.add_argument("out", type=Path, help="the folder to write, a new one")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--merge", action="store_true", help="a model for transformers and vLLM")
+    how.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapters alone")
+    parser.set_defaults(call="launch.commands.export:export")
 
 
 def _add_push(parser: argparse.ArgumentParser) -> None:

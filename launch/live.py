@@ -12,16 +12,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from launch.summary import Children, Observed
+from launch.summary import Children, Observed, told_wait
 from launch.terminal import CleanConsole, say
 from rl.store.checkpoint_folder import latest, read_meta
 from rl.wire.run import RunFile
 
 _REFRESH_S = 0.5
 _SHOWN = (
-    ("reward", "rollout/reward", ".3f"),
-    ("loss", "train/loss", "+.4f"),
-    ("kl", "loss/kl_behavior", ".4f"),
+    ("reward", "rollout/reward", "z.3f"),
+    ("loss", "train/loss", "+z.4f"),
+    ("kl", "loss/kl_behavior", "z.4f"),
     ("entropy", "loss/entropy", ".3f"),
     ("stale", "staleness/mean", ".2f"),
 )
@@ -100,6 +100,8 @@ class Display:
 
         if accuracy := summary["eval"]:
             self._print(f"held-out accuracy {accuracy['first']:.3f} -> {accuracy['last']:.3f}")
+        if longest := self._observed.longest_wait():
+            self._print(f"longest wait: {told_wait(*longest)}")
         if loss := summary.get("held_out_loss"):
             self._print(f"held-out loss {loss['first']:.4f} -> {loss['last']:.4f}")
         self._print(f"summary: {self._run.folder / 'summary.json'}")
@@ -138,7 +140,7 @@ class Display:
         speed = f"{row.get('tokens_per_second', 0.0):.0f} tokens/s, {row.get('time/step', 0.0):.2f} s a step"
         learning = ["loss/kl_behavior", "loss/entropy", "staleness/mean", "train/grad_norm"]
 
-        known = [f"{label:10}{row[name]:.3f}" for label, name, _ in _SHOWN[:2] if name in row]
+        known = [f"{label:10}{row[name]:z.3f}" for label, name, _ in _SHOWN[:2] if name in row]
         lines = [
             known[0] if known else "reward    no step yet",
             f"held-out  {' -> '.join(shown) or 'not evaluated yet'}",
@@ -146,12 +148,12 @@ class Display:
             "learning  " + "  ".join(f"{name.partition('/')[2]} {row[name]:.4g}" for name in learning if name in row),
         ]
         notes = [Text(f"! {text}", no_wrap=True, overflow="ellipsis") for text in self._notes[-3:]]
-        return Group(Text(title, style="bold"), *lines, _processes(children), *notes)
+        return Group(Text(title, style="bold"), *lines, _processes(children, observed), *notes)
 
 
-def _processes(children: Children) -> Table:
-    """One row for each role: how many are in which state, and what any has waited for most, all waits added up."""
-    table = Table("processes", "state", "waited most, in all", expand=False)
+def _processes(children: Children, observed: Observed) -> Table:
+    """One row for each role: how many are in which state, and the longest wait of them."""
+    table = Table("processes", "state", "longest wait", expand=False)
     roles: dict[str, list[Any]] = {}
     for child in children.values():
         roles.setdefault(child.name.partition(".")[0], []).append(child)
@@ -160,12 +162,14 @@ def _processes(children: Children) -> Table:
         states = Counter(
             "starting" if not child.registered else "busy" if child.beat.busy else "idle" for child in members
         )
-        waits = [(seconds, whom) for child in members for whom, seconds in child.beat.waits.items()]
-        longest = max(waits, default=None)
+        waited = ""
+        if longest := observed.longest_wait(role):
+            who, wait = longest
+            waited = f"{who.removeprefix(role)} {wait.whom} {wait.seconds:.1f} s, step {wait.step}"
 
         name = f"{role} x {len(members)}" if len(members) > 1 else role
         state = ", ".join(f"{count} {state}" if len(members) > 1 else state for state, count in states.items())
-        table.add_row(name, state, f"{longest[1]} {longest[0]:.0f} s" if longest else "")
+        table.add_row(name, state, waited)
     return table
 
 

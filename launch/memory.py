@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from launch.machine import MIB, Machine, size_text
 from launch.plan import shares_gpus
+from rl.config.lora import lora_options
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
 from rl.models.shape import ModelShape
@@ -257,27 +258,34 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
 
     Weights, gradients and optimizer are divided among the ranks. FSDP gathers the root and two layers at a time. With
     recomputation a layer keeps its input, and the peak is the head's, or that of one layer and of its backward.
+    With adapters the model itself stands still, in the dtype of the forward, and is its own reference.
     """
     learner = config.learner
-    copies = 1 + config.algo.critic.enabled  # each with gradients and two moments
-    frozen = bool(config.algo.kl.coef)
-
     number = _bytes(config.model.dtype)
+    lora = lora_options(config.model)
+    targets = None if lora is None or isinstance(lora.targets, str) else lora.targets
+    moving = model.adapters(lora.rank, targets) if lora else model.trained
+    moving += model.trained * config.algo.critic.enabled
+    still = model.trained * number if lora else 0
+    if config.algo.kl.coef and not (lora and config.algo.kl.reference == "start"):
+        still += model.trained * _MASTER
+
     in_batch = config.batch_size * config.generator.max_model_len // learner.ranks
     tokens = min(max(learner.max_tokens_per_pack, config.generator.max_model_len), max(in_batch, 1))
     layer = tokens * model.saved_bytes(number)
-    head = model.head_bytes(tokens, learner.logprob_chunk, number)
+    head_moves = lora is None or "lm_head" in (targets or ())
+    head = model.head_bytes(tokens, learner.logprob_chunk, number, moves=head_moves)
 
     kept, working = model.layers * layer, head
     if learner.activation_checkpointing:
         kept, working = model.layers * tokens * model.hidden * number, max(head, layer * 3 // 2)
 
-    sharded = model.trained * _MASTER // learner.ranks
+    sharded = moving * _MASTER // learner.ranks
     two_layers = min(2, model.layers) * model.layer
     return {
-        "weights": sharded * (copies + frozen),
-        "gradients": sharded * copies,
-        "optimizer": 2 * sharded * copies,
+        "weights": sharded + still // learner.ranks,
+        "gradients": sharded,
+        "optimizer": 2 * sharded,
         "gathered": (model.trained - model.layers * model.layer + two_layers) * number,
         "activations": kept,
         "working space": working,

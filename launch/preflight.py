@@ -34,6 +34,7 @@ from launch.prepare import Prepared, check_family_of, prepare
 from launch.sittings import write_history
 from rl.config.algo import is_endpoint
 from rl.config.hooks import make_hooks
+from rl.config.lora import lora_options
 from rl.config.plugins import load, validated
 from rl.config.schema import Config, ConfigError
 from rl.learner.rows import check_journal
@@ -207,10 +208,22 @@ def _check_folders(config: Config, dry: bool) -> None:
         raise ConfigError(
             f"steps={config.steps}: {trained}, and steps counts all; set it above, or to 0 to evaluate only"
         )
+    if meta is not None and config.learner.kind != "simulated":
+        _check_adapters(config, meta)
+
+
+def _check_adapters(config: Config, meta: Meta) -> None:
+    """Of other adapters a checkpoint would be read in part, or count with another weight. Raises ConfigError."""
+    options = lora_options(config.model)
+    ours = options.identity() if options else None
+    if ours != meta.lora_options:
+        trained = f"resume={str(config.resume)!r} was trained with model.lora={meta.lora_options or 'null'}"
+        raise ConfigError(f"model.lora={ours or 'null'}: {trained}; set it so, or begin anew with resume=new")
 
 
 def _check_options(config: Config) -> None:
     """Check the options of engine and learner; the environment's are checked with its tasks."""
+    lora_options(config.model)
     engine = engine_options(config.generator)
     validated(LEARNER_OPTIONS[config.learner.kind], config.learner.options, "learner.options")
 

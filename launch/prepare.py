@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from envs.registry import demonstrator
 from launch.launcher.local import Begin, Command, Files, begin_process
 from rl.config.algo import AlgoConfig, is_endpoint
+from rl.config.lora import LoraOptions, lora_options
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
 from rl.models.families import check_family, read_config
@@ -246,9 +247,10 @@ def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
 
 
 def check_model_is_trainable(config: Config, folder: Path) -> None:
-    """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong."""
+    """Raises ConfigError for an architecture whose log-probabilities or exports the learner would get wrong, and for
+    adapters that it cannot have."""
     if config.learner.kind != "simulated":
-        _check_trainable(config, folder, f"model.path={config.model.path!r}")
+        _check_trainable(config, folder, f"model.path={config.model.path!r}", lora_options(config.model))
 
 
 def _check_other_models(config: Config) -> None:
@@ -298,11 +300,11 @@ def other_tokens(student: Path, teacher: Path) -> str:
     return f"it has {sizes[1]} logits, and model.path {sizes[0]}" if sizes[1] < sizes[0] else ""
 
 
-def _check_trainable(config: Config, folder: Path, field: str) -> None:
+def _check_trainable(config: Config, folder: Path, field: str, options: LoraOptions | None = None) -> None:
     from rl.models.policy import check_trainable
 
     try:
-        check_trainable(folder, untested=config.model.untested)
+        check_trainable(folder, untested=config.model.untested, options=options)
     except ValueError as error:
         raise ConfigError(f"{field} cannot be trained: {error}") from None
 
@@ -320,6 +322,7 @@ def main() -> None:
         validate(config)
         folder = None if sys.argv[1] == "validate" else _model_folder(config, make=sys.argv[1] == "make")
         if folder is not None:
+            check_model_is_trainable(config, folder)  # also one that was made just now
             answer |= {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
             if (teacher := _teacher_folder(config, folder, make=sys.argv[1] == "make")) is not None:
                 answer["teacher"] = str(teacher)

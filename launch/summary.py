@@ -14,6 +14,7 @@ import msgspec
 
 from launch.children import Child
 from rl.observe.alarms import RaisedAlarm
+from rl.observe.trace_events import Wait
 from rl.wire.run import RunFile
 
 _SUMMARY_BYTES = 1 << 18  # some times what one takes
@@ -44,6 +45,8 @@ class Observed:
     alarms: dict[str, RaisedAlarm] = field(default_factory=dict)  # by name
     before_s: float = 0.0
     """Seconds of the sittings before."""
+    waits: dict[str, Wait] = field(default_factory=dict)
+    """The longest wait of each process, over its incarnations."""
     trained: tuple[float, int] = (-1.0, -1)
     """Timeline and step of the newest row of a trained batch."""
     _dead_generators: list[dict[str, float]] = field(default_factory=list)
@@ -82,6 +85,16 @@ class Observed:
         values["generator_idle_fraction"] = self.idle_fraction(children)
         return values
 
+    def waited(self, name: str, longest: Wait) -> None:
+        """A heartbeat's longest wait; where the process knows no steps, it is of the step that is being made."""
+        if longest.seconds > self.waits.get(name, Wait()).seconds:
+            self.waits[name] = longest if longest.step > 0 else msgspec.structs.replace(longest, step=self.step + 1)
+
+    def longest_wait(self, role: str = "") -> tuple[str, Wait] | None:
+        """That of all processes, or of one role, and whose it was."""
+        own = [each for each in self.waits.items() if each[0].startswith(role)]
+        return max(own, key=lambda each: each[1].seconds, default=None)
+
     def child_died(self, child: Child) -> None:
         """Keep the idle time of a generator that is being replaced."""
         if child.spec.role == "generator":
@@ -96,6 +109,10 @@ class Observed:
         return idle_s / (idle_s + busy_s) if idle_s + busy_s else 0.0
 
 
+def told_wait(name: str, wait: Wait) -> str:
+    return f"{name} for {wait.whom}, {wait.seconds:.1f} s in step {wait.step}"
+
+
 def build_summary(
     run: RunFile, reports: dict[str, bytes], observed: Observed, error: str, children: Children
 ) -> dict[str, Any]:
@@ -106,6 +123,7 @@ def build_summary(
     accuracies = [accuracy for _step, accuracy in observed.evals]
     trained = broker.get("ledger", {}).get("tokens", {}).get("trained", 0)
     training_s = learner.get("seconds", seconds)
+    longest = observed.longest_wait()
 
     summary = {
         "name": run.config.name,
@@ -123,6 +141,7 @@ def build_summary(
         "kept_over_issued_length": broker.get("kept_over_issued_length"),
         "learner_wait_fraction": learner.get("wait_fraction"),
         "generator_idle_fraction": observed.idle_fraction(children),
+        "longest_wait": longest and {"process": longest[0], **msgspec.structs.asdict(longest[1])},
         "weight_sync": learner.get("weight_sync"),
         "alarms": {name: f"{each.when}, {each.who}: {each.detail}" for name, each in observed.alarms.items()},
         "broker": {key: broker[key] for key in BROKER_KEYS if key in broker},

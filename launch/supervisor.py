@@ -232,6 +232,7 @@ class Supervisor:
         if beat.progress != child.beat.progress or not beat.busy:
             child.progressed = child.last_beat
         child.beat = beat
+        self._observed.waited(child.name, beat.longest)
 
     def _raise_alarm(self, who: str, name: str, detail: str) -> None:
         """Shown once, whoever raises it first; counted as often as that process raises it."""

@@ -80,7 +80,12 @@ def test_a_run_closes_its_books(tmp_path: Path, alpha: float) -> None:
         assert summary[key] is not None, key
 
     rows = metrics_rows(tmp_path)
-    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 21))
+    trained = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in trained] == list(range(1, 21))
+
+    longest = summary["longest_wait"]
+    assert f"wait/{longest['process']}/{longest['whom']}" in trained[-1]
+    assert 0 < longest["seconds"] < summary["seconds"] and 1 <= longest["step"] <= 21
 
 
 def test_a_run_ends_by_its_time(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ MEMBERS = (
 
 
 def test_members_have_their_own_limits_metrics_and_held_out_tasks(tmp_path: Path) -> None:
-    overrides = ("env.name=mixture", MEMBERS, "env.max_turns=2", "eval.tasks=8")
+    more = "eval.sets={more: {env: synthetic, eval_tasks: 2}}"
+    overrides = ("env.name=mixture", MEMBERS, "env.max_turns=2", "eval.tasks=10", more)
     summary = finish(start(tmp_path, *overrides), tmp_path)
     check_books(summary, steps=20)
 
@@ -31,6 +32,8 @@ def test_members_have_their_own_limits_metrics_and_held_out_tasks(tmp_path: Path
     assert max(row.get("rollout/short/length", 0) for row in trained) <= 8
 
     (evaluated, *_) = [row for row in rows if "eval/accuracy" in row]
-    assert (evaluated["eval/short/episodes"], evaluated["eval/long/episodes"]) == (5, 3)
-    mean = (5 * evaluated["eval/short/reward"] + 3 * evaluated["eval/long/reward"]) / 8
+    weights = {"short": 5, "long": 3, "more": 2}
+    assert {name: evaluated[f"eval/{name}/episodes"] for name in weights} == weights
+    assert not any("rollout/more/reward" in row for row in rows), "a set is not trained"
+    mean = sum(count * evaluated[f"eval/{name}/reward"] for name, count in weights.items()) / 10
     assert mean == pytest.approx(evaluated["eval/reward"])

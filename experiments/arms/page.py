@@ -84,7 +84,7 @@ def _table(rows: Iterable[Row], first: str, second: str) -> str:
     lines = [_line(titles), _line(["---"] * len(titles))]
     for how, arm, seed, kind, before, after in rows:
         mean, low, high = (100 * value for value in paired_bootstrap(before, after))
-        difference = f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+        difference = f"{mean:+z.1f} ({low:+z.1f} to {high:+z.1f})"
         lines.append(_line([how, arm, str(seed), kind, str(len(before)), share(before), share(after), difference]))
     return "\n".join(lines)
 

@@ -142,7 +142,7 @@ async def _measure(tokenizer: ChatTokenizer, options: Namespace) -> dict[str, di
             compared = found[f"{name}, {sessions} sessions"] = _compared(name, rounds)
             ratio, added, cpu = compared.values()
             print(f"{name:10} {sessions:4} sessions: {ratio:.3f} of the native tokens/s, ", end="")
-            print(f"{added:+.1f} ms at p50, {cpu:+.2f} ms of CPU each turn")
+            print(f"{added:+z.1f} ms at p50, {cpu:+z.2f} ms of CPU each turn")
     await gateway.stop()
     return found
 

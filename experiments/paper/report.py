@@ -57,7 +57,7 @@ def table(rows: Iterable[Mapping[str, Any]], title: str = "") -> None:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 100 else f"{value:.2f}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 100 else f"{value:z.2f}"
     return "-" if value is None else str(value)
 
 

@@ -46,7 +46,7 @@ def figure_rows(columns: list[Figures]) -> list[Row]:
         values = [column[title] for column in columns]
         row = [title, *(number(value) for value in values)]
         if len(values) == 2:
-            row.append(f"{100 * (now / values[0] - 1):+.1f} %" if values[0] else "")
+            row.append(f"{100 * (now / values[0] - 1):+z.1f} %" if values[0] else "")
         rows.append(row)
 
     return rows

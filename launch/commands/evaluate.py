@@ -26,7 +26,7 @@ from launch.report.tasks import types_of
 from launch.terminal import CleanConsole
 from rl.config.recipes import SHIPPED
 from rl.config.schema import Config, ConfigError, ModelConfig, load_config
-from rl.store.checkpoint_folder import CheckpointError, latest, verify
+from rl.store.checkpoint_folder import CheckpointError, latest, read_meta, verify
 from rl.wire.run import RunFile
 
 ALL = "all"
@@ -126,9 +126,10 @@ def configure(name: str, arguments: argparse.Namespace) -> Config:
         raise ConfigError(f"--episodes {tasks}: env {config.env.name!r} has {available} held-out tasks here")
 
     folder = _started_from(target) if target.is_checkpoint else target.path
+    model = config.model if folder is None else ModelConfig(path=folder, dtype=config.model.dtype)
     changes = {
         "resume": Path(target.path) if target.is_checkpoint else None,
-        "model": config.model if folder is None else ModelConfig(path=folder, dtype=config.model.dtype),
+        "model": model.model_copy(update={"lora": _lora_of(target)}),
         "eval": config.eval.model_copy(update={"tasks": tasks, "every": 0}),
     }
     return config.model_copy(update=changes)
@@ -181,6 +182,11 @@ def find_target(text: str) -> Target:
     if path.exists() and not (path / "config.json").exists():
         raise ConfigError(f"{text!r} is neither a checkpoint (meta.json) nor a model folder (config.json)")
     return Target(str(path) if path.exists() else text, False, _run_of(path.parent))
+
+
+def _lora_of(target: Target) -> dict[str, Any] | None:
+    """The adapters of a checkpoint; a model has none."""
+    return read_meta(Path(target.path)).lora_options if target.is_checkpoint else None
 
 
 def read_episodes(config: Config, run: Path) -> list[EpisodeResult]:

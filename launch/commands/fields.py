@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from envs.registry import load_family
 from rl.config.fields import Described, described, sections
+from rl.config.lora import LoraOptions
 from rl.config.plugins import load
 from rl.config.schema import Config, ConfigError, load_config
 from rl.learner.simulated import OPTIONS as LEARNERS
@@ -42,6 +43,7 @@ def _fields(config: Config) -> Iterator[tuple[str, Described]]:
     models.append(("env.options", family.Options))
     models.append(("generator.options", load("generator.engine", config.generator.engine, ENGINES)))
     models.append(("learner.options", load("learner.kind", config.learner.kind, LEARNERS)))
+    models.append(("model.lora", LoraOptions))
     for title, model in models:
         for field in described(model):
             yield ".".join(filter(None, (title, field.name))), field

@@ -171,7 +171,7 @@ def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Co
         result = each.result
         choice = f"{each.generators} {each.ranks} {each.alpha:g} {each.extra_groups}+{each.extra_episodes}"
         speed = f"{result.step_s:.3g} {result.useful_tokens_per_s:,.0f}"
-        shares = f"{result.generator_idle:.0%} {result.learner_idle:.0%} {result.staleness:.2f}"
+        shares = f"{result.generator_idle:z.0%} {result.learner_idle:z.0%} {result.staleness:.2f}"
         cost = f"{result.kept_over_issued:.2f} {each.over_bound:.2f}"
         table.add_row(*f"{choice} {speed} {shares} {cost}".split(), style="bold" if each is chosen else "")
     console.print(table)
@@ -179,8 +179,8 @@ def _show(found: list[Candidate], chosen: Candidate, config: Config, console: Co
     console.print(
         f"best: {advice(chosen)}\n"
         f"{chosen.result.step_s:.3g} s a step; from the start {chosen.over_bound:.2f} times the lower bound of "
-        f"{chosen.lower_bound_s:.3g} s a step; generators idle {chosen.result.generator_idle:.0%}, learner "
-        f"{chosen.result.learner_idle:.0%}, mean staleness {chosen.result.staleness:.2f}",
+        f"{chosen.lower_bound_s:.3g} s a step; generators idle {chosen.result.generator_idle:z.0%}, learner "
+        f"{chosen.result.learner_idle:z.0%}, mean staleness {chosen.result.staleness:.2f}",
         soft_wrap=True,
     )
 

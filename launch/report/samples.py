@@ -42,15 +42,17 @@ def gather_samples(folder: Path, run: RunFile) -> SamplePage:
         tokenizer = load_tokenizer(None)
 
     ids = np.array([id for sample in shown for id in sample.token_ids], np.uint32)
+    vocabulary, places = np.unique(ids, return_inverse=True)
     pieces = Pieces(tokenizer)
     facts = {
         "kept": len(every),
         "episodes": [_episode(sample, trained.get(sample.ticket_id), pieces) for sample in shown],
-        "texts": {str(id): pieces.text(int(id)) for id in np.unique(ids)},
+        "texts": [pieces.text(id) for id in vocabulary.tolist()],
     }
 
     arrays = {
-        "ids": ids,
+        "place": places.astype(np.uint32),  # in the texts
+        "vocabulary": np.diff(vocabulary, prepend=np.uint32(0)),  # their ids, each by its distance to the one before
         "logp": _thousandths([value for sample in shown for value in sample.logp]),
         "version": np.array([version for sample in shown for version in sample.versions], np.int32),
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rl.observe.intervals import over_tasks, pass_rates
+from rl.observe.intervals import over_tasks, success_rates
 
 _MOST = 12
 _EVALUATIONS = 3  # over so many of the newest ones a task counts as hard
@@ -39,14 +39,9 @@ def task_facts(evals: Sequence[Row], episodes: Iterable[Row]) -> dict[str, Any]:
 
 
 def rates(rows: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
-    """(mean, low, high) of `avg`, and of `pass@k` where tasks have several samples, over the tasks of an evaluation."""
-    by_task: defaultdict[int, list[float]] = defaultdict(list)
-    for row in rows:
-        by_task[row["task_index"]].append(row["success"])
-    found = {"avg": over_tasks([fmean(values) for values in by_task.values()])}
-    several = any(len(values) > 1 for values in by_task.values())
-    passed = pass_rates(by_task.values()) if several else {}
-    return found | {f"pass@{k}": over_tasks(rates) for k, rates in passed.items() if k > 1}
+    """`success_rates` without pass@1, which says what `avg` says."""
+    found = success_rates((row["task_index"], row["success"]) for row in rows)
+    return {name: rate for name, rate in found.items() if name != "pass@1"}
 
 
 def _by_type(evals: Sequence[Row], versions: Sequence[int]) -> list[Row]:

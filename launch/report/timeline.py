@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from launch.report.blocks import Arrays
 from rl.observe import trace_events as m
@@ -95,7 +96,7 @@ class Bars:
         self.begin.append(bar.begin)
         self.end.append(max(end, bar.begin))
         self.kind.append(bar.kind)
-        self.ref.append(bar.ref % _REFS)
+        self.ref.append(bar.ref)
 
     def arrays(self, name: str, offsets: dict[Lane, int], rows: int, tick_s: float) -> tuple[Arrays, int]:
         """The bars by row and time, and how many of the shortest had to be left out.
@@ -120,7 +121,7 @@ class Bars:
             "begin": steps,
             "length": np.ceil(length[order] / tick_s).astype(np.uint32),
             "kind": np.frombuffer(self.kind, np.uint8)[order],
-            "ref": np.frombuffer(self.ref, np.float64)[order],
+            "ref": (np.frombuffer(self.ref, np.float64)[order] % _REFS).astype(np.uint32),
             "rows": starts,
         }
         return {f"{name}.{column}": values for column, values in columns.items()}, left_out
@@ -153,6 +154,9 @@ class Builder:
         self._marks: list[tuple[float, str, str, str]] = []  # second, kind, process, text
         self._seen: dict[Source, tuple[float, float]] = {}  # the first and the last moment
         self._pulses: dict[Source, m.Pulse] = {}
+        self._longest: dict[Source, m.Wait] = {}
+
+        self._step = 1  # the newest that a learner has begun
         self._last = 0.0
         self._events = 0
 
@@ -174,7 +178,7 @@ class Builder:
             case m.TakenBack(ticket):
                 self._ends[ticket] = _KIND["stale"]
             case m.Pulse() as pulse:
-                self._pulses[source] = pulse
+                self._pulse(pulse, source)
 
             case m.ProcessStarted() | m.ProcessDied() | m.RunEnded() | m.Published() as event:
                 self._mark(event, now, source)
@@ -184,6 +188,12 @@ class Builder:
                 self._sampling(event, now, source)
             case event:
                 self._episode(event, now, source)
+
+    def _pulse(self, pulse: m.Pulse, source: Source) -> None:
+        self._pulses[source] = pulse
+        if pulse.longest.seconds > self._longest.get(source, m.Wait()).seconds:
+            step = pulse.longest.step if pulse.longest.step > 0 else self._step
+            self._longest[source] = structs.replace(pulse.longest, step=step)
 
     def _episode(self, event: m.TraceEvent, now: float, source: Source) -> None:
         match event:
@@ -227,6 +237,7 @@ class Builder:
         else:
             name = event.name
             ref = event.step
+            self._step = max(self._step, ref + 1)
 
         key = (source, name)
         if isinstance(event, m.SpanBegan | m.LoadBegan):
@@ -345,10 +356,12 @@ class Builder:
         for source, pulse in self._pulses.items():
             first, last = self._seen[source]
             name = f"{source.role}.{source.index}"
-            process = found.setdefault(name, {"name": name, "seconds": 0.0, "causes": {}})
+            process = found.setdefault(name, {"name": name, "seconds": 0.0, "causes": {}, "longest": (0.0, "", -1)})
             process["seconds"] += last - first
 
-            idle = {"work": pulse.stats["idle_s"]} if "idle_s" in pulse.stats else {}
-            for cause, seconds in (pulse.waits | idle).items():
+            idle = {"work": pulse.stats["idle_s"]} if "idle_s" in pulse.stats else {}  # no wait in older traces
+            for cause, seconds in (idle | pulse.waits).items():
                 process["causes"][cause] = process["causes"].get(cause, 0.0) + seconds
+            if wait := self._longest.get(source):
+                process["longest"] = max(process["longest"], (wait.seconds, wait.whom, wait.step))
         return [found[name] for name in sorted(found)]

@@ -24,7 +24,7 @@ import torch
 
 import launch.warm_start.sft
 import launch.warm_start.writing
-from envs.registry import demonstrator, make_family
+from envs.registry import demonstrator, own_family
 from launch.warm_start.sft import IMITATED, READ, SHOWN, Example, SupervisedOptions, progress_report, train_supervised
 from launch.warm_start.tiny import TinyRecipe, new_model
 from launch.warm_start.word_tokenizer import PIECE, SOURCES, build_tokenizer, save_tokenizer
@@ -68,7 +68,7 @@ def demonstrations(config: Config) -> list[Demonstration]:
     """What the environment's demonstrator does in training tasks. Raises ConfigError."""
     options = config.model.warm_start
     demonstrate = demonstrator(config.env.name)
-    family = make_family(config)
+    family = own_family(config)
     habits = {"mistakes": options.mistakes, "max_turns": config.env.max_turns}
     if options.slips:
         if "slips" not in inspect.signature(demonstrate).parameters:

@@ -52,11 +52,14 @@ class ModelConfig(Section):
     path: str = TINY
     """`tiny` (made and warm-started locally), a local folder, or a hub name such as `Qwen/Qwen3-8B`."""
     dtype: Annotated[Literal["float32", "bfloat16"], Where("learner")] = "bfloat16"
-    """Compute dtype of the learner's forward and backward; master weights are always float32."""
+    """Compute dtype of the learner's forward and backward; what is trained is always float32."""
     untested: bool = False
     """Train a model of a family that no test has; `docs/models.md` lists those that one has."""
     tiny: Annotated[dict[str, Any], Where("model.path=tiny")] = Field(default_factory=dict)
     """Size and warm start of the tiny model, in the place of those in `launch/warm_start/tiny.py`."""
+    lora: Annotated[dict[str, Any] | None, Where("learner")] = None
+    """Train adapters of low rank in the place of the weights, with these options (`rl/config/lora.py`); `{}`: with the
+    default ones."""
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
 
 

@@ -15,7 +15,7 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,23 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from rl.models.protocol import PolicyModel
+from rl.models.protocol import PolicyModel, is_frozen
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
 
@@ -81,6 +87,31 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
     """
     meta = read_meta(checkpoint)
     state = _state(trained)
+    _read(checkpoint, state)
+    for name, (model, adamw) in trained.items():
+        configured = [{key: group[key] for key in group if key != "params"} for group in adamw.param_groups]
+        weights, optimizer = state[name]["model"], state[name]["optimizer"]
+        # What stands still is not there; whether anything else is missing, reading the state has found.
+        options = StateDictOptions(strict=False)
+        set_state_dict(model, adamw, model_state_dict=weights, optim_state_dict=optimizer, options=options)
+        for group, values in zip(adamw.param_groups, configured, strict=True):
+            group.update(values)
+
+    torch.set_rng_state(state["rng"])
+    if _CUDA_RNG in state:
+        torch.cuda.set_rng_state(state[_CUDA_RNG])
+    return meta
+
+
+def load_policy(checkpoint: Path, policy: nn.Module) -> None:
+    """Load the weights of the policy alone, in place. Raises CheckpointError."""
+    weights = _moving(policy, get_model_state_dict(policy))
+    _read(checkpoint, {"policy": {"model": weights}})
+    set_model_state_dict(policy, weights, options=StateDictOptions(strict=False))
+
+
+def _read(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Fill `state` in place."""
     try:
         reader = IndexReader(checkpoint / "state")
         saved = reader.read_metadata().state_dict_metadata
@@ -89,16 +120,6 @@ def load(checkpoint: Path, trained: Trained) -> Meta:
         load_state(state, storage_reader=reader, planner=PlainValuesPlanner())
     except (Exception, CheckpointException) as error:  # the latter is no Exception; damage has many types
         raise CheckpointError(f"{checkpoint} cannot be loaded: {_reason(error)}") from error
-
-    for name, (model, adamw) in trained.items():
-        configured = [{key: group[key] for key in group if key != "params"} for group in adamw.param_groups]
-        set_state_dict(model, adamw, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"])
-        for group, values in zip(adamw.param_groups, configured, strict=True):
-            group.update(values)
-    torch.set_rng_state(state["rng"])
-    if _CUDA_RNG in state:
-        torch.cuda.set_rng_state(state[_CUDA_RNG])
-    return meta
 
 
 def export_hf(policy: PolicyModel, folder: Path, source: Path, beside: Mapping[str, str]) -> None:
@@ -120,13 +141,36 @@ def export_hf(policy: PolicyModel, folder: Path, source: Path, beside: Mapping[s
     if dist.get_rank() == 0:
         for name, text in beside.items():
             (partial / name).write_text(text)
-        write_digests(partial, partial / DIGESTS)
-        partial.chmod(0o755)
-        for path in partial.iterdir():
-            path.chmod(0o644)  # safetensors' own are their maker's alone
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        _give_away(partial, folder)
     dist.barrier()
+
+
+def export_adapter(adapter: Iterable[tuple[str, Tensor]], told: Mapping[str, Any], folder: Path) -> None:
+    """Adapters in peft's format, by its names and with what it wants to be `told`; all ranks call it together. The
+    folder appears by one rename and replaces an earlier one."""
+    tensors = {}
+    for name, whole in adapter:
+        if dist.get_rank() == 0:
+            tensors[name] = whole.cpu().contiguous()
+
+    if dist.get_rank() == 0:
+        partial = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(told, indent=2) + "\n")
+        _give_away(partial, folder)
+    dist.barrier()
+
+
+def _give_away(partial: Path, folder: Path) -> None:
+    """With digests, readable for everybody, and under its name."""
+    write_digests(partial, partial / DIGESTS)
+    partial.chmod(0o755)
+    for path in partial.iterdir():
+        path.chmod(0o644)  # safetensors' own are their maker's alone
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def _write_weights(policy: PolicyModel, folder: Path, dtype: torch.dtype) -> None:
@@ -173,8 +217,14 @@ def _state(trained: Trained) -> dict[str, Any]:
         state[_CUDA_RNG] = torch.cuda.get_rng_state()
     for name, (model, adamw) in trained.items():
         weights, optimizer = get_state_dict(model, adamw)
-        state[name] = {"model": weights, "optimizer": optimizer}
+        state[name] = {"model": _moving(model, weights), "optimizer": optimizer}
     return state
+
+
+def _moving(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what stands still: a run reads that from the model that it began with."""
+    still = {key for key, each in model.state_dict(keep_vars=True).items() if is_frozen(each)}
+    return {key: each for key, each in weights.items() if key not in still}
 
 
 class StrangePickle(ValueError):

@@ -25,6 +25,7 @@ from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce, kept_rows, rewarded_rows
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.models.lora import waits_for
 from rl.models.packing import Pack
 from rl.models.protocol import PolicyModel, local
 from rl.observe.alarms import Alarms
@@ -52,6 +53,7 @@ class StepGuards:
         self._sampled = not config.supervised  # else nobody has, and no log-probability tells of it
         self._first_step = first_step
         self._begun = False
+        self._moved = False  # by a step that this process has seen
         self._log_ratio = alarms.limit("log-ratio", _engine_noise(config))
         self._first_gaps: list[float] = []  # of the first steps that show one
 
@@ -106,8 +108,11 @@ class StepGuards:
         (norm,) = stats.steps["train/grad_norm"]
         advantages = any(bool(pack.advantages[pack.mask].any()) for pack in minibatch.packs)
         self._check("gradient-zero", norm == 0 and advantages, f"at step {self._step}")
+        self._reference_is_apart(stats)
+
         if norm and not self._stands_by_schedule():
             still = self._matrices.still(self._before)
+            self._moved |= len(still) < len(self._matrices.names)
             self._still = Counter({name: self._still[name] + 1 for name in still})
             long = [name for name in still if self._still[name] >= _STILL_STEPS and "head" not in name]
             wrong = 10 * len(still) > len(self._matrices.names) or bool(long)
@@ -226,6 +231,13 @@ class StepGuards:
         found = f"{gap:.3g} nats from the model of the start, limit {self._log_ratio:g}"
         self._check("reference-moved", gap > self._log_ratio, found)
 
+    def _reference_is_apart(self, stats: UpdateStats) -> None:
+        """A policy that has moved is another one than its reference, in the last digit of some token at least."""
+        sums = stats.diagnostics.sums
+        enough = "kl_reference" in sums and float(sums["tokens"].sum()) >= _LEAST_TOKENS
+        same = self._moved and enough and not sums["kl_reference"].any()
+        self._check("reference-moved", same, f"it is the policy itself at step {self._step}, which has been trained")
+
     def _surprise(self, sums: dict[str, float], tokens: float) -> None:
         """Sampled tokens have the mean log-probability that the entropy says, unless another policy drew them."""
         share = self._alarms.limit("surprise", "share")
@@ -285,9 +297,11 @@ class _Matrices:
         return torch.stack(taken) if taken else torch.zeros(0, _ENTRIES)
 
     def still(self, before: Tensor) -> list[str]:
-        """Names of the matrices that are as they were."""
+        """Names of the matrices that are as they were, and had reason to move."""
         moved = (self.entries() != before).any(1).tolist()
-        return [name for name, each in zip(self.names, moved, strict=True) if not each]
+        nothing = {name for name, each in zip(self.names, before.any(1).tolist(), strict=True) if not each}
+        still = [name for name, each in zip(self.names, moved, strict=True) if not each]
+        return [name for name in still if waits_for(name) not in nothing]
 
 
 def _by_turn(batch_part: BatchPart, packs: Iterable[Pack]) -> Iterator[tuple[int, Tensor]]:
@@ -335,7 +349,7 @@ class ExactCheck:
         self._limit = config.alarms.exact
         self._temperature = config.sampling.temperature
         self._versions = config.rollout.staleness_bound + 1
-        self._kept: dict[int, list[Tensor]] = {}  # version -> this rank's rows of every tensor
+        self._kept: dict[int, list[Tensor]] = {}  # version -> this rank's rows of every tensor that is trained
 
     @torch.no_grad()
     def batch(self, step: int, minibatches: list[Minibatch]) -> dict[str, float]:
@@ -388,7 +402,7 @@ class ExactCheck:
         return sum(_of_age(pack, age).loss_tokens for pack in packs)
 
     def _rows(self) -> list[Tensor]:
-        return [tensor for _, tensor, _ in self._policy.export(untie=False)]
+        return [local(tensor) for _, tensor in self._policy.trainable()]
 
     def _put(self, kept: list[Tensor]) -> None:
         for rows, values in zip(self._rows(), kept, strict=True):

@@ -15,6 +15,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -28,9 +29,11 @@ from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import Client, RunClient, Stopped, begin_from
 from rl.learner.supervised import RowsClient
 from rl.learner.token_log import TokenLog
-from rl.learner.trainer import Trainer
+from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
+from rl.models.loading import weight_files
 from rl.store.checkpoint_folder import CheckpointError, Meta
+from rl.store.digests import digest_of
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
 
@@ -105,6 +108,7 @@ class Learner:
         )
 
         self.policy = self.trainer.policy
+        self._lora = self._adapters()
         self.entries = weight_entries(self.policy, run)
         begin, self.first_step = begin_from(process)
         if begin is not None:
@@ -123,11 +127,26 @@ class Learner:
         meta = checkpoint.load(saved, self.trainer.trained())
         if meta.step != self.first_step:
             raise CheckpointError(f"{saved} is of step {meta.step}, this run starts at step {self.first_step}")
+        if meta.lora != self._lora:
+            raise CheckpointError(
+                f"{saved} has adapters {meta.lora}, this run {self._lora}: resume with the model.lora and model.path "
+                f"they were trained with, not {str(self.run.model_folder)!r}"
+            )
+
+    def _adapters(self) -> dict[str, Any] | None:
+        """What a checkpoint says of its adapters. Rank 0 alone reads the weights that they stand on."""
+        options = self.trainer.lora
+        if options is None:
+            return None
+        assert self.run.model_folder is not None
+        base = [digest_of({*weight_files(self.run.model_folder).values()}) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(base)
+        return options.identity() | {"base": base[0]}
 
     def save(self, client: Client, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""
         journal = client.journal(step)
-        meta = Meta(step, client.timeline, self.config.learner.ranks)
+        meta = Meta(step, client.timeline, self.config.learner.ranks, self._lora)
         keep = self.config.learner.keep_checkpoints
         checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
@@ -138,10 +157,14 @@ class Learner:
         return RunClient(self._process, self.entries, self.first_step)
 
     def export(self, step: int) -> None:
-        """The trained model as `<run>/model`, for transformers and vLLM, with a card that says how it was made."""
-        assert self.run.model_folder is not None
+        """The trained model as `<run>/model`, for transformers and vLLM, with a card that says how it was made; its
+        adapters, if that is what was trained, as `<run>/adapter` besides."""
+        start = self.run.model_folder
+        assert start is not None
         beside = texts_beside(self.run, step)
-        checkpoint.export_hf(self.policy, self.run.folder / "model", self.run.model_folder, beside)
+        checkpoint.export_hf(self.policy, self.run.folder / "model", start, beside)
+        if (options := self.trainer.lora) is not None:
+            export_adapter(self.policy, options, self.config, start, self.run.folder / "adapter")
 
 
 def join_ranks(process: Process) -> DeviceMesh | None:

@@ -466,7 +466,7 @@ class RunClient(Client):
                 raise ProtocolError(f"{type(message).__name__} instead of the {what}")
             arrived.append(message)
 
-        with self.process.waits.on(whom), self.span(f"wait {whom}"):
+        with self.process.waits.on(whom, self._step + 1), self.span(f"wait {whom}"):
             while not arrived:
                 if self._clock() >= max(begin, self._broker_since) + deadline_s:
                     raise WaitExpired(f"learner.{self.rank} waited {deadline_s:g} s for {whom}: {what}")
@@ -474,6 +474,7 @@ class RunClient(Client):
                 receiver = Receiver({socket_of(): take}, self._malformed, self.process.wake_fd, limit=1)
                 receiver.wait(_POLL_MS / 1000)
                 receiver.drain()
+        self.process.waits.ended()
         return arrived[0]
 
     def close(self) -> None:

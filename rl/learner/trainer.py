@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl.config.lora import LoraOptions, lora_options
 from rl.config.schema import Config, LearnerConfig
+from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
 from rl.learner.update import (
@@ -28,9 +30,10 @@ from rl.learner.update import (
     with_logp,
     with_values,
 )
+from rl.models.lora import adapter, peft_config
 from rl.models.packing import make_packs, pad_packs, split_minibatches
-from rl.models.policy import Critic, Policy
-from rl.models.protocol import Model, ModelOptions, whole
+from rl.models.policy import Base, Critic, Policy
+from rl.models.protocol import FrozenPolicy, Model, ModelOptions, whole
 from rl.wire.columns import forward_columns
 from rl.wire.messages import BatchPart
 
@@ -53,6 +56,20 @@ def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float 
     done = min(1.0, max(over, (step - config.warmup_steps) / length))
     shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_fraction + (1 - config.min_lr_fraction) * shape)
+
+
+def saved_policy(config: Config, folder: Path, saved: Path) -> Policy:
+    """The policy of the checkpoint `saved`, whose run began with the model in `folder`: in float32, on the CPU."""
+    policy = Policy.load(folder, options=ModelOptions(lora=lora_options(config.model)))
+    checkpoint.load_policy(saved, policy)
+    return policy
+
+
+def export_adapter(policy: Policy, options: LoraOptions, config: Config, start: Path, folder: Path) -> None:
+    """The adapters of the policy, which belong to the model in `start`, as a folder that peft and vLLM read."""
+    named = config.model.path if "/" in config.model.path and not Path(config.model.path).exists() else str(start)
+    told = peft_config(policy.model, options, named)
+    checkpoint.export_adapter(adapter(policy.model), told, folder)
 
 
 class Optimizer:
@@ -133,15 +150,19 @@ class Trainer:
 
         self.algorithm = make_algorithm(config)
         critic = self.algorithm.critic
-        self.policy = self._load(Policy, "start")
+        self.lora = lora_options(config.model)
+        self.policy = self._load(Policy, "start", self.lora)
         self._check_columns()
         still_steps = critic.pretrain_steps if critic else 0
         self.optimizer = Optimizer(self.policy.trainable(), config.learner, last_step, still_steps)
 
-        self.reference: Policy | None = None
-        if self.algorithm.reference is not None:
-            self.reference = self._load(Policy, self.algorithm.reference).requires_grad_(False)
-            self._check_vocabulary("algo.kl.reference", self.reference)
+        self.reference: FrozenPolicy | None = None
+        if self.algorithm.reference == "start" and self.lora is not None:
+            self.reference = Base(self.policy)
+        elif self.algorithm.reference is not None:
+            reference = self._load(Policy, self.algorithm.reference).requires_grad_(False)
+            self._check_vocabulary("algo.kl.reference", reference)
+            self.reference = reference
 
         self.critic: Critic | None = None
         if critic is not None:
@@ -151,7 +172,7 @@ class Trainer:
             self.critic_optimizer = Optimizer(self.critic.trainable(), settings, last_step)
 
         for model in (self.policy, self.reference, self.critic):
-            if model is not None and before_forward is not None:
+            if isinstance(model, nn.Module) and before_forward is not None:
                 model.register_forward_pre_hook(before_forward)
 
     def minibatches(self, batch_part: BatchPart) -> list[Minibatch]:
@@ -219,7 +240,7 @@ class Trainer:
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.policy, self.optimizer.adamw)}
         return models if self.critic is None else models | {"critic": (self.critic, self.critic_optimizer.adamw)}
 
-    def _load(self, kind: type[M], path: str) -> M:
+    def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None) -> M:
         folder = self._folder if path == "start" else Path(path)
         settings = self._config.learner
         options = ModelOptions(
@@ -227,6 +248,7 @@ class Trainer:
             activation_checkpointing=settings.activation_checkpointing,
             logprob_chunk=settings.logprob_chunk,
             attention=settings.attention,
+            lora=lora,
         )
         return kind.load(folder, self._mesh, self._device, options)
 

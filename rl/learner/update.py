@@ -17,7 +17,7 @@ from algos.types import LossInputs, LossResult
 from rl.learner.algorithm import Algorithm
 from rl.learner.diagnostics import Diagnostics
 from rl.models.packing import Pack
-from rl.models.protocol import CriticModel, PolicyModel, PolicyOutput
+from rl.models.protocol import CriticModel, FrozenPolicy, PolicyModel, PolicyOutput
 from rl.wire.columns import BUILT_IN
 
 Observer = Callable[[Pack, LossInputs, LossResult], None]
@@ -141,7 +141,7 @@ def accumulate_gradients(
     return stats
 
 
-def with_logp(policy: PolicyModel, packs: Iterable[Pack], column: str, *, temperature: float) -> list[Pack]:
+def with_logp(policy: FrozenPolicy, packs: Iterable[Pack], column: str, *, temperature: float) -> list[Pack]:
     """The packs with the log-probabilities of their tokens under the policy's present weights.
 
     column: `logp_proximal` (the trust region's anchor: before the first step), `logp_reference`, or a registered

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -60,14 +60,17 @@ def allocate(module: M, device: str | torch.device) -> M:
 
 
 @torch.no_grad()
-def read_weights(model: Any, folder: str | Path) -> None:
+def read_weights(model: Any, folder: str | Path, absent: Callable[[str], bool] = lambda name: False) -> None:
     """Fill the parameters and persistent buffers of `model`, a model of transformers or its decoder, from `folder`.
 
+    absent: whether a tensor of this name is none of the files'.
     Raises ValueError where the files lack a tensor, or have it in another shape.
     """
     files = weight_files(Path(folder))
     wanted: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
     for names, tensor in _saved_tensors(model):
+        if absent(names[0]):
+            continue
         name = _name_in_files(names, model.base_model_prefix, files)
         if name is None:
             raise ValueError(f"{str(folder)!r} has no tensor {names[0]!r}, which its {type(model).__name__} needs")

@@ -24,14 +24,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from rl.config.lora import LoraOptions
 from rl.config.schema import LearnerConfig
-from rl.models import families
+from rl.models import families, lora
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
 from rl.models.loading import allocate, empty_model, local_part, read_weights
 from rl.models.packed_attention import NAME, Kernel, check_layers
 from rl.models.packing import Pack
-from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, whole
+from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, local, whole
 
 DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
@@ -67,9 +68,13 @@ class PackedModel(nn.Module):
         model = _empty(folder)
         families.check_layers(model)
 
+        if options.lora is not None:
+            lora.add_adapters(model, options.lora, options.dtype)
         made = cls.around(model, options).train()
         shard_policy(made, options, mesh=mesh, device=device)
-        read_weights(made.model, folder)
+        read_weights(made.model, folder, lora.is_adapter)
+        if options.lora is not None:
+            lora.begin(made.model, options.lora)
         return made
 
     @classmethod
@@ -95,17 +100,26 @@ class PackedModel(nn.Module):
         return ((name, each) for name, each in self.named_parameters() if each.requires_grad)
 
     def export(self, *, untie: bool = True) -> Iterator[Exported]:
+        layers = self._adapted()
         for name, parameter in self._exported(untie):
             tensor, first = local_part(parameter)
+            if name in layers:
+                tensor = layers[name].merged(local)
             yield Exported(name, tensor, Placement(tuple(parameter.shape), first))
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        layers = self._adapted()
         parameters = dict(self._exported(untie=True))
-        return ((name, whole(parameters[name].detach())) for name in names)
+        for name in names:
+            yield name, layers[name].merged(whole) if name in layers else whole(parameters[name].detach())
+
+    def _adapted(self) -> dict[str, lora.LoraLinear]:
+        """The layers whose adapters count at the moment, by the name of their weight."""
+        return {f"{name}.weight": layer for name, layer in lora.adapted(self.model).items() if layer.active}
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         """Parameters by the names of the model's own files."""
-        return iter(self.model.named_parameters())
+        return ((name, each) for name, each in self.model.named_parameters() if not lora.is_adapter(name))
 
     def contexts(self, pack: Pack, layout: Layout) -> Tensor:
         """(S, H): the state before each target, of sequences that are blind to each other."""
@@ -160,8 +174,7 @@ class Policy(PackedModel):
             hidden = self.contexts(pack, layout)  # (S, H)
 
         found = token_logprobs(
-            hidden,
-            self.model.get_output_embeddings().weight,
+            *lora.head_product(hidden, self.model.get_output_embeddings()),
             pack.token_ids.index_select(0, layout.targets),
             temperature=temperature * self.logit_divisor,
             chunk=self.logprob_chunk,
@@ -175,16 +188,39 @@ class Policy(PackedModel):
             yield "lm_head.weight", self.model.get_output_embeddings().weight
 
 
+class Base:
+    """A policy without its adapters: the model that it began as, at the cost of a forward and of no memory."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    @property
+    def device(self) -> torch.device:
+        return self._policy.device
+
+    def export(self, *, untie: bool = True) -> Iterator[Exported]:
+        with lora.switched_off(self._policy.model):
+            return iter(list(self._policy.export(untie=untie)))
+
+    def __call__(self, pack: Pack, *, temperature: float = 1.0, entropy_gradient: bool = False) -> PolicyOutput:
+        """See `rl.models.protocol`; without a gradient."""
+        with torch.no_grad(), lora.switched_off(self._policy.model):
+            output: PolicyOutput = self._policy(pack, temperature=temperature, entropy_gradient=entropy_gradient)
+            return output
+
+
 def at_targets(values: Tensor, pack: Pack, layout: Layout) -> Tensor:
     """(T,) with these values (S,) at the pack's targets and 0 elsewhere."""
     return values.new_zeros(pack.tokens).index_copy(0, layout.targets, values)
 
 
-def check_trainable(folder: str | Path, *, untested: bool = False) -> None:
+def check_trainable(folder: str | Path, *, untested: bool = False, options: LoraOptions | None = None) -> None:
     """Raises ValueError, as `load` would and for a family that is not tested, without reading any weights."""
     families.check_family(families.read_config(Path(folder)), untested=untested)
     model = Policy(_empty(folder)).model
     families.check_layers(model)
+    if options is not None:
+        lora.targets(model, options)
 
 
 def _empty(folder: str | Path) -> Any:
@@ -199,7 +235,7 @@ def shard_policy(
 ) -> M:
     """Shard a policy or a critic in place over a one-dimensional mesh; without one only move it to the device.
 
-    Master weights, gradients and their reduction stay float32; forward and backward run in `options.dtype`.
+    What is trained, its gradients and their reduction stay float32; forward and backward run in `options.dtype`.
     """
     if options.activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rl.config.lora import LoraOptions
 from rl.config.schema import LearnerConfig
 from rl.models.packed_attention import Kernel
 from rl.models.packing import Pack
@@ -35,6 +36,7 @@ class ModelOptions:
     activation_checkpointing: bool = False
     logprob_chunk: int = LearnerConfig().logprob_chunk
     attention: Kernel = LearnerConfig().attention
+    lora: LoraOptions | None = None  # then adapters are trained; all else stands still, in `dtype`
 
 
 class PolicyOutput(NamedTuple):
@@ -48,7 +50,7 @@ class Exported(NamedTuple):
     """What this rank holds of one tensor of a checkpoint, by the name that the model's own files give it."""
 
     name: str
-    tensor: Tensor  # (n, ...) float32, a view of the master weights; n may be 0
+    tensor: Tensor  # (n, ...), a view of the weights, or float32 computed from them; n may be 0
     placement: Placement
 
 
@@ -82,7 +84,7 @@ class Model(Protocol):
         """What an optimizer moves, by name; with tied embeddings once."""
 
     def export(self, *, untie: bool = True) -> Iterator[Exported]:
-        """Every tensor of a checkpoint in a fixed order, without communication.
+        """Every tensor of a checkpoint in a fixed order; all ranks go through it together.
 
         untie: with tied embeddings the head is exported too, as a copy, for engines that load them apart.
         """
@@ -91,8 +93,13 @@ class Model(Protocol):
         """Whole tensors of the export, one at a time: all ranks go through it together."""
 
 
-class PolicyModel(Model, Protocol):
-    """What is trained and published, or a frozen reference."""
+class FrozenPolicy(Protocol):
+    """What is asked of a policy that is only compared with: a reference."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def export(self, *, untie: bool = True) -> Iterator[Exported]: ...
 
     def __call__(self, pack: Pack, *, temperature: float = 1.0, entropy_gradient: bool = False) -> PolicyOutput:
         """Log pi(token | tokens of its sequence before it) and the entropy of that distribution, in nats.
@@ -102,11 +109,20 @@ class PolicyModel(Model, Protocol):
         """
 
 
+class PolicyModel(Model, FrozenPolicy, Protocol):
+    """What is trained and published."""
+
+
 class CriticModel(Model, Protocol):
     """What estimates returns."""
 
     def __call__(self, pack: Pack) -> Tensor:
         """(T,) float32 values of the contexts before generated tokens, 0 elsewhere."""
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether it is a parameter that stands still: its files have it."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ measurements on GPUs (`experiments/gpu`) ask here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,20 @@ class ModelShape:
         """Parameters as an engine holds them: a tied head is given its own."""
         return self.layers * self.layer + 2 * self.matrix
 
+    def adapters(self, rank: int, targets: Collection[str] | None = None) -> int:
+        """Parameters of adapters beside the layers of these names; None: beside all but the head. A name that is not
+        known here counts like the largest layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = dict.fromkeys(("q_proj", "o_proj"), queries) | dict.fromkeys(("k_proj", "v_proj"), keys)
+        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.width)
+        every = list(sides)
+        sides |= {"qkv_proj": queries + 2 * keys, "gate_up_proj": 2 * self.width}
+
+        head = rank * (self.hidden + self.vocabulary) if targets and "lm_head" in targets else 0
+        named = every if targets is None else set(targets) - {"lm_head"}
+        of_layer = sum(self.hidden + sides.get(name, 2 * self.width) for name in named)
+        return rank * of_layer * self.layers + head
+
     def kv_bytes(self, number: int) -> int:
         """Keys and values of one token, with `number` bytes each."""
         return 2 * self.layers * self.kv_heads * self.head_dim * number
@@ -92,14 +106,14 @@ class ModelShape:
         attention = queries * (_MASTER + 3 * number) + keys * (_MASTER + 3 * number)
         return norms + attention + 4 * self.width * number
 
-    def head_bytes(self, tokens: int, chunk: int, number: int) -> int:
+    def head_bytes(self, tokens: int, chunk: int, number: int, *, moves: bool = True) -> int:
         """What log-probabilities of `tokens` and their backward take at their peak, `chunk` tokens at a time.
 
-        The head's gradient twice in float32, and as it is handed on; a chunk's probabilities, their gradient, and that
-        as an operand; the last norm's share of each token.
+        The head's gradient twice in float32, and as it is handed on, if the head `moves`. A chunk's probabilities,
+        their gradient, and that as an operand; the last norm's share of each token.
         """
         logits = min(chunk, tokens) * self.vocabulary * (2 * _MASTER + number)
-        return self.matrix * (2 * _MASTER + number) + logits + tokens * self.hidden * (_MASTER + 3 * number)
+        return self.matrix * (2 * _MASTER + number) * moves + logits + tokens * self.hidden * (_MASTER + 3 * number)
 
     def flops(self, lengths: Iterable[int], loss_tokens: int) -> float:
         """Of a training step, without recomputation: 6 for each parameter that a token passes, the head on trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -52,6 +53,21 @@ def pass_rates(tasks: Iterable[Sequence[float]]) -> dict[int, list[float]]:
     most = min((tried for _, tried in counts), default=0)
     ks = sorted({2**power for power in range(most.bit_length())} | ({most} if most else set()))
     return {k: [pass_at(k, *count) for count in counts] for k in ks}
+
+
+def success_rates(episodes: Iterable[tuple[int, float]]) -> dict[str, tuple[float, float, float]]:
+    """(mean, low, high) of `avg`, and of `pass@k` where tasks have several samples, over the tasks of an evaluation.
+
+    episodes: of each its task and its success.
+    """
+    by_task: defaultdict[int, list[float]] = defaultdict(list)
+    for task, success in episodes:
+        by_task[task].append(success)
+
+    found = {"avg": over_tasks([sum(values) / len(values) for values in by_task.values()])}
+    several = any(len(values) > 1 for values in by_task.values())
+    passed = pass_rates(by_task.values()) if several else {}
+    return found | {f"pass@{k}": over_tasks(rates) for k, rates in passed.items()}
 
 
 def paired_bootstrap(

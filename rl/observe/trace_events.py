@@ -204,6 +204,14 @@ class Published(StepEvent, frozen=True, tag=32):
 # ---------------------------------------------------------------- told by every process
 
 
+class Wait(Struct, frozen=True, array_like=True):
+    """One wait, from its begin until what was waited for came. step: the one it held up; -1: the process knows none."""
+
+    seconds: float = 0.0
+    whom: str = ""
+    step: int = -1
+
+
 class Pulse(StepEvent, frozen=True, tag=40):
     """What is told with a heartbeat, once a second at most. All numbers count since the process began."""
 
@@ -214,6 +222,7 @@ class Pulse(StepEvent, frozen=True, tag=40):
     stats: dict[str, float]
     trace_s: float = 0.0
     """CPU seconds spent on writing the trace, from a sample of the calls."""
+    longest: Wait = Wait()
 
 
 # ---------------------------------------------------------------- told by the supervisor

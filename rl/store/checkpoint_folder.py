@@ -16,6 +16,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rl.config.failures import EndsRun
 from rl.store.digests import DIGESTS, damage, write_digests, write_synced
@@ -32,6 +33,13 @@ class Meta:
     step: int  # batches trained
     timeline: int
     ranks: int  # that saved it
+    lora: dict[str, Any] | None = None
+    """Of adapters alone: `LoraOptions.identity`, and as `base` the digest of the weights that they stand on."""
+
+    @property
+    def lora_options(self) -> dict[str, Any] | None:
+        """What `model.lora` says of its adapters."""
+        return {name: value for name, value in self.lora.items() if name != "base"} if self.lora else None
 
 
 def latest(folder: Path) -> Path | None:

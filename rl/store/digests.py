@@ -33,6 +33,11 @@ def write_digests(target: Path, kept: Path) -> None:
     write_synced(kept, json.dumps(found | {_ALL: _together(found)}).encode())
 
 
+def digest_of(files: Iterable[Path]) -> str:
+    """One digest of the content of several files, whatever their folder is called."""
+    return _together({path.name: _digest(path) for path in sorted(files)})
+
+
 def damage(target: Path, kept: Path) -> Path | None:
     """Returns None if every file is as it was written; else the first that is not, which may be `kept` itself.
 

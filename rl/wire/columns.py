@@ -116,7 +116,7 @@ class Column:
         return replace(self, shape=tuple(sizes))
 
     def full(self, entries: int) -> np.ndarray:
-        """(entries, *shape) of the masked value."""
+        """(entries, ...) of the masked value."""
         return np.full((entries, *self.entry_shape), self.masked, self.dtype)
 
 

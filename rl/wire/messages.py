@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct, field
 
+from rl.observe.trace_events import Wait
 from rl.wire.codec import Codec
 from rl.wire.codec import Frames as Frames
 from rl.wire.codec import ProtocolError as ProtocolError
@@ -95,6 +96,7 @@ class Heartbeat(OfProcess, frozen=True, tag="heartbeat"):
     busy: bool
     stats: dict[str, float] = {}
     waits: dict[str, float] = {}  # seconds waited so far, by whom was waited for
+    longest: Wait = Wait()
 
 
 class Spoken(Struct, frozen=True, kw_only=True):

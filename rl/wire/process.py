@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from rl.config.failures import EndsRun, cannot_write, ends_run
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import Trace
-from rl.observe.trace_events import Pulse
+from rl.observe.trace_events import Pulse, Wait
 from rl.wire import messages
 from rl.wire.cpu import wake_without_pushing
 from rl.wire.messages import Message, ProtocolError
@@ -69,21 +69,38 @@ def adopt_orphans() -> None:
 
 
 class Waits:
-    """Seconds this process waited, by whom it waited for."""
+    """Seconds this process waited, by whom it waited for, and the longest wait.
+
+    What a loop adds in turns for the same is one wait, until `ended` says that something has come. Before the first
+    thing has come the run starts: no such wait is the longest.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.longest = Wait()
+        self._under_way = Wait()
+        self._has_begun = False
 
     @contextlib.contextmanager
-    def on(self, whom: str) -> Iterator[None]:
+    def on(self, whom: str, step: int = -1) -> Iterator[None]:
         begin = time.monotonic()
         try:
             yield
         finally:
-            self.add(whom, time.monotonic() - begin)
+            self.add(whom, time.monotonic() - begin, step)
 
-    def add(self, whom: str, seconds: float) -> None:
+    def add(self, whom: str, seconds: float, step: int = -1) -> None:
         self.seconds[whom] = self.seconds.get(whom, 0.0) + seconds
+        before = self._under_way
+        goes_on = (before.whom, before.step) == (whom, step)
+        self._under_way = Wait(seconds + before.seconds * goes_on, whom, step)
+        if self._has_begun:
+            self.longest = max(self.longest, self._under_way, key=lambda wait: wait.seconds)
+
+    def ended(self) -> None:
+        """What was waited for has come, or part of it."""
+        self._under_way = Wait()
+        self._has_begun = True
 
 
 class WaitExpired(EndsRun, TimeoutError):
@@ -244,11 +261,13 @@ class Process:
     def _heartbeat(self) -> messages.Heartbeat:
         stats = dict(self.stats)
         waits = dict(self.waits.seconds)
+        longest = self.waits.longest
         if time.monotonic() >= self._next_pulse:
             self._next_pulse = time.monotonic() + _PULSE_S
             cpu_s = time.process_time()
-            self.trace.add(Pulse(self.busy, self.progress, cpu_s, waits, stats, self.trace.cpu_s))
-        return messages.Heartbeat(self.role, self.index, self.incarnation, self.progress, self.busy, stats, waits)
+            self.trace.add(Pulse(self.busy, self.progress, cpu_s, waits, stats, self.trace.cpu_s, longest))
+        me = self.role, self.index, self.incarnation
+        return messages.Heartbeat(*me, self.progress, self.busy, stats, waits, longest)
 
 
 def clear_event(event_fd: int) -> None:

@@ -97,7 +97,7 @@ class EvalReport(Struct, frozen=True):
     seconds: float
     episodes: list[EvalEpisode]
     samples: int = 1  # of each task
-    passed: dict[int, float] = {}  # by k: the mean of pass@k over the tasks; nothing with one sample of each
+    rates: dict[str, tuple[float, float, float]] = {}  # (mean, low, high) over the tasks, of avg and of each pass@k
 
 
 class Finished(Struct, frozen=True):

@@ -8,11 +8,11 @@ stands outside the means. So does one whose reward is not known, at once.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from rl.config.seeds import sample_seed
-from rl.observe.intervals import pass_rates
+from rl.observe.intervals import success_rates
 from rl.wire.messages import Ticket, Version
 from rollout.broker.actions import EpisodeOutcome, EvalEpisode, EvalReport, IssueTicket
 from rollout.broker.groups import Groups
@@ -30,23 +30,20 @@ class Evaluation:
     def report(self, now: float) -> EvalReport:
         episodes = self.episodes
         answered = max(1, len(episodes))
-        by_task: defaultdict[int, list[float]] = defaultdict(list)
-        for each in episodes:
-            by_task[each.task_index].append(each.success)
-        passed = pass_rates(by_task.values()) if self.samples > 1 else {}
+        rates = success_rates((each.task_index, each.success) for each in episodes)
 
         return EvalReport(
             version=self.version,
             tasks=self.tasks,
             failed=self.failed,
             reward=sum(each.reward for each in episodes) / answered,
-            accuracy=sum(sum(solved) / len(solved) for solved in by_task.values()) / max(1, len(by_task)),
+            accuracy=rates["avg"][0],
             length=sum(each.length for each in episodes) / answered,
             versions=dict(sorted(Counter(each.version for each in episodes).items())),
             seconds=now - self.began,
             episodes=sorted(episodes, key=lambda each: (each.task_index, each.sample)),
             samples=self.samples,
-            passed={k: sum(rates) / len(rates) for k, rates in passed.items()},
+            rates=rates,
         )
 
 

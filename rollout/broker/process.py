@@ -25,6 +25,7 @@ import zmq
 
 from rl.config.damage import RESUME, reading
 from rl.config.failures import EndsRun
+from rl.observe.intervals import success_rates
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
 from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_part
@@ -45,7 +46,7 @@ from rollout.broker.intake import Intake, ProxyMessage, ServerMessage
 from rollout.broker.kept import keep, restore
 from rollout.broker.ledger import Ledger, TracedLedger
 from rollout.broker.rules import Rules
-from rollout.broker.statistics import labelled_metrics
+from rollout.broker.statistics import labelled_metrics, rate_columns
 from rollout.broker.validation import check_report, check_wish, vocabulary_of
 from rollout.broker.write_ahead import WriteAheadLog
 
@@ -127,7 +128,7 @@ class Broker:
 
         process.busy = True  # the loop turns even without messages: a frozen progress is a hang
         while not process.stopping:
-            with process.waits.on("env_server" if self.core.batches.requested else "learner"):
+            with process.waits.on("env_server" if self.core.batches.requested else "learner", self.core.n + 1):
                 receiver.wait(self._wait_s())
             self._now = self._awake.read(time.monotonic())
             receiver.drain()
@@ -175,6 +176,7 @@ class Broker:
             raise ProtocolError(f"Trajectory in the name of another than {peer!r}")
         if not self.intake.knows(*key):
             raise ProtocolError(f"Trajectory of an unknown environment server {key}")
+        self.process.waits.ended()
         self._patience.advanced(self._now)
         self._take(message)
 
@@ -350,7 +352,7 @@ class Broker:
                 case actions.EvalReport():
                     self.guards.evaluated(action)
                     self._keep_episodes(action)
-                    self.process.send(messages.Metrics(action.version.n, _eval_metrics(action)))
+                    self.process.send(messages.Metrics(action.version.n, eval_metrics(action)))
                 case actions.Finished():
                     self.process.send_closing_report()
 
@@ -411,14 +413,18 @@ class Broker:
         return queue | self.counts | others
 
 
-def _eval_metrics(report: actions.EvalReport) -> dict[str, float]:
+def eval_metrics(report: actions.EvalReport) -> dict[str, float]:
     versions = list(report.versions) or [-1]
     values = {name: getattr(report, name) for name in ("reward", "accuracy", "length", "failed", "seconds")}
     values |= {"version_min": min(versions), "version_max": max(versions)}
-    values |= {f"pass@{k}": rate for k, rate in report.passed.items()}
     values |= info_means(episode.info for episode in report.episodes)
     every = {f"eval/{name}": float(value) for name, value in values.items()}
-    return every | labelled_metrics("eval", report.episodes)
+    every |= rate_columns("eval/", report.rates) | labelled_metrics("eval", report.episodes)
+
+    for label in {episode.label for episode in report.episodes} - {""}:
+        own = [(episode.task_index, episode.success) for episode in report.episodes if episode.label == label]
+        every |= rate_columns(f"eval/{label}/", success_rates(own))
+    return every
 
 
 def tune_memory() -> None:

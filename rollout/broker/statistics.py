@@ -222,6 +222,15 @@ def labelled_metrics(prefix: str, episodes: Sequence[EpisodeOutcome | EvalEpisod
     return metrics
 
 
+def rate_columns(where: str, rates: dict[str, tuple[float, float, float]]) -> dict[str, float]:
+    """The accuracy and each pass@k, with the ends of its 95 % interval over tasks."""
+    columns: dict[str, float] = {}
+    for name, (mean, low, high) in rates.items():
+        column = where + ("accuracy" if name == "avg" else name)
+        columns |= {column: mean, f"{column}_low": low, f"{column}_high": high}
+    return columns
+
+
 def _means(where: str, episodes: Sequence[EpisodeOutcome | EvalEpisode], names: dict[str, str]) -> dict[str, float]:
     """Over those whose reward is known; nothing where there are none."""
     known = [each for each in episodes if isinstance(each, EvalEpisode) or not each.unrewarded]

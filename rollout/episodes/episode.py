@@ -152,7 +152,8 @@ async def _run_foreign(
         progress.turns = requests
 
     try:
-        return await play(loop, task, ticket, context.foreign, _sampler(ticket, context), begun)
+        played = await play(loop, task, ticket, context.foreign, _sampler(ticket, context), begun)
+        return replace(played, label=getattr(loop, "terms", EpisodeTerms()).label)
     finally:
         await close(loop, ticket, context)
 

@@ -58,8 +58,7 @@ class GeneratorServer:
         self._next_state = 0.0  # when the trace may have the next one
         self._tokens = 0
         self._busy_s = 0.0
-        self._idle_s = 0.0
-        self._counted = time.monotonic()  # until when busy_s and idle_s are counted
+        self._counted = time.monotonic()  # until when seconds of work, and without, are counted
 
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -352,8 +351,9 @@ class GeneratorServer:
         now = time.monotonic()
         if self._running:
             self._busy_s += now - self._counted
+            process.waits.ended()
         else:
-            self._idle_s += now - self._counted
+            process.waits.add("work", now - self._counted)
         self._counted = now
         self._running += running
 
@@ -364,7 +364,7 @@ class GeneratorServer:
 
         process.busy = self._running > 0 or self._loading
         process.stats = {
-            "idle_s": self._idle_s,
+            "idle_s": process.waits.seconds.get("work", 0.0),
             "busy_s": self._busy_s,
             "tokens": self._tokens,
             "running": self._running,

@@ -206,6 +206,8 @@ class Proxy:
 
     def _perform(self, actions: list[Action], cause: Message | None = None) -> None:
         """`cause`: the generator's message that the actions follow from, whose content they pass on."""
+        if actions:
+            self._process.waits.ended()
         for action in actions:
             match action:
                 case SendTo():

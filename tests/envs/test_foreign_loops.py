@@ -57,6 +57,19 @@ def test_a_loop_of_the_sdk_is_one_sequence_and_its_responses_are_rewarded(make_r
         socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
+def test_a_held_out_set_of_an_agent_has_its_own_options_and_metrics(make_run: MakeRun) -> None:
+    """Held-out tasks alternate: the second is the set's first, which is played with one turn."""
+    with ServerPeers(make_run(*LOOP, "eval.sets={short: {turns: 1}}"), counting) as peers:
+        for each in (ticket(1), ticket(2, kind="eval", task_index=0), ticket(3, kind="eval", task_index=1)):
+            peers.send(each)
+        peers.until(lambda: len(peers.ended()) == 3, "three trajectories")
+        trained, own, short = (peers.ended()[ticket_id] for ticket_id in (1, 2, 3))
+        assert isinstance(trained, Trajectory) and isinstance(own, Trajectory) and isinstance(short, Trajectory)
+        assert [each.label for each in (trained, own, short)] == ["", "own", "short"]
+        assert [len(each.turns) for each in (trained, own, short)] == [3, 3, 1]
+        assert (trained.info["asked"], own.info["own/asked"], short.info["short/asked"]) == (3, 3, 1)
+
+
 def test_a_history_that_branches_is_several_sequences(make_run: MakeRun) -> None:
     with ServerPeers(make_run(*LOOP, "env.options.does=branch"), counting) as peers:
         peers.send(ticket(1))

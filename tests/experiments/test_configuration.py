@@ -10,6 +10,7 @@ from experiments.configuration import page
 from experiments.structure.checkout import FLOORS, modules_of
 from experiments.structure.figures import configuration_fields
 from rl.config.fields import inner_sections, sections
+from rl.config.lora import LoraOptions
 from rl.config.schema import Config
 from rl.config.section import Section
 from rl.learner.simulated import SimulatedOptions as SimulatedLearner
@@ -18,10 +19,10 @@ from rollout.generator.engines.environment import VllmOptions
 from rollout.generator.engines.timing import SimulatedOptions as SimulatedEngine
 
 ROOT = Path(__file__).parents[2]
-MOST_FIELDS = 167  # 165, placement and algo.teacher
+MOST_FIELDS = 168  # 165, placement, model.lora and algo.teacher
 MOST_WORDS = 30
 SECTIONS = {title or "Config": section for title, section in sections(Config)}
-OPTIONS = {each.where: each for each in (VllmOptions, SimulatedEngine, SimulatedLearner)}
+OPTIONS = {each.where: each for each in (VllmOptions, SimulatedEngine, SimulatedLearner, LoraOptions)}
 
 
 def test_the_committed_page_is_what_the_command_prints() -> None:

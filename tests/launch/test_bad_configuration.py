@@ -314,6 +314,13 @@ FOUR_B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }
+THIRTY_TWO_B = FOUR_B | {
+    "hidden_size": 5120,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 64,
+    "intermediate_size": 25600,
+    "tie_word_embeddings": False,
+}
 EIGHT_B = FOUR_B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 
 
@@ -329,7 +336,10 @@ def test_parameters_are_those_of_the_published_models() -> None:
     assert ModelShape.of(FOUR_B).served == pytest.approx(4.02e9 + 2560 * 151936, rel=0.01)
 
 
-@pytest.mark.parametrize(("recipe", "told"), [("alfworld", SEVEN_B), ("math", FOUR_B), ("swe", EIGHT_B)])
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [("alfworld", SEVEN_B), ("math", FOUR_B), ("swe", EIGHT_B), ("math_32b_lora", THIRTY_TWO_B)],
+)
 def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int]) -> None:
     config = load_config(EXPERIMENTS / f"{recipe}_8gpu.yaml")
     model = ModelShape.of(told)
@@ -341,6 +351,12 @@ def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int]) -> No
         check_memory([need for need in needs if need.what == "learner's GPU"], machine(host=512, gpu=24))
     with pytest.raises(ConfigError, match=r"needs about .* GiB of memory and this machine has 16.0 GiB"):
         check_memory(needs, machine(host=16, gpu=80))
+
+
+def test_what_is_trained_whole_does_not_fit_where_adapters_do() -> None:
+    config = load_config(EXPERIMENTS / "math_32b_lora_8gpu.yaml", ["model.lora=null"])
+    with pytest.raises(ConfigError, match=r"learner.ranks: 4 × learner's GPU: 1\d\d\.. GiB each"):
+        check_memory(estimate(config, "cuda", ModelShape.of(THIRTY_TWO_B)), machine(host=1024, gpu=80))
 
 
 def test_an_engine_has_no_more_of_its_gpu_than_it_may_take() -> None:

@@ -15,6 +15,7 @@ from launch.live import Display
 from launch.plan import ProcessSpec
 from launch.preflight import Preflight
 from launch.summary import Children, Observed
+from rl.observe.trace_events import Wait
 from rl.wire.messages import Heartbeat
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
@@ -27,23 +28,26 @@ def children() -> Children:
     found: Children = {}
     for role, count in ROLES.items():
         for index in range(count):
-            beat = Heartbeat(role, index, 0, 1, busy=index % 2 == 0, waits={"a batch of the broker": 10.0 * index})
+            beat = Heartbeat(role, index, 0, 1, busy=index % 2 == 0, waits={"broker": 1000.0})
             spec = ProcessSpec(role, index, "module")
             found[role, index] = Child(spec, 0, unused, Path(), 0.0, beat, registered=index < 18)
     return found
 
 
-def test_everything_stands_on_a_small_screen(make_run: MakeRun) -> None:
+def test_everything_stands_on_a_small_screen(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     observed = Observed(started_at=time.time() - 75, step=0)
     display = Display(make_run("steps=120", "tracking.live=false"), observed)
     for step, accuracy in ((0, 0.25), (60, 0.5), (120, 0.875)):
         observed.add(step, {"eval/accuracy": accuracy})
-    row = {"rollout/reward": 0.625, "train/loss": 0.01, "tokens_per_second": 2345.0, "time/step": 0.5}
+    observed.waited("generator.2", Wait(14.2, "work", 7))
+    observed.waited("learner.3", Wait(9.0, "broker", 5))
+    row = {"rollout/reward": 0.625, "train/loss": -1e-9, "tokens_per_second": 2345.0, "time/step": 0.5}
     observed.add(34, row)
     display.row(34, row)
     for number in range(9):
         display.note(f"note {number} " + "x" * 200)
 
+    assert "loss +0.0000" in capsys.readouterr().out
     console = Console(width=80, height=24, record=True)
     console.print(display._table(children()))
     lines = console.export_text().splitlines()
@@ -53,7 +57,9 @@ def test_everything_stands_on_a_small_screen(make_run: MakeRun) -> None:
     for shown in ("34/120", "left", "0.625", "0.250 (step 0) -> 0.875 (step 120)", "2345 tokens/s"):
         assert shown in top
     text = "\n".join(lines)
-    assert "generator x 20" in text and "2 starting" in text and "waited most, in all" in text and "190 s" in text
+    assert "generator x 20" in text and "2 starting" in text
+    assert "longest wait" in text and ".2 work 14.2 s, step 7" in text
+    assert ".3 broker 9.0 s, step 5" in text and "1000" not in text
     assert "note 8" in text and "note 5" not in text
 
 

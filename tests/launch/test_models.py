@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -14,11 +15,15 @@ from transformers import AutoConfig
 
 from experiments.gateway.tokenizers import make_folder
 from launch import preflight, prepare
+from launch.cli import parse
+from launch.commands.evaluate import configure
 from launch.memory import estimate
 from launch.warm_start import imitation
+from rl.config.lora import LoraOptions
 from rl.config.schema import ConfigError, load_config
 from rl.models import foreign
 from rl.models.shape import ModelShape
+from rl.store.checkpoint_folder import Meta, begin, commit
 from tests.rl.models.tiny_families import save_family
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -178,3 +183,82 @@ def test_a_rank_needs_no_memory_of_its_host_for_the_model_that_it_loads() -> Non
     config = load_config(EXPERIMENTS / "math_8gpu.yaml", ["learner.ranks=4"])
     (rank,) = [need for need in estimate(config, "cuda", ModelShape.of(told)) if need.what == "learner rank"]
     assert rank.count == 4 and rank.each < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "told"),
+    [
+        (None, "{rank: 4}", r"model.lora=\{'rank': 4, .*resume='.*' was trained with model.lora=null"),
+        ({"rank": 4, "alpha": 8.0, "targets": ["q_proj"], "base": "x"}, "null", r"model.lora=null: .*\['q_proj'\]"),
+        ({"rank": 4, "alpha": 8.0, "targets": "all-linear", "base": "x"}, "{rank: 4}", r"'alpha': 32.0.*'alpha': 8.0"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_before_anything_starts(
+    saved: dict[str, Any] | None, given: str, told: str, tmp_path: Path
+) -> None:
+    """Of fewer targets it would be read in part, of another alpha it would count otherwise."""
+    begin(tmp_path / "checkpoints", 3)
+    checkpoint = commit(tmp_path / "checkpoints", Meta(3, 0, 1, saved), b"", 1)
+    overrides = [f"resume={checkpoint}", f"model.lora={given}", f"runs={tmp_path}"]
+    with pytest.raises(ConfigError, match=told):
+        preflight._check_folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), dry=True)
+
+
+def test_the_same_adapters_go_on_whatever_the_order_of_their_targets(tmp_path: Path) -> None:
+    saved = LoraOptions(rank=4, targets=["v_proj", "q_proj"]).identity() | {"base": "x"}
+    begin(tmp_path / "checkpoints", 3)
+    checkpoint = commit(tmp_path / "checkpoints", Meta(3, 0, 1, saved), b"", 1)
+    overrides = [f"resume={checkpoint}", "model.lora={rank: 4, targets: [q_proj, v_proj]}", f"runs={tmp_path}"]
+    preflight._check_folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), dry=True)
+
+
+def test_an_evaluation_takes_the_adapters_of_its_checkpoint(tmp_path: Path) -> None:
+    """Whatever recipe it is evaluated with; of a model that was trained whole it takes none."""
+    saved = LoraOptions(rank=4).identity() | {"base": "x"}
+    for step, lora in ((3, saved), (4, None)):
+        begin(tmp_path / "checkpoints", step)
+        checkpoint = commit(tmp_path / "checkpoints", Meta(step, 0, 1, lora), b"", 9)
+        arguments = parse(["eval", str(checkpoint), "--recipe", str(EXPERIMENTS / "math_lora_cpu.yaml")])
+        config = configure(str(checkpoint), arguments)
+        assert config.resume == checkpoint
+        assert config.model.lora == (LoraOptions(rank=4).identity() if lora else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("{rank: 4, targets: [qkv_proj]}", "model.lora.targets: llama has no linear layer 'qkv_proj'; did you mean"),
+        ("{rank: 100}", "model.lora.rank=100: .* has rank 64 itself; lower it"),
+    ],
+)
+def test_adapters_that_a_model_cannot_have_are_refused_before_it_is_read(given: str, told: str, tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not looked at")
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [f"model.path={tmp_path}", f"model.lora={given}"])
+    with pytest.raises(ConfigError, match=f"^model.path='{tmp_path}' cannot be trained: {told}"):
+        prepare._model_folder(config)
+
+
+def test_adapters_take_of_a_rank_what_they_are_and_the_base_its_own_dtype() -> None:
+    """Qwen3-32B on eight ranks: 8 GiB of weights each and next to nothing of the optimizer; its reference is free."""
+    told = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
+    told |= {"head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936}
+    shape = ModelShape.of(told)
+    assert shape.trained == pytest.approx(32.8e9, rel=0.01)
+
+    def parts(*overrides: str) -> dict[str, int]:
+        settings = ["learner.ranks=8", "model.dtype=bfloat16", "learner.activation_checkpointing=true", *overrides]
+        needs = estimate(load_config(EXPERIMENTS / "math_cpu.yaml", settings), "cuda", shape)
+        (found,) = [need.parts for need in needs if need.what == "learner's GPU"]
+        return found
+
+    whole, lora = parts(), parts("model.lora={rank: 16}")
+    adapters = shape.adapters(16)
+    assert adapters == pytest.approx(134e6, rel=0.01)  # 7 layers of 64 decoders
+    assert whole["weights"] == 4 * shape.trained // 8 and whole["optimizer"] == 2 * whole["weights"]
+    assert lora["weights"] == (2 * shape.trained + 4 * adapters) // 8 and lora["optimizer"] == adapters
+    assert lora["gradients"] == adapters // 2 and lora["working space"] < whole["working space"]
+
+    assert parts("model.lora={}", "algo.kl.coef=0.1")["weights"] == lora["weights"]
+    critic = ["algo.advantage=gae", "algo.critic.enabled=true"]
+    assert parts("model.lora={}", *critic)["optimizer"] == lora["optimizer"] + whole["optimizer"]

@@ -19,6 +19,7 @@ from rl.learner.guards import StepGuards
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
+from rl.models.policy import Base, Policy
 from rl.wire.messages import BatchPart, Generate, Trajectory, Version, WeightStatus
 from rollout.episodes.environment import ChatMessage
 from tests.museum.lab import STOPS, Game, Lab
@@ -87,6 +88,19 @@ def weights_damaged(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("weights-of-another", "weights-differ")
 def weights_of_another(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     applied(lab, lambda weights, n: {name: tensor * 1.1 for name, tensor in weights.items()})
+
+
+@fault("adapters-left-out", "weights-differ", "model.lora={rank: 4}", at=1)
+def adapters_left_out(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lab.trainer.policy, "_adapted", dict)
+
+
+@fault("adapters-too-strong", "weights-differ", "model.lora={rank: 4}", at=1)
+def adapters_too_strong(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """The export multiplies by alpha alone."""
+    for layer in lab.trainer.policy._adapted().values():
+        merged = layer.merged
+        patch.setattr(layer, "merged", lambda part, merged=merged, layer=layer: 4 * merged(part) - 3 * layer.weight)
 
 
 @fault("stale-head", "weights-differ")
@@ -413,7 +427,7 @@ def stale_gathered(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("reference-moves", "reference-moved", "algo.kl.coef=0.1", at=1)
 def reference_moves(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    assert lab.trainer.reference is not None
+    assert isinstance(lab.trainer.reference, Policy)
     trained = dict(lab.trainer.policy.named_parameters())
     for name, parameter in lab.trainer.reference.named_parameters():
         parameter.data = trained[name].data
@@ -422,11 +436,18 @@ def reference_moves(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("reference-of-another", "reference-moved", "algo.kl.coef=0.1")
 def reference_of_another(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     """A checkpoint of another step, say, which then never moves."""
-    assert lab.trainer.reference is not None
+    assert isinstance(lab.trainer.reference, Policy)
     with torch.no_grad():
         for parameter in lab.trainer.reference.parameters():
             parameter.mul_(1.05)
     lab.guards = StepGuards(lab.trainer, lab.config, lab.alarms, first_step=0)
+
+
+@fault("reference-trained", "reference-moved", "algo.kl.coef=0.1", "model.lora={rank: 4}", at=1)
+def reference_trained(lab: Lab, patch: pytest.MonkeyPatch) -> None:
+    """The adapters stay on, where the model without them is asked."""
+    policy = lab.trainer.policy
+    patch.setattr(Base, "__call__", lambda self, pack, **options: torch.no_grad()(policy)(pack, **options))
 
 
 @fault("ranks-disagree", "ranks-differ")

@@ -22,6 +22,8 @@ CLEAN = {
     "decayed": ["learner.schedule=cosine", "learner.warmup_steps=1"],
     "exact": ["rollout.alpha=1", "alarms.exact=1e-4"],
     "exact minibatches": ["rollout.alpha=2", "learner.minibatches=2", "alarms.exact=1e-4"],
+    "adapters": ["model.lora={rank: 4}", "algo.kl.coef=0.1", "rollout.alpha=1", "alarms.exact=1e-4"],
+    "adapters of a few layers": ["model.lora={rank: 1, targets: [v_proj]}", "learner.warmup_steps=1"],
     "other advantages": ["algo.advantage=turn"],
 }
 

@@ -51,8 +51,9 @@ async function arraysOf(name, number = report.chosen) {
 }
 
 const present = (value) => value !== null && value !== undefined && Number.isFinite(value);
-const percent = (share) => (present(share) ? `${(100 * share).toFixed(1)}\u00a0%` : "–");
-const whole = (value) => (present(value) ? Math.round(value).toLocaleString("en") : "–");
+const fixed = (value, digits) => value.toFixed(digits).replace(/^-(?=[0.]+$)/, ""); // no -0.0
+const percent = (share) => (present(share) ? `${fixed(100 * share, 1)}\u00a0%` : "–");
+const whole = (value) => (present(value) ? (Math.round(value) + 0).toLocaleString("en") : "–");
 
 function short(value) {
   if (!present(value)) return "–";

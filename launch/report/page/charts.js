@@ -2,6 +2,7 @@
 const PALETTE = Array.from({ length: 16 }, (_, i) => `c${i + 1}`);
 const smoothing = { steps: 1 };
 const charts = new Set();
+const WHOLE = Array.from({ length: 27 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3)); // there is no step 2.5
 const ROOM = 10; // between the numbers of an axis and its line, in pixels
 
 function tick(value) {
@@ -137,7 +138,7 @@ function curves(parent, lines, { x = "step", y = "", height = 220, percentages =
     series,
     bands,
     scales: { x: { time: false, ...(places.size === 1 ? { range: [first - 1, first + 1] } : {}) }, y: { range: windowOf(percentages) } },
-    axes: [axis(x, { size: 30 }), axis(y, { size: widthOf, values: format })],
+    axes: [axis(x, { size: 30, ...(x === "step" ? { incrs: WHOLE } : {}) }), axis(y, { size: widthOf, values: format })],
     hooks: { draw: x === "step" ? [markAlarms] : [] },
     cursor: { drag: { x: true, y: false } },
   };

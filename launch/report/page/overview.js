@@ -9,7 +9,7 @@ views.overview = (main, run) => {
   if (run.error) main.append(panel("Why it ended", el("pre", {}, run.error)));
 
   const held = panel("Held-out accuracy (95 % interval)", el("div", { class: "chart" }));
-  const reward = panel("Reward of the trained batches (95 % interval by groups)", el("div", { class: "chart" }));
+  const reward = panel("Reward of batches (95 % interval)", el("div", { class: "chart" }));
   const speed = panel("Tokens per second", el("div", { class: "chart" }));
   const staleness = panel("Staleness of trained samples", el("div", { class: "chart" }));
   const flows = panel("Where samples and tokens went", el("div", { class: "flows" }));
@@ -60,7 +60,7 @@ function tiles(run) {
 
   if (evaluations.length) {
     const [first, last] = [evaluations[0], evaluations[evaluations.length - 1]];
-    const [gained, low, high] = (run.gain || []).map((v) => (100 * v).toFixed(1));
+    const [gained, low, high] = (run.gain || []).map((v) => fixed(100 * v, 1));
     const simulated = run.config["generator.engine"] === "simulated"; // its answers do not depend on the weights
     const gain = run.gain && (simulated ? "simulated engines: the difference is chance" : `gain ${gained} points (${low} … ${high})`);
     const shown = evaluations.length > 1 ? `${percent(first.accuracy)} → ${percent(last.accuracy)}` : percent(last.accuracy);
@@ -104,8 +104,12 @@ function taskPanels(run) {
   const before = versions.length > 1;
   const head = ["type", "tasks", ...(before ? [`version ${versions[0]}`] : []), `version ${versions[versions.length - 1]}`, "95 % interval", ""];
   const rows = types.map((row) => [row.type, whole(row.tasks), ...(before ? [percent(row.first)] : []), percent(row.success), `${percent(row.low)} … ${percent(row.high)}`, bar(row)]);
-  const worst = (kind, title) => hardest[kind].length ? panel(title, table(["task", "solved", "reward", "type"], hardest[kind].map(({ task, tries, solved, reward, type }) =>
-    [el("button", { type: "button", class: "link", click: () => readTask(kind, task) }, `${task}`), `${solved} of ${tries}`, short(reward), type]))) : null;
+  const worst = (kind, title) => {
+    const typed = hardest[kind].some((each) => each.type) ? ["type"] : [];
+    const read = (task) => el("button", { type: "button", class: "link", click: () => readTask(kind, task) }, `${task}`);
+    const rows = hardest[kind].map((each) => [read(each.task), `${each.solved} of ${each.tries}`, short(each.reward), ...typed.map((name) => each[name])]);
+    return rows.length ? panel(title, table(["task", "solved", "reward", ...typed], rows)) : null;
+  };
   const byType = panel("Held-out success by type of task, the worst first", table(head, rows));
   byType.classList.add("wide");
   return el("div", { class: "grid narrow" }, rows.length ? byType : null,
@@ -189,7 +193,9 @@ function waitPanel(run) {
     }
     return el("div", { class: "waits" }, el("span", {}, process.name), strip);
   });
-  return panel("Each process's time, by whom it waits for", legend, rows);
+  const { name, longest: [seconds, whom, step] } = run.waits.reduce((most, each) => (each.longest[0] > most.longest[0] ? each : most));
+  const longest = seconds > 0 ? el("p", {}, `The longest wait: ${name} for ${whom}, ${clock(seconds)} in step ${step}.`) : null;
+  return panel("Each process's time, by whom it waits for", legend, longest, rows);
 }
 
 // Who is slower than the others.
@@ -208,7 +214,7 @@ function workPanel(run) {
     const named = ranked.length <= 4 ? workers : [ranked[0], ranked[ranked.length - 1]];
     const slowest = workers.reduce((one, other) => (other.longest > one.longest ? other : one));
     const count = workers.reduce((sum, worker) => sum + worker.count, 0);
-    const means = named.map((worker) => `${worker.who} ${clock(worker.average)}`).join(ranked.length <= 4 ? ", " : " … ");
+    const means = named.map((worker) => `${worker.who} ${clock(worker.average)}`.replaceAll(" ", "\u00a0")).join(ranked.length <= 4 ? ", " : " … ");
     return [KIND_NAMES[kind] || kind, whole(count), means, clock(slowest.longest), slowest.who];
   });
   rows.sort((a, b) => (a[0] < b[0] ? -1 : a[0] > b[0] ? 1 : 0));

@@ -113,7 +113,7 @@ function sorted(episodes) {
   return keys[lookup.order] ? episodes.sort((a, b) => keys[lookup.order](a) - keys[lookup.order](b)) : episodes;
 }
 
-const textAt = (run, tokens, episode, place) => episode.pieces[place] ?? run.samples.texts[tokens.ids[episode.start + place]];
+const textAt = (run, tokens, episode, place) => episode.pieces[place] ?? run.samples.texts[tokens.place[episode.start + place]];
 
 function textOf(run, tokens, episode, from, to) {
   let text = "";
@@ -221,8 +221,10 @@ function tinted(tokens, episode) {
   };
 }
 
+const idAt = (tokens, episode, place) => tokens.vocabulary.subarray(0, tokens.place[episode.start + place] + 1).reduce((sum, step) => sum + step, 0);
+
 function tokenFacts(tokens, episode, place) {
   const v = valuesAt(tokens, episode, place);
   const learner = v.inLoss ? `ratio ${short(v.ratio)} · advantage ${short(v.advantage)} · entropy ${short(v.entropy)}` : "not in a trained batch, or not in its loss";
-  return `token ${place} (id ${tokens.ids[episode.start + place]}) · probability ${short(v.probability)} · version ${v.version} · ${learner}`;
+  return `token ${place} (id ${idAt(tokens, episode, place)}) · probability ${short(v.probability)} · version ${v.version} · ${learner}`;
 }

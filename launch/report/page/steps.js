@@ -23,7 +23,7 @@ views.steps = (main, run) => {
   const solved = rows["groups/solved"];
   const mixed = solved && solved.map((share, i) => 1 - share - unsolved[i]);
   chart("Share of groups by their members' success", [{ label: "all solved", y: solved, colour: "good" }, { label: "some", y: mixed, colour: "c1" }, { label: "none", y: unsolved, colour: "bad" }], { percentages: true });
-  chart("Ratio to the policy that sampled (1 % … 99 % of the tokens)", [
+  chart("Ratio to the policy that sampled (1 … 99 %)", [
     { label: "median", y: rows["loss/ratio_p50"], low: rows["loss/ratio_p01"], high: rows["loss/ratio_p99"] },
     line("5 %", "loss/ratio_p05", { width: 1, dash: [4, 4], colour: "c1" }), line("95 %", "loss/ratio_p95", { width: 1, dash: [4, 4], colour: "c1" }),
   ]);

@@ -283,7 +283,7 @@ function barAt(chart, layers, bounds, event) {
 }
 
 function barText(bar) {
-  const what = bar.isTicket ? `ticket ${bar.ref}` : bar.kind === "load" ? `version ${bar.ref}` : `step ${bar.ref}`;
+  const what = bar.isTicket ? `ticket ${bar.ref}` : bar.kind === "load" ? `version ${bar.ref}` : `step ${bar.ref + 1}`;
   return `${bar.lane}: ${bar.kind}, ${what}, ${clock(bar.seconds)} from ${clock(bar.begin)}`;
 }
 

@@ -26,6 +26,7 @@ def test_all_are_shown_and_options_are_those_of_the_recipe(capsys: pytest.Captur
     names = [f"{title}.{each.name}".strip(".") for title, model in sections(Config) for each in described(model)]
     assert [name for name in names if f"{name}  (" not in shown] == []
     assert "env.options.reward  (mapping; required)" in shown and "generator.options.kv_block  (" in shown
+    assert "model.lora  (mapping or null; default null)" in shown and "model.lora.rank  (whole number" in shown
 
     lake = told(capsys, "own_reward_cpu", "env.name=gymnasium", "--help-fields", "env.options")
     assert "env.options.id  (" in lake and "env.options.reward " not in lake

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from msgspec import structs
 
 from launch.cli import main
-from launch.commands.plan import best, candidates, figure_of
+from launch.commands.plan import Candidate, best, candidates, figure_of
 from rl.config.schema import Config, load_config
 from rollout.simulate.distributions import Constant, Gaussian
 from rollout.simulate.recipe import Given, assumed, read_run
@@ -144,6 +146,20 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Cap
     assert (planned.generator.count, planned.learner.ranks) == (1, 1)
     assert "assumed: answers of 24 tokens on average" in output
     assert plot.stat().st_size > 1000
+
+
+def test_no_share_of_a_table_is_minus_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sums of seconds that fill the whole time exceed it by a rounding error."""
+
+    def full(*given: Any, **named: Any) -> list[Candidate]:
+        found = candidates(*given, **named)
+        idle = {"generator_idle": -1e-16, "learner_idle": -1e-16}
+        return [structs.replace(each, result=structs.replace(each.result, **idle)) for each in found]
+
+    monkeypatch.setattr("launch.commands.plan.candidates", full)
+    assert main(["plan", str(RECIPE), "--gpus", "2", "--train-s", "0.05", "rollout.groups_per_batch=2"]) == 0
+    output = capsys.readouterr().out
+    assert "generators idle 0%, learner 0%" in output and "-0%" not in output
 
 
 def test_a_real_recipe_is_not_planned_by_the_simulated_engines_defaults(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
+from tests.chromium import chromium
 from tests.launch.simulated_run import simulated_run
 
 
@@ -21,11 +20,5 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    with sync_playwright() as driver:
-        arguments = ["--no-sandbox"] if os.getuid() == 0 else []
-        started = driver.chromium.launch(executable_path=chromium, args=arguments, timeout=240_000)
+    with chromium() as started:
         yield started
-        started.close()

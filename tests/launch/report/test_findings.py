@@ -55,6 +55,17 @@ def test_alarms_are_counted_drawn_and_lead_to_a_view(browser: Browser, played: P
     report.is_quiet()
 
 
+def test_no_number_is_minus_zero(browser: Browser, played: Path, tmp_path: Path) -> None:
+    report = opened(browser, gather(played), tmp_path / "zero.html", gain=[-0.0004, -0.06, 0.05])
+    assert report.page.evaluate("[percent(-0.0004), whole(-0.2), short(-0), percent(-0.01)]") == [
+        "0.0\u00a0%",
+        "0",
+        "0",
+        "-1.0\u00a0%",
+    ]
+    report.is_quiet()
+
+
 def test_a_run_without_a_trace_says_so_in_one_line(browser: Browser, played: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(played, run, ignore=shutil.ignore_patterns("checkpoints", "trace"))

@@ -40,6 +40,7 @@ from rl.observe.trace_events import (
     SpanEnded,
     TicketEnded,
     TraceEvent,
+    Wait,
 )
 from rl.store.samples import Sample
 from rl.weights.host import clean_up
@@ -50,6 +51,7 @@ from tests.launch.simulated_run import ROOT
 SERVER = Source("env_server", 0, 0)
 GENERATOR = Source("generator", 0, 0)
 LEARNER = Source("learner", 0, 0)
+PROXY = Source("proxy", 0, 0)
 BROKER = Source("broker", 0, 0)
 
 
@@ -256,7 +258,7 @@ def test_alarms_stand_on_the_timeline_without_a_trace_of_the_supervisor(played: 
 
 
 def test_spans_keep_their_names_and_waits_add_up_over_incarnations() -> None:
-    pulse = Pulse(True, 1, 0.5, {"broker": 2.0}, {})
+    pulse = Pulse(True, 1, 0.5, {"broker": 2.0}, {}, longest=Wait(1.5, "broker", 2))
     bars, builder = built(
         (0.0, LEARNER, SpanBegan("wait broker", 1)),
         (2.0, LEARNER, SpanEnded("wait broker", 1)),
@@ -265,9 +267,14 @@ def test_spans_keep_their_names_and_waits_add_up_over_incarnations() -> None:
         (4.0, LEARNER, pulse),
         (6.0, Source("learner", 0, 1), pulse),
         (7.0, Source("learner", 0, 1), pulse),
+        (7.0, PROXY, Pulse(True, 1, 0.5, {"generators": 9.0}, {}, longest=Wait(1.0, "generators"))),
+        (8.0, LEARNER, SpanBegan("publish", 6)),
+        (9.0, PROXY, Pulse(True, 1, 0.5, {"generators": 9.5}, {}, longest=Wait(1.0, "generators"))),
     )
-    assert [bar[3] for bar in bars["parts"]] == ["wait broker", "train"]
-    assert builder.timeline().waits == [{"name": "learner.0", "seconds": 5.0, "causes": {"broker": 4.0}}]
+    assert [bar[3] for bar in bars["parts"]] == ["wait broker", "train", "publish"]
+    learner, proxy = builder.timeline().waits
+    assert learner == {"name": "learner.0", "seconds": 9.0, "causes": {"broker": 4.0}, "longest": (1.5, "broker", 2)}
+    assert proxy["longest"] == (1.0, "generators", 2), "of the step in which it was told first"
 
 
 def _sources_of(run: Path, kind: type[TraceEvent]) -> set[str]:

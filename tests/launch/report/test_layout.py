@@ -168,3 +168,37 @@ def test_a_hard_task_leads_to_its_conversations(browser: Browser, played: Path, 
     opened.shown("samples")
     assert f"{hardest['tries']} of" in opened.page.inner_text("main")
     opened.is_quiet()
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_view_is_wider_than_the_screen_and_steps_are_whole(
+    browser: Browser, played: Path, tmp_path: Path, width: int, scheme: Any
+) -> None:
+    """Wide tables scroll within their card, whose edge is shaded where more of them stands behind it."""
+    report = write_report([played, played], tmp_path / "two.html")
+    opened = Opened(browser, report, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    for view in ("overview", "timeline", "samples", "steps", "compare"):
+        opened.view(view)
+        opened.drawn()
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, view
+        opened.page.wait_for_function(
+            "![...charts].some((chart) => chart.axes[0].label === 'step' && !chart.axes[0]._values)"
+        )
+        ticks = opened.page.evaluate(
+            "[...charts].filter((chart) => chart.axes[0].label === 'step').flatMap((chart) => chart.axes[0]._values)"
+        )
+        assert all(float(tick) % 1 == 0 for tick in ticks if tick), (view, ticks)
+
+    opened.view("overview")
+    shades = opened.page.evaluate("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")
+    assert shades == "local, local, scroll, scroll"
+    opened.is_quiet()
+
+
+def test_a_column_that_would_be_empty_is_left_out(browser: Browser, played: Path, tmp_path: Path) -> None:
+    """The tasks of the simulated recipe have no types."""
+    opened = Opened(browser, write_report([played], tmp_path / "one.html"))
+    heads = opened.page.locator("section:has-text('tasks solved least') th").all_inner_texts()
+    assert heads and "type" not in heads
+    opened.is_quiet()

@@ -132,7 +132,7 @@ def test_a_bar_of_the_timeline_says_what_it_is(browser: Browser, reports: dict[s
 def test_what_a_model_wrote_is_never_markup(browser: Browser, played: Path, tmp_path: Path) -> None:
     page: RunPage = gather(played)
     samples = page.facts["samples"]
-    samples["texts"] = dict.fromkeys(samples["texts"], HOSTILE)
+    samples["texts"] = [HOSTILE] * len(samples["texts"])
     page.facts |= {"name": HOSTILE, "error": HOSTILE, "state": "failed"}
     page.facts["alarms"] = [
         {

@@ -66,6 +66,17 @@ VARIANTS = {
         "learner.minibatches=2",
     ),
     "m2po": ("algo.loss=m2po", "algo.options={threshold: 0.001}"),
+    "lora": (
+        "model.lora={rank: 4, alpha: 8}",
+        "algo.kl={coef: 0.05, place: reward, estimator: k3}",
+        "learner.minibatches=2",
+    ),
+    "lora beside a critic": (
+        "model.lora={rank: 2, targets: [q_proj, down_proj]}",
+        "algo.loss=ppo",
+        "algo.advantage=gae",
+        "algo.critic={enabled: true, lr: 1e-2}",
+    ),
     "topr": ("algo.loss=topr", "algo.correction={weight: sequence, cap: 1.2}"),
 }
 
@@ -156,7 +167,7 @@ def test_two_ranks_equal_one(folder: Path, ranks: list[dict[str, Any]], variant:
     for step in range(STEPS):
         assert smooth(metrics[step]) == pytest.approx(smooth(expected[step]), rel=2e-4, abs=2e-5)
     assert largest_difference(found, weights(trainer)) < 3e-5
-    assert ("critic.head.weight" in found) == (variant == "critic")
+    assert ("critic.head.weight" in found) == ("critic" in variant)
     assert ("loss/kl_reference" in metrics[0]) == any("algo.kl" in one for one in VARIANTS[variant])
 
 
@@ -166,14 +177,15 @@ def one_rank(tmp_path: Path) -> Iterator[Any]:
         yield mesh
 
 
-def test_one_rank_continues_what_two_saved_critic_included(
-    folder: Path, ranks: list[dict[str, Any]], one_rank: Any
+@pytest.mark.parametrize("variant", ["critic", "lora"])
+def test_one_rank_continues_what_two_saved(
+    folder: Path, ranks: list[dict[str, Any]], one_rank: Any, variant: str
 ) -> None:
     """Last step from the checkpoint before it: the same as without the interruption, on another number of ranks."""
-    trainer = make_trainer(folder, "critic", one_rank)
-    checkpoint.load(folder / "critic" / f"step-{STEPS - 1}", trainer.trained())
+    trainer = make_trainer(folder, variant, one_rank)
+    checkpoint.load(folder / variant / f"step-{STEPS - 1}", trainer.trained())
     metrics = train(trainer, STEPS - 1)
-    expected, uninterrupted = ranks[0]["critic"]
+    expected, uninterrupted = ranks[0][variant]
     assert smooth(metrics) == pytest.approx(smooth(expected[-1]), rel=1e-4, abs=1e-5)
     assert largest_difference(weights(trainer), uninterrupted) < 2e-6
 
@@ -188,6 +200,18 @@ def test_a_checkpoint_without_critic_is_refused_where_one_is_needed(
     checkpoint.load(
         folder / "critic" / saved.name, make_trainer(folder, "batch", one_rank).trained()
     )  # may be left out
+
+
+def test_a_checkpoint_of_adapters_has_nothing_else_and_is_none_of_a_whole_model(
+    folder: Path, ranks: list[dict[str, Any]], one_rank: Any
+) -> None:
+    saved = folder / "lora" / f"step-{STEPS - 1}"
+    entries = checkpoint.IndexReader(saved / "state").read_metadata().state_dict_metadata
+    weights = [name for name in entries if name.startswith("policy.model.")]
+    assert len(weights) == 2 * 7 * 2 and all(name.endswith(("lora_A", "lora_B")) for name in weights)
+    for variant, other in (("lora", "batch"), ("batch", "lora")):
+        with pytest.raises(CheckpointError, match=r"cannot be loaded: .*[Mm]issing key.* policy\.model\."):
+            checkpoint.load(folder / other / saved.name, make_trainer(folder, variant, one_rank).trained())
 
 
 def test_models_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:

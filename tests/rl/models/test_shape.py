@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from rl.config.lora import LoraOptions
 from rl.models.families import read_config
 from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
+from rl.models.protocol import ModelOptions
 from rl.models.shape import ModelShape
 from tests.rl.models.tiny_families import BASE, SHAPES, save_family
 
@@ -75,3 +77,36 @@ def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
 def test_a_config_that_does_not_say(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ModelShape.of(GIVEN | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3", None),
+        ("llama", ["q_proj", "v_proj", "lm_head"]),
+        ("phi3", ["qkv_proj", "down_proj", "gate_up_proj"]),
+        ("gemma3_text", None),
+    ],
+)
+def test_adapters_are_as_many_as_is_said(family: str, targets: list[str] | None, tmp_path: Path) -> None:
+    options = LoraOptions(rank=8, targets=targets or "all-linear")
+    policy = Policy.load(save_family(family, tmp_path), options=ModelOptions(lora=options))
+    shape = ModelShape.of(read_config(tmp_path))
+    assert shape.adapters(8, targets) == sum(each.numel() for _, each in policy.trainable())
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], "all-linear"])
+def test_a_layer_with_adapters_keeps_no_more(targets: Any, tmp_path: Path) -> None:
+    """But for the inner states of its adapters, which a rank of one in a hundred makes small."""
+    tokens = 512
+    changes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
+    pack = sequence_pack(np.random.default_rng(0).integers(0, 256, tokens).tolist())
+    options = ModelOptions(lora=LoraOptions(rank=2, targets=targets))
+    kept = []
+    for layers in (2, 3):
+        folder = save_family("qwen3", tmp_path / str(layers), num_hidden_layers=layers, **changes)
+        policy = Policy.load(folder, options=options)
+        kept.append(saved_bytes(lambda policy=policy: policy(pack), policy))  # type: ignore[misc]
+
+    shape = ModelShape.of(read_config(tmp_path / "2"))
+    assert (kept[1] - kept[0]) / tokens <= 1.05 * shape.saved_bytes(4)

@@ -8,9 +8,10 @@ from statistics import fmean
 import pytest
 
 from rl.config.schema import ConfigError, load_config
-from rl.observe.intervals import pass_at, pass_rates
+from rl.observe.intervals import over_tasks, pass_at, pass_rates, success_rates
 from rl.wire.messages import Version
-from rollout.broker.actions import EvalReport, IssueTicket
+from rollout.broker.actions import EvalEpisode, EvalReport, IssueTicket
+from rollout.broker.process import eval_metrics
 from tests.rollout.broker.test_core import Driver, of, rules
 
 
@@ -50,7 +51,24 @@ def test_a_task_is_sampled_several_times_with_seeds_of_their_own() -> None:
     assert [(each.task_index, each.sample) for each in report.episodes] == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
     assert (report.tasks, report.samples, report.failed) == (2, 3, 1)
     assert report.accuracy == pytest.approx((1 / 3 + 0) / 2), "each task counts once, however many were answered"
-    assert report.passed == pytest.approx({1: 1 / 6, 2: 1 / 3})
+    assert report.rates["pass@1"][0] == pytest.approx(1 / 6) and report.rates["pass@2"][0] == pytest.approx(1 / 3)
+
+
+def test_each_rate_of_an_evaluation_and_of_its_sets_has_its_interval_beside_it() -> None:
+    solved = {"": [1.0, 0.0, 1.0, 1.0], "hard": [0.0, 0.0, 1.0, 0.0]}
+    episodes = [
+        EvalEpisode(task + 10 * bool(label), success, 0.0, 1, 5, 0.1, 3, label=label, sample=sample)
+        for label, successes in solved.items()
+        for task, sample, success in zip([0, 0, 1, 1], [0, 1, 0, 1], successes, strict=True)
+    ]
+    rates = success_rates((each.task_index, each.success) for each in episodes)
+    columns = eval_metrics(EvalReport(Version(0, 3), 4, 0, 0.0, rates["avg"][0], 5.0, {3: 8}, 1.0, episodes, 2, rates))
+
+    assert (columns["eval/accuracy"], columns["eval/pass@2"]) == (0.5, 0.75)
+    assert (columns["eval/accuracy_low"], columns["eval/accuracy_high"]) == over_tasks([0.5, 1.0, 0.0, 0.5])[1:]
+    assert (columns["eval/pass@2_low"], columns["eval/pass@2_high"]) == over_tasks([1.0, 1.0, 0.0, 1.0])[1:]
+    assert (columns["eval/hard/accuracy"], columns["eval/hard/pass@2"]) == (0.25, 0.5)
+    assert (columns["eval/hard/pass@2_low"], columns["eval/hard/pass@2_high"]) == over_tasks([0.0, 1.0])[1:]
 
 
 def test_greedy_samples_are_all_the_same_and_refused() -> None:

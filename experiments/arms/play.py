@@ -122,9 +122,11 @@ def _add_steps(
             "give the study more seconds, or its recipe more tasks"
         )
 
-    record.seconds = [round(row["time"] - origin, 3) for row in trained]
-    record.scores = [round(score_of(study, config, row), 6) for row in trained]
-    record.samples = [batch * number for number in range(1, len(trained) + 1)]
+    held_out = study.score.startswith("eval/")
+    scored = [row for row in rows if study.score in row] if held_out else trained
+    record.seconds = [round(row["time"] - origin, 3) for row in scored]
+    record.scores = [round(score_of(study, config, row), 6) for row in scored]
+    record.samples = [batch * (int(row["step"]) if held_out else number) for number, row in enumerate(scored, 1)]
     record.accuracy = {str(int(r["step"])): round(r["eval/accuracy"], 4) for r in rows if "eval/accuracy" in r}
     record.facts |= means_of(study, trained)
 

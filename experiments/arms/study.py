@@ -76,7 +76,7 @@ class Study(msgspec.Struct, forbid_unknown_fields=True):
     fresh: bool = False
     """Steps that may have drawn a task twice are left out."""
     score: str = "rollout/reward"
-    """The metric of a training step that is its score, or `before_filter`."""
+    """The metric of a training step that is its score, or `before_filter`; or one of its evaluations, `eval/…`."""
     window: int = 5
     """Steps over which a score is averaged; of accuracies, how many last evaluations."""
     goal: float = 0.0

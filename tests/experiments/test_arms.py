@@ -367,6 +367,20 @@ def test_every_sample_of_a_run_is_in_one_step_alone() -> None:
     assert record.accuracy == {"1": 1.0} and record.samples == [64, 128] and record.seconds == [1.0, 2.0]
 
 
+def test_a_score_may_be_that_of_the_evaluations() -> None:
+    rows: list[Metrics] = [
+        {"time": 1000.5, "step": 0, "eval/accuracy": 0.25},
+        a_step(1, 0.5, 0, 0),
+        a_step(2, 0.5, 0, 0),
+    ]
+    rows.append({"time": 1002.5, "step": 2, "eval/accuracy": 0.75})
+    record = Record(arm="taught", seed=0)
+    study = msgspec.structs.replace(GAMES, window=1, score="eval/accuracy")
+    play_module._add_steps(record, study, CONFIG, rows, 1000.0, None)
+    assert (record.scores, record.seconds) == ([0.25, 0.75], [0.5, 2.5])
+    assert record.samples == [0, 2 * 64] and seconds_to(record, 0.7, 1) == 2.5
+
+
 def test_what_was_drawn_is_at_least_what_every_state_of_the_ledger_holds() -> None:
     ledger = {"queue/queued": 8, "queue/running": 24, "queue/waiting": 0, "queue/batched": 64}
     ends = {"broker/stale_samples": 16, "broker/filtered_samples": 80, "broker/useful_share": 0.5}

@@ -41,6 +41,15 @@ def own_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_columns() -> Iterator[None]:
+    """What a module's configurations register stays in that module: a process has one configuration, these have many."""
+    before = dict(COLUMNS)
+    yield
+    COLUMNS.clear()
+    COLUMNS.update(before)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files begin first, so that at the end no worker has one to itself."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -43,7 +43,7 @@ def own_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def own_columns() -> Iterator[None]:
-    """What a module's configurations register stays in that module: a process has one configuration, these have many."""
+    """What a module registers stays in it: a process of a run has one configuration, a test process has many."""
     before = dict(COLUMNS)
     yield
     COLUMNS.clear()

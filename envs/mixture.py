@@ -141,6 +141,7 @@ class MixtureFamily:
                 raise ConfigError(
                     f"{where}: its agent owns the loop, and members play reset and step; run it by itself"
                 )
+
             own = _options(name, member)
             need = kind.needs(own) if hasattr(kind, "needs") else Needs(0.0, "no step takes long")
             if member.max_turns is not None and member.max_turns < need.turns:

@@ -6,6 +6,7 @@ Each sample is played once as one sequence, and once cut at random turns into se
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -105,8 +106,10 @@ def credited(batch_part: BatchPart, algorithm: Algorithm, loss: str, options: di
     found: Found = {}
     for minibatch in minibatches_of(batch_part, algorithm, 2):
         for pack in minibatch.packs:
-            pack = pack.with_columns(logp_proximal=pack.logp_behavior + 0.1 * torch.cos(pack.token_ids.float()))
+            near = pack.logp_behavior + 0.1 * torch.cos(pack.token_ids.float())
+            pack = pack.with_columns(logp_proximal=near)
             inputs = loss_inputs(pack, output_of(pack), needs_proximal=made.needs_proximal)
+            inputs = dataclasses.replace(inputs, columns={**inputs.columns, "teacher_logp": near})
             values = made(inputs).per_token * pack.token_weights / minibatch.loss_tokens
             for place in pack.mask.nonzero()[:, 0].tolist():
                 assert int(pack.token_ids[place]) not in found, "a token is trained twice"

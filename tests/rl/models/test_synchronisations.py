@@ -28,6 +28,7 @@ from rl.models.packing import Pack, make_packs
 from rl.models.policy import Critic, Policy
 from rl.models.protocol import ModelOptions
 from rl.store.samples import read_trained
+from rl.wire.columns import COLUMNS, TEACHER_LOGP
 from tests.rl.learner.tiny_policies import group_batch_part, save_tiny
 
 READING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "is_nonzero", "equal")
@@ -87,12 +88,17 @@ def packs_for(folder: Path, *settings: str) -> list[Pack]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("loss", registered("loss"))
-def test_of_the_policy(folder: Path, tmp_path: Path, loss: str, checkpointing: bool) -> None:
+def test_of_the_policy(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, checkpointing: bool
+) -> None:
     correction = "algo.correction={weight: token, cap: 1.05, mask: geometric, low: 0.9, high: 1.1}"
-    algorithm = make_algorithm(
-        load_config(None, [f"algo.loss={loss}", "algo.kl={coef: 0.1}", "algo.entropy_coef=0.01", correction])
-    )
+    taught = ["algo.teacher=any"] if loss == "reverse_kl" else []
+    settings = [f"algo.loss={loss}", "algo.kl={coef: 0.1}", "algo.entropy_coef=0.01", correction, *taught]
+    algorithm = make_algorithm(load_config(None, settings))
     packs = packs_for(folder)
+    if taught:
+        monkeypatch.setitem(COLUMNS, TEACHER_LOGP.name, TEACHER_LOGP)
+        packs = [pack.with_columns(teacher_logp=pack.logp_behavior) for pack in packs]
     assert any(pack.layout is not None and pack.layout.segments.keys is not None for pack in packs)
     policy = Policy.load(folder, options=ModelOptions(activation_checkpointing=checkpointing))
 

@@ -49,7 +49,7 @@ _WORKERS = ("generator", "env_server", "parsers", "teacher")
 _TOGETHER = "learner"  # its ranks train as one, and are replaced as one
 _SAME_DEATH_S = 2.0  # a rank's exception comes this long before the notice of the kill that led to it, at most
 _FENCE_S = 10.0  # for the kernel to end a killed process
-_CLOSING_REPORTS = {"broker", "learner"}  # as far as the plan has them
+_CLOSING_REPORTS = {"broker", "learner"}  # of rows there is no broker
 _POLL_S = 0.25
 _CLOSING_REPORTS_S = 2.0
 _TRACKER_S = 30.0  # an online dashboard may still be sending
@@ -74,7 +74,7 @@ class Supervisor:
         self._restarts: Counter[str] = Counter()
         self._book = AddressBook()
         self._reports: dict[str, bytes] = {}  # closing reports by role
-        self._reporters = _CLOSING_REPORTS & {spec.role for spec in plan}
+        self._reporters = {"learner"} if run.config.supervised else _CLOSING_REPORTS
         self._ending = False
         self._save_until: float | None = None  # since the first Ctrl-C
         self._saver: Child | None = None  # the process that was told of it

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launch.machine import MIB, Machine, size_text
-from launch.plan import shares_gpus
+from launch.plan import learner_computes, shares_gpus
 from rl.config.lora import lora_options
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
@@ -98,7 +98,7 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
         needs += _on_gpus(config, model, machine or Machine())
     elif model and config.generator.engine == "vllm" and not config.supervised:
         engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
-    if model and device == "cpu" and _trains(config):
+    if model and device == "cpu" and learner_computes(config):
         learner_at_rest |= _learner(config, model)
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
@@ -199,14 +199,10 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     return Need("engine's GPU", "gpu", devices, parts, "generator.tensor_parallel", share)
 
 
-def _trains(config: Config) -> bool:
-    return config.learner.kind != "simulated" and config.steps > 0
-
-
 def _on_gpus(config: Config, model: ModelShape, machine: Machine) -> list[Need]:
     """The needs of an engine's GPU and of a learner's, or of their shares of one."""
     learner, engine = [], []
-    if _trains(config):
+    if learner_computes(config):
         parts = _learner(config, model) | {"CUDA": _CONTEXT}
         learner = [Need("learner's GPU", "gpu", config.learner.ranks, parts, _cure(config, parts))]
     if config.generator.engine == "vllm" and not config.supervised:

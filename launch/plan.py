@@ -68,7 +68,7 @@ def gpus_needed(config: Config, visible: int = 0) -> int:
 
 def has_own_teacher(config: Config) -> bool:
     """Whether the teacher of a distillation computes in a process of this run."""
-    return config.algo.teacher is not None and not is_endpoint(config.algo.teacher) and _learner_computes(config)
+    return config.algo.teacher is not None and not is_endpoint(config.algo.teacher) and learner_computes(config)
 
 
 def shares_gpus(config: Config, visible: int) -> bool:
@@ -82,10 +82,10 @@ def shares_gpus(config: Config, visible: int) -> bool:
 def _gpus_of_each(config: Config) -> tuple[int, int]:
     engines = config.generator.engine == "vllm" and not config.supervised
     generators = config.generator.count * config.generator.tensor_parallel if engines else 0
-    return generators, config.learner.ranks if _learner_computes(config) else 0
+    return generators, config.learner.ranks if learner_computes(config) else 0
 
 
-def _learner_computes(config: Config) -> bool:
+def learner_computes(config: Config) -> bool:
     """Whether the learner computes: without a step to train, as in `fresco eval`, it only hands out weights and needs
     no GPU."""
     return config.learner.kind != "simulated" and config.steps > 0
@@ -126,7 +126,7 @@ def make_plan(
     learner = "rl.learner.simulated" if config.learner.kind == "simulated" else "rl.learner.process"
     imports: tuple[str, ...] = (learner,) if config.learner.kind != "simulated" and device == "cpu" else ()
     for rank in range(ranks):
-        own = gpus(first_of_ranks + rank, 1) if _learner_computes(config) else ()
+        own = gpus(first_of_ranks + rank, 1) if learner_computes(config) else ()
         environment = _environment(own, config.learner.threads)
         cores = shares[generators + rank]
         plan.append(ProcessSpec("learner", rank, learner, own, cores, imports, environment))

@@ -117,12 +117,15 @@ def _model_folder(config: Config, *, make: bool = True) -> Path | None:
     if config.model.warm_start.demonstrations:
         from launch.warm_start.imitation import warm_started
 
-        return warm_started(config, base)
-    if base is not None:
+        made = warm_started(config, base)
+    elif base is not None:
         return base
-    from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
+    else:
+        from launch.warm_start.tiny import TinyRecipe, ensure_tiny_model
 
-    return ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
+        made = ensure_tiny_model(TinyRecipe.model_validate(config.model.tiny))
+    check_model_is_trainable(config, made)
+    return made
 
 
 def config_folder(config: Config, *, fetch: bool) -> Path | None:
@@ -322,7 +325,6 @@ def main() -> None:
         validate(config)
         folder = None if sys.argv[1] == "validate" else _model_folder(config, make=sys.argv[1] == "make")
         if folder is not None:
-            check_model_is_trainable(config, folder)  # also one that was made just now
             answer |= {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
             if (teacher := _teacher_folder(config, folder, make=sys.argv[1] == "make")) is not None:
                 answer["teacher"] = str(teacher)

@@ -46,14 +46,9 @@ SETTINGS = ("generator.max_model_len=64", "sampling.max_tokens=6", "env.max_turn
 
 
 @pytest.fixture(autouse=True)
-def own_table() -> Iterator[None]:
-    """Columns registered in a test are gone after it."""
-    before = dict(COLUMNS)
+def columns_of_context(own_table: None) -> None:
     register(READ)
     register(SAMPLER)
-    yield
-    COLUMNS.clear()
-    COLUMNS.update(before)
 
 
 class Model:

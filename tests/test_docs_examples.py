@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from launch import preflight
 from launch.cli import main, parse
 from launch.prepare import Prepared, validate
 from rl.config.schema import Config, load_config
-from rl.wire.columns import COLUMNS
 from tests.documents import PAGES, ROOT, Block, blocks
 from tests.envs.test_openenv import counting
 
@@ -70,7 +68,7 @@ def written(page: Path, folder: Path) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_table: None) -> Path:
     """A user's folder, in which commands are planned. What they register is gone afterwards."""
 
     def prepare(config: Config, *, make: bool, begin: object) -> Prepared:
@@ -83,10 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(registry._registered, "loss", dict(registry.registered("loss")))
     monkeypatch.setitem(registry._registered, "advantage", dict(registry.registered("advantage")))
-    before = dict(COLUMNS)
-    yield tmp_path
-    COLUMNS.clear()
-    COLUMNS.update(before)
+    return tmp_path
 
 
 @pytest.mark.parametrize("page", pages_with("python", "yaml"), ids=name)

@@ -29,8 +29,8 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 class WarmStartConfig(Section):
     where = "before RL"
     demonstrations: int = Field(0, ge=0)
-    """Episodes of the environment's demonstrator to imitate before RL, made once and kept; with a `model.path` that is
-    not the recipe's they must be named again."""
+    """Episodes of the environment's demonstrator to imitate before RL, made once and kept; a `model.path` that is not
+    the recipe's drops them."""
     mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of turns that are mistakes in every other demonstration: shown with the way out of them, not imitated."""
     slips: Annotated[float, Where("environments that know their own solutions")] = Field(0.0, ge=0, lt=1)
@@ -272,8 +272,8 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where engines and ranks run; `auto` is cuda where the driver lists a GPU."""
     placement: Annotated[Literal["auto", "apart", "shared"], Where("GPUs")] = "auto"
-    """`apart`: engines and ranks have GPUs of their own; `shared`: each rank is on the GPU of an engine; `auto` shares
-    where there is one GPU."""
+    """`apart`: engines and ranks have their own GPUs; `shared`: a rank is on an engine's; `auto` shares where there is
+    one."""
     resume: Path | None = None
     """A checkpoint's or run's folder to continue from; `auto`: the newest of this name; `new`: none; null: `auto` where
     the same configuration stopped early."""

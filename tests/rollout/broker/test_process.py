@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from experiments.bench._inbox import receive, receive_from
 from rl.observe.trace import read_trace
 from rl.observe.trace_events import Issued
-from rl.wire.columns import COLUMNS, register_configured
+from rl.wire.columns import register_configured
 from rl.wire.messages import (
     NO_OPINION,
     AckTickets,
@@ -176,14 +176,11 @@ def _next(socket: zmq.Socket[bytes], timeout_s: float = DEADLINE_S) -> Message:
 
 
 @pytest.fixture
-def broker(make_run: MakeRun, request: pytest.FixtureRequest) -> Iterator[BrokerProcess]:
-    before = dict(COLUMNS)
+def broker(make_run: MakeRun, request: pytest.FixtureRequest, own_table: None) -> Iterator[BrokerProcess]:
     broker = BrokerProcess(make_run(*request.param, train_tasks=10))
     register_configured(broker.run.config.algo.columns)
     yield broker
     broker.close()
-    COLUMNS.clear()
-    COLUMNS.update(before)
 
 
 BASE = ("steps=1", "rollout.alpha=0", "rollout.groups_per_batch=2", "rollout.group_size=2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from rl.config.schema import load_config
-from rl.wire.columns import COLUMNS, register
+from rl.wire.columns import register
 from rl.wire.messages import Generate, Generated, Ticket, Version
 from rollout.episodes.sequence import GrowingSequence
 from rollout.episodes.turns import TurnSampler
@@ -25,13 +24,9 @@ TOKENS = 150
 
 
 @pytest.fixture(autouse=True)
-def own_table() -> Iterator[None]:
-    before = dict(COLUMNS)
+def columns_of_context(own_table: None) -> None:
     register(READ)
     register(SAMPLER)
-    yield
-    COLUMNS.clear()
-    COLUMNS.update(before)
 
 
 class Generators:

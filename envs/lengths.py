@@ -46,7 +46,7 @@ def check_lengths(config: Config, family: Any, model_folder: Path) -> None:
     tokenizer: AgentTokenizer | None = None
     limit = config.generator.max_model_len
     for label, each, tokens in _families(config, family):
-        if not hasattr(each, "opening"):
+        if not callable(getattr(each, "opening", None)):
             continue
         try:
             tokenizer = tokenizer or load_tokenizer(model_folder, config.chat.template_options)

@@ -70,7 +70,7 @@ class GymnasiumFamily:
         """Raises ValueError for a game that cannot be made or has no form as text."""
         self.options = options
         self._settings = settings = _settings(options)
-        self.opening, self.success_return = _inspect(options, settings)
+        self.introduction, self.success_return = _inspect(options, settings)
         self._first = Random(f"{seed} {options.id}").randrange(1 << 30)
 
         kind = WorkerKind(
@@ -122,7 +122,7 @@ class GymnasiumEnvironment:
     async def reset(self, task: GymTask) -> list[ChatMessage]:
         self._game = self._family.pool.open()
         reply = await self._game.ask(GymRequest("reset", str(task.seed)))
-        return [ChatMessage("user", f"{self._family.opening}\n\n{reply.text}".strip())]
+        return [ChatMessage("user", f"{self._family.introduction}\n\n{reply.text}".strip())]
 
     async def step(self, action: str, truncated: bool = False) -> Step:
         assert self._game is not None, "reset() comes before step()"

@@ -227,3 +227,11 @@ def test_a_member_of_a_mixture_has_its_own_longest_answer(
         config = load_config(None, [*options, "sampling.max_tokens=40"])
         check_lengths(config, make_family(config), folder)
         assert ("1 of 2 texts's training prompts" in capsys.readouterr().err) == cut
+
+
+def test_a_family_may_keep_a_text_under_the_name_of_what_it_need_not_tell(folder: Path) -> None:
+    """An environment that knows nothing of the check had an `opening` of its own, and its run ended in a traceback."""
+    config = load_config(None, ["env.name=synthetic"])
+    family = make_family(config)
+    family.opening = "A lake."  # type: ignore[attr-defined]
+    check_lengths(config, family, folder)

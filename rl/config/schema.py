@@ -18,7 +18,7 @@ from rl.config.algo import AlgoConfig
 from rl.config.chat import ChatConfig
 from rl.config.rollout import RolloutConfig
 from rl.config.section import Section, Where
-from rl.config.tree import OPTIONS_OF, TINY, apply_override, forget_options, read_recipe, removed_fields
+from rl.config.tree import OPTIONS_OF, TINY, apply_override, first_fault, forget_options, read_recipe, removed_fields
 from rl.config.tree import ConfigError as ConfigError
 from rl.config.tree import nearest as nearest
 
@@ -369,10 +369,10 @@ def validate(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_describe(error)) from None
+        raise ConfigError(_describe(error, tree)) from None
 
 
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError, tree: dict[str, Any]) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     instead = removed_fields()
@@ -388,6 +388,4 @@ def _describe(error: ValidationError) -> str:
             section = get_args(section)[0] if listed else section.model_fields[str(part)].annotation
         key = str(first["loc"][-1])
         return f"unknown key {where!r}{nearest(key, list(section.model_fields))}"
-    if not where:
-        return first["msg"].removeprefix("Value error, ")
-    return f"{where}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+    return first_fault(error, tree)

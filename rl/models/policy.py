@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -30,6 +31,7 @@ from rl.models import families, lora
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
 from rl.models.loading import allocate, empty_model, local_part, read_weights
+from rl.models.naming import in_files
 from rl.models.packed_attention import NAME, Kernel, check_layers
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, local, whole
@@ -105,13 +107,26 @@ class PackedModel(nn.Module):
             tensor, first = local_part(parameter)
             if name in layers:
                 tensor = layers[name].merged(local)
-            yield Exported(name, tensor, Placement(tuple(parameter.shape), first))
+            yield from in_files(self._family, name, tensor, Placement(tuple(parameter.shape), first))
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         layers = self._adapted()
         parameters = dict(self._exported(untie=True))
-        for name in names:
-            yield name, layers[name].merged(whole) if name in layers else whole(parameters[name].detach())
+        owners: dict[str, str] = {}
+        for owner, each in parameters.items():
+            parts = in_files(self._family, owner, local_part(each)[0][:0], Placement(tuple(each.shape)))
+            owners |= dict.fromkeys((part.name for part in parts), owner)
+
+        for owner, wanted in groupby(names, owners.__getitem__):  # the experts of a layer are gathered together
+            full = layers[owner].merged(whole) if owner in layers else whole(parameters[owner].detach())
+            parts = in_files(self._family, owner, full, Placement(tuple(full.shape)))
+            found = {part.name: part.tensor for part in parts}
+            yield from ((name, found[name]) for name in wanted)
+
+    @property
+    def _family(self) -> str:
+        family: str = self.model.config.model_type
+        return family
 
     def _adapted(self) -> dict[str, lora.LoraLinear]:
         """The layers whose adapters count at the moment, by the name of their weight."""
@@ -225,7 +240,8 @@ def check_trainable(folder: str | Path, *, untested: bool = False, options: Lora
 
 def _empty(folder: str | Path) -> Any:
     config = AutoConfig.from_pretrained(str(folder))
-    if get_checkpoint_conversion_mapping(config.model_type):
+    family = families.FAMILIES.get(config.model_type)
+    if get_checkpoint_conversion_mapping(config.model_type) and not (family and family.routing):
         raise ValueError(f"{config.model_type}: {families.CONVERTED}")
     return empty_model(folder, NAME)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.wire.columns import EXPERT_COUNTS
+
 _STATE = "its layers carry a state along a pack, from one sample into the next"
 _NAMES = "transformers keeps its parameters under other names than its checkpoints, so engines could not load an export"
 _LAYERS = "its decoder has no `layers` that could be sharded one by one"
@@ -95,7 +97,6 @@ REFUSED = {name: reason for reason, names in BY_REASON.items() for name in names
 """Families with a known fault, by `model_type`: refused with `model.untested=true` as well."""
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -159,7 +160,7 @@ def _known_fault(told: Mapping[str, Any]) -> str | None:
     if kinds:
         return f"layers of the kind {', '.join(sorted(kinds))}: {_STATE}"
     family = FAMILIES.get(str(told["model_type"]))
-    if any(told.get(count) for count in _EXPERT_COUNTS) and not (family and family.routing):
+    if any(told.get(count) for count in EXPERT_COUNTS) and not (family and family.routing):
         return f"it is a mixture of experts, and those that are tested are {', '.join(mixtures())}"
     if method := (told.get("quantization_config") or {}).get("quant_method"):
         return f"its weights are quantized ({method}); take the model in bfloat16 or float32"

@@ -35,6 +35,8 @@ from rl.models.naming import in_files
 from rl.models.packed_attention import NAME, Kernel, check_layers
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, local, whole
+from rl.models.routers import Routers
+from rl.wire.columns import ROUTED_EXPERTS
 
 DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
@@ -50,6 +52,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: nn.Module, attention: Kernel = DEFAULTS.attention) -> None:
         super().__init__()
         self.model = model
+        self.routers = Routers(self.decoder)
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
         self._kernel = attention
         check_layers(self.model.config)
@@ -73,6 +76,8 @@ class PackedModel(nn.Module):
         if options.lora is not None:
             lora.add_adapters(model, options.lora, options.dtype)
         made = cls.around(model, options).train()
+        if options.router_replay and len(made.routers):
+            made.reads = (ROUTED_EXPERTS,)
         shard_policy(made, options, mesh=mesh, device=device)
         read_weights(made.model, folder, lora.is_adapter)
         if options.lora is not None:
@@ -146,9 +151,17 @@ class PackedModel(nn.Module):
             use_cache=False,
             segments=layout.segments,
             kernel=self._kernel,
+            **self._routing(pack, layout),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden.index_select(0, layout.rows)
+
+    def _routing(self, pack: Pack, layout: Layout) -> dict[str, Tensor]:
+        """(C, layers, k) of each token that is computed: an entry stands at the token that its position predicts."""
+        if not self.reads or ROUTED_EXPERTS not in pack.columns:
+            return {}
+        after = (layout.tokens + 1).clamp(max=pack.tokens - 1)
+        return {"routing": pack.columns[ROUTED_EXPERTS].index_select(0, after)}
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The dtype that forwards compute in."""
@@ -185,8 +198,10 @@ class Policy(PackedModel):
         """See `rl.models.protocol`. The head, the largest matrix of a small model, runs on targets only."""
         layout = pack.laid_out().layout
         assert layout is not None
+        self.routers.watch()
         with self.autocast():
             hidden = self.contexts(pack, layout)  # (S, H)
+        routing = self.routers.seen()
 
         found = token_logprobs(
             *lora.head_product(hidden, self.model.get_output_embeddings()),
@@ -195,7 +210,8 @@ class Policy(PackedModel):
             chunk=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
         )
-        return PolicyOutput(*(at_targets(values, pack, layout) for values in found))
+        logp, entropy = (at_targets(values, pack, layout) for values in found)
+        return PolicyOutput(logp, entropy, routing)
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         yield from super()._exported(untie)

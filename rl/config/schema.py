@@ -154,6 +154,15 @@ class LearnerConfig(Section):
     """Kernel of the learner's attention; `auto` is torch's `varlen` where the GPU and the dtype allow it."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    router_replay: Annotated[Literal["auto", "off"], Where("mixtures of experts")] = "auto"
+    """`auto`: the learner's routers choose the experts that the engine's chose; `off`: by themselves."""
+
+    @field_validator("router_replay", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads `off` as false."""
+        return "off" if value is False else value
+
     threads: Annotated[int, Where("CPUs")] = Field(1, ge=1)
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
@@ -341,6 +350,12 @@ class Config(Section):
     def supervised(self) -> bool:
         """Whether rows are imitated, so that there is nothing but a learner."""
         return self.learner.kind == "supervised"
+
+    @property
+    def replays_routers(self) -> bool:
+        """Whether engines tell whom a mixture's routers chose, and the learner's choose the same."""
+        able = self.learner.kind == "fsdp" and self.generator.engine == "vllm"
+        return able and self.learner.router_replay == "auto"
 
     @property
     def batch_size(self) -> int:

@@ -24,7 +24,7 @@ from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, 
 
 pytestmark = pytest.mark.usefixtures("own_table")
 TEACHER = "rollout.teacher.process"
-TAUGHT = ("algo.loss=reverse_kl", "algo.teacher=simulated", "tracking.save_batches=true", "learner.options.step_s=0.1")
+TAUGHT = ("algo.loss=reverse_kl", "algo.teacher=simulated", "tracking.replay=full", "learner.options.step_s=0.1")
 
 
 def batches(tmp_path: Path) -> list[BatchPart]:

@@ -41,7 +41,7 @@ env: {{name: math, options: {{source: arithmetic}}}}
 algo: {{loss: grpo}}
 learner: {{ranks: 2, lr: 3.0e-3, checkpoint_every: 1, keep_checkpoints: 100}}
 eval: {{tasks: 8}}
-tracking: {{wandb: offline, save_batches: true}}
+tracking: {{wandb: offline, replay: full}}
 """
 
 

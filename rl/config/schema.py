@@ -225,8 +225,9 @@ class TrackingConfig(Section):
     """What the run is for."""
     boards: list[Literal["tensorboard", "trackio"]] = Field(default_factory=list)
     """Dashboards beside wandb: `tensorboard` in `<run>/tensorboard` (package tensorboardX), `trackio`."""
-    save_batches: Annotated[bool, Where("learner")] = False
-    """Keep every trained batch in `<run>/batches`, where `rl/store/batch_files.py` reads it."""
+    replay: Annotated[Literal["off", "recent", "full"], Where("broker, learner")] = "recent"
+    """Batches that stay in `<run>/batches` for `fresco replay`, with digests of each version: none, those since the
+    oldest checkpoint while they fit in 5 % of the free disk, or all. A token takes 13 bytes."""
     samples: Annotated[float, Where("broker")] = Field(0.05, ge=0, le=1)
     """Share of training groups whose conversations are kept for `fresco show`; those of evaluations all are."""
     trace: Annotated[Literal["off", "steps", "full"], Where("all processes")] = "full"
@@ -234,7 +235,7 @@ class TrackingConfig(Section):
     live: Annotated[bool, Where("terminals")] = True
     """Show progress as a table that is drawn anew, instead of lines."""
 
-    @field_validator("trace", mode="before")
+    @field_validator("trace", "replay", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         """YAML reads `off` as false."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.context import ForkServerContext
 
 from launch.cpu.fork_server import ForkServer
 from launch.launcher.local import Begun, Command, Files, begin_process
 
-START_METHOD = "forkserver"
-COPIES: ForkServerContext = multiprocessing.get_context(START_METHOD)
+COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(["torch", "transformers", "torch.distributed.fsdp", "rl.learner.trainer"])
 """Functions in processes that have nothing of the test's own, as with `spawn`."""
 

@@ -226,8 +226,8 @@ class TrackingConfig(Section):
     boards: list[Literal["tensorboard", "trackio"]] = Field(default_factory=list)
     """Dashboards beside wandb: `tensorboard` in `<run>/tensorboard` (package tensorboardX), `trackio`."""
     replay: Annotated[Literal["off", "recent", "full"], Where("broker, learner")] = "recent"
-    """Batches that stay in `<run>/batches` for `fresco replay`, with digests of each version: none, those since the
-    oldest checkpoint while they fit in 5 % of the free disk, or all. A token takes 13 bytes."""
+    """Batches kept for `fresco replay` (13 bytes a token): none, those since the oldest checkpoint within 5 % of the
+    free disk, or all."""
     samples: Annotated[float, Where("broker")] = Field(0.05, ge=0, le=1)
     """Share of training groups whose conversations are kept for `fresco show`; those of evaluations all are."""
     trace: Annotated[Literal["off", "steps", "full"], Where("all processes")] = "full"

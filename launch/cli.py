@@ -31,7 +31,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -65,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     except Exception as error:
+        if isinstance(error, OSError) and _named_in(arguments, error.filename):
+            say(f"fresco: {str(error.filename)!r}: {error.strerror}; name another one", sys.stderr)
+            return 2
         if own_place(error) and not isinstance(error, OSError):
             say(f"fresco: {told(error)}", sys.stderr)
             return 1
@@ -75,6 +78,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
     return code
+
+
+def _named_in(arguments: argparse.Namespace, path: object) -> bool:
+    """Whether the path is one that the command was told, or lies in it."""
+    told = [each for each in vars(arguments).values() if isinstance(each, Path)]
+    return isinstance(path, str | Path) and any(Path(path).is_relative_to(each) for each in told)
 
 
 @contextlib.contextmanager
@@ -223,12 +232,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
-    parser.add_argument("--step", type=int, help="whose newest token was sampled by this version")
+    parser.add_argument("--step", type=_whole(0), help="whose newest token was sampled by this version")
     parser.add_argument("--failed", action="store_true", help="without success")
     parser.add_argument("--reward", type=_range, help="this one, or a range: 0.2..0.8, ..0.5, 0.5..")
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
-    parser.add_argument("--limit", type=int, default=5, help="at most so many, the newest first (5)")
+    parser.add_argument("--limit", type=_whole(1), default=5, help="at most so many, the newest first (5)")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     parser.set_defaults(call="launch.commands.show:show")
 
@@ -236,11 +245,22 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _range(text: str) -> tuple[float, float]:
     """The lowest and the highest value of `0.5` alone, `0.2..0.8`, `..0.5` or `0.5..`."""
     low, dots, high = text.partition("..")
-    try:
+    with contextlib.suppress(ValueError):
         lowest = float(low or ("-inf" if high else low))
-        return lowest, float(high or "inf") if dots else lowest
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..") from None
+        highest = float(high or "inf") if dots else lowest
+        if lowest <= highest:  # nor is NaN
+            return lowest, highest
+    raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..")
+
+
+def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if least <= int(text) <= most:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+
+    return whole
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +312,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
     parser.add_argument("--serve", action="store_true", help="show it on this machine, and follow runs that go on")
-    parser.add_argument("--port", type=int, default=0, help="of --serve; default: any that is free")
+    parser.add_argument("--port", type=_whole(0, 65535), default=0, help="of --serve; default: any that is free")
     parser.set_defaults(call="launch.commands.report:report")
 
 

@@ -55,7 +55,7 @@ _OVERRIDES = (
     "learner.ranks=1",
     "eval.every=0",
     "eval.tasks=8",
-    "tracking.save_batches=true",
+    "tracking.replay=full",
     "tracking.wandb=disabled",
     "tracking.live=false",
 )

@@ -257,6 +257,7 @@ class Lab:
             guards=self.guards,
             exact=self.exact,
             token_log=SimpleNamespace(batch=lambda batch_part: None, write_batch=lambda: None),
+            note_version=lambda client, n: None,
             export=lambda step: None,
         )
         try:

@@ -33,6 +33,7 @@ def played(recipe: str, folder: Path, steps: int, kills: int, overrides: list[st
         at = steps * (place + 1) // (kills + 1)
         while process.poll() is None and not (versions.exists() and f'"n":{at},' in versions.read_text()):
             time.sleep(0.05)
+
         for each in psutil.Process(process.pid).children(recursive=True):
             if "rl.learner.process" in each.cmdline() and str(place) == each.cmdline()[-1]:
                 each.kill()

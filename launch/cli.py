@@ -116,6 +116,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
+
     _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
     _add_lab(commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections"))
     _add_bisect(
@@ -123,6 +124,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     _add_set(commands.add_parser("set", help="change a field of a run that goes on, at the end of a step"))
     _add_undo(commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints"))
+
     _add_export(commands.add_parser("export", help="write a checkpoint as a model, or its adapters for peft and vLLM"))
     _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")

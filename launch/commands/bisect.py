@@ -43,6 +43,7 @@ def bisect(arguments: argparse.Namespace) -> int:
     begun = list(begun_with(one, other))
     for kind, name, left, right in begun:
         say(f"{kind}: {name}: {left} | {right}")
+
     parting = first_parting(one, other)
     print(f"first part at {parting}" if parting else "every version, batch and metric that both recorded is alike")
     if parting is not None and arguments.replay:
@@ -124,6 +125,7 @@ def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
         ended = subprocess.run(
             words, cwd=folder, env=os.environ | {"PYTHONPATH": modules}, capture_output=True, text=True
         )
+
         if not path.exists():
             said = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
             raise ConfigError(f"commit {commit or 'of this code'} replays no step of {run.folder}: {said}")

@@ -142,18 +142,9 @@ def _print(told: dict[str, Any], run: Path) -> None:
     losses = told["losses"]
     wide = max(len(each["name"]) for each in losses)
     print(f"batch {told['first']}, exact; then {len(losses[0]['steps'])} steps with their trust")
-    heads = (
-        "gradient",
-        "cosine",
-        "stopped",
-        "ess",
-        "trust ess",
-        "trust kl",
-        "gain while trusted",
-        "beyond trust",
-        "CPU s",
-    )
-    print(f"{'loss':{wide}} {heads[0]:>9} {heads[1]:>8} {heads[2]:>9} " + " ".join(f"{head:>18}" for head in heads[3:]))
+    heads = ("ess", "trust ess", "trust kl", "gain while trusted", "beyond trust", "CPU s")
+    print(f"{'loss':{wide}}  gradient   cosine   stopped " + " ".join(f"{head:>18}" for head in heads))
+
     for each in losses:
         curves = each["curves"]
         stopped = max((v for k, v in each["clipped"].items() if k.endswith("_fraction")), default=0.0)
@@ -164,6 +155,7 @@ def _print(told: dict[str, Any], run: Path) -> None:
             f"from version {each['beyond']}" if each["beyond"] else "",
             f"{each['cpu_s']:.1f}",
         ]
+
         cosine = each["cosine"].get(RECORDED, 1.0)
         row = f"{each['name']:{wide}} {each['gradient']:9.4g} {cosine:8.4f} {100 * stopped:7.2f} %"
         say(f"{row} {' '.join(f'{cell:>18}' for cell in cells)}")

@@ -51,27 +51,24 @@ def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
     if step not in a.steps or step not in b.steps:
         return
     left, right = a.part(step, 0, 1), b.part(step, 0, 1)
-    ids = [{row.sample_id: place for place, row in enumerate(part.rows)} for part in (left, right)]
-    for only, other, words in (
-        (ids[0].keys() - ids[1].keys(), b, "the second"),
-        (ids[1].keys() - ids[0].keys(), a, "the first"),
-    ):
-        for sample in sorted(only):
-            elsewhere = next(
-                (s for s in other.steps if any(r.sample_id == sample for r in other.part(s, 0, 1).rows)), None
-            )
-            if elsewhere is not None:
-                yield Parting(step, "order", f"sample {sample} stands in batch {elsewhere} of {words} run")
-            yield Parting(step, "sample", f"{sample} is missing in {words} run")
+    ids = [{row.sample_id for row in part.rows} for part in (left, right)]
+    missing = [(each, b, "second") for each in sorted(ids[0] - ids[1])]
+    missing += [(each, a, "first") for each in sorted(ids[1] - ids[0])]
+    for sample, run, words in missing:
+        if (elsewhere := _batch_with(sample, run)) is not None:
+            yield Parting(step, "order", f"sample {sample} stands in batch {elsewhere} of the {words} run")
+        yield Parting(step, "sample", f"{sample} is missing in the {words} run")
 
     yield from _rows(step, left, right)
     yield from _columns(step, left, right)
-    orders = [
-        [run.part(step, rank, run.config.learner.ranks).members for rank in range(run.config.learner.ranks)]
-        for run in (a, b)
-    ]
+
+    orders = [str([run.part(step, rank, run.config.learner.ranks).members for rank in run.ranks]) for run in (a, b)]
     if orders[0] != orders[1]:
-        yield Parting(step, "order", "samples of the ranks", str(orders[0]), str(orders[1]))
+        yield Parting(step, "order", "samples of the ranks", *orders)
+
+
+def _batch_with(sample: int, run: Recorded) -> int | None:
+    return next((step for step in run.steps if any(row.sample_id == sample for row in run.part(step, 0, 1).rows)), None)
 
 
 def _rows(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:

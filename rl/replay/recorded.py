@@ -53,6 +53,10 @@ class Recorded:
         rows = readable(path.read_bytes().splitlines(), dict[str, Any]) if path.exists() else iter(())
         self.metrics = {int(row["step"]): row for row in rows if "train/loss" in row}
 
+    @property
+    def ranks(self) -> range:
+        return range(self.config.learner.ranks)
+
     def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:
         """What `fresco set` had set when batch `step` was trained, but for what this configuration changes itself."""
         own = {
@@ -93,9 +97,7 @@ class Recorded:
         """What one of so many ranks trains. Raises FileNotFoundError, Damaged."""
         if ranks == self.config.learner.ranks:
             return read_batch_part(self.folder, step, rank)
-        return dealt(
-            [read_batch_part(self.folder, step, each) for each in range(self.config.learner.ranks)], rank, ranks
-        )
+        return dealt([read_batch_part(self.folder, step, each) for each in self.ranks], rank, ranks)
 
     def changed(self, overrides: Sequence[str]) -> Config:
         """The configuration with these changes. Raises ConfigError for a field that changes nothing in a replay."""

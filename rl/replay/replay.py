@@ -97,6 +97,7 @@ class Replay:
         config = config.model_copy(deep=True)  # what was set in the run is set in it again
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.seed)
+
         alone = ranks == 1 and config.model.dtype == "float32"
         self.trainer = Trainer(
             config,

@@ -59,7 +59,7 @@ def begun_with(one: Recorded, other: Recorded) -> Iterator[tuple[str, str, str, 
     """How the runs differ before their first step: configuration, data and model, code and packages, machine."""
     for field, values in differences(one.config, other.config).items():
         if not field.startswith(_NO_MATTER):
-            yield "configuration", field, *map(str, values)
+            yield "configuration", field, str(values[0]), str(values[1])
 
     origins = [read_provenance(run.folder, run.config) for run in (one, other)]
     for kind in ("start", "versions", "machine"):

@@ -84,10 +84,10 @@ def _columns(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:
     pairs = {member: (_of_member(left, member), _of_member(right, member)) for member in dict.fromkeys(left.members)}
     for name in left.columns:
         for member, (one, other) in pairs.items():
-            values = one[name], other.get(name)
-            if values[1] is None or values[0].shape != values[1].shape:
-                shapes = [None if each is None else each.shape for each in values]
-                yield Parting(step, "column", f"{name} of sample {left.rows[member].sample_id}", *map(str, shapes))
+            values = [one[name], other.get(name, np.zeros(0))]
+            if values[0].shape != values[1].shape:
+                shapes = [str(each.shape) for each in values]
+                yield Parting(step, "column", f"{name} of sample {left.rows[member].sample_id}", *shapes)
             elif values[0].tobytes() != values[1].tobytes():
                 places = np.flatnonzero((values[0] != values[1]).reshape(len(values[0]), -1).any(1))
                 place = int(places[0]) if len(places) else 0

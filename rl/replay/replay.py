@@ -130,9 +130,9 @@ class Replay:
     def part(self, step: int) -> BatchPart:
         return self._recorded.part(step, self._rank, self._ranks)
 
-    def step(self, part: BatchPart) -> dict[str, float]:
+    def step(self, part: BatchPart, *, deep: bool) -> dict[str, float]:
         """What `rl.learner.process.train` does with a batch. Returns its metrics."""
-        self.watch.begin()
+        self.watch.begin(deep=deep)
         config = self.trainer.config.learner
         settle(config, self._began, self._recorded.sets(part.step, self._began))
         minibatches = self.trainer.minibatches(part)
@@ -173,8 +173,7 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
 def _rows(recorded: Recorded, request: Request, rank: int, ranks: int, device: str, folder: Path) -> Iterator[Row]:
     """Of one rank; all go through them together."""
     make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device)
-    deep = request.trail or bool(request.variants)
-    base = make(config=request.computed or recorded.config, watch=Watch(deep=deep))
+    base = make(config=request.computed or recorded.config, watch=Watch())
     saved, at = recorded.state_before(request.first)
     base.load(saved)
     if request.exact:
@@ -189,25 +188,26 @@ def _rows(recorded: Recorded, request: Request, rank: int, ranks: int, device: s
             state = base.save(folder / "checkpoints", step)
         begin = time.process_time()
         part = base.part(step)
-        row = base.row(RECORDED, step + 1, base.step(part), begin)
+        compares = bool(request.variants) and step == request.first
+        row = base.row(RECORDED, step + 1, base.step(part, deep=compares or request.trail), begin)
 
         if request.trail:
             row.trail = base.watch.trail() | {f"{name} after the step": each for name, each in row.digests.items()}
         if request.variants and step >= request.first:
             known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
-            if step == request.first:
-                row.first = first_step(base.watch, part)
-                gradients[RECORDED] = base.watch.rows()
+        if compares:
+            row.first = first_step(base.watch, part)
+            gradients[RECORDED] = base.watch.rows()
         yield row
 
     del base
     for name, config in request.variants.items():
-        other = make(config=config, watch=Watch(deep=True))
+        other = make(config=config, watch=Watch())
         other.load(state)
         for step in range(request.first, request.last):
             begin = time.process_time()
             part = other.part(step)
-            values = other.step(part)
+            values = other.step(part, deep=step == request.first)
 
             values |= nearness(other.watch.tokens, known[step], part)
             row = other.row(name, step + 1, values, begin)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from rl.replay.recorded import Recorded
 from rl.store.batch_files import read_batch_part, write_batch_part
 from rl.wire.messages import BatchPart
 
+ROOT = Path(__file__).parents[3]
 Spoil = Callable[[Path], None]
 SPOILT: dict[str, tuple[Spoil, str]] = {}
 """Ten differences by name: what makes it in a copy of the run, and what bisect says."""
@@ -163,3 +167,32 @@ def test_what_cannot_be_compared_is_said(
 ) -> None:
     assert main(["bisect", str(run_folder), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.docs
+def test_the_commit_that_made_a_sign_fault_is_found(run_folder: Path, tmp_path: Path) -> None:
+    """Three commits in a checkout of its own, the second of which turns the loss round."""
+    code = tmp_path / "code"
+
+    def git(*words: str) -> None:
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *name, *words], cwd=code if code.exists() else ROOT, check=True, capture_output=True)
+
+    git("clone", "--shared", "--quiet", str(ROOT), str(code))
+    ppo = code / "algos" / "ppo.py"
+    for text, said in (
+        (ppo.read_text(), "harmless"),
+        (ppo.read_text().replace("plain = -ratio", "plain = ratio"), "turned"),
+    ):
+        ppo.write_text(text + "\n")
+        git("commit", "--all", "--quiet", "--message", said)
+    (code / "README.md").write_text("another")
+    git("commit", "--all", "--quiet", "--message", "harmless as well")
+
+    words = ["bisect", str(run_folder), "--good", "HEAD~3", "--bad", "HEAD", "--to", "1"]
+    environment = os.environ | {"PYTHONPATH": str(code)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "launch.cli", *words], cwd=code, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "turned: the first commit that computes another loss of the tokens in step 0" in ended.stdout

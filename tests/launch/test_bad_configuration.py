@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 from pydantic import BaseModel
-from transformers import Gemma2Config, GPT2Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma2Config, GPT2Config, PreTrainedConfig
 
 from launch import preflight
 from launch.cli import main
@@ -414,7 +414,7 @@ def test_engine_and_model_must_agree(override: str, told: str) -> None:
     [
         (GPT2Config(n_layer=1, n_embd=16, n_head=2), "has no `layers`"),
         (Gemma2Config(num_hidden_layers=1, hidden_size=16), "final_logit_softcapping"),
-        (Qwen3MoeConfig(num_hidden_layers=1, hidden_size=16), "other names and shapes"),
+        (DeepseekV3Config(num_hidden_layers=1, hidden_size=16), "latent attention"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )

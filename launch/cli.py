@@ -14,6 +14,7 @@
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
     fresco report runs/math_cpu --serve
+    fresco replay runs/math_cpu --from 40 algo.loss=topr
     fresco export runs/math_cpu/checkpoints/step-40 my_model --merge
     fresco push runs/math_cpu me/my-model
     fresco doctor
@@ -120,6 +121,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
+    _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
     _add_export(commands.add_parser("export", help="write a checkpoint as a model, or its adapters for peft and vLLM"))
     _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
@@ -271,6 +273,23 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
     parser.set_defaults(call="launch.commands.top:top")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="fields of algo, or of how the learner learns"
+    )
+    _add_span(parser)
+    parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
+    parser.set_defaults(call="launch.commands.replay:replay")
+
+
+def _add_span(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--from", type=int, dest="first", metavar="N", help="the first step (the earliest there is)")
+    parser.add_argument("--to", type=int, dest="last", metavar="M", help="up to this version (the last one)")
+    trust = "how near a changed policy must stay: least effective sample size, largest KL in nats a token (0.5,0.05)"
+    parser.add_argument("--trust", default="0.5,0.05", metavar="ESS,KL", help=trust)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

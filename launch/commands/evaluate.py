@@ -138,7 +138,7 @@ def configure(name: str, arguments: argparse.Namespace) -> Config:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    found = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.save_batches=false"]
+    found = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.replay=off"]
     if arguments.split is not None:
         found.append(f"env.options.eval_split={arguments.split}")
     if sampled := max(arguments.temperatures):

@@ -58,7 +58,7 @@ def sft(arguments: argparse.Namespace) -> int:
         run = make_run(checked, started + waited_s())
         for split, marked in rows.items():
             write_token_rows(run.folder / FOLDER / split, marked)
-        write_provenance(run.folder, recipe, config)
+        write_provenance(run.folder, recipe, config, run)
         print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
         return execute(run, checked, begin)
 

@@ -154,6 +154,15 @@ class LearnerConfig(Section):
     """Kernel of the learner's attention; `auto` is torch's `varlen` where the GPU and the dtype allow it."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    router_replay: Annotated[Literal["auto", "off"], Where("mixtures of experts")] = "auto"
+    """`auto`: the learner's routers choose the experts that the engine's chose; `off`: by themselves."""
+
+    @field_validator("router_replay", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads `off` as false."""
+        return "off" if value is False else value
+
     threads: Annotated[int, Where("CPUs")] = Field(1, ge=1)
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
@@ -216,8 +225,9 @@ class TrackingConfig(Section):
     """What the run is for."""
     boards: list[Literal["tensorboard", "trackio"]] = Field(default_factory=list)
     """Dashboards beside wandb: `tensorboard` in `<run>/tensorboard` (package tensorboardX), `trackio`."""
-    save_batches: Annotated[bool, Where("learner")] = False
-    """Keep every trained batch in `<run>/batches`, where `rl/store/batch_files.py` reads it."""
+    replay: Annotated[Literal["off", "recent", "full"], Where("broker, learner")] = "recent"
+    """Batches kept for `fresco replay` (13 bytes a token): none, those since the oldest checkpoint within 5 % of the
+    free disk, or all."""
     samples: Annotated[float, Where("broker")] = Field(0.05, ge=0, le=1)
     """Share of training groups whose conversations are kept for `fresco show`; those of evaluations all are."""
     trace: Annotated[Literal["off", "steps", "full"], Where("all processes")] = "full"
@@ -225,7 +235,7 @@ class TrackingConfig(Section):
     live: Annotated[bool, Where("terminals")] = True
     """Show progress as a table that is drawn anew, instead of lines."""
 
-    @field_validator("trace", mode="before")
+    @field_validator("trace", "replay", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         """YAML reads `off` as false."""
@@ -341,6 +351,12 @@ class Config(Section):
     def supervised(self) -> bool:
         """Whether rows are imitated, so that there is nothing but a learner."""
         return self.learner.kind == "supervised"
+
+    @property
+    def replays_routers(self) -> bool:
+        """Whether engines tell whom a mixture's routers chose, and the learner's choose the same."""
+        able = self.learner.kind == "fsdp" and self.generator.engine == "vllm"
+        return able and self.learner.router_replay == "auto"
 
     @property
     def batch_size(self) -> int:

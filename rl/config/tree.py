@@ -52,7 +52,7 @@ def first_fault(error: ValidationError, given: Any, where: str = "") -> str:
     """The dotted field, its value and what is wrong with it. Pydantic puts its own words for a key and for each member
     of a union into the place; here they are left out, and a union's members are told together."""
     told: dict[str, str] = {}
-    values = {}
+    values: dict[str, Any] = {}
 
     for each in error.errors():
         place, found = [where] if where else [], given

@@ -28,12 +28,14 @@ from rl.learner.model_card import texts_beside
 from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import Client, RunClient, Stopped, begin_from
 from rl.learner.supervised import RowsClient
+from rl.learner.tensor_digests import tensor_digests
 from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
 from rl.models.loading import weight_files
 from rl.store.checkpoint_folder import CheckpointError, Meta
 from rl.store.digests import digest_of
+from rl.store.version_digests import VersionDigests, digest_file
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
 
@@ -42,6 +44,7 @@ def train(learner: Learner, client: Client) -> None:
     """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
+    learner.note_version(client, client.first_step)
     done = client.first_step
     for batch_part in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
@@ -49,6 +52,7 @@ def train(learner: Learner, client: Client) -> None:
             minibatches = learner.trainer.minibatches(batch_part)
             learner.guards.batch(batch_part, minibatches)
             compared = learner.exact.batch(batch_part.step, minibatches)
+            compared |= learner.trainer.replay_gap(minibatches)
             learner.token_log.batch(batch_part)
 
         stats = UpdateStats()
@@ -61,11 +65,12 @@ def train(learner: Learner, client: Client) -> None:
             stats.all_reduce()
         learner.token_log.write_batch()
         values = stats.metrics() | compared
-        learner.guards.trained(values)
+        learner.guards.trained(values, stats.routing)
         values["train/loss"] = values.get("loss/objective", 0.0)
         trained = time.monotonic()
 
         publisher.publish(batch_part.step + 1, batch_part)
+        learner.note_version(client, batch_part.step + 1)
         values |= {"time/train": trained - begin, "time/publish": time.monotonic() - trained}
         client.report(batch_part, values, stats.histograms())
         if client.checkpoint_due(batch_part.step + 1):
@@ -115,6 +120,7 @@ class Learner:
             self._load(begin)
         self.guards = StepGuards(self.trainer, self.config, process.alarms, first_step=run.start_step)
         self.exact = ExactCheck(self.policy, self.config, process.alarms)
+        self.digests = digest_file(run.folder) if process.index == 0 else None
 
     def _advance(self, *_: object) -> None:
         """Count progress and obey a stop before every forward: one pack is the grain at which a hang is noticed and a
@@ -142,6 +148,14 @@ class Learner:
         base = [digest_of({*weight_files(self.run.model_folder).values()}) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(base)
         return options.identity() | {"base": base[0]}
+
+    def note_version(self, client: Client, n: int) -> None:
+        """For a replay: what the weights of version `n` are."""
+        if self.config.tracking.replay == "off":
+            return
+        tensors = tensor_digests(self.policy.trainable())
+        if self.digests is not None:
+            self.digests.write(VersionDigests(client.timeline, n, tensors))
 
     def save(self, client: Client, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""

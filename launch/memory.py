@@ -137,21 +137,25 @@ def check_memory(needs: Sequence[Need], machine: Machine) -> None:
             )
 
 
-def check_context(config: Config, device: str, model: ModelShape) -> None:
-    """What engine and model must agree on. Raises ConfigError."""
+def check_longest(config: Config, model: ModelShape, field: str) -> None:
+    """A model can read the longest sequence that there can be. Raises ConfigError."""
     longest = config.generator.max_model_len
     if model.max_length is not None and longest > model.max_length:
         raise ConfigError(
-            f"generator.max_model_len={longest}: the model of model.path={config.model.path!r} reads at most "
-            f"{model.max_length} tokens"
+            f"generator.max_model_len={longest}: the model of {field} reads at most {model.max_length} tokens"
         )
 
+
+def check_context(config: Config, device: str, model: ModelShape) -> None:
+    """What engine and model must agree on. Raises ConfigError."""
+    check_longest(config, model, f"model.path={config.model.path!r}")
     split = config.generator.tensor_parallel
     if model.kv_heads % split and split % model.kv_heads:
         raise ConfigError(
             f"generator.tensor_parallel={split} does not divide the {model.kv_heads} key-value heads of the model"
         )
 
+    longest = config.generator.max_model_len
     cache = kv_cache_bytes(config.generator, device)
     context = longest * model.kv_bytes(_bytes(config.generator.dtype))
     if config.generator.engine == "vllm" and cache is not None and cache < context:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -36,6 +37,7 @@ def run(tmp_path: Path, *overrides: str, code: int = 0) -> str:
     return output
 
 
+@pytest.mark.docs
 def test_engine_and_learner_agree_over_updates_and_a_resume(tmp_path: Path) -> None:
     folder = tmp_path / "simulated"
     run(tmp_path)

@@ -162,6 +162,7 @@ def test_losses_and_weights_equal_the_plain_loop(ranks: int, model: Path, rows: 
     assert "Fine-tuned on conversations" in (tmp_path / "sft" / "model" / "README.md").read_text()
 
 
+@pytest.mark.docs
 def test_a_killed_rank_costs_nothing_but_time(model: Path, rows: Path, tmp_path: Path) -> None:
     steps = 40
     overrides = (f"steps={steps}", "learner.ranks=2", "learner.checkpoint_every=10")
@@ -179,6 +180,7 @@ def test_a_killed_rank_costs_nothing_but_time(model: Path, rows: Path, tmp_path:
     assert distance(tmp_path / "sft" / "model", expected) < 2e-2
 
 
+@pytest.mark.docs
 def test_the_same_command_goes_on_after_ctrl_c(model: Path, rows: Path, tmp_path: Path) -> None:
     process = start(rows, model, tmp_path, "steps=2000", "learner.ranks=2")
     wait_for_step(process, tmp_path, 3)

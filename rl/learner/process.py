@@ -54,6 +54,7 @@ def train(learner: Learner, client: Client) -> None:
             minibatches = learner.trainer.minibatches(batch_part)
             learner.guards.batch(batch_part, minibatches)
             compared = learner.exact.batch(batch_part.step, minibatches)
+            compared |= learner.trainer.replay_gap(minibatches)
             learner.token_log.batch(batch_part)
 
         stats = UpdateStats()
@@ -66,7 +67,7 @@ def train(learner: Learner, client: Client) -> None:
             stats.all_reduce()
         learner.token_log.write_batch()
         values = stats.metrics() | compared
-        learner.guards.trained(values)
+        learner.guards.trained(values, stats.routing)
         values["train/loss"] = values.get("loss/objective", 0.0)
         trained = time.monotonic()
 

@@ -21,6 +21,7 @@ from rl.config.schema import Config, LearnerConfig
 from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
+from rl.learner.routing import replay_gap
 from rl.learner.update import (
     Observer,
     UpdateStats,
@@ -151,7 +152,7 @@ class Trainer:
         self.algorithm = make_algorithm(config)
         critic = self.algorithm.critic
         self.lora = lora_options(config.model)
-        self.policy = self._load(Policy, "start", self.lora)
+        self.policy = self._load(Policy, "start", self.lora, config.replays_routers)
         self._check_columns()
         still_steps = critic.pretrain_steps if critic else 0
         self.optimizer = Optimizer(self.policy.trainable(), config.learner, last_step, still_steps)
@@ -201,6 +202,10 @@ class Trainer:
             parts = [with_values(self.critic, part) for part in parts]
         return assign(batch_part, parts, self.algorithm)
 
+    def replay_gap(self, minibatches: list[Minibatch]) -> dict[str, float]:
+        """What router replay is worth in this batch, which has not been trained yet."""
+        return replay_gap(self.policy, minibatches[0].packs, self._config.sampling.temperature)
+
     def accumulate(self, minibatch: Minibatch) -> UpdateStats:
         """Add this rank's part of the policy's gradient."""
         return accumulate_gradients(
@@ -240,7 +245,7 @@ class Trainer:
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.policy, self.optimizer.adamw)}
         return models if self.critic is None else models | {"critic": (self.critic, self.critic_optimizer.adamw)}
 
-    def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None) -> M:
+    def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None, replay: bool = False) -> M:
         folder = self._folder if path == "start" else Path(path)
         settings = self.config.learner
         options = ModelOptions(
@@ -249,6 +254,7 @@ class Trainer:
             logprob_chunk=settings.logprob_chunk,
             attention=settings.attention,
             lora=lora,
+            router_replay=replay,
         )
         return kind.load(folder, self._mesh, self._device, options)
 

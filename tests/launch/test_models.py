@@ -117,6 +117,34 @@ def test_reference_and_critic_are_judged_as_well(field: str, overrides: list[str
         prepare._model_folder(config)
 
 
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("algo.kl.reference", ["algo.kl.coef=0.1", "algo.kl.reference={0}"]),
+        ("algo.teacher", ["algo.loss=reverse_kl", "algo.teacher={0}"]),
+    ],
+)
+@pytest.mark.parametrize("make", [True, False])
+def test_a_model_that_reads_less_than_the_student_samples(
+    field: str, overrides: list[str], make: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers beyond that mean nothing, and no guard would see it. It is refused before the student is made."""
+    monkeypatch.setattr(imitation, "warm_started", never)
+    short = save_family("qwen3", tmp_path / "short", max_position_embeddings=64)
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [each.format(short) for each in overrides])
+    told = f"^generator.max_model_len=128: the model of {field}='{short}' reads at most 64 tokens"
+    with pytest.raises(ConfigError, match=told):
+        prepare._folders(config, make=make)
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_a_teacher_that_is_nowhere(make: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imitation, "warm_started", never)
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", ["algo.loss=reverse_kl", "algo.teacher=./no/such"])
+    with pytest.raises(ConfigError, match=r"^algo.teacher='./no/such': no such folder, and no hub name"):
+        prepare._folders(config, make=make)
+
+
 def test_what_no_test_has_runs_if_that_is_wanted(tmp_path: Path) -> None:
     save_family("llama", tmp_path)
     told = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "helium"}

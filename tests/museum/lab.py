@@ -23,6 +23,8 @@ from rl.learner.batches import check_batch_part
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.process import train
 from rl.learner.trainer import Trainer
+from rl.models.naming import in_files
+from rl.models.protocol import Placement
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import NO_TRACE
 from rl.weights.channel import Piece
@@ -81,9 +83,13 @@ class Engine:
 
     @torch.no_grad()
     def apply(self, weights: dict[str, torch.Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
+        parts = {
+            part.name: part.tensor
+            for name, each in self.model.named_parameters()
+            for part in in_files(self.model.config.model_type, name, each, Placement(tuple(each.shape)))
+        }
         for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
+            parts[name].copy_(tensor)
 
     @torch.no_grad()
     def probe(self, ids: list[int]) -> list[float]:

@@ -28,6 +28,7 @@ FILES = {  # name -> (family, dtype of the files, largest file)
     "untied": ("qwen3", "float32", "1GB"),
     "tied": ("gemma3_text", "float32", "1GB"),
     "several files of bfloat16": ("qwen2", "bfloat16", "40KB"),
+    "experts": ("mixtral", "bfloat16", "40KB"),
 }
 
 

@@ -25,6 +25,7 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 
 # What a family needs beside BASE, or instead of it; None leaves a setting out.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,6 +45,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "starcoder2": {"head_dim": None, "num_attention_heads": 2, "sliding_window": None},
     "seed_oss": {},
     "arcee": {},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "olmoe": {"head_dim": None, "num_attention_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": {
+        "head_dim": None,
+        "num_attention_heads": 2,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "mixtral": {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
 

@@ -75,7 +75,8 @@ def _live(folder: Path) -> RunFile:
 def _ask(folder: Path, run: RunFile, wish: Change) -> Change:
     """What was made of it. Raises ConfigError where another wish waits, or nobody takes this one."""
     known = len(read_changes(folder))
-    path, partial = folder / WISH, folder / f"{WISH}.{os.getpid()}"
+    path = folder / WISH
+    partial = folder / f"{WISH}.{os.getpid()}"
     partial.write_bytes(msgspec.json.encode(wish))
     try:
         os.link(partial, path)

@@ -93,14 +93,16 @@ def _between(run: Recorded, arguments: argparse.Namespace) -> int:
         print(f"{arguments.good} and {arguments.bad} compute the same, steps {first} to {last - 1}")
         return 0
 
-    low, high = 0, len(listed) - 1  # the first that differs is one of these
+    low = 0
+    high = len(listed) - 1  # the first that differs is one of these
     while low < high:
         middle = (low + high) // 2
         found = parted(good, trail_under(listed[middle], run, first, last))
         if found is None:
             low = middle + 1
         else:
-            high, what = middle, found
+            high = middle
+            what = found
     say(f"{_git('log', '-1', '--format=%h %s', listed[low])}: the first commit that computes another {what}")
     return 1
 

@@ -18,7 +18,8 @@ from rl.config.damage import readable
 from rl.config.schema import LearnerConfig
 from rl.store.checkpoint_folder import drop_behind, steps_of
 
-FILE, WISH = "changes.jsonl", "wish.json"
+FILE = "changes.jsonl"
+WISH = "wish.json"
 SETTABLE = tuple(f"learner.{name}" for name in ("lr", "warmup_steps", "schedule", "min_lr_fraction", "max_grad_norm"))
 """Fields that every step reads anew."""
 _REACH = 2  # checkpoints: further back the broker does not remember

@@ -39,7 +39,8 @@ def first_parting(a: Recorded, b: Recorded) -> Parting | None:
 
 
 def _versions(n: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
-    left, right = a.digests.get(n, {}), b.digests.get(n, {})
+    left = a.digests.get(n, {})
+    right = b.digests.get(n, {})
     if left and right:
         others = [name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name)]
         if others:
@@ -50,7 +51,8 @@ def _versions(n: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
 def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
     if step not in a.steps or step not in b.steps:
         return
-    left, right = a.part(step, 0, 1), b.part(step, 0, 1)
+    left = a.part(step, 0, 1)
+    right = b.part(step, 0, 1)
     ids = [{row.sample_id for row in part.rows} for part in (left, right)]
     missing = [(each, b, "second") for each in sorted(ids[0] - ids[1])]
     missing += [(each, a, "first") for each in sorted(ids[1] - ids[0])]
@@ -102,7 +104,8 @@ def _of_member(part: BatchPart, member: int) -> dict[str, np.ndarray]:
 
 
 def _metrics(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
-    left, right = a.metrics.get(step + 1, {}), b.metrics.get(step + 1, {})
+    left = a.metrics.get(step + 1, {})
+    right = b.metrics.get(step + 1, {})
     for name in left:
         if name.startswith(_COMPUTED) and name in right and left[name] != right[name]:
             yield Parting(step, "metric", name, str(left[name]), str(right[name]))

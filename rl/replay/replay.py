@@ -91,7 +91,9 @@ class Replay:
             raise ValueError(
                 f"{run.model_folder}, which the run began with, is not there any more; make it again there"
             )
-        self._recorded, self._rank, self._ranks = recorded, rank, ranks
+        self._recorded = recorded
+        self._rank = rank
+        self._ranks = ranks
         self.watch = watch
 
         config = config.model_copy(deep=True)  # what was set in the run is set in it again

@@ -97,7 +97,7 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
     if model and device == "cuda":
         needs += _on_gpus(config, model, machine or Machine())
     elif model and config.generator.engine == "vllm" and not config.supervised:
-        engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
+        engine_at_rest |= _engine(config, model, device) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
     if model and device == "cpu" and learner_computes(config):
         learner_at_rest |= _learner(config, model)
 
@@ -105,7 +105,7 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
     if config.supervised:
         return needs
     needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
-    weights = model.served * _bytes(config.generator.dtype) if model else simulated_options(config.learner).weight_bytes
+    weights = _served(config, model, device) if model else simulated_options(config.learner).weight_bytes
     return [*needs, Need("weight slot", "host", config.weights.slots, {"weights": weights}, "weights.slots")]
 
 
@@ -179,11 +179,16 @@ def _samples(config: Config, model: ModelShape | None) -> Need:
     return Need("sample", "host", samples, {"tokens": token * config.sampling.max_tokens}, field)
 
 
-def _engine(config: Config, model: ModelShape) -> dict[str, int]:
+def _served(config: Config, model: ModelShape, device: str) -> int:
+    """The bytes of one version: on GPUs a tied head stays tied (`RunFile.untied`)."""
+    return (model.served if device == "cpu" else model.trained) * _bytes(config.generator.dtype)
+
+
+def _engine(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     """The bytes of one device of an engine without its cache, by purpose."""
     generator = config.generator
     return {
-        "weights": model.served * _bytes(generator.dtype) // generator.tensor_parallel,
+        "weights": _served(config, model, device) // generator.tensor_parallel,
         "token table": 4 * generator.max_num_seqs * generator.max_model_len,
     }
 
@@ -195,7 +200,7 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     options = engine_options(generator)
     tokens = options.max_num_batched_tokens or max(generator.max_model_len, _BATCHED_TOKENS)
     step = tokens * _bytes(generator.dtype) * 3 * (model.active // generator.tensor_parallel + model.hidden)
-    parts = _engine(config, model) | {
+    parts = _engine(config, model, "cuda") | {
         "largest step": step + 3 * 4 * generator.max_num_seqs * model.vocabulary,
         "CUDA": _CONTEXT,
     }

@@ -462,7 +462,7 @@ def _check_journal(checked: Preflight, meta: Meta) -> None:
     assert config.resume is not None
     try:
         if config.supervised:
-            check_journal(read_journal(config.resume), checked.data)
+            check_journal(read_journal(config.resume), checked.data, config)
             return
         state = msgspec.msgpack.decode(read_journal(config.resume))
         core = BrokerCore(Rules.of(config, checked.train_tasks, meta.step), data=checked.data)

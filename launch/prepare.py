@@ -32,7 +32,8 @@ from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
 from rl.models.families import check_family, read_config
 from rl.models.shape import ModelShape
-from rl.store.digests import DIGESTS, damage
+from rl.store.checkpoint_folder import read_meta
+from rl.store.digests import DIGESTS, damage, digest_of
 from rl.weights import CHANNELS, channel_of
 from rl.wire.process import die_with_parent
 
@@ -330,8 +331,22 @@ def _folders(config: Config, *, make: bool) -> dict[str, object]:
     if teacher is not None and (wrong := other_tokens(folder, teacher)):
         field = f"algo.teacher={config.algo.teacher!r}"
         raise ConfigError(f"{field}: {wrong}; a teacher must share the vocabulary of its student")
+    if make:
+        _check_base(config, folder)
     told = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
     return told | {"teacher": str(teacher) if teacher else None}
+
+
+def _check_base(config: Config, folder: Path) -> None:
+    """Adapters of a checkpoint go on beside the weights that they were trained beside. Raises ConfigError."""
+    meta = read_meta(config.resume) if config.resume is not None else None
+    if meta is None or meta.lora is None:
+        return
+    if digest_of({*_weight_files(folder).values()}) != meta.lora["base"]:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: the adapters of resume={str(config.resume)!r} belong to other weights; "
+            "name the model that they were trained beside"
+        )
 
 
 def main() -> None:

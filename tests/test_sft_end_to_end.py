@@ -195,6 +195,9 @@ def test_the_same_command_goes_on_after_ctrl_c(model: Path, rows: Path, tmp_path
     output = finish(start(other, model, tmp_path, f"steps={stopped + 4}", "resume=auto"), code=2)
     assert f"resume='{saved}': it is of other rows (40 tasks" in output.replace("\n", " ")
 
+    output = finish(start(rows, model, tmp_path, f"steps={stopped + 4}", "resume=auto", "--batch", "8"), code=2)
+    assert f"it was trained with rollout.groups_per_batch={BATCH}, and 8 makes other batches" in output
+
     output = finish(start(rows, model, tmp_path, f"steps={stopped + 4}", "resume=auto"))
     expected = plain(model, stopped + 4)
     assert losses(tmp_path)[-4:] == pytest.approx(expected.losses[-4:], rel=1e-2, abs=1e-2)
@@ -204,7 +207,9 @@ def test_the_same_command_goes_on_after_ctrl_c(model: Path, rows: Path, tmp_path
     ("overrides", "message"),
     [
         (("--epochs", "2", "steps=3"), "--epochs=2 beside steps=3; give one of them"),
-        (("--epochs", "0"), "--epochs=0; it must be above 0"),
+        *((("--epochs", epochs), f"--epochs={epochs}; it must be above 0") for epochs in ("0", "nan", "inf", "1e+09")),
+        (("--held-out", "-1"), "env.options.eval_count=-1: Input should be greater than or equal to 0"),
+        (("sampling.temperature=0.5",), "sampling.temperature=0.5: rows are learned at temperature 1; leave it out"),
         (("seconds=9",), "seconds=9.0: fresco sft does not know it; set steps or --epochs"),
         (("--batch", "64"), "rollout.groups_per_batch=64: env 'envs.chat:ChatFamily' has only 40 training tasks"),
         (

@@ -58,7 +58,6 @@ def save_model(folder: str, layers: int, experts: int) -> None:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
         moe_intermediate_size=128,
         num_experts=experts,
         num_experts_per_tok=4,

@@ -91,7 +91,7 @@ class ModelShape:
 
     @property
     def served(self) -> int:
-        """Parameters as an engine holds them: a tied head is given its own."""
+        """Parameters as an engine on a CPU holds them: a tied head is given its own."""
         return self.layers * self.layer + 2 * self.matrix
 
     def adapters(self, rank: int, targets: Collection[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from rl.config.schema import ConfigError, load_config
 from rl.models import foreign
 from rl.models.shape import ModelShape
 from rl.store.checkpoint_folder import Meta, begin, commit
+from rl.store.digests import digest_of
 from tests.rl.models.tiny_families import save_family
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -230,6 +231,22 @@ def test_a_checkpoint_of_other_adapters_is_refused_before_anything_starts(
     overrides = [f"resume={checkpoint}", f"model.lora={given}", f"runs={tmp_path}"]
     with pytest.raises(ConfigError, match=told):
         preflight._check_folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), dry=True)
+
+
+def test_adapters_beside_other_weights_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = save_family("llama", tmp_path / "model")
+    options = LoraOptions(rank=4).identity()
+    for step, base in ((3, digest_of({model / "model.safetensors"})), (4, "x")):
+        begin(tmp_path / "checkpoints", step)
+        commit(tmp_path / "checkpoints", Meta(step, 0, 1, options | {"base": base}), b"", 9)
+
+    def folders(step: int) -> dict[str, object]:
+        overrides = [f"model.path={model}", "model.lora={rank: 4}", f"resume={tmp_path}/checkpoints/step-{step}"]
+        return prepare._folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), make=True)
+
+    assert folders(3)["folder"] == str(model)
+    with pytest.raises(ConfigError, match=r"^model.path='.*model': the adapters of resume='.*step-4' belong to other"):
+        folders(4)
 
 
 def test_the_same_adapters_go_on_whatever_the_order_of_their_targets(tmp_path: Path) -> None:

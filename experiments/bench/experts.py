@@ -70,6 +70,7 @@ def rank_main(rank: int, folder: str, variant: str, options: argparse.Namespace)
     store = dist.FileStore(f"{folder}/{variant}.store", options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,))
+
     policy = Policy(empty_model(folder, NAME)).train()
     if variant == "experts":
         for layer in policy.decoder.layers:

@@ -14,13 +14,14 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.bench._measuring import parser_of, write
 from rl.models.loading import empty_model, read_weights
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> None:
 
 
 def save_model(folder: str, layers: int, experts: int) -> None:
-    config = Qwen3MoeConfig(
+    config: Any = AutoConfig.for_model(
+        "qwen3_moe",
         vocab_size=1024,
         hidden_size=256,
         num_hidden_layers=layers,
@@ -68,6 +70,7 @@ def rank_main(rank: int, folder: str, variant: str, options: argparse.Namespace)
     store = dist.FileStore(f"{folder}/{variant}.store", options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,))
+
     policy = Policy(empty_model(folder, NAME)).train()
     if variant == "experts":
         for layer in policy.decoder.layers:

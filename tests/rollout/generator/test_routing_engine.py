@@ -27,17 +27,17 @@ PROMPT = [(7 * i * i + 3 * i + 11) % 250 + 3 for i in range(70)]
 class MixtureRig(FamilyRig):
     """Experts enough that engine and learner in bfloat16 choose differently now and then."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        super().__init__("qwen3_moe", folder, dtype, **SHAPE)
+    def __init__(self, folder: Path, dtype: str, own_process: bool) -> None:
+        super().__init__("qwen3_moe", folder, dtype, own_process, **SHAPE)
         column = routed_experts(self.policies[0].model.config.to_dict())
         assert column is not None
         register(column)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[("bfloat16", True), ("float32", False)], ids=["own_process", "own_thread"])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MixtureRig]:
     before = dict(COLUMNS)
-    rig = MixtureRig(tmp_path_factory.mktemp("models"), request.param)
+    rig = MixtureRig(tmp_path_factory.mktemp("models"), *request.param)
     rig.start()
     yield rig
     rig.stop()

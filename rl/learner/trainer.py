@@ -204,7 +204,7 @@ class Trainer:
 
     def replay_gap(self, minibatches: list[Minibatch]) -> dict[str, float]:
         """What router replay is worth in this batch, which has not been trained yet."""
-        return replay_gap(self.policy, minibatches[0].packs, self._config.sampling.temperature)
+        return replay_gap(self.policy, minibatches[0].packs, self.config.sampling.temperature)
 
     def accumulate(self, minibatch: Minibatch) -> UpdateStats:
         """Add this rank's part of the policy's gradient."""

@@ -1,4 +1,4 @@
-"""The ranks of a replay: this process is the first, the others are its children."""
+"""The ranks of a replay: this process where there is one, else its children."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import multiprocessing
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,38 +17,62 @@ import torch.distributed as dist
 from rl.wire.process import die_with_parent
 
 _WAIT = timedelta(minutes=30)
+Main = Callable[[int, Path], Iterator[Any]]
 
 
-@contextmanager
-def joined(ranks: int, device: str, main: Callable[[int, Path], None]) -> Iterator[Path]:
-    """In the block this process is rank 0 of a process group, and each child is in `main(rank, folder)`. The folder is
-    a new one, for all of them."""
-    how = multiprocessing.get_context("fork")
+def on_ranks(ranks: int, device: str, main: Main) -> Iterator[Any]:
+    """What `main(rank, folder)` gives on rank 0, while the others go through theirs in step. The folder is a new one.
+
+    Raises what a rank raises. Torch caches where a rank's rows stand, so this process is none of several.
+    """
     with tempfile.TemporaryDirectory(prefix="fresco-replay-") as name:
         folder = Path(name)
-        children = [
-            how.Process(target=_child, args=(rank, ranks, device, main, folder), daemon=True)
-            for rank in range(1, ranks)
-        ]
-        for child in children:
-            child.start()
-
-        _join(0, ranks, device, folder)
+        if ranks > 1:
+            yield from _of_children(ranks, device, main, folder)
+            return
+        _join(0, 1, device, folder)
         try:
-            yield folder
+            yield from main(0, folder)
         finally:
             dist.destroy_process_group()
-            for child in children:
-                child.terminate()  # who is waited for no longer has nothing to say
-                child.join()
 
 
-def _child(rank: int, ranks: int, device: str, main: Callable[[int, Path], None], folder: Path) -> None:
+def _of_children(ranks: int, device: str, main: Main, folder: Path) -> Iterator[Any]:
+    how = multiprocessing.get_context("fork")
+    found, tell = how.Pipe(duplex=False)
+    children = [
+        how.Process(target=_child, args=(rank, ranks, device, main, folder, tell), daemon=True) for rank in range(ranks)
+    ]
+    for child in children:
+        child.start()
+    tell.close()
+
+    try:
+        while (told := found.recv()) is not None:
+            if isinstance(told, Exception):
+                raise told
+            yield told
+    except EOFError:
+        raise ValueError("a rank of the replay died; what it said stands above") from None
+    finally:
+        for child in children:
+            child.terminate()  # who is waited for no longer has nothing to say
+            child.join()
+
+
+def _child(rank: int, ranks: int, device: str, main: Main, folder: Path, tell: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the parent's handlers are for the parent
     die_with_parent()
-    _join(rank, ranks, device, folder)
-    main(rank, folder)
+    try:
+        _join(rank, ranks, device, folder)
+        for each in main(rank, folder):
+            if rank == 0:
+                tell.send(each)
+        if rank == 0:
+            tell.send(None)
+    except Exception as error:
+        tell.send(error)
 
 
 def _join(rank: int, ranks: int, device: str, folder: Path) -> None:

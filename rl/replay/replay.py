@@ -32,7 +32,7 @@ from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.observe.alarms import Alarms
 from rl.replay.lab import FirstStep, cosine, first_step
-from rl.replay.ranks import joined
+from rl.replay.ranks import on_ranks
 from rl.replay.recorded import Recorded
 from rl.replay.watch import Watch
 from rl.store.checkpoint_folder import Meta
@@ -164,12 +164,10 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
     device = "cuda" if recorded.run.learner_device == "cuda" and torch.cuda.is_available() else "cpu"
     ranks = config.learner.ranks if device == "cpu" else min(config.learner.ranks, torch.cuda.device_count())
 
-    def others(rank: int, folder: Path) -> None:
-        for _ in _rows(recorded, request, rank, ranks, device, folder):
-            pass
+    def rows(rank: int, folder: Path) -> Iterator[Row]:
+        return _rows(recorded, request, rank, ranks, device, folder)
 
-    with joined(ranks, device, others) as folder:
-        yield from _rows(recorded, request, 0, ranks, device, folder)
+    yield from on_ranks(ranks, device, rows)
 
 
 def _rows(recorded: Recorded, request: Request, rank: int, ranks: int, device: str, folder: Path) -> Iterator[Row]:

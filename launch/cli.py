@@ -15,6 +15,10 @@
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
     fresco report runs/math_cpu --serve
     fresco replay runs/math_cpu --from 40 algo.loss=topr
+    fresco lab runs/math_cpu --from 40 --losses topr,cispo,my_module:mine
+    fresco bisect runs/math_cpu runs/math_cpu.1 --replay
+    fresco set runs/math_cpu learner.lr=1e-5
+    fresco undo runs/math_cpu --to 40
     fresco export runs/math_cpu/checkpoints/step-40 my_model --merge
     fresco push runs/math_cpu me/my-model
     fresco doctor
@@ -121,7 +125,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
+
     _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
+    _add_lab(commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections"))
+    _add_bisect(
+        commands.add_parser("bisect", help="where two runs part first, or which commit changed what is computed")
+    )
+    _add_set(commands.add_parser("set", help="change a field of a run that goes on, at the end of a step"))
+    _add_undo(commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints"))
+
     _add_export(commands.add_parser("export", help="write a checkpoint as a model, or its adapters for peft and vLLM"))
     _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
@@ -281,8 +293,44 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="fields of algo, or of how the learner learns"
     )
     _add_span(parser)
+    exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
+    parser.add_argument("--exact", type=float, metavar="NATS", help=exact)
     parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
     parser.set_defaults(call="launch.commands.replay:replay")
+
+
+def _add_lab(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    parser.add_argument("--losses", default="", metavar="A,B,…", help="registered losses, or package.module:name")
+    more = "another variant: fields of algo or of the learner, as one word; may be given again"
+    parser.add_argument("--with", action="append", default=[], dest="variants", metavar="'key=value …'", help=more)
+    _add_span(parser)
+    parser.set_defaults(call="launch.commands.lab:lab")
+
+
+def _add_bisect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    parser.add_argument("other", type=Path, nargs="?", help="the run that came out otherwise")
+    parser.add_argument("--replay", action="store_true", help="compute the step anew, under the code of each run")
+    parser.add_argument("--good", metavar="COMMIT", help="with one run: a commit that computes it right")
+    parser.add_argument("--bad", metavar="COMMIT", help="a later one that does not")
+    parser.add_argument("--from", type=int, dest="first", metavar="N", help="of --good and --bad: the first step")
+    parser.add_argument("--to", type=int, dest="last", metavar="M", help="and up to this version")
+    parser.set_defaults(call="launch.commands.bisect:bisect")
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="the folder of a run that goes on")
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="learner.lr and others that every step reads")
+    parser.set_defaults(call="launch.commands.change:set_fields")
+
+
+def _add_undo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="the folder of a run that goes on")
+    parser.add_argument(
+        "--to", type=int, required=True, metavar="N", help="the step of one of its two newest checkpoints"
+    )
+    parser.set_defaults(call="launch.commands.change:undo")
 
 
 def _add_span(parser: argparse.ArgumentParser) -> None:

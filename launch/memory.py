@@ -91,7 +91,7 @@ def estimate(
     `model` or `teacher` None (it is simulated, or not here yet): only what does not depend on it. An engine's cache,
     where no bytes are given for it, takes what is left of a GPU of `machine`.
     """
-    needs = [] if config.supervised else [_environments(config), _samples(config)]
+    needs = [] if config.supervised else [_environments(config), _samples(config, model)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
 
@@ -107,7 +107,7 @@ def estimate(
     if model and device == "cuda":
         needs += _on_gpus(config, model, machine or Machine())
     elif model and config.generator.engine == "vllm" and not config.supervised:
-        engine_at_rest |= _engine(config, model) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
+        engine_at_rest |= _engine(config, model, device) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
     if model and device == "cpu" and learner_computes(config):
         learner_at_rest |= _learner(config, model)
 
@@ -115,7 +115,7 @@ def estimate(
     if config.supervised:
         return needs
     needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
-    weights = model.served * _bytes(config.generator.dtype) if model else simulated_options(config.learner).weight_bytes
+    weights = _served(config, model, device) if model else simulated_options(config.learner).weight_bytes
     return [*needs, Need("weight slot", "host", config.weights.slots, {"weights": weights}, "weights.slots")]
 
 
@@ -178,20 +178,27 @@ def _environments(config: Config) -> Need:
     return Need("environment server", "host", config.env.servers, {"process": _AT_REST["env_server"]}, "env.servers")
 
 
-def _samples(config: Config) -> Need:
-    """A token waits in the broker and in a batch with its id, version, mask and log-probability: 16 bytes."""
+def _samples(config: Config, model: ModelShape | None) -> Need:
+    """A token waits in the broker and in a batch with its id, version, mask and log-probability, which are 16 bytes,
+    and with its experts."""
+    token = 16 + (model.routing_bytes if model and config.replays_routers else 0)
     rollout = config.rollout
     groups = (1 + rollout.alpha) * rollout.groups_per_batch + rollout.redundant_groups
     samples = int(groups) * (rollout.group_size + rollout.redundant_episodes)
     field = "rollout.alpha, rollout.groups_per_batch, rollout.group_size"
-    return Need("sample", "host", samples, {"tokens": 16 * config.sampling.max_tokens}, field)
+    return Need("sample", "host", samples, {"tokens": token * config.sampling.max_tokens}, field)
 
 
-def _engine(config: Config, model: ModelShape) -> dict[str, int]:
+def _served(config: Config, model: ModelShape, device: str) -> int:
+    """The bytes of one version: on GPUs a tied head stays tied (`RunFile.untied`)."""
+    return (model.served if device == "cpu" else model.trained) * _bytes(config.generator.dtype)
+
+
+def _engine(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     """The bytes of one device of an engine without its cache, by purpose."""
     generator = config.generator
     return {
-        "weights": model.served * _bytes(generator.dtype) // generator.tensor_parallel,
+        "weights": _served(config, model, device) // generator.tensor_parallel,
         "token table": 4 * generator.max_num_seqs * generator.max_model_len,
     }
 
@@ -202,8 +209,8 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     generator = config.generator
     options = engine_options(generator)
     tokens = options.max_num_batched_tokens or max(generator.max_model_len, _BATCHED_TOKENS)
-    step = tokens * _bytes(generator.dtype) * 3 * (model.width // generator.tensor_parallel + model.hidden)
-    parts = _engine(config, model) | {
+    step = tokens * _bytes(generator.dtype) * 3 * (model.active // generator.tensor_parallel + model.hidden)
+    parts = _engine(config, model, "cuda") | {
         "largest step": step + 3 * 4 * generator.max_num_seqs * model.vocabulary,
         "CUDA": _CONTEXT,
     }

@@ -3,8 +3,9 @@
     python -m experiments.bench weights [--gigabytes 1] [--tensors 253] [--rounds 7] [--out FILE.json]
 
 A round of a channel casts fp32 to bf16 and publishes it. The receiver takes it and copies it into
-touched private memory, as an engine does when it loads. Both sides hash every byte, in a second thread beside the
-copy, as learner and engine do. The limit is a cast copy into touched memory followed by a plain copy out of it.
+touched private memory, as an engine does when it loads. Both sides hash every byte in several threads, as learner and
+engine do: the sender beside its copy, the receiver before it, while an engine would generate. The limit is a cast copy
+into touched memory followed by a plain copy out of it.
 Sender and receiver take turns in one process, alternating with the limit, so that other load hits both alike.
 CPU seconds tell what the hashing costs where no second core is free. The channel zmq (ipc) is reported beside them:
 its sender works in a thread of its own, and its reception is the copy. Target: at most 1 / 0.8 by the clock.
@@ -16,7 +17,6 @@ import contextlib
 import itertools
 import math
 import statistics
-import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -85,18 +85,16 @@ def _transfer(
     versions: Iterator[int],
     private: dict[str, torch.Tensor] | None,
 ) -> None:
-    """The engine's copy into `private` goes on while a second thread hashes; the reception of zmq is one."""
+    """The receipt comes before the engine's copy into `private`, as engines have it; the reception of zmq is one."""
     version = Version(0, next(versions))
     sender.offer(version.n, ((name, master, Placement(tuple(master.shape))) for name, master in masters.items()))
     sender.announce(version)
 
     _, received = receiver.take(version, 30)
-    checking = threading.Thread(target=receiver.receipt)
-    checking.start()
+    receiver.receipt()
     if private is not None:
         for name, tensor in received:
             private[name].copy_(tensor)
-    checking.join()
 
     if not receiver.release():
         raise RuntimeError("torn in a benchmark with one receiver")

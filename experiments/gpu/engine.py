@@ -118,7 +118,7 @@ async def _update(n: int, engine: Any, policy: Policy, sender: Sender) -> dict[s
     version, probe = Version(0, n), list(range(1, 65))
     stages = {}
     begin = time.perf_counter()
-    sender.offer(n, policy.export())
+    sender.offer(n, policy.export(untie=sender.run.untied))
     stages["offer"] = time.perf_counter() - begin
 
     begin = time.perf_counter()

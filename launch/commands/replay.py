@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from launch.terminal import say
 from rl.config.schema import Config, ConfigError
+from rl.observe.alarms import read_alarms
 from rl.replay.recorded import COMPUTES, Recorded
 from rl.replay.replay import RECORDED, Request, Row, replayed
 from rl.store.checkpoint_folder import CheckpointError
@@ -57,11 +59,13 @@ def replay(arguments: argparse.Namespace) -> int:
     first, last = recorded.span(arguments.first, arguments.last)
     trust = Trust(arguments.trust)
     config = recorded.changed(arguments.overrides)
+    exact = arguments.exact if arguments.exact is not None else recorded.config.alarms.exact
     fields = {item.partition("=")[0] for item in arguments.overrides}
     if fields - COMPUTES:
-        request = Request(first, last, {"changed": config})
+        request = Request(first, last, {"changed": config}, exact=exact is not None)
     else:
-        request = Request(first, last, computed=config if fields else None, trail=bool(arguments.trail))
+        computed = config if fields else None
+        request = Request(first, last, computed=computed, trail=bool(arguments.trail), exact=exact is not None)
 
     print(_HEAD)
     rows = []
@@ -70,7 +74,23 @@ def replay(arguments: argparse.Namespace) -> int:
         print(_line(row, trust.ends(row)), flush=True)
     if arguments.trail:
         arguments.trail.write_bytes(msgspec.json.encode({row.n: row.trail for row in rows if row.trail}))
-    return _verdict(recorded, [row for row in rows if row.variant == RECORDED], config, arguments.overrides)
+    own = [row for row in rows if row.variant == RECORDED]
+    inexact = exact is not None and _sampled_otherwise(recorded, own, exact)
+    return _verdict(recorded, own, config, arguments.overrides) or int(inexact)
+
+
+def _sampled_otherwise(recorded: Recorded, rows: list[Row], limit: float) -> bool:
+    """Whether a token was sampled with another probability than its weights give it; which batch was the first, beside
+    the alarms of the run."""
+    wrong = [row for row in rows if not row.values.get("exact/max", 0.0) <= limit]
+    if wrong:
+        gap = wrong[0].values["exact/max"]
+        print(
+            f"batch {wrong[0].n - 1} is the first of {len(wrong)} with a token of another probability: {gap:.3g} nats"
+        )
+        for alarm in read_alarms(recorded.folder):
+            say(f"the run raised {alarm.name} {alarm.when}: {alarm.detail}")
+    return bool(wrong)
 
 
 def read(recorded: Recorded, request: Request) -> Iterator[Row]:

@@ -55,7 +55,8 @@ def first_fault(error: ValidationError, given: Any, where: str = "") -> str:
     values: dict[str, Any] = {}
 
     for each in error.errors():
-        place, found = [where] if where else [], given
+        place = [where] if where else []
+        found = given
         for part in each["loc"]:
             inside = part in (
                 found if isinstance(found, Mapping) else range(len(found) if isinstance(found, list) else 0)
@@ -64,7 +65,8 @@ def first_fault(error: ValidationError, given: Any, where: str = "") -> str:
                 place.append(str(part))
             found = found[part] if inside else found
 
-        name, reason = ".".join(place) if each["loc"] else "", each["msg"].removeprefix("Value error, ")
+        name = ".".join(place) if each["loc"] else ""
+        reason = each["msg"].removeprefix("Value error, ")
         values.setdefault(name, each["input"])
         told[name] = f"{told[name]}, or {reason.removeprefix('Input should be ')}" if name in told else reason
 

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.learner import checkpoint
+from rl.learner.changes import reachable, read_changes, set_at, settle, take_wish
+from rl.learner.credit import all_reduce
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
 from rl.learner.publish import Publisher, weight_entries
@@ -77,6 +79,8 @@ def train(learner: Learner, client: Client) -> None:
             with client.span("save"):
                 learner.save(client, batch_part.step + 1)
         done = batch_part.step + 1
+        if done < client.last_step:
+            learner.take_changes(client, publisher, done)
 
     if (step := client.to_be_saved) is not None:
         with client.span("save"):
@@ -117,10 +121,37 @@ class Learner:
         self.entries = weight_entries(self.policy, run)
         begin, self.first_step = begin_from(process)
         if begin is not None:
-            self._load(begin)
-        self.guards = StepGuards(self.trainer, self.config, process.alarms, first_step=run.start_step)
-        self.exact = ExactCheck(self.policy, self.config, process.alarms)
+            self._load(begin, self.first_step)
+        self._began = self.config.learner.model_copy()
+        self._settle(self.first_step)
+        self._watch()
         self.digests = digest_file(run.folder) if process.index == 0 else None
+
+    def _watch(self) -> None:
+        """Guards that know of no step yet."""
+        alarms = self._process.alarms
+        self.guards = StepGuards(self.trainer, self.config, alarms, first_step=self.run.start_step)
+        self.exact = ExactCheck(self.policy, self.config, alarms)
+
+    def take_changes(self, client: Client, publisher: Publisher, n: int) -> None:
+        """Do what was asked of the run, now that version `n` is there. All ranks call it together."""
+        asked = take_wish(self.run.folder, n, client.timeline) if dist.get_rank() == 0 else None
+        told = [asked]
+        if all_reduce(torch.tensor([asked is not None]).int(), "max"):
+            dist.broadcast_object_list(told)
+
+        if (change := told[0]) is not None and change.undo is not None:
+            n = change.undo
+            with client.span("undo"):
+                self._load(reachable(self.run.folder)[n], n)
+                self._watch()
+                client.go_back(n)
+                publisher.publish(n)
+                self.note_version(client, n)
+        self._settle(n)
+
+    def _settle(self, step: int) -> None:
+        settle(self.config.learner, self._began, set_at(read_changes(self.run.folder), step))
 
     def _advance(self, *_: object) -> None:
         """Count progress and obey a stop before every forward: one pack is the grain at which a hang is noticed and a
@@ -129,10 +160,10 @@ class Learner:
         if self._process.stopping:
             raise Stopped("told to stop during training")
 
-    def _load(self, saved: Path) -> None:
+    def _load(self, saved: Path, step: int) -> None:
         meta = checkpoint.load(saved, self.trainer.trained())
-        if meta.step != self.first_step:
-            raise CheckpointError(f"{saved} is of step {meta.step}, this run starts at step {self.first_step}")
+        if meta.step != step:
+            raise CheckpointError(f"{saved} is of step {meta.step}, this run starts at step {step}")
         if meta.lora != self._lora:
             raise CheckpointError(
                 f"{saved} has adapters {meta.lora}, this run {self._lora}: resume with the model.lora and model.path "

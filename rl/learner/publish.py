@@ -32,9 +32,9 @@ def total(april: int) -> int:
 
 
 def weight_entries(policy: PolicyModel, run: RunFile) -> list[Entry]:
-    """All tensors of the model's files, in the engine's dtype."""
+    """All tensors that engines get, in their dtype."""
     dtype = run.config.generator.dtype
-    return [(name, placement.shape, dtype) for name, _, placement in policy.export()]
+    return [(name, placement.shape, dtype) for name, _, placement in policy.export(untie=run.untied)]
 
 
 def probe_length(config: Config, announced: int) -> int:
@@ -100,4 +100,5 @@ class Publisher:
 
         ids = self._probe_text[: probe_length(config, self._announced)]
         with self._client.span("publish"):
-            self._announced += self._client.publish(n, self._policy.export(), ids, probe_logp(self._policy, ids))
+            pieces = self._policy.export(untie=self._client.run.untied)
+            self._announced += self._client.publish(n, pieces, ids, probe_logp(self._policy, ids))

@@ -20,13 +20,16 @@ _CHUNK = {"cpu": 1 << 18}  # elements that are widened to 64 bits at once; elsew
 _CHUNK_ELSEWHERE = 1 << 24
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The constants of splitmix64, as signed numbers.
-_STEP, _MIX, _MIX_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_STEP = -7046029254386353131
+_MIX = -4658895280553007687
+_MIX_AGAIN = -7723592293110705685
 
 
 @torch.no_grad()
 def tensor_digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """The digests by name, in 16 hexadecimal digits. All ranks call it together, each with its rows."""
-    names, sums = [], []
+    names: list[str] = []
+    sums: list[Tensor] = []
     for name, tensor in named:
         rows, first = local_part(tensor)
         names.append(name)

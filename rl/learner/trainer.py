@@ -142,7 +142,7 @@ class Trainer:
 
         Raises ValueError for settings or models that do not fit together.
         """
-        self._config = config
+        self.config = config
         self._folder = folder
         self._mesh = mesh
         self._device = device
@@ -181,7 +181,7 @@ class Trainer:
 
         Everything in it is of the weights before the first of these steps.
         """
-        settings = self._config.learner
+        settings = self.config.learner
         kept = kept_rows(batch_part, self.algorithm)
         packed = [
             mask_rows(make_packs(part, settings.max_tokens_per_pack, batch_part.step), kept)
@@ -193,7 +193,7 @@ class Trainer:
             for packs, count in zip(packed, counts, strict=True)
         ]
 
-        temperature = self._config.sampling.temperature
+        temperature = self.config.sampling.temperature
         if self.algorithm.needs_proximal and len(parts) > 1:
             parts = [with_logp(self.policy, part, "logp_proximal", temperature=temperature) for part in parts]
         if self.reference is not None:
@@ -204,7 +204,7 @@ class Trainer:
 
     def replay_gap(self, minibatches: list[Minibatch]) -> dict[str, float]:
         """What router replay is worth in this batch, which has not been trained yet."""
-        return replay_gap(self.policy, minibatches[0].packs, self._config.sampling.temperature)
+        return replay_gap(self.policy, minibatches[0].packs, self.config.sampling.temperature)
 
     def accumulate(self, minibatch: Minibatch) -> UpdateStats:
         """Add this rank's part of the policy's gradient."""
@@ -212,10 +212,10 @@ class Trainer:
             self.policy,
             minibatch.packs,
             self.algorithm,
-            temperature=self._config.sampling.temperature,
+            temperature=self.config.sampling.temperature,
             global_tokens=minibatch.loss_tokens,
             world_size=self._ranks,
-            first_step=self._config.learner.minibatches == 1,
+            first_step=self.config.learner.minibatches == 1,
             observe=self._observe,
         )
 
@@ -247,9 +247,9 @@ class Trainer:
 
     def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None, replay: bool = False) -> M:
         folder = self._folder if path == "start" else Path(path)
-        settings = self._config.learner
+        settings = self.config.learner
         options = ModelOptions(
-            dtype=_DTYPES[self._config.model.dtype],
+            dtype=_DTYPES[self.config.model.dtype],
             activation_checkpointing=settings.activation_checkpointing,
             logprob_chunk=settings.logprob_chunk,
             attention=settings.attention,

@@ -63,6 +63,8 @@ FAMILIES = {
     "seed_oss": Family("Seed-OSS"),
     "arcee": Family("AFM 4.5B"),
     "qwen3_moe": Family("Qwen3-30B-A3B", routing="softmax", experts=_EXPERTS),
+    "qwen2_moe": Family("Qwen1.5-MoE-A2.7B", routing="softmax", experts=_EXPERTS),
+    "glm4_moe": Family("GLM-4.5-Air", routing="sigmoid", experts=_EXPERTS),
     "olmoe": Family("OLMoE-1B-7B", routing="softmax", experts=_EXPERTS),
     "granitemoe": Family(
         "Granite 3 MoE",
@@ -87,6 +89,10 @@ _STATEFUL = (
 BY_REASON = {
     "the engine's sliding windows reach one token further than those of transformers": ["cohere2"],
     "final_logit_softcapping bends its logits after the head": ["gemma2"],
+    "engines keep parts made of its latent attention's weights, and no test has seen an update reach them": [
+        "deepseek_v2",
+        "deepseek_v3",
+    ],
     "its attention has sinks, which no attention of the learner knows": ["gpt_oss"],
     "its decoder hands nothing of a pack on to its attention": ["nemotron"],
     _LAYERS: ["gpt2", "bloom"],

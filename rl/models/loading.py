@@ -149,6 +149,14 @@ def exported_elements(files: Mapping[str, Path]) -> int:
     return sum(sizes.values())
 
 
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds beside parameters, such as the bias by which routers keep their load even."""
+    for owner, module in model.named_modules():
+        for name, buffer in module.named_buffers(owner, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
 def _on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
     """The parameter on the meta device, or None, which keeps it: a parameter that two modules share must stay one."""
     return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)

@@ -30,7 +30,7 @@ from rl.config.schema import LearnerConfig
 from rl.models import families, lora
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
-from rl.models.loading import allocate, empty_model, local_part, read_weights
+from rl.models.loading import allocate, empty_model, local_part, read_weights, saved_buffers
 from rl.models.naming import in_files
 from rl.models.packed_attention import NAME, Kernel, check_layers
 from rl.models.packing import Pack
@@ -139,7 +139,8 @@ class PackedModel(nn.Module):
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         """Parameters by the names of the model's own files."""
-        return ((name, each) for name, each in self.model.named_parameters() if not lora.is_adapter(name))
+        yield from ((name, each) for name, each in self.model.named_parameters() if not lora.is_adapter(name))
+        yield from saved_buffers(self.model)
 
     def contexts(self, pack: Pack, layout: Layout) -> Tensor:
         """(S, H): the state before each target, of sequences that are blind to each other."""
@@ -198,7 +199,7 @@ class Policy(PackedModel):
         """See `rl.models.protocol`. The head, the largest matrix of a small model, runs on targets only."""
         layout = pack.laid_out().layout
         assert layout is not None
-        self.routers.watch()
+        self.routers.watch(layout.rows)
         with self.autocast():
             hidden = self.contexts(pack, layout)  # (S, H)
         routing = self.routers.seen()

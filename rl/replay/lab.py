@@ -60,7 +60,8 @@ def rewards_by_name(rows: Sequence[SampleRow]) -> list[str]:
     values = sorted({row.reward for row in rows})
     if len(values) <= _MOST_REWARDS:
         return [f"{row.reward:g}" for row in rows]
-    low, width = values[0], (values[-1] - values[0]) / 4
+    low = values[0]
+    width = (values[-1] - low) / 4
     quarters = [min(3, int((row.reward - low) / width)) for row in rows]
     return [f"{low + quarter * width:.3g} to {low + (quarter + 1) * width:.3g}" for quarter in quarters]
 

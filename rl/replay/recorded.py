@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from rl.config.damage import readable
-from rl.config.schema import Config, ConfigError, validate
+from rl.config.schema import Config, ConfigError, LearnerConfig, validate
 from rl.config.tree import OPTIONS_OF, apply_override, forget_options
+from rl.learner.changes import read_changes, set_at
 from rl.store.batch_files import FOLDER, read_batch_part, steps_kept
 from rl.store.checkpoint_folder import read_meta, steps_of
 from rl.store.version_digests import read_version_digests
@@ -46,10 +47,22 @@ class Recorded:
             raise ConfigError(f"{str(folder)!r}: {why}; run it with tracking.replay=full")
 
         self.steps = kept
+        self._changes = read_changes(folder)
         self.digests = read_version_digests(folder)
         path = folder / "metrics.jsonl"
         rows = readable(path.read_bytes().splitlines(), dict[str, Any]) if path.exists() else iter(())
         self.metrics = {int(row["step"]): row for row in rows if "train/loss" in row}
+
+    @property
+    def ranks(self) -> range:
+        return range(self.config.learner.ranks)
+
+    def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:
+        """What `fresco set` had set when batch `step` was trained, but for what this configuration changes itself."""
+        own = {
+            name for name in LearnerConfig.model_fields if getattr(config, name) != getattr(self.config.learner, name)
+        }
+        return {name: value for name, value in set_at(self._changes, step).items() if name.partition(".")[2] not in own}
 
     def span(self, first: int | None, last: int | None) -> tuple[int, int]:
         """The steps to train again, the second one excluded. Raises ConfigError for batches that are not there."""
@@ -84,9 +97,7 @@ class Recorded:
         """What one of so many ranks trains. Raises FileNotFoundError, Damaged."""
         if ranks == self.config.learner.ranks:
             return read_batch_part(self.folder, step, rank)
-        return dealt(
-            [read_batch_part(self.folder, step, each) for each in range(self.config.learner.ranks)], rank, ranks
-        )
+        return dealt([read_batch_part(self.folder, step, each) for each in self.ranks], rank, ranks)
 
     def changed(self, overrides: Sequence[str]) -> Config:
         """The configuration with these changes. Raises ConfigError for a field that changes nothing in a replay."""

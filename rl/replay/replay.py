@@ -11,6 +11,7 @@ step, which are computed again beside it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,10 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rl.config.schema import Config
 from rl.learner import checkpoint
+from rl.learner.changes import settle
 from rl.learner.credit import all_reduce
+from rl.learner.guards import ExactCheck
 from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.observe.alarms import Alarms
 from rl.replay.lab import FirstStep, cosine, first_step
 from rl.replay.ranks import joined
 from rl.replay.recorded import Recorded
@@ -51,6 +55,8 @@ class Request:
     """The run as it was, computed in another way, such as by another number of ranks."""
     trail: bool = False
     """Whether every step tells digests of what it computed."""
+    exact: bool = False
+    """Whether every token is compared with the very weights that sampled it, as `alarms.exact` does in a run."""
 
 
 @dataclass
@@ -65,7 +71,9 @@ class Row:
     """The metrics that differ from the run's own row, and what stands there."""
     tensors: list[str] | None = None
     """The tensors that differ from those of the run; None where it has no digests of them."""
+    digests: dict[str, str] = field(default_factory=dict)
     trail: dict[str, str] = field(default_factory=dict)
+    """Digests of what the step computed, in that order."""
     first: FirstStep | None = None
     cpu_s: float = 0.0
 
@@ -83,11 +91,15 @@ class Replay:
             raise ValueError(
                 f"{run.model_folder}, which the run began with, is not there any more; make it again there"
             )
-        self._recorded, self._rank, self._ranks = recorded, rank, ranks
+        self._recorded = recorded
+        self._rank = rank
+        self._ranks = ranks
         self.watch = watch
 
+        config = config.model_copy(deep=True)  # what was set in the run is set in it again
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.seed)
+
         alone = ranks == 1 and config.model.dtype == "float32"
         self.trainer = Trainer(
             config,
@@ -98,6 +110,15 @@ class Replay:
             observe=watch,
         )
         watch.at(self.trainer)
+        self._began = config.learner.model_copy()
+        self.exact: ExactCheck | None = None
+
+    def compare_exactly(self) -> None:
+        """From now on each step tells `exact/max` and its like, whatever they are."""
+        config = self.trainer.config
+        never = config.alarms.model_copy(update={"exact": math.inf})
+        alarms = Alarms(never, lambda name, detail: None)
+        self.exact = ExactCheck(self.trainer.policy, config.model_copy(update={"alarms": never}), alarms)
 
     def load(self, saved: Path | None) -> None:
         """Raises CheckpointError."""
@@ -111,20 +132,24 @@ class Replay:
     def part(self, step: int) -> BatchPart:
         return self._recorded.part(step, self._rank, self._ranks)
 
-    def step(self, part: BatchPart) -> dict[str, float]:
+    def step(self, part: BatchPart, *, deep: bool) -> dict[str, float]:
         """What `rl.learner.process.train` does with a batch. Returns its metrics."""
-        self.watch.begin()
+        self.watch.begin(deep=deep)
+        config = self.trainer.config.learner
+        settle(config, self._began, self._recorded.sets(part.step, self._began))
+        minibatches = self.trainer.minibatches(part)
+        compared = self.exact.batch(part.step, minibatches) if self.exact is not None else {}
         stats = UpdateStats()
-        for minibatch in self.trainer.minibatches(part):
+        for minibatch in minibatches:
             stats.add(self.trainer.update(minibatch, part.step, part.over))
         stats.all_reduce()
-        values = stats.metrics()
+        values = stats.metrics() | compared
         return values | {"train/loss": values.get("loss/objective", 0.0)}
 
     def row(self, variant: str, n: int, values: dict[str, float], begin: float) -> Row:
         digests = tensor_digests(self.trainer.policy.trainable())
         told = self._recorded.digests.get(n)
-        found = Row(variant, n, values)
+        found = Row(variant, n, values, digests=digests)
         if variant == RECORDED:
             found.differing = self._recorded.differing(n, values)
             others = {name for name, digest in digests.items() if told is not None and told.get(name) != digest}
@@ -150,10 +175,11 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
 def _rows(recorded: Recorded, request: Request, rank: int, ranks: int, device: str, folder: Path) -> Iterator[Row]:
     """Of one rank; all go through them together."""
     make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device)
-    deep = request.trail or bool(request.variants)
-    base = make(config=request.computed or recorded.config, watch=Watch(deep=deep))
+    base = make(config=request.computed or recorded.config, watch=Watch())
     saved, at = recorded.state_before(request.first)
     base.load(saved)
+    if request.exact:
+        base.compare_exactly()
     yield base.row(RECORDED, at, {}, time.process_time())
 
     known: dict[int, Tokens] = {}
@@ -164,25 +190,26 @@ def _rows(recorded: Recorded, request: Request, rank: int, ranks: int, device: s
             state = base.save(folder / "checkpoints", step)
         begin = time.process_time()
         part = base.part(step)
-        row = base.row(RECORDED, step + 1, base.step(part), begin)
+        compares = bool(request.variants) and step == request.first
+        row = base.row(RECORDED, step + 1, base.step(part, deep=compares or request.trail), begin)
 
         if request.trail:
-            row.trail = base.watch.trail()
+            row.trail = base.watch.trail() | {f"{name} after the step": each for name, each in row.digests.items()}
         if request.variants and step >= request.first:
             known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
-            if step == request.first:
-                row.first = first_step(base.watch, part)
-                gradients[RECORDED] = base.watch.rows()
+        if compares:
+            row.first = first_step(base.watch, part)
+            gradients[RECORDED] = base.watch.rows()
         yield row
 
     del base
     for name, config in request.variants.items():
-        other = make(config=config, watch=Watch(deep=True))
+        other = make(config=config, watch=Watch())
         other.load(state)
         for step in range(request.first, request.last):
             begin = time.process_time()
             part = other.part(step)
-            values = other.step(part)
+            values = other.step(part, deep=step == request.first)
 
             values |= nearness(other.watch.tokens, known[step], part)
             row = other.row(name, step + 1, values, begin)

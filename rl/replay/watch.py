@@ -22,9 +22,8 @@ TRAIL = ("advantages", "weights", "log-probabilities", "entropy", "loss")
 class Watch:
     """The observer of one rank's trainer. `tokens`: by row of the batch a table (values, L loss tokens), in float64."""
 
-    def __init__(self, *, deep: bool) -> None:
-        """deep: whether gradients, pulls and the trail are looked at as well."""
-        self._deep = deep
+    def __init__(self) -> None:
+        self._deep = False
         self.tokens: dict[int, dict[str, Tensor]] = {}
         self.gradient: list[tuple[str, Tensor]] = []
         self._algorithm: Algorithm
@@ -32,16 +31,17 @@ class Watch:
     def at(self, trainer: Trainer) -> None:
         """This is the trainer."""
         self._algorithm = trainer.algorithm
-        if self._deep:
-            named = list(trainer.policy.trainable())
+        named = list(trainer.policy.trainable())
 
-            def first_gradient(*_: Any) -> None:
-                if not self.gradient:
-                    self.gradient = [(name, each.grad.clone()) for name, each in named if each.grad is not None]
+        def first_gradient(*_: Any) -> None:
+            if self._deep and not self.gradient:
+                self.gradient = [(name, each.grad.clone()) for name, each in named if each.grad is not None]
 
-            trainer.optimizer.adamw.register_step_pre_hook(first_gradient)
+        trainer.optimizer.adamw.register_step_pre_hook(first_gradient)
 
-    def begin(self) -> None:
+    def begin(self, *, deep: bool) -> None:
+        """A step. deep: whether gradient, pulls and what leads to the trail are looked at as well."""
+        self._deep = deep
         self.tokens = {}
         self.gradient = []
 

@@ -53,6 +53,13 @@ def steps_of(folder: Path) -> dict[int, Path]:
     return {_step(path): path for path in _complete(folder)}
 
 
+def drop_behind(folder: Path, step: int) -> None:
+    """Forget the checkpoints of later steps, which were taken back."""
+    for later, path in steps_of(folder).items():
+        if later > step:
+            shutil.rmtree(path)
+
+
 def verify(checkpoint: Path) -> Meta:
     """Every file is as it was written. Raises CheckpointError, which names another checkpoint that is whole."""
     changed = damage(checkpoint, checkpoint / DIGESTS)

@@ -2,8 +2,8 @@
 
     rank r of the learner                               tensor-parallel rank of an engine
     sender.offer(n, pieces)                             receiver.take(at_least) -> version, (name, tensor) ...
-    sender.receipt(n)       rank 0                      receiver.receipt()      beside the load
-    sender.announce(version)                            receiver.release()      after it
+    sender.receipt(n)       rank 0                      receiver.receipt()      before anything is loaded
+    sender.announce(version)                            receiver.release()      after the load
 
 A channel is a pair of classes in one file, and a `Channel` that names them: `weights.transport=module:NAME`.
 The updater (`rl.weights.updater`) says which engine takes when, and judges what arrived, whatever the channel.
@@ -111,7 +111,8 @@ class Receiver(ABC):
     """The engine's end of the channel, one on each tensor-parallel rank of an engine. Its methods are called from
     several threads, one at a time.
 
-    Only `receipt` is called while the tensors are read: each may take as long as the bytes need.
+    `take` and `receipt` may take as long as the bytes need: generation goes on meanwhile, and pauses from the first
+    tensor read to `release`.
     """
 
     progress: int = 0

@@ -101,6 +101,15 @@ class RunFile(BaseModel):
         return self.device if self.config.steps else "cpu"
 
     @property
+    def untied(self) -> bool:
+        """Whether an engine gives the head of a tied model weights of its own, which are sent beside the embedding.
+
+        Where vLLM's linear layers on a CPU are packed they keep a copy of the head, which an update of the embedding
+        does not reach (7 nats wrong). On GPUs nothing is packed.
+        """
+        return self.device == "cpu"
+
+    @property
     def addresses(self) -> Addresses:
         """The addresses of the run's sockets, as far as this process knows them. They are not part of the file."""
         return self._addresses

@@ -210,6 +210,7 @@ class Lab:
         self.run = SimpleNamespace(model_folder=folder)
         self.overrides = overrides
         self.steps = steps
+        self.last_step = first_step + steps
         self.step = self.first_step = first_step
         self.raised: list[tuple[int, str]] = []
         self._until = ""
@@ -257,7 +258,8 @@ class Lab:
             guards=self.guards,
             exact=self.exact,
             token_log=SimpleNamespace(batch=lambda batch_part: None, write_batch=lambda: None),
-            note_version=lambda client, n: None,
+            take_changes=lambda client, publisher, n: None,
+            note_version=self.note_version,
             export=lambda step: None,
         )
         try:
@@ -267,6 +269,9 @@ class Lab:
         except RunStopped:
             pass
         return [name for _, name in self.raised]
+
+    def note_version(self, client: object, n: int) -> None:
+        """What the learner keeps of a version for a replay."""
 
     def _heard(self, name: str, _detail: str) -> None:
         self.raised.append((self.step, name))

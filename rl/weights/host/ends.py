@@ -15,14 +15,13 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from rl.weights.channel import ITEM_BYTES, Entry, Piece, Receiver, Sender, Wait, WeightsCorrupt, WeightsError, label
-from rl.weights.host.layout import Manifest, Segment, Segments, TensorSpec, combined_checksum, digest
+from rl.weights.host.layout import PART_BYTES, Manifest, Segment, Segments, combined_checksum, digests
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.slots import Geometry, SlotTable, draft_of
 from rl.wire.awake import Awake
@@ -33,8 +32,6 @@ from rl.wire.run import RunFile
 if TYPE_CHECKING:
     from torch import Tensor
 
-_DEVICE_CHUNK_BYTES = 64 << 20  # from a GPU: few large transfers
-_THREAD_BYTES = 32 << 20  # less is hashed sooner than another thread has a core, where all cores are in use
 # The engine only reads; a slot is mapped read-only on purpose.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -71,10 +68,11 @@ def wait_for(
 
 def slot_geometry(run: RunFile, manifest: Manifest) -> Geometry:
     """Sizes of the slot table, the same in every process of the run."""
-    # A rank writes one segment per tensor; the reserve is for writers that split large ones.
+    # A rank writes one segment for each part of a tensor.
     config = run.config
     readers = max(256, config.generator.count * config.generator.tensor_parallel)
-    return Geometry(config.weights.slots, config.learner.ranks, len(manifest.tensors) + 64, readers)
+    segments = len(manifest.tensors) + manifest.total_bytes // PART_BYTES + 64
+    return Geometry(config.weights.slots, config.learner.ranks, segments, readers)
 
 
 class Slots(Protocol):
@@ -294,23 +292,13 @@ class HostReceiver(Receiver):
         return self._leased
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 def write(view: memoryview, manifest: Manifest, pieces: Iterable[Piece]) -> list[Segment]:
     """Copy this rank's pieces into the slot and return the segments to commit.
 
-    The cast to the engine's dtype happens in the copy, and a second thread hashes what is written (both release the
-    interpreter lock), unless it is little. Raises WeightsError for an unknown name or rows that do not fit.
+    The cast to the engine's dtype happens in the copy, and threads hash what is written. Raises WeightsError for an
+    unknown name or rows that do not fit.
     """
-    written = _write_all(view, manifest, pieces)
-    if manifest.total_bytes < _THREAD_BYTES:
-        return [(begin, length, digest(view[begin : begin + length])) for begin, length in written]
-
-    with ThreadPoolExecutor(1, "weights-digest") as hashing:
-        hashed = [(begin, length, hashing.submit(digest, view[begin : begin + length])) for begin, length in written]
-        return [(begin, length, future.result()) for begin, length, future in hashed]
+    return list(digests(view, _write_all(view, manifest, pieces)))
 
 
 def tensors(manifest: Manifest, view: memoryview) -> Iterator[tuple[str, Tensor]]:
@@ -341,21 +329,23 @@ def _write_all(view: memoryview, manifest: Manifest, pieces: Iterable[Piece]) ->
         if begin + length > spec.offset + spec.nbytes or tuple(local.shape[1:]) != spec.shape[1:]:
             rows = f"rows from {placement.row} on of shape {tuple(local.shape)}"
             raise WeightsError(f"tensor {name!r} of shape {spec.shape}: {rows} do not fit")
-        if isinstance(local, np.ndarray):
-            np.frombuffer(view, spec.dtype, local.size, begin)[:] = local.ravel()
-        else:
-            _copy(view, begin, spec, local.detach().reshape(-1))
-        yield begin, length
+
+        flat = local.ravel() if isinstance(local, np.ndarray) else local.detach().reshape(-1)
+        step = PART_BYTES // ITEM_BYTES[spec.dtype]
+        for at in range(0, len(flat), step):
+            part = flat[at : at + step]
+            offset = begin + at * ITEM_BYTES[spec.dtype]
+            _copy(view, offset, spec.dtype, part)
+            yield offset, len(part) * ITEM_BYTES[spec.dtype]
 
 
-def _copy(view: memoryview, begin: int, spec: TensorSpec, source: Tensor) -> None:
+def _copy(view: memoryview, offset: int, dtype: str, source: Tensor | np.ndarray) -> None:
+    if isinstance(source, np.ndarray):
+        np.frombuffer(view, dtype, len(source), offset)[:] = source
+        return
+
     import torch
 
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    target = torch.frombuffer(view, dtype=dtype, count=source.numel(), offset=begin)
-    if source.device.type == "cpu":
-        target.copy_(source)
-        return
-    step = _DEVICE_CHUNK_BYTES // ITEM_BYTES[spec.dtype]
-    for chunk, into in zip(source.split(step), target.split(step), strict=True):
-        into.copy_(chunk.to(dtype))  # the cast comes first: half the bytes cross the bus
+    target = torch.frombuffer(view, dtype=getattr(torch, dtype), count=len(source), offset=offset)
+    # From a GPU the cast comes first: half the bytes cross the bus.
+    target.copy_(source if source.device.type == "cpu" else source.to(target.dtype))

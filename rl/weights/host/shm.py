@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
 from rl.weights.host.ends import HostReceiver, HostSender, wait_for
-from rl.weights.host.layout import Segments, Verifier, combined_checksum
+from rl.weights.host.layout import Segments, combined_checksum, digests
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.shm_file import SlotsFile, remove_slots, slots_path
 from rl.weights.host.slots import Lease
@@ -137,20 +137,22 @@ class ShmReceiver(HostReceiver):
     def _verify(self) -> int:
         slots = self._opened()
         assert self._lease is not None
-        verifier = Verifier(slots.view(self._lease.slot), self._segments, slots.manifest)
+        view = slots.view(self._lease.slot)
+        damage = ""
+        for (offset, length, found), expected in zip(
+            digests(view, self._segments[:, :2].tolist()), self._segments[:, 2].tolist(), strict=True
+        ):
+            self.progress += length
+            if found != expected and not damage:
+                damage = slots.manifest.damage(offset, length)
 
-        try:
-            for offset, length, _ in self._segments.tolist():
-                verifier.advance(offset + length)
-                self.progress += length
-            verifier.finish()
+        if not damage:
+            return combined_checksum(self._segments)
 
-        except WeightsCorrupt:
-            with slots.lock() as table:
-                if not table.intact(self._lease):
-                    return 0
-            raise
-        return combined_checksum(self._segments)
+        with slots.lock() as table:
+            if not table.intact(self._lease):
+                return 0
+        raise WeightsCorrupt(damage)
 
     def _end(self) -> bool:
         assert self._lease is not None

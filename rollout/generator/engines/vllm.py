@@ -228,7 +228,6 @@ class VllmEngine:
                 parts = await self._core.rpc("weights_load")
                 load_s += max(part["load_s"] for part in parts)
                 if all(part["intact"] for part in parts):
-                    checked = self._checked(version, parts)
                     break
                 fetched = await self._fetch(version)  # torn: the writer took the slot back
 
@@ -248,25 +247,20 @@ class VllmEngine:
                 self._context.index,
                 self._context.incarnation,
                 self._version,
-                checksum=checked["checksum"],
+                checksum=fetched["checksum"],
                 probe_ids=probe_ids,
                 probe_logp=await probe,
-                seconds={"wait": fetched["wait_s"], "pause": pause_s, "copy": checked["copy_s"], "load": load_s},
+                seconds={"wait": fetched["wait_s"], "pause": pause_s, "copy": fetched["copy_s"], "load": load_s},
             )
-
-    def _checked(self, version: Version, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the slowest rank found. Raises if a rank found damage, or ranks found different bytes."""
-        if errors := [part["error"] for part in parts if "error" in part]:
-            raise self._unreadable(version, errors[0])
-        if len(sums := {part["checksum"] for part in parts}) > 1:
-            raise self._unreadable(version, f"its ranks received different bytes: checksums {sorted(sums)}")
-        return max(parts, key=lambda part: part["copy_s"])
 
     def _unreadable(self, version: Version, why: str) -> RuntimeError:
         return RuntimeError(f"generator {self._context.index} could not read weights {version}: {why}")
 
     async def _fetch(self, version: Version) -> dict[str, Any]:
-        """Lease the newest version on every rank, while generation goes on; the ranks agree on one."""
+        """Take the newest version on every rank, and prove it, while generation goes on; the ranks agree on one.
+
+        Raises if a rank found damage, or ranks found different bytes.
+        """
         while True:
             await self._core.rpc("weights_fetch", version.timeline, version.n)
             pause_s, longest_s = _FETCH_POLLS_S
@@ -276,11 +270,15 @@ class VllmEngine:
             if errors := [part["error"] for part in parts if "error" in part]:
                 raise self._unreadable(version, errors[0])
 
-            leased = {Version(part["timeline"], part["n"]) for part in parts}
-            if len(leased) == 1:
-                return max(parts, key=lambda part: part["wait_s"])
-            await self._core.rpc("weights_drop")
-            version = max(leased)
+            taken = {Version(part["timeline"], part["n"]) for part in parts}
+            sums = {part["checksum"] for part in parts}
+            if len(taken) == len(sums) == 1:
+                return max(parts, key=lambda part: part["wait_s"] + part["copy_s"])
+
+            intact = all(await self._core.rpc("weights_drop"))
+            if len(taken) == 1 and intact:
+                raise self._unreadable(version, f"its ranks received different bytes: {sorted(map(str, sums))}")
+            version = max(taken)
 
     def _ranks(self) -> dict[str, str]:
         """Where the learner's ranks serve weights, as far as that is known, for workers that have no control socket."""

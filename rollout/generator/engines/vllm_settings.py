@@ -55,11 +55,7 @@ def sampling_params(request: Generate) -> SamplingParams:
 
 
 def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
-    """vLLM's arguments for this generator, and whether a tied model was given its own head.
-
-    Tied embeddings are always untied. Where vLLM's CPU linear layers are packed, they keep a copy of the head, which an
-    update of the embedding does not reach (7 nats wrong).
-    """
+    """vLLM's arguments for this generator, and whether a tied model was given its own head (`RunFile.untied`)."""
     from transformers import AutoConfig
 
     config = context.run.config.generator
@@ -67,14 +63,14 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     on_cpu = context.run.device == "cpu"
     model = str(context.run.model_folder or context.run.config.model.path)
     share, cache = device_memory(context.run)
-    tied = bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
+    untied = context.run.untied and bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
     arguments = AsyncEngineArgs(
         model=model,
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype=config.dtype,
         generation_config="vllm",  # the model folder's sampling defaults do not apply
-        hf_overrides={"tie_word_embeddings": False} if tied else {},
+        hf_overrides={"tie_word_embeddings": False} if untied else {},
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or max(config.max_model_len, _MIN_BATCHED_TOKENS),
@@ -95,7 +91,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         disable_log_stats=True,
         enable_log_requests=False,
     )
-    return arguments, tied
+    return arguments, untied
 
 
 def in_own_process(run: RunFile) -> bool:

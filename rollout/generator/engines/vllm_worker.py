@@ -6,10 +6,13 @@ only: every rank makes its own receiver and takes the tensors from the channel.
 
 A load has two parts, so that generation pauses for the second one only:
 
-    weights_fetch   starts a thread that takes the newest version and then asks for its receipt
-    weights_fetched polls that thread for what was taken
-    weights_load    loads the tensors into the model, while the receipt is made beside it
+    weights_fetch   starts a thread that takes the newest version and then makes its receipt
+    weights_fetched polls that thread for what was taken, and is what was published
+    weights_load    loads the tensors into the model
     weights_drop    gives back what was taken without loading it
+
+The receipt reads every byte, which may take longer than the load. It comes first, so what is damaged never reaches the
+model, and generation goes on with the version before.
 
 A load takes as long as it takes: nothing here ends it but a receiver that stands still. How far it has come is written
 into a file of one number for each rank, because a rank that loads answers no call.
@@ -36,7 +39,6 @@ from rollout.generator.engines.cpu import unpacked
 from rollout.generator.engines.cpu.routing import RoutingCapture
 from rollout.generator.engines.owner import die_with_owner
 
-_REPORT_S = 0.1
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -70,14 +72,10 @@ class LoadsWeights:
     def weights_fetch(self, timeline: int, n: int) -> None:
         """Begin to take a version not older than (timeline, n)."""
         self._weights_outcome: dict[str, Any] = {}
-        self._weights_checked: dict[str, Any] = {}
-        self._weights_thread = threading.Thread(
-            target=self._weights_take, args=(Version(timeline, n),), name="weights", daemon=True
-        )
-        self._weights_thread.start()
+        threading.Thread(target=self._weights_take, args=(Version(timeline, n),), name="weights", daemon=True).start()
 
     def weights_fetched(self, addresses: dict[str, str]) -> dict[str, Any]:
-        """What was fetched. It is empty while it is awaited; then its version and the seconds waited, or `error`."""
+        """What was fetched. It is empty until that is proven; then its version, receipt and seconds, or `error`."""
         self._weights_receiver.run.addresses.give(addresses)
         self._weights_report()
         return self._weights_outcome
@@ -90,11 +88,13 @@ class LoadsWeights:
             load_all(self.model_runner, self._weights_counted(pairs))
         finally:
             del pairs
-            checked, intact = self._weights_release()
-        return {"intact": intact, "load_s": time.monotonic() - begin, **checked}
+            intact = self.weights_drop()
+        return {"intact": intact, "load_s": time.monotonic() - begin}
 
-    def weights_drop(self) -> None:
-        self._weights_release()
+    def weights_drop(self) -> bool:
+        """Whether what was taken stayed as it was."""
+        del self._weights_tensors  # none may outlive the release
+        return self._weights_receiver.release()
 
     def weights_close(self) -> None:
         self._weights_receiver.close()
@@ -109,27 +109,19 @@ class LoadsWeights:
         self._weights_progress[self.rank] = self._weights_loaded_bytes + self._weights_receiver.progress
 
     def _weights_take(self, at_least: Version) -> None:
+        receiver = self._weights_receiver
         begin = time.monotonic()
         try:
-            version, self._weights_tensors = self._weights_receiver.take(at_least, self._weights_deadline_s)
+            version, self._weights_tensors = receiver.take(at_least, self._weights_deadline_s)
+            taken = time.monotonic()
+            checksum = receiver.receipt()
         except Exception as error:  # travels to the engine, which raises it in the generator
+            self._weights_tensors = ()
             self._weights_outcome = {"error": f"{type(error).__name__}: {error}"}
             return
 
-        taken = time.monotonic()
-        self._weights_outcome = {"timeline": version.timeline, "n": version.n, "wait_s": taken - begin}
-        try:
-            self._weights_checked = {"checksum": self._weights_receiver.receipt(), "copy_s": time.monotonic() - taken}
-        except Exception as error:
-            self._weights_checked = {"error": f"{type(error).__name__}: {error}"}
-
-    def _weights_release(self) -> tuple[dict[str, Any], bool]:
-        """Receipt (or `error`) of what was taken, and whether it stayed as it was."""
-        while self._weights_thread.is_alive():
-            self._weights_thread.join(_REPORT_S)
-            self._weights_report()
-        del self._weights_tensors  # none may outlive the release
-        return self._weights_checked, self._weights_receiver.release()
+        seconds = {"wait_s": taken - begin, "copy_s": time.monotonic() - taken}
+        self._weights_outcome = {"timeline": version.timeline, "n": version.n, "checksum": checksum, **seconds}
 
 
 def load_all(model_runner: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:

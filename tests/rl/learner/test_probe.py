@@ -21,6 +21,7 @@ from rl.learner import publish
 from rl.learner.publish import Publisher, probe_length, probe_prompt
 from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
+from tests.conftest import MakeRun
 from tests.rl.learner.tiny_policies import VOCAB, make_batch_parts, save_tiny
 
 
@@ -45,6 +46,15 @@ def test_a_tokenizer_that_knows_none_of_it_gives_ids_of_the_whole_vocabulary(tmp
     assert len(set(ids)) == 64 and max(ids) < 1000 and max(ids) - min(ids) > 800
 
 
+@pytest.mark.parametrize(("device", "heads"), [("cpu", 1), ("cuda", 0)])
+def test_a_tied_head_is_sent_where_engines_have_one_of_their_own(
+    tmp_path: Path, make_run: MakeRun, device: str, heads: int
+) -> None:
+    policy = Policy.load(save_tiny(tmp_path), None, "cpu")
+    names = [name for name, _, _ in publish.weight_entries(policy, make_run(device=device))]
+    assert policy.tied and names.count("lm_head.weight") == heads and "model.embed_tokens.weight" in names
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_fits_into_a_short_context(dtype: str) -> None:
     config = load_config(None, [f"generator.dtype={dtype}", "generator.max_model_len=40", "sampling.max_tokens=8"])
@@ -57,7 +67,7 @@ class Link:
 
     def __init__(self, *overrides: str) -> None:
         self.config = load_config(None, [*overrides])
-        self.run = SimpleNamespace(model_folder=None)
+        self.run = SimpleNamespace(model_folder=None, untied=True)
         self.said: dict[int, tuple[list[int], list[float]]] = {}
         self.newest = 0  # that the generators have from before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,20 +32,26 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def own_choices(policy: Policy, ids: list[int]) -> Tensor:
-    """(T, layers, k) as the router of each position chooses, one entry later, as the column has them."""
-    chosen: list[Tensor] = []
+    """(T, layers, k) as the router of each position chooses, one entry later, as the column has them; 0 in a layer
+    without a router."""
+    shape = len(policy.decoder.layers), policy.model.config.num_experts_per_tok
+    made = torch.zeros(len(ids), *shape, dtype=torch.uint8)
+    made[0] = 255
 
-    def keep(_module: object, _args: object, output: tuple[Tensor, ...]) -> None:
-        chosen.append(next(each for each in output if not each.is_floating_point()))
+    def keep(layer: int, _module: object, _args: object, output: tuple[Tensor, ...]) -> None:
+        made[1:, layer] = next(each for each in output if not each.is_floating_point())  # the last token is not read
 
-    routers = [each for each in policy.model.modules() if type(each).__name__.endswith("Router")]
-    hooks = [each.register_forward_hook(keep) for each in routers]
+    hooks = [
+        each.register_forward_hook(partial(keep, index))
+        for index, layer in enumerate(policy.decoder.layers)
+        for each in layer.modules()
+        if type(each).__name__.lower().endswith("router")
+    ]
     with torch.no_grad():
         policy(sequence_pack(ids))
     for hook in hooks:
         hook.remove()
-    made = torch.stack(chosen, 1)  # (T - 1, layers, k): the last token is not computed
-    return torch.cat([torch.full_like(made[:1], 255), made]).to(torch.uint8)
+    return made
 
 
 def pack_of(routing: Tensor, *sequences: list[int]) -> Pack:

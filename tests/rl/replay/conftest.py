@@ -13,7 +13,7 @@ from tests.rl.replay.recording import STEPS, begin, restart, train, without_sock
 @pytest.fixture(scope="package")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of one rank."""
-    run = begin(tmp_path_factory.mktemp("one"))
+    run = begin(tmp_path_factory.mktemp("one"), "learner.minibatches=1")
     with Harness(run) as harness:
         train(harness, 0, STEPS)
         harness.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from rl.store.batch_files import write_batch_part
@@ -17,8 +18,8 @@ STEPS = 6
 RECORDING = (*SETTINGS, f"steps={STEPS}", "learner.checkpoint_every=3", "learner.keep_checkpoints=9")
 
 
-def batch(step: int, ranks: int) -> list[BatchPart]:
-    return make_batch(step, ranks=ranks, vocab=VOCAB, version=max(0, step - 1))
+def batch(step: int, ranks: int, timeline: int = 0) -> list[BatchPart]:
+    return make_batch(step, ranks=ranks, vocab=VOCAB, version=max(0, step - 1), timeline=timeline)
 
 
 def begin(folder: Path, *overrides: str) -> RunFile:
@@ -27,20 +28,22 @@ def begin(folder: Path, *overrides: str) -> RunFile:
 
 def train(harness: Harness, first: int, last: int) -> None:
     """Serve the batches of these steps, and keep what broker and supervisor would."""
-    folder = harness.run.folder
     for step in range(first, last):
-        serve(harness, step)
-        row = harness.take(Metrics)
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": row.step} | row.values) + "\n")
+        assert harness.take(BatchRequest).step == step
+        send(harness, step)
+        keep_row(harness, harness.take(Metrics))
 
 
-def serve(harness: Harness, step: int) -> None:
-    parts = batch(step, harness.ranks)
+def send(harness: Harness, step: int, timeline: int = 0) -> None:
+    parts = batch(step, harness.ranks, timeline)
     for part in parts:
         write_batch_part(harness.run.folder, part)
-    assert harness.take(BatchRequest).step == step
     harness.send_batch(parts)
+
+
+def keep_row(harness: Harness, row: Metrics) -> None:
+    with (harness.run.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": row.step, "time": time.time()} | row.values) + "\n")
 
 
 def restart(harness: Harness) -> int:

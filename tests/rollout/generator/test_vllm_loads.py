@@ -12,6 +12,7 @@ from vllm import _custom_ops
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from rl.config.schema import load_config
+from rl.wire.run import RunFile
 from rollout.generator.engines.cpu.environment import UNPACKED_VARIABLE
 from rollout.generator.engines.cpu.unpacked import are_weights_as_loaded
 from rollout.generator.engines.environment import engine_environment
@@ -63,6 +64,26 @@ def test_a_load_writes_into_the_parameters_that_the_layers_multiply_with() -> No
 def test_weights_are_packed_where_that_is_sooner(device: str, dtype: str) -> None:
     told = engine_environment(load_config(None, [f"generator.dtype={dtype}"]), device)
     assert bool(told.get(UNPACKED_VARIABLE)) == (device == "cpu" and dtype == "float32")
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_head_that_stays_tied_follows_the_embedding(layer_by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, whose models are loaded layer by layer: the head gets no weights, and is the embedding."""
+    monkeypatch.setattr(RunFile, "untied", False)
+    if layer_by_layer:
+        monkeypatch.setattr("rollout.generator.engines.cpu.unpacked.are_weights_as_loaded", lambda runner: False)
+    rig = Rig(tied=True, own_process=False)
+    rig.start()
+    core: Any = rig.engine._core
+    model = core._core.model_executor.driver_worker.model_runner.get_model()
+
+    for _ in range(2):
+        rig.update()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        request = rig.request(PROBE)
+        (result,) = rig.generate(request)
+        assert rig.error(request, result) < TOLERANCE
+    rig.stop()
 
 
 class _Prepared(torch.nn.Module):

@@ -13,16 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rl.config.schema import ConfigError
 from rl.weights.channel import Entry, Piece, Placement, WeightsError
-from rl.weights.host import ends as copying
-from rl.weights.host import shm_file
+from rl.weights.host import ends, layout, shm_file
 from rl.weights.host.ends import tensors
 from rl.weights.host.ends import write as write_pieces
-from rl.weights.host.layout import Manifest, Segment, digest
+from rl.weights.host.layout import Manifest, combined_checksum, digest
 from rl.weights.host.shm import ShmReceiver, ShmSender
 from rl.weights.host.shm_file import SlotsFile, check_space, remove_slots, slots_path, sweep_stale
 from rl.weights.host.slots import draft_of
@@ -364,23 +364,42 @@ def test_tensors_arrive_cast_and_whole(make_run: MakeRun, ranks: int) -> None:
         writer.close()
 
 
-def test_much_is_hashed_in_a_second_thread_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_is_hashed_by_several_threads_part_by_part(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides the first hash ends when a second one has begun, which one thread alone would never see."""
     rows = [(spec.name, torch.randn(spec.shape), Placement(spec.shape)) for spec in MANIFEST.tensors]
-    hashed_by: list[str] = []
+    little = memoryview(bytearray(MANIFEST.total_bytes))
+    write_pieces(little, MANIFEST, rows)
+
+    run = make_run()
+    writer, reader = ShmSender(run, 0, ENTRIES), ShmReceiver(run, "generator-0-0", 0)
+    writer.open()
+    together = threading.Barrier(2)
+    due: list[threading.Barrier] = []
 
     def hashing(data: Any) -> int:
-        hashed_by.append(threading.current_thread().name)
+        if due:
+            due.pop().wait(60)
         return digest(data)
 
-    def written() -> tuple[list[Segment], bytes]:
-        view = memoryview(bytearray(MANIFEST.total_bytes))
-        return write_pieces(view, MANIFEST, rows), bytes(view)
+    monkeypatch.setattr(layout, "digest", hashing)
+    monkeypatch.setattr(layout, "_THREAD_BYTES", MANIFEST.total_bytes)
+    monkeypatch.setattr(layout, "_THREADS", 2)
+    monkeypatch.setattr(ends, "PART_BYTES", 20_000)
 
-    little = written()
-    monkeypatch.setattr(copying, "digest", hashing)
-    monkeypatch.setattr(copying, "_THREAD_BYTES", MANIFEST.total_bytes)
-    assert written() == little
-    assert len(hashed_by) == len(rows) and threading.current_thread().name not in hashed_by
+    due += [together, together]
+    view = writer.begin(Version(0, 0), 5)
+    segments = write_pieces(view, MANIFEST, rows)
+    assert bytes(view) == bytes(little) and not due
+    assert [length for _, length, _ in segments] == [20_000, 20_000, 6_200, 20, 480]
+    writer.commit(segments)
+
+    due += [together, together]
+    reader.take(Version(0, 0), 5)
+    assert reader.receipt() == combined_checksum(np.array(segments, np.uint64)) and not due
+    assert reader.release()
+    del view
+    reader.close()
+    writer.close()
 
 
 def test_pieces_that_do_not_fit_are_named() -> None:

@@ -79,18 +79,28 @@ def shape_of(config: Config, told: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
 
-def estimate(config: Config, device: str, model: ModelShape | None, machine: Machine | None = None) -> list[Need]:
+def estimate(
+    config: Config,
+    device: str,
+    model: ModelShape | None,
+    machine: Machine | None = None,
+    teacher: ModelShape | None = None,
+) -> list[Need]:
     """The needs of every kind of process, and of every kind of GPU where `device` is `cuda`.
 
-    `model` None (it is simulated, or not here yet): only what does not depend on it. An engine's cache, where no bytes
-    are given for it, takes what is left of a GPU of `machine`.
+    `model` or `teacher` None (it is simulated, or not here yet): only what does not depend on it. An engine's cache,
+    where no bytes are given for it, takes what is left of a GPU of `machine`.
     """
     needs = [] if config.supervised else [_environments(config), _samples(config, model)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
 
     if config.algo.teacher is not None:
-        needs.append(Need("teacher", "host", 1, {"process": _AT_REST["teacher"]}, "algo.teacher"))
+        loads = {"weights": teacher.trained * _MASTER} if teacher else {}  # before they are cast
+        on_host = {} if device == "cuda" else loads
+        needs.append(Need("teacher", "host", 1, {"process": _AT_REST["teacher"]} | on_host, "algo.teacher"))
+        if loads and device == "cuda":
+            needs.append(Need("teacher's GPU", "gpu", 1, loads | {"CUDA": _CONTEXT}, "algo.teacher"))
 
     engine_at_rest = {"process": _AT_REST[config.generator.engine]}
     learner_at_rest = {"process": _AT_REST[config.learner.kind]}

@@ -27,10 +27,10 @@ from launch.boards import check_boards
 from launch.launcher import LAUNCHERS
 from launch.launcher.local import Begin, begin_process
 from launch.machine import Machine, this_machine
-from launch.memory import Need, check_context, check_memory, estimate, shape_of, shared_with_learner
+from launch.memory import Need, check_context, check_longest, check_memory, estimate, shape_of, shared_with_learner
 from launch.model_config import model_config
-from launch.plan import ProcessSpec, gpus_needed, make_plan, shares_gpus
-from launch.prepare import Prepared, check_family_of, prepare
+from launch.plan import ProcessSpec, gpus_needed, has_own_teacher, make_plan, shares_gpus
+from launch.prepare import Prepared, check_family_of, may_be_on_hub, prepare
 from launch.sittings import write_history
 from rl.config.algo import is_endpoint
 from rl.config.hooks import make_hooks
@@ -40,6 +40,7 @@ from rl.config.schema import Config, ConfigError
 from rl.learner.rows import check_journal
 from rl.learner.simulated import OPTIONS as LEARNER_OPTIONS
 from rl.models.families import read_config
+from rl.models.shape import ModelShape
 from rl.observe.alarms import check_alarms
 from rl.store.checkpoint_folder import CheckpointError, Meta, read_journal, read_meta, verify
 from rl.weights.host import make_room
@@ -99,8 +100,11 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     _check_parser(config, dry, unchecked)
     device, machine = _check_device(config, target, dry, unchecked)
     told = _told(config, dry, unchecked)
+    teacher = _teacher(config, dry, unchecked)
 
-    memory = _check_memory(config, device, told, machine, unchecked)  # refused before tasks or a model are made
+    memory = _check_memory(
+        config, device, told, machine, unchecked, teacher
+    )  # refused before tasks or a model are made
 
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
     if family is not None and knows_tasks(family):
@@ -111,7 +115,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     if not dry:
         shape_by_model(prepared.folder, replay=config.replays_routers)
     if told is None and prepared.folder is not None:
-        memory = _check_memory(config, device, read_config(prepared.folder), machine, unchecked)
+        memory = _check_memory(config, device, read_config(prepared.folder), machine, unchecked, teacher)
     if family is not None and prepared.folder is not None:
         check_lengths(config, family, prepared.folder)
 
@@ -285,12 +289,35 @@ def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:
         unchecked.append(f"chat.parser={config.chat.parser!r}: vLLM is not installed yet")
 
 
+def _teacher(config: Config, dry: bool, unchecked: list[str]) -> ModelShape | None:
+    """The shape of a teacher that computes here, if its `config.json` can be read already. Raises ConfigError."""
+    path = config.algo.teacher
+    if path is None or not (config.steps and has_own_teacher(config)):
+        return None
+    if dry and not Path(path).exists() and not may_be_on_hub(path):
+        unchecked.append(f"algo.teacher={path!r}: there is no such folder yet, without which a run is refused")
+        return None
+    named = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    said: list[str] = []
+
+    try:
+        told = model_config(named, fetch=not dry, unchecked=said)
+        shape = None if told is None else shape_of(named, told)
+        if shape is not None:
+            check_longest(named, shape, f"model.path={path!r}")
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", "algo.teacher", 1)) from None
+    unchecked += (each.replace("model.path", "algo.teacher", 1) for each in said)
+    return shape
+
+
 def _check_memory(
     config: Config,
     device: str,
     told: Mapping[str, Any] | None,
     machine: Machine,
     unchecked: list[str],
+    teacher: ModelShape | None,
 ) -> list[Need]:
     _check_threads(config, device, machine)
     model = None
@@ -308,7 +335,7 @@ def _check_memory(
             )
         unchecked.append(f"{machine.name}: how much memory a GPU has; name it, for instance 8x80")
 
-    needs = estimate(config, device, model, machine)
+    needs = estimate(config, device, model, machine, teacher)
     check_memory(needs, machine)
     return needs
 

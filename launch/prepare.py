@@ -141,7 +141,7 @@ def config_folder(config: Config, *, fetch: bool) -> Path | None:
         return None
     if Path(path).exists():
         return Path(path) if (Path(path) / "config.json").exists() else None
-    if not _may_be_on_hub(path):
+    if not may_be_on_hub(path):
         raise ConfigError(f"model.path={path!r}: no such folder, and no hub name (owner/name)")
     if config.learner.kind == "simulated" and config.generator.engine == "simulated":
         return None
@@ -175,9 +175,9 @@ def _base_folder(config: Config, *, fetch: bool) -> Path | None:
             )
         return folder.resolve()
 
-    told = config_folder(config, fetch=fetch)
     if not fetch:
         return None
+    told = config_folder(config, fetch=True)
     if told is not None:
         check_family_of(config, read_config(told))  # gigabytes come after it
     with _reaching_the_hub(path):
@@ -279,7 +279,7 @@ def _teacher_folder(config: Config, *, make: bool) -> Path | None:
     named = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     try:
         folder = _base_folder(named, fetch=make)
-        if folder is not None:
+        if folder is not None and (make or any(folder.glob("*.safetensors"))):  # a plan needs no weights
             _weight_files(folder)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", "algo.teacher", 1)) from None
@@ -318,7 +318,7 @@ def _check_trainable(config: Config, folder: Path, field: str, options: LoraOpti
     check_longest(config, shape, field)
 
 
-def _may_be_on_hub(path: str) -> bool:
+def may_be_on_hub(path: str) -> bool:
     return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
 
 

@@ -17,7 +17,7 @@ from algos.rewards import Shaping, check_shaping, make_shaping
 from rl.config.algo import CriticConfig, KLConfig, is_endpoint
 from rl.config.plugins import load
 from rl.config.schema import Config
-from rl.wire.columns import BUILT_IN, COLUMNS, register_configured
+from rl.wire.columns import BUILT_IN, COLUMNS, Column, register_configured
 
 _LIST = "list the column's declaration under algo.columns (rl/wire/columns.py)"
 
@@ -147,6 +147,13 @@ def _contradictions(config: Config, algorithm: Algorithm) -> Iterator[tuple[bool
 def _of_teacher(config: Config, loss: Loss) -> Iterator[tuple[bool, str]]:
     """What must not be of `algo.teacher`."""
     teacher = config.algo.teacher
+    for named in config.algo.columns:
+        column: Column = load("algo.columns", named, {})
+        filled = column.producer != "teacher" or (teacher is not None and column.name == "teacher_logp")
+        yield (
+            not filled,
+            f"algo.columns={named!r}: nothing fills it; name a teacher in algo.teacher, which fills its own",
+        )
     if teacher is None:
         return
 

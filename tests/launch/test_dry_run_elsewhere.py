@@ -130,6 +130,22 @@ def test_what_cannot_run_there_is_refused(
     assert re.search(words, planned(capsys, "math_8gpu", path, *NODE, *arguments, code=2))
 
 
+def test_a_teacher_has_a_gpu_that_must_hold_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """While it loads it has four bytes a parameter."""
+    taught = ["math_1gpu", folder_of(QWEN3 | {"num_hidden_layers": 4}, tmp_path / "m"), "algo.loss=reverse_kl"]
+    taught += ["generator.max_model_len=1024", "sampling.max_tokens=512", "--gpus", "2x24"]
+    told = planned(capsys, *taught, f"algo.teacher={tmp_path / 'm'}")
+    assert "1 × teacher's GPU" in told
+
+    folder_of(SEVEN_B | {"model_type": "qwen2"}, tmp_path / "large")
+    told = planned(capsys, *taught, f"algo.teacher={tmp_path / 'large'}", code=2)
+    assert re.search(r"algo.teacher: 1 × teacher's GPU: 2\d\.\d GiB each .*, and a GPU has 23.8 GiB", told)
+    told = planned(capsys, *taught, f"algo.teacher={tmp_path / 'none'}")
+    assert f"not checked here: algo.teacher='{tmp_path / 'none'}': there is no such folder yet" in told.replace(
+        "\n", " "
+    )
+
+
 def test_without_a_target_nothing_of_a_node_is_held_against_a_laptop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

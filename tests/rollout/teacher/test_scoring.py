@@ -171,6 +171,10 @@ def test_tokens_must_mean_the_same(teacher: Path, tmp_path: Path) -> None:
             ("algo.loss=reverse_kl",),
             "uses teacher_logp, which nothing here computes: .*, or name the model of a teacher in algo.teacher",
         ),
+        (
+            ("algo.loss=reverse_kl", "algo.columns=[rl.wire.columns:TEACHER_LOGP]"),
+            "algo.columns='rl.wire.columns:TEACHER_LOGP': nothing fills it; name a teacher in algo.teacher",
+        ),
         (("algo.teacher=x",), "algo.teacher='x' is never asked with algo.loss='grpo': set algo.loss=reverse_kl"),
         (
             ("algo.loss=reverse_kl", "algo.teacher=http://x/v1#y", "sampling.temperature=0.7"),

@@ -28,7 +28,7 @@ __all__ = ["prepared_here"]
 ROOT = Path(__file__).parents[2]
 NODE = ["--gpus", "8x80", "--host-memory", "1T", "--cores", "192"]
 QWEN3 = FOUR_B | {"model_type": "qwen3"}
-OF_EXPERTS = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 128, "moe_intermediate_size": 768}
+OF_EXPERTS = QWEN3 | {"model_type": "gpt_oss", "num_local_experts": 128}
 BY_SIZE = {
     "0.5B": SEVEN_B
     | {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "num_hidden_layers": 24}
@@ -120,7 +120,7 @@ def test_what_each_gpu_holds_fits_on_one_screen(tmp_path: Path, capsys: pytest.C
         (QWEN3, ["generator.count=6"], "the plan needs 9 GPUs, --gpus 8x80 shows 8"),
         (QWEN3, ["generator.kv_cache_bytes=90000000000"], "generator.tensor_parallel: 5 × engine's GPU"),
         (QWEN3, ["--host-memory", "16G"], r"needs about .* and --gpus 8x80 has 16.0 GiB"),
-        (OF_EXPERTS, [], "qwen3_moe: transformers keeps its parameters under other names"),
+        (OF_EXPERTS, [], "gpt_oss: its attention has sinks"),
     ],
 )
 def test_what_cannot_run_there_is_refused(
@@ -204,7 +204,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("hub")
 def test_a_hub_name_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search("^KV cache +6", planned(capsys, "math_8gpu", "model.path=Qwen/dense", *NODE), re.MULTILINE)
-    assert "qwen3_moe" in planned(capsys, "math_8gpu", "model.path=Qwen/moe", *NODE, code=2)
+    assert "gpt_oss" in planned(capsys, "math_8gpu", "model.path=Qwen/moe", *NODE, code=2)
     assert "the hub shows no such model (404)" in planned(capsys, "math_8gpu", "model.path=Qwen/none", *NODE, code=2)
 
 

@@ -98,6 +98,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     _check_plugins(config)
     _check_parser(config, dry, unchecked)
     device, machine = _check_device(config, target, dry, unchecked)
+    _check_channel(config, device, len(machine.gpus))
     told = _told(config, dry, unchecked)
 
     memory = _check_memory(config, device, told, machine, unchecked)  # refused before tasks or a model are made
@@ -283,6 +284,19 @@ def _check_parser(config: Config, dry: bool, unchecked: list[str]) -> None:
         if not dry:
             raise ConfigError(f"chat.parser={config.chat.parser!r}: vLLM is not installed; install it") from None
         unchecked.append(f"chat.parser={config.chat.parser!r}: vLLM is not installed yet")
+
+
+def _check_channel(config: Config, device: str, visible: int) -> None:
+    """NCCL needs a GPU of its own on both sides."""
+    if config.channel != "nccl":
+        return
+    why = ""
+    if device == "cpu" or not config.steps:
+        why = "it goes from GPU to GPU, and " + ("device=cpu" if device == "cpu" else "steps=0 leaves a learner none")
+    elif shares_gpus(config, visible):
+        why = "NCCL refuses an engine and a learner on one GPU"
+    if why:
+        raise ConfigError(f"weights.transport='nccl': {why}; set weights.transport=auto")
 
 
 def _check_memory(

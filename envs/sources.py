@@ -36,8 +36,13 @@ def split_tasks(
 
     Raises ValueError where no task is left for training.
     """
+    if not tasks:
+        raise ValueError(f"{options.source} has no rows")
     if options.eval_source is not None:
-        return {"train": tasks, "eval": load(options.eval_source, options.subset, options.eval_split)}
+        held_out = load(options.eval_source, options.subset, options.eval_split)
+        if not held_out:
+            raise ValueError(f"eval_source={options.eval_source!r} has no rows")
+        return {"train": tasks, "eval": held_out}
     if options.eval_count >= len(tasks):
         raise ValueError(f"eval_count={options.eval_count}: {options.source} has only {len(tasks)} tasks")
     cut = len(tasks) - options.eval_count

@@ -14,6 +14,11 @@
     fresco trace runs/math_cpu --out trace.json
     fresco report runs/math_cpu runs/math_cpu_alpha2 --out compared.html
     fresco report runs/math_cpu --serve
+    fresco replay runs/math_cpu --from 40 algo.loss=topr
+    fresco lab runs/math_cpu --from 40 --losses topr,cispo,my_module:mine
+    fresco bisect runs/math_cpu runs/math_cpu.1 --replay
+    fresco set runs/math_cpu learner.lr=1e-5
+    fresco undo runs/math_cpu --to 40
     fresco export runs/math_cpu/checkpoints/step-40 my_model --merge
     fresco push runs/math_cpu me/my-model
     fresco doctor
@@ -30,7 +35,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -64,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     except Exception as error:
+        if isinstance(error, OSError) and _named_in(arguments, error.filename):
+            say(f"fresco: {str(error.filename)!r}: {error.strerror}; name another one", sys.stderr)
+            return 2
         if own_place(error) and not isinstance(error, OSError):
             say(f"fresco: {told(error)}", sys.stderr)
             return 1
@@ -74,6 +82,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
     return code
+
+
+def _named_in(arguments: argparse.Namespace, path: object) -> bool:
+    """Whether the path is one that the command was told, or lies in it."""
+    told = [each for each in vars(arguments).values() if isinstance(each, Path)]
+    return isinstance(path, str | Path) and any(Path(path).is_relative_to(each) for each in told)
 
 
 @contextlib.contextmanager
@@ -111,6 +125,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     _add_trace(commands.add_parser("trace", help="write what happened when, for Perfetto (Chrome's trace format)"))
     _add_top(commands.add_parser("top", help="watch a running run: what every process does or waits for"))
     _add_report(commands.add_parser("report", help="write one HTML file that shows runs, by itself and offline"))
+
+    _add_replay(commands.add_parser("replay", help="train a run's recorded steps again: bit for bit, or changed"))
+    _add_lab(commands.add_parser("lab", help="the run's own batches under several losses, advantages or corrections"))
+    _add_bisect(
+        commands.add_parser("bisect", help="where two runs part first, or which commit changed what is computed")
+    )
+    _add_set(commands.add_parser("set", help="change a field of a run that goes on, at the end of a step"))
+    _add_undo(commands.add_parser("undo", help="take a run that goes on back to one of its checkpoints"))
+
     _add_export(commands.add_parser("export", help="write a checkpoint as a model, or its adapters for peft and vLLM"))
     _add_push(commands.add_parser("push", help="upload a run's trained model to the hub"))
     doctor = commands.add_parser("doctor", help="say what this machine has and what is missing")
@@ -221,12 +244,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, also of one that goes on or was killed")
     parser.add_argument("--kind", choices=["train", "eval"], help="training episodes or those of evaluations only")
-    parser.add_argument("--step", type=int, help="whose newest token was sampled by this version")
+    parser.add_argument("--step", type=_whole(0), help="whose newest token was sampled by this version")
     parser.add_argument("--failed", action="store_true", help="without success")
     parser.add_argument("--reward", type=_range, help="this one, or a range: 0.2..0.8, ..0.5, 0.5..")
     parser.add_argument("--task", type=int, help="of this task")
     parser.add_argument("--group", type=int, help="all members of this group")
-    parser.add_argument("--limit", type=int, default=5, help="at most so many, the newest first (5)")
+    parser.add_argument("--limit", type=_whole(1), default=5, help="at most so many, the newest first (5)")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     parser.set_defaults(call="launch.commands.show:show")
 
@@ -234,11 +257,22 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _range(text: str) -> tuple[float, float]:
     """The lowest and the highest value of `0.5` alone, `0.2..0.8`, `..0.5` or `0.5..`."""
     low, dots, high = text.partition("..")
-    try:
+    with contextlib.suppress(ValueError):
         lowest = float(low or ("-inf" if high else low))
-        return lowest, float(high or "inf") if dots else lowest
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..") from None
+        highest = float(high or "inf") if dots else lowest
+        if lowest <= highest:  # nor is NaN
+            return lowest, highest
+    raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 0.2..0.8, ..0.5, 0.5..")
+
+
+def _whole(least: int, most: int = 10**9) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if least <= int(text) <= most:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+
+    return whole
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -251,6 +285,59 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
     parser.set_defaults(call="launch.commands.top:top")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="fields of algo, or of how the learner learns"
+    )
+    _add_span(parser)
+    exact = "compare each token with the weights that sampled it; name the first batch beyond NATS (alarms.exact)"
+    parser.add_argument("--exact", type=float, metavar="NATS", help=exact)
+    parser.add_argument("--trail", type=Path, help="write digests of what each step computed to this JSON file")
+    parser.set_defaults(call="launch.commands.replay:replay")
+
+
+def _add_lab(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    parser.add_argument("--losses", default="", metavar="A,B,…", help="registered losses, or package.module:name")
+    more = "another variant: fields of algo or of the learner, as one word; may be given again"
+    parser.add_argument("--with", action="append", default=[], dest="variants", metavar="'key=value …'", help=more)
+    _add_span(parser)
+    parser.set_defaults(call="launch.commands.lab:lab")
+
+
+def _add_bisect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run's folder, with batches (tracking.replay)")
+    parser.add_argument("other", type=Path, nargs="?", help="the run that came out otherwise")
+    parser.add_argument("--replay", action="store_true", help="compute the step anew, under the code of each run")
+    parser.add_argument("--good", metavar="COMMIT", help="with one run: a commit that computes it right")
+    parser.add_argument("--bad", metavar="COMMIT", help="a later one that does not")
+    parser.add_argument("--from", type=int, dest="first", metavar="N", help="of --good and --bad: the first step")
+    parser.add_argument("--to", type=int, dest="last", metavar="M", help="and up to this version")
+    parser.set_defaults(call="launch.commands.bisect:bisect")
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="the folder of a run that goes on")
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="learner.lr and others that every step reads")
+    parser.set_defaults(call="launch.commands.change:set_fields")
+
+
+def _add_undo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="the folder of a run that goes on")
+    parser.add_argument(
+        "--to", type=int, required=True, metavar="N", help="the step of one of its two newest checkpoints"
+    )
+    parser.set_defaults(call="launch.commands.change:undo")
+
+
+def _add_span(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--from", type=int, dest="first", metavar="N", help="the first step (the earliest there is)")
+    parser.add_argument("--to", type=int, dest="last", metavar="M", help="up to this version (the last one)")
+    trust = "how near a changed policy must stay: least effective sample size, largest KL in nats a token (0.5,0.05)"
+    parser.add_argument("--trust", default="0.5,0.05", metavar="ESS,KL", help=trust)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -273,7 +360,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="folders of runs, in whatever state")
     parser.add_argument("--out", type=Path, help="where the file goes; default: report.html in the first run's folder")
     parser.add_argument("--serve", action="store_true", help="show it on this machine, and follow runs that go on")
-    parser.add_argument("--port", type=int, default=0, help="of --serve; default: any that is free")
+    parser.add_argument("--port", type=_whole(0, 65535), default=0, help="of --serve; default: any that is free")
     parser.set_defaults(call="launch.commands.report:report")
 
 

@@ -85,7 +85,7 @@ def estimate(config: Config, device: str, model: ModelShape | None, machine: Mac
     `model` None (it is simulated, or not here yet): only what does not depend on it. An engine's cache, where no bytes
     are given for it, takes what is left of a GPU of `machine`.
     """
-    needs = [] if config.supervised else [_environments(config), _samples(config)]
+    needs = [] if config.supervised else [_environments(config), _samples(config, model)]
     if config.chat.vllm_names:
         needs.append(Need("process of parsers", "host", 1, {"process": _AT_REST["parsers"]}, "chat.parser"))
 
@@ -137,21 +137,25 @@ def check_memory(needs: Sequence[Need], machine: Machine) -> None:
             )
 
 
-def check_context(config: Config, device: str, model: ModelShape) -> None:
-    """What engine and model must agree on. Raises ConfigError."""
+def check_longest(config: Config, model: ModelShape, field: str) -> None:
+    """A model can read the longest sequence that there can be. Raises ConfigError."""
     longest = config.generator.max_model_len
     if model.max_length is not None and longest > model.max_length:
         raise ConfigError(
-            f"generator.max_model_len={longest}: the model of model.path={config.model.path!r} reads at most "
-            f"{model.max_length} tokens"
+            f"generator.max_model_len={longest}: the model of {field} reads at most {model.max_length} tokens"
         )
 
+
+def check_context(config: Config, device: str, model: ModelShape) -> None:
+    """What engine and model must agree on. Raises ConfigError."""
+    check_longest(config, model, f"model.path={config.model.path!r}")
     split = config.generator.tensor_parallel
     if model.kv_heads % split and split % model.kv_heads:
         raise ConfigError(
             f"generator.tensor_parallel={split} does not divide the {model.kv_heads} key-value heads of the model"
         )
 
+    longest = config.generator.max_model_len
     cache = kv_cache_bytes(config.generator, device)
     context = longest * model.kv_bytes(_bytes(config.generator.dtype))
     if config.generator.engine == "vllm" and cache is not None and cache < context:
@@ -164,13 +168,15 @@ def _environments(config: Config) -> Need:
     return Need("environment server", "host", config.env.servers, {"process": _AT_REST["env_server"]}, "env.servers")
 
 
-def _samples(config: Config) -> Need:
-    """A token waits in the broker and in a batch with its id, version, mask and log-probability: 16 bytes."""
+def _samples(config: Config, model: ModelShape | None) -> Need:
+    """A token waits in the broker and in a batch with its id, version, mask and log-probability, which are 16 bytes,
+    and with its experts."""
+    token = 16 + (model.routing_bytes if model and config.replays_routers else 0)
     rollout = config.rollout
     groups = (1 + rollout.alpha) * rollout.groups_per_batch + rollout.redundant_groups
     samples = int(groups) * (rollout.group_size + rollout.redundant_episodes)
     field = "rollout.alpha, rollout.groups_per_batch, rollout.group_size"
-    return Need("sample", "host", samples, {"tokens": 16 * config.sampling.max_tokens}, field)
+    return Need("sample", "host", samples, {"tokens": token * config.sampling.max_tokens}, field)
 
 
 def _served(config: Config, model: ModelShape, device: str) -> int:
@@ -193,7 +199,7 @@ def _engine_gpu(config: Config, model: ModelShape) -> Need:
     generator = config.generator
     options = engine_options(generator)
     tokens = options.max_num_batched_tokens or max(generator.max_model_len, _BATCHED_TOKENS)
-    step = tokens * _bytes(generator.dtype) * 3 * (model.width // generator.tensor_parallel + model.hidden)
+    step = tokens * _bytes(generator.dtype) * 3 * (model.active // generator.tensor_parallel + model.hidden)
     parts = _engine(config, model, "cuda") | {
         "largest step": step + 3 * 4 * generator.max_num_seqs * model.vocabulary,
         "CUDA": _CONTEXT,

@@ -110,7 +110,7 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     data = {} if dry or family is None else data_of(config.env.name, family)
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
-        shape_by_model(prepared.folder)
+        shape_by_model(prepared.folder, replay=config.replays_routers)
     if told is None and prepared.folder is not None:
         memory = _check_memory(config, device, read_config(prepared.folder), machine, unchecked)
     if family is not None and prepared.folder is not None:
@@ -476,7 +476,7 @@ def _check_journal(checked: Preflight, meta: Meta) -> None:
     assert config.resume is not None
     try:
         if config.supervised:
-            check_journal(read_journal(config.resume), checked.data)
+            check_journal(read_journal(config.resume), checked.data, config)
             return
         state = msgspec.msgpack.decode(read_journal(config.resume))
         core = BrokerCore(Rules.of(config, checked.train_tasks, meta.step), data=checked.data)

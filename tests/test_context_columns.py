@@ -285,7 +285,7 @@ def test_generators_and_the_proxy_die_and_every_entry_is_right(tmp_path: Path, o
         "algo.columns=[tests.reading:READ, tests.reading:SAMPLER]",
         "steps=10",
         "eval.tasks=0",
-        "tracking.save_batches=true",
+        "tracking.replay=full",
         "timeouts.heartbeat_s=0.1",
         "learner.options.step_s=0.1",
         "sampling.max_tokens=800",

@@ -24,7 +24,7 @@ from tests.test_end_to_end_simulated import check_books, finish, pid_of, start, 
 
 pytestmark = pytest.mark.usefixtures("own_table")
 TEACHER = "rollout.teacher.process"
-TAUGHT = ("algo.loss=reverse_kl", "algo.teacher=simulated", "tracking.save_batches=true", "learner.options.step_s=0.1")
+TAUGHT = ("algo.loss=reverse_kl", "algo.teacher=simulated", "tracking.replay=full", "learner.options.step_s=0.1")
 
 
 def batches(tmp_path: Path) -> list[BatchPart]:
@@ -69,6 +69,7 @@ def test_a_teacher_that_dies_once_too_often_ends_the_run_by_name(tmp_path: Path)
     assert summary["error"] == "teacher.0 ended: killed by SIGKILL; it was restarted 0 times already"
 
 
+@pytest.mark.docs
 def test_a_resumed_run_is_taught_as_before(tmp_path: Path) -> None:
     finish(start(tmp_path, *TAUGHT, "steps=8"), tmp_path)
     finish(start(tmp_path, *TAUGHT, "steps=16", "resume=auto"), tmp_path)
@@ -92,6 +93,7 @@ def largest_gap(parts: list[BatchPart], teacher: Path) -> float:
     return worst
 
 
+@pytest.mark.docs
 def test_a_real_teacher_of_another_size(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "layers": 3, "ffn_size": 96, "sft_steps": 0, "seed": 1}
     teacher = ensure_tiny_model(TinyRecipe(**sizes), tmp_path / "cache", log=lambda _: None)

@@ -182,7 +182,7 @@ def bring_runs(block: Block, folder: Path) -> None:
     wanted = set(re.findall(r"\b(?:runs/)([\w-]+)", " ".join(block.commands)))
     for each in sorted(wanted):
         if not (folder / "runs" / each).exists():
-            made = ["experiments/simulated.yaml", f"name={each}", "steps=6", "tracking.save_batches=true"]
+            made = ["experiments/simulated.yaml", f"name={each}", "steps=6", "tracking.replay=full"]
             subprocess.run([sys.executable, "-m", "launch.cli", "run", *made], cwd=folder, check=True, timeout=120)
 
 

@@ -41,7 +41,7 @@ env: {{name: math, options: {{source: arithmetic}}}}
 algo: {{loss: grpo}}
 learner: {{ranks: 2, lr: 3.0e-3, checkpoint_every: 1, keep_checkpoints: 100}}
 eval: {{tasks: 8}}
-tracking: {{wandb: offline, save_batches: true}}
+tracking: {{wandb: offline, replay: full}}
 """
 
 
@@ -172,6 +172,7 @@ def goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert len(before) == 4 * 6 and len(after) == 2 * 6 and not before & after
 
 
+@pytest.mark.docs
 def test_a_killed_engine_process_is_replaced_and_ctrl_c_ends_its_successor_too(tmp_path: Path) -> None:
     """It is vLLM's own process that an out-of-memory kill hits, where it has one; nothing else restarts."""
     settings = ["steps=100000", "learner.checkpoint_every=0", "generator.options.own_process=true"]

@@ -181,7 +181,7 @@ def speak_as(run: RunFile, name: bytes, pick: random.Random) -> None:
 
 def test_who_has_the_key_speaks_in_nobodys_name(tmp_path: Path) -> None:
     """Every message in the name of every living process: none is heard, and no name is taken over."""
-    options = ("steps=5000", "weights.transport=zmq", "learner.options.step_s=0.1", "tracking.save_batches=true")
+    options = ("steps=5000", "weights.transport=zmq", "learner.options.step_s=0.1", "tracking.replay=full")
     process = start(tmp_path, *options)
     wait_for_step(tmp_path, 2)
     folder = tmp_path / "simulated"

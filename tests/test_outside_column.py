@@ -386,7 +386,7 @@ def test_every_process_of_a_run_knows_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch.cli", "run", "experiments/simulated.yaml", f"runs={tmp_path}", "steps=3"]
     columns = f"algo.columns=[{MODULE}:TEACHER_LOGP, {MODULE}:ROUTED_EXPERTS]"
     done = subprocess.run(
-        [*command, columns, "tracking.save_batches=true"], cwd=root, capture_output=True, text=True, timeout=240
+        [*command, columns, "tracking.replay=full"], cwd=root, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert json.loads((tmp_path / "simulated" / "summary.json").read_text())["steps"] == 3

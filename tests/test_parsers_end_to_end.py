@@ -55,6 +55,7 @@ def has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.docs
 def test_a_run_goes_on_when_its_parsers_die_and_hang(process: subprocess.Popen[str], tmp_path: Path) -> None:
     wait_for_step(tmp_path, 2)
     assert has_torch(pid_of(tmp_path, PARSERS)) and not has_torch(pid_of(tmp_path, "envs.server"))

@@ -21,7 +21,7 @@ MODULES = {
     "env_server": "envs.server",
     "learner": "rl.learner.simulated",
 }
-SLOW = ("tracking.save_batches=true", "timeouts.heartbeat_s=0.1", "learner.options.step_s=0.1")
+SLOW = ("tracking.replay=full", "timeouts.heartbeat_s=0.1", "learner.options.step_s=0.1")
 
 IPC: tuple[str, ...] = ()
 TCP = ("network.transport=tcp", "weights.transport=zmq")

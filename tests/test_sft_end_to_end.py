@@ -162,6 +162,7 @@ def test_losses_and_weights_equal_the_plain_loop(ranks: int, model: Path, rows: 
     assert "Fine-tuned on conversations" in (tmp_path / "sft" / "model" / "README.md").read_text()
 
 
+@pytest.mark.docs
 def test_a_killed_rank_costs_nothing_but_time(model: Path, rows: Path, tmp_path: Path) -> None:
     steps = 40
     overrides = (f"steps={steps}", "learner.ranks=2", "learner.checkpoint_every=10")
@@ -179,6 +180,7 @@ def test_a_killed_rank_costs_nothing_but_time(model: Path, rows: Path, tmp_path:
     assert distance(tmp_path / "sft" / "model", expected) < 2e-2
 
 
+@pytest.mark.docs
 def test_the_same_command_goes_on_after_ctrl_c(model: Path, rows: Path, tmp_path: Path) -> None:
     process = start(rows, model, tmp_path, "steps=2000", "learner.ranks=2")
     wait_for_step(process, tmp_path, 3)
@@ -193,6 +195,9 @@ def test_the_same_command_goes_on_after_ctrl_c(model: Path, rows: Path, tmp_path
     output = finish(start(other, model, tmp_path, f"steps={stopped + 4}", "resume=auto"), code=2)
     assert f"resume='{saved}': it is of other rows (40 tasks" in output.replace("\n", " ")
 
+    output = finish(start(rows, model, tmp_path, f"steps={stopped + 4}", "resume=auto", "--batch", "8"), code=2)
+    assert f"it was trained with rollout.groups_per_batch={BATCH}, and 8 makes other batches" in output
+
     output = finish(start(rows, model, tmp_path, f"steps={stopped + 4}", "resume=auto"))
     expected = plain(model, stopped + 4)
     assert losses(tmp_path)[-4:] == pytest.approx(expected.losses[-4:], rel=1e-2, abs=1e-2)
@@ -202,7 +207,9 @@ def test_the_same_command_goes_on_after_ctrl_c(model: Path, rows: Path, tmp_path
     ("overrides", "message"),
     [
         (("--epochs", "2", "steps=3"), "--epochs=2 beside steps=3; give one of them"),
-        (("--epochs", "0"), "--epochs=0; it must be above 0"),
+        *((("--epochs", epochs), f"--epochs={epochs}; it must be above 0") for epochs in ("0", "nan", "inf", "1e+09")),
+        (("--held-out", "-1"), "env.options.eval_count=-1: Input should be greater than or equal to 0"),
+        (("sampling.temperature=0.5",), "sampling.temperature=0.5: rows are learned at temperature 1; leave it out"),
         (("seconds=9",), "seconds=9.0: fresco sft does not know it; set steps or --epochs"),
         (("--batch", "64"), "rollout.groups_per_batch=64: env 'envs.chat:ChatFamily' has only 40 training tasks"),
         (

@@ -55,7 +55,7 @@ _OVERRIDES = (
     "learner.ranks=1",
     "eval.every=0",
     "eval.tasks=8",
-    "tracking.save_batches=true",
+    "tracking.replay=full",
     "tracking.wandb=disabled",
     "tracking.live=false",
 )
@@ -107,7 +107,7 @@ def guarded_step(
         watch(learner.guards.updated, minibatch, update)
         stats.add(update)
     learner.token_log.write_batch()
-    watch(learner.guards.trained, stats.metrics())
+    watch(learner.guards.trained, stats.metrics(), stats.routing)
 
     watch(
         probe_logp,

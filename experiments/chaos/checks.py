@@ -43,7 +43,7 @@ def _ledger(ledger: dict[str, dict[str, int]] | None) -> list[str]:
 
 
 def _samples(run: Path) -> list[str]:
-    """The faults in what was trained (`tracking.save_batches`): the batch of a step is the same for all ranks."""
+    """The faults in what was trained (`tracking.replay=full`): the batch of a step is the same for all ranks."""
     rows = {batch_part.step: batch_part.rows for batch_part in read_batch_parts(run)}
     times = Counter(row.sample_id for batch in rows.values() for row in batch)
     return [f"sample {sample} was trained in {count} steps" for sample, count in times.items() if count > 1]

@@ -54,7 +54,7 @@ def play(recipe: str | Path, overrides: Sequence[str], schedule: Sequence[Fault]
     """Run the recipe to its end under these faults. A run without a new step for `stuck_s` is ended."""
     played = Played()
     with _workplace(disk=any(fault.kind == "disk" for fault in schedule)) as (runs, temporary):
-        mine = [f"runs={runs}", "name=chaos", "tracking.wandb=disabled", "tracking.save_batches=true", *overrides]
+        mine = [f"runs={runs}", "name=chaos", "tracking.wandb=disabled", "tracking.replay=full", *overrides]
         last_step = load_config(recipe, mine).steps
 
         output_file = temporary.with_name("output")

@@ -77,7 +77,7 @@ def _run(case: Case, config: Config, runs: Path, begin_child: Begin, begin: floa
 
     checked = replace(checked, plan=[_spoilt(spec, case) for spec in checked.plan])
     run = make_run(checked, begin)
-    write_provenance(run.folder, find_recipe(case.recipe), config)
+    write_provenance(run.folder, find_recipe(case.recipe), config, run)
     return execute(run, checked, begin_child)
 
 

@@ -76,6 +76,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     arguments.overrides = [item for item in arguments.overrides if "=" in item]
     configs = [configure(target, arguments) for target in targets]
     reports: list[dict[str, Any]] = []
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.open("ab").close()  # minutes before something is written to it
 
     for target, config in zip(targets, configs, strict=True):
         runs: list[dict[str, Any]] = []
@@ -87,7 +90,6 @@ def evaluate(arguments: argparse.Namespace) -> int:
         print_comparison(reports)
     if arguments.out:
         told = reports[0] if len(reports) == 1 else reports
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
     return 0
 
@@ -136,7 +138,7 @@ def configure(name: str, arguments: argparse.Namespace) -> Config:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    found = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.save_batches=false"]
+    found = ["steps=0", "name=eval", "tracking.wandb=disabled", "tracking.replay=off"]
     if arguments.split is not None:
         found.append(f"env.options.eval_split={arguments.split}")
     if sampled := max(arguments.temperatures):

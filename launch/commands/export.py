@@ -7,6 +7,7 @@ the model that the run began with, so that nothing of it is rounded.
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from rl.wire.run import RunFile
 def export(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError for what is no whole checkpoint, and for a base that is another one."""
     folder, out = Path(arguments.target), arguments.out.absolute()
+    if not folder.exists():
+        raise ConfigError(f"there is no {arguments.target!r}; name a checkpoint, or a run's folder")
     if (folder / "model").is_dir() and latest(folder / "checkpoints") is None:
         raise ConfigError(f"{arguments.target!r} has no checkpoint; how it ended is in its folders model and adapter")
     target = find_target(arguments.target)
@@ -45,14 +48,18 @@ def export(arguments: argparse.Namespace) -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         policy = saved_policy(run.config, start, saved)
+
         if options is not None and arguments.adapter:
             export_adapter(policy, options, run.config, start, out)
         else:
             export_hf(policy, out, start, texts_beside(run, meta.step))
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{str(arguments.out)!r} cannot be written: {error}") from None
     finally:
         dist.destroy_process_group()
+        shutil.rmtree(out.with_name(f"{out.name}.tmp"), ignore_errors=True)  # of an export that did not come to its end
 
     say(f"step {meta.step} of {run.config.name} is now {out}")
     return 0

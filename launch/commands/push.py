@@ -7,10 +7,10 @@ it is, `hf auth login` or HF_TOKEN say.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from launch.terminal import say
 from rl.config.schema import ConfigError
@@ -23,11 +23,14 @@ def push(arguments: argparse.Namespace) -> int:
     name: str = arguments.name
     told = f"Model of {arguments.run.resolve().name}"
 
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ConfigError(f"{name!r} is no OWNER/NAME of the hub")
+
     hub = huggingface_hub.HfApi()
     try:
         hub.create_repo(name, private=arguments.private, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message=told, ignore_patterns=[DIGESTS])
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except Exception as error:  # the network's are of its client's own types
         reason = " ".join(str(error).split())[:300]
         fix = "`hf auth login` says who you are"
         raise ConfigError(f"{name!r}: the hub did not take it ({type(error).__name__}: {reason}); {fix}") from None
@@ -41,7 +44,7 @@ def _model_of(given: Path) -> Path:
     folder = given / "model" if (given / "run.json").exists() else given
     if not (folder / "config.json").exists():
         raise ConfigError(
-            f"{str(given)!r} has no model: a run writes {folder} at its end; name a run or a model's folder"
+            f"{str(given)!r} has no model: a run writes its folder `model` at its end; name a run or a model's folder"
         )
     if (folder / DIGESTS).exists() and (changed := damage(folder, folder / DIGESTS)):
         raise ConfigError(f"{changed} was damaged or removed since the model was exported; it is not pushed")

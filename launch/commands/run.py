@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     with begin_as_copies(config) as begin:
         checked = check(config, dry=False, begin=begin)
         run = make_run(checked, started + waited_s())  # seconds count without the wait for another's cache
-        write_provenance(run.folder, arguments.recipe, config)
+        write_provenance(run.folder, arguments.recipe, config, run)
         print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
         return execute(run, checked, begin)
 

@@ -34,8 +34,9 @@ from rollout.episodes.tokenizer import ChatTokenizer, TokenizerError
 
 _ALWAYS = ("learner.kind=supervised", f"env.name={NAME}", "algo.loss=reinforce", f"algo.advantage={IMITATED}")
 _USUAL = ("name=sft", "rollout.group_size=1", "learner.lr=1e-5", "learner.schedule=cosine", "learner.warmup_steps=10")
-_NOT_USED = ("weights.probe=false", "tracking.samples=0", "sampling.max_tokens=1")
+_NOT_USED = ("weights.probe=false", "tracking.samples=0", "sampling.max_tokens=1", "sampling.temperature=1")
 _UNTRAINED = "generator.max_model_len"
+_MOST_STEPS = 10**9  # as `steps` itself
 
 
 def sft(arguments: argparse.Namespace) -> int:
@@ -57,7 +58,7 @@ def sft(arguments: argparse.Namespace) -> int:
         run = make_run(checked, started + waited_s())
         for split, marked in rows.items():
             write_token_rows(run.folder / FOLDER / split, marked)
-        write_provenance(run.folder, recipe, config)
+        write_provenance(run.folder, recipe, config, run)
         print(f"configuration: {run.folder / 'config.yaml'}", flush=True)
         return execute(run, checked, begin)
 
@@ -66,7 +67,7 @@ def _configuration(arguments: argparse.Namespace) -> Config:
     """What the command says, over a recipe or what is usual."""
     named = {"env.options.source": arguments.data}
     if (held_out := arguments.held_out) is not None:
-        named["env.options.eval_count" if held_out.isdecimal() else "env.options.eval_source"] = held_out
+        named["env.options.eval_count" if _is_number(held_out) else "env.options.eval_source"] = held_out
     if arguments.batch is not None:
         named["rollout.groups_per_batch"] = str(arguments.batch)
 
@@ -76,24 +77,29 @@ def _configuration(arguments: argparse.Namespace) -> Config:
     for field, why in (("seconds", "set steps or --epochs"), ("resume_data", "begin anew from the model")):
         if getattr(config, field) != getattr(Config(), field):
             raise ConfigError(f"{field}={getattr(config, field)}: fresco sft does not know it; {why}")
+    if (temperature := config.sampling.temperature) != 1:
+        raise ConfigError(f"sampling.temperature={temperature:g}: rows are learned at temperature 1; leave it out")
     return config
 
 
+def _is_number(value: str) -> bool:
+    return value.removeprefix("-").isdecimal()
+
+
 def _as_yaml(value: str) -> str:
-    return value if value.isdecimal() else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n")[0]
+    return value if _is_number(value) else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n")[0]
 
 
 def _with_totals(config: Config, family: EnvironmentFamily, epochs: float | None) -> Config:
     """With as many steps as the epochs have, and all held-out rows, unless the configuration says how many."""
     named = config.model_fields_set
-    if epochs is not None and (epochs <= 0 or "steps" in named):
-        both = f" beside steps={config.steps}; give one of them" if "steps" in named else "; it must be above 0"
-        raise ConfigError(f"--epochs={epochs:g}{both}")
+    steps = (1 if epochs is None else epochs) * family.task_count("train") / config.rollout.groups_per_batch
+    if epochs is not None and ("steps" in named or not 0 < steps <= _MOST_STEPS):
+        wrong = f"; it must be above 0, and make at most {_MOST_STEPS} steps"
+        both = f" beside steps={config.steps}; give one of them"
+        raise ConfigError(f"--epochs={epochs:g}{both if 'steps' in named else wrong}")
 
-    changed: dict[str, Any] = {}
-    if "steps" not in named:
-        rows = family.task_count("train")
-        changed["steps"] = math.ceil((epochs or 1) * rows / config.rollout.groups_per_batch)
+    changed: dict[str, Any] = {} if "steps" in named else {"steps": math.ceil(steps)}
     if "tasks" not in config.eval.model_fields_set:
         changed["eval"] = config.eval.model_copy(update={"tasks": family.task_count("eval")})
     return config.model_copy(update=changed)

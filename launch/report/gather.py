@@ -26,6 +26,8 @@ from rl.observe.intervals import Z95, paired_bootstrap
 from rl.wire.run import RunFile
 
 _WITHOUT = "move it away, and the report is made without it"
+LAB = "lab.json"
+"""What `fresco lab` found."""
 _MOST_ROWS = 3000
 _BINS = 40
 _MOST_HISTOGRAMS = 400
@@ -61,9 +63,13 @@ def gather(folder: Path) -> RunPage:
     with reading(folder / "summary.json", _WITHOUT):
         facts |= _of_summary(folder, run, rows, facts)
 
+    with reading(folder / LAB, _WITHOUT):
+        lab = _json(folder / LAB) or None
+
     facts |= {
         "name": run.config.name,
         "origin": origin,
+        "lab": lab,
         "config": flat(run.config.model_dump(mode="json")),
         "started": run.started_at,
         "startStep": min([run.start_step, *(int(row["step"]) - 1 for row in rows if "train/loss" in row)]),
@@ -120,16 +126,20 @@ def state(folder: Path, run: RunFile, summary: dict[str, Any], last: Row) -> str
             return "failed"
         finished = run.start_step + summary["steps"] >= run.last_step or last.get("time/over", 0.0) >= 1
         return "finished" if finished else "stopped"
-    if not (folder / "lock").exists():
-        return "killed"
+    return "running" if is_running(folder) else "killed"
 
+
+def is_running(folder: Path) -> bool:
+    """Whether a process holds the run's lock."""
+    if not (folder / "lock").exists():
+        return False
     lock = FileLock(folder / "lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        return "running"
+        return True
     lock.release()
-    return "killed"
+    return False
 
 
 def read_rows(path: Path) -> list[Row]:

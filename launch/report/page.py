@@ -26,6 +26,7 @@ _SCRIPTS = (
     "samples.js",
     "steps.js",
     "compare.js",
+    "lab.js",
     "live.js",
     "main.js",
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rl.config.section import Section, Where
 
@@ -94,6 +95,15 @@ class AlgoConfig(Section):
     kl: KLConfig = Field(default_factory=KLConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
 
+    @field_validator("teacher")
+    @classmethod
+    def _url_and_name(cls, teacher: str | None) -> str | None:
+        if teacher is not None and is_endpoint(teacher):
+            url = urlsplit(teacher)  # which says itself what a port cannot be
+            if url.scheme not in ("http", "https") or not url.hostname or not url.fragment or url.port == 0:
+                raise ValueError("write an endpoint as URL#NAME, such as http://host:8000/v1#Qwen/Qwen3-32B")
+        return teacher
+
     @property
     def all_columns(self) -> list[str]:
         """`columns`, and the one that a teacher fills."""
@@ -102,4 +112,4 @@ class AlgoConfig(Section):
 
 def is_endpoint(teacher: str) -> bool:
     """Whether it is asked over HTTP, as `URL#NAME`."""
-    return teacher.startswith(("http://", "https://"))
+    return "://" in teacher

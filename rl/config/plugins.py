@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from rl.config.schema import ConfigError, nearest
 from rl.config.section import refuse_flag, refuse_size
+from rl.config.tree import first_fault
 
 _ROOT = Path(__file__).parents[2]  # the folder that holds our packages
 _OURS = ("algos", "envs", "launch", "rl", "rollout")  # experiments/ has plug-ins as a user has
@@ -146,10 +147,7 @@ def validated(model: type[BaseModel], options: dict[str, Any], where: str) -> An
     try:
         return model.model_validate(options)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join([where, *(str(part) for part in first["loc"])])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{field}={first['input']!r}: {reason}" if first["loc"] else reason) from None
+        raise ConfigError(first_fault(error, options, where)) from None
 
 
 def own_packages_first() -> None:

@@ -18,7 +18,7 @@ from rl.config.algo import AlgoConfig
 from rl.config.chat import ChatConfig
 from rl.config.rollout import RolloutConfig
 from rl.config.section import Section, Where
-from rl.config.tree import OPTIONS_OF, TINY, apply_override, forget_options, read_recipe, removed_fields
+from rl.config.tree import OPTIONS_OF, TINY, apply_override, first_fault, forget_options, read_recipe, removed_fields
 from rl.config.tree import ConfigError as ConfigError
 from rl.config.tree import nearest as nearest
 
@@ -154,6 +154,15 @@ class LearnerConfig(Section):
     """Kernel of the learner's attention; `auto` is torch's `varlen` where the GPU and the dtype allow it."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    router_replay: Annotated[Literal["auto", "off"], Where("mixtures of experts")] = "auto"
+    """`auto`: the learner's routers choose the experts that the engine's chose; `off`: by themselves."""
+
+    @field_validator("router_replay", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads `off` as false."""
+        return "off" if value is False else value
+
     threads: Annotated[int, Where("CPUs")] = Field(1, ge=1)
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
@@ -217,8 +226,9 @@ class TrackingConfig(Section):
     """What the run is for."""
     boards: list[Literal["tensorboard", "trackio"]] = Field(default_factory=list)
     """Dashboards beside wandb: `tensorboard` in `<run>/tensorboard` (package tensorboardX), `trackio`."""
-    save_batches: Annotated[bool, Where("learner")] = False
-    """Keep every trained batch in `<run>/batches`, where `rl/store/batch_files.py` reads it."""
+    replay: Annotated[Literal["off", "recent", "full"], Where("broker, learner")] = "recent"
+    """Batches kept for `fresco replay` (13 bytes a token): none, those since the oldest checkpoint within 5 % of the
+    free disk, or all."""
     samples: Annotated[float, Where("broker")] = Field(0.05, ge=0, le=1)
     """Share of training groups whose conversations are kept for `fresco show`; those of evaluations all are."""
     trace: Annotated[Literal["off", "steps", "full"], Where("all processes")] = "full"
@@ -226,7 +236,7 @@ class TrackingConfig(Section):
     live: Annotated[bool, Where("terminals")] = True
     """Show progress as a table that is drawn anew, instead of lines."""
 
-    @field_validator("trace", mode="before")
+    @field_validator("trace", "replay", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         """YAML reads `off` as false."""
@@ -350,6 +360,12 @@ class Config(Section):
         return named if named != "auto" else "zmq" if self.network.transport == "tcp" else "shm"
 
     @property
+    def replays_routers(self) -> bool:
+        """Whether engines tell whom a mixture's routers chose, and the learner's choose the same."""
+        able = self.learner.kind == "fsdp" and self.generator.engine == "vllm"
+        return able and self.learner.router_replay == "auto"
+
+    @property
     def batch_size(self) -> int:
         """N = B * G: samples of one batch."""
         return self.rollout.groups_per_batch * self.rollout.group_size
@@ -376,10 +392,10 @@ def validate(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_describe(error)) from None
+        raise ConfigError(_describe(error, tree)) from None
 
 
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError, tree: dict[str, Any]) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     instead = removed_fields()
@@ -395,6 +411,4 @@ def _describe(error: ValidationError) -> str:
             section = get_args(section)[0] if listed else section.model_fields[str(part)].annotation
         key = str(first["loc"][-1])
         return f"unknown key {where!r}{nearest(key, list(section.model_fields))}"
-    if not where:
-        return first["msg"].removeprefix("Value error, ")
-    return f"{where}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+    return first_fault(error, tree)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from rl.config.recipes import find_recipe, recipe_places
 from rl.config.yaml_text import YamlRefused, read_yaml
@@ -44,6 +46,32 @@ def nearest(key: str, valid: list[str]) -> str:
         return "; there are none here"
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(valid)) or 'none'}"
+
+
+def first_fault(error: ValidationError, given: Any, where: str = "") -> str:
+    """The dotted field, its value and what is wrong with it. Pydantic puts its own words for a key and for each member
+    of a union into the place; here they are left out, and a union's members are told together."""
+    told: dict[str, str] = {}
+    values: dict[str, Any] = {}
+
+    for each in error.errors():
+        place = [where] if where else []
+        found = given
+        for part in each["loc"]:
+            inside = part in (
+                found if isinstance(found, Mapping) else range(len(found) if isinstance(found, list) else 0)
+            )
+            if inside or (each["type"] == "missing" and part is each["loc"][-1]):
+                place.append(str(part))
+            found = found[part] if inside else found
+
+        name = ".".join(place) if each["loc"] else ""
+        reason = each["msg"].removeprefix("Value error, ")
+        values.setdefault(name, each["input"])
+        told[name] = f"{told[name]}, or {reason.removeprefix('Input should be ')}" if name in told else reason
+
+    field, reason = next(iter(told.items()))
+    return f"{field}={values[field]!r}: {reason}" if field else reason
 
 
 def read_recipe(name: str | Path, folder: Path = Path(), extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     guards.batch(batch_part, minibatches)      # before the first optimizer step
     guards.updated(minibatch, stats)      # after each
-    guards.trained(metrics)               # after the last
+    guards.trained(metrics, routing)      # after the last
 
 None of `StepGuards` runs the model: log-probabilities, entropies and gradients are those of the step itself.
 `ExactCheck` (`alarms.exact`) does. It costs as many copies and forwards as a batch may hold versions: for tests, and
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rl.config.schema import Config
 from rl.learner.credit import Minibatch, all_reduce, kept_rows, rewarded_rows
+from rl.learner.routing import RoutingStats, without_routing
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
 from rl.models.lora import waits_for
@@ -56,6 +57,7 @@ class StepGuards:
         self._moved = False  # by a step that this process has seen
         self._log_ratio = alarms.limit("log-ratio", _engine_noise(config))
         self._first_gaps: list[float] = []  # of the first steps that show one
+        self._first_experts: Tensor | None = None  # (R, E) each one's share of the tokens, of the first batch
 
         trainable = dict(trainer.policy.trainable())
         self._parameters = list(trainable.values())
@@ -118,8 +120,9 @@ class StepGuards:
             wrong = 10 * len(still) > len(self._matrices.names) or bool(long)
             self._check("weights-still", wrong, f"step {self._step} did not move {', '.join((long or still)[:3])}")
 
-    def trained(self, metrics: dict[str, float]) -> None:
-        """metrics: of the whole batch, from all ranks."""
+    def trained(self, metrics: dict[str, float], routing: RoutingStats) -> None:
+        """Of the whole batch, from all ranks."""
+        self._experts_live(routing)
         entropy = metrics.get("loss/entropy", math.inf)
         low = entropy < self._alarms.limit("entropy", "nats")
         self._check("entropy", low, f"{entropy:.2g} nats at step {self._step}")
@@ -134,6 +137,20 @@ class StepGuards:
         age = max(1.0, metrics.get("loss/token_staleness", 0.0))
         found = f"KL {kl:.2g} to a policy {age:.1f} versions before, at step {self._step}"
         self._check("large-steps", kl > self._alarms.limit("large-steps", "kl") * age**2, found)
+
+    def _experts_live(self, routing: RoutingStats) -> None:
+        """Against the first batch: experts that a subject does not need have had few tokens from the beginning."""
+        if routing.sums is None:
+            return
+        experts = routing.sums.experts.cpu()
+        if self._first_experts is None:
+            self._first_experts = experts / experts.sum(1, keepdim=True)
+
+        expected = self._first_experts * experts.sum(1, keepdim=True)
+        lost = torch.where(experts == 0, expected, torch.zeros_like(expected))
+        router, expert = divmod(int(lost.argmax()), experts.shape[1])
+        found = f"expert {expert} of router {router} had none of {float(lost.max()):.0f} tokens at step {self._step}"
+        self._check("dead-expert", float(lost.max()) > self._alarms.limit("dead-expert", "tokens"), found)
 
     def _same_for_all_ranks(self, batch_part: BatchPart) -> None:
         """Ranks see each other's rows only through this number."""
@@ -410,5 +427,7 @@ class ExactCheck:
 
 
 def _of_age(pack: Pack, age: int) -> Pack:
-    """The pack, of whose tokens only those count that are `age` versions old."""
-    return pack.with_columns(loss_mask=pack.mask & (pack.staleness == age))
+    """The pack, of whose tokens only those count that are `age` versions old. Experts that other weights have chosen
+    say nothing of these."""
+    mask = pack.mask & (pack.staleness == age)
+    return without_routing(pack, mask).with_columns(loss_mask=mask)

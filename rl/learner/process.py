@@ -23,17 +23,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.learner import checkpoint
+from rl.learner.changes import reachable, read_changes, set_at, settle, take_wish
+from rl.learner.credit import all_reduce
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
 from rl.learner.publish import Publisher, weight_entries
 from rl.learner.run_client import Client, RunClient, Stopped, begin_from
 from rl.learner.supervised import RowsClient
+from rl.learner.tensor_digests import tensor_digests
 from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
 from rl.models.loading import weight_files
 from rl.store.checkpoint_folder import CheckpointError, Meta
 from rl.store.digests import digest_of
+from rl.store.version_digests import VersionDigests, digest_file
 from rl.wire.process import Process, WaitExpired, leave
 from rl.wire.run import context_from_command_line, numeric
 
@@ -42,6 +46,7 @@ def train(learner: Learner, client: Client) -> None:
     """Train from the first weights to the closing report; returns when the supervisor says stop."""
     publisher = Publisher(learner.policy, client)
     publisher.publish(client.first_step)
+    learner.note_version(client, client.first_step)
     done = client.first_step
     for batch_part in client.batches():  # step s: samples of versions s - S .. s (rollout.staleness_bound)
         begin = time.monotonic()
@@ -49,6 +54,7 @@ def train(learner: Learner, client: Client) -> None:
             minibatches = learner.trainer.minibatches(batch_part)
             learner.guards.batch(batch_part, minibatches)
             compared = learner.exact.batch(batch_part.step, minibatches)
+            compared |= learner.trainer.replay_gap(minibatches)
             learner.token_log.batch(batch_part)
 
         stats = UpdateStats()
@@ -61,17 +67,20 @@ def train(learner: Learner, client: Client) -> None:
             stats.all_reduce()
         learner.token_log.write_batch()
         values = stats.metrics() | compared
-        learner.guards.trained(values)
+        learner.guards.trained(values, stats.routing)
         values["train/loss"] = values.get("loss/objective", 0.0)
         trained = time.monotonic()
 
         publisher.publish(batch_part.step + 1, batch_part)
+        learner.note_version(client, batch_part.step + 1)
         values |= {"time/train": trained - begin, "time/publish": time.monotonic() - trained}
         client.report(batch_part, values, stats.histograms())
         if client.checkpoint_due(batch_part.step + 1):
             with client.span("save"):
                 learner.save(client, batch_part.step + 1)
         done = batch_part.step + 1
+        if done < client.last_step:
+            learner.take_changes(client, publisher, done)
 
     if (step := client.to_be_saved) is not None:
         with client.span("save"):
@@ -112,9 +121,37 @@ class Learner:
         self.entries = weight_entries(self.policy, run)
         begin, self.first_step = begin_from(process)
         if begin is not None:
-            self._load(begin)
-        self.guards = StepGuards(self.trainer, self.config, process.alarms, first_step=run.start_step)
-        self.exact = ExactCheck(self.policy, self.config, process.alarms)
+            self._load(begin, self.first_step)
+        self._began = self.config.learner.model_copy()
+        self._settle(self.first_step)
+        self._watch()
+        self.digests = digest_file(run.folder) if process.index == 0 else None
+
+    def _watch(self) -> None:
+        """Guards that know of no step yet."""
+        alarms = self._process.alarms
+        self.guards = StepGuards(self.trainer, self.config, alarms, first_step=self.run.start_step)
+        self.exact = ExactCheck(self.policy, self.config, alarms)
+
+    def take_changes(self, client: Client, publisher: Publisher, n: int) -> None:
+        """Do what was asked of the run, now that version `n` is there. All ranks call it together."""
+        asked = take_wish(self.run.folder, n, client.timeline) if dist.get_rank() == 0 else None
+        told = [asked]
+        if all_reduce(torch.tensor([asked is not None]).int(), "max"):
+            dist.broadcast_object_list(told)
+
+        if (change := told[0]) is not None and change.undo is not None:
+            n = change.undo
+            with client.span("undo"):
+                self._load(reachable(self.run.folder)[n], n)
+                self._watch()
+                client.go_back(n)
+                publisher.publish(n)
+                self.note_version(client, n)
+        self._settle(n)
+
+    def _settle(self, step: int) -> None:
+        settle(self.config.learner, self._began, set_at(read_changes(self.run.folder), step))
 
     def _advance(self, *_: object) -> None:
         """Count progress and obey a stop before every forward: one pack is the grain at which a hang is noticed and a
@@ -123,10 +160,10 @@ class Learner:
         if self._process.stopping:
             raise Stopped("told to stop during training")
 
-    def _load(self, saved: Path) -> None:
+    def _load(self, saved: Path, step: int) -> None:
         meta = checkpoint.load(saved, self.trainer.trained())
-        if meta.step != self.first_step:
-            raise CheckpointError(f"{saved} is of step {meta.step}, this run starts at step {self.first_step}")
+        if meta.step != step:
+            raise CheckpointError(f"{saved} is of step {meta.step}, this run starts at step {step}")
         if meta.lora != self._lora:
             raise CheckpointError(
                 f"{saved} has adapters {meta.lora}, this run {self._lora}: resume with the model.lora and model.path "
@@ -142,6 +179,14 @@ class Learner:
         base = [digest_of({*weight_files(self.run.model_folder).values()}) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(base)
         return options.identity() | {"base": base[0]}
+
+    def note_version(self, client: Client, n: int) -> None:
+        """For a replay: what the weights of version `n` are."""
+        if self.config.tracking.replay == "off":
+            return
+        tensors = tensor_digests(self.policy.trainable())
+        if self.digests is not None:
+            self.digests.write(VersionDigests(client.timeline, n, tensors))
 
     def save(self, client: Client, step: int) -> None:
         """A checkpoint with the broker's journal at this version."""

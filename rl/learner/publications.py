@@ -49,9 +49,9 @@ class Publications:
                 self._note(msgspec.json.decode(line, type=_Line))
         os.truncate(self._path, whole)
 
-    def add(self, n: int, checksum: int | None) -> Version:
-        """Version `n` has these bytes. In a new timeline, if it had others before, or if nobody can say."""
-        if checksum is None or n not in self._checksums or self._checksums[n] != checksum:
+    def add(self, n: int, checksum: int | None, *, anew: bool = False) -> Version:
+        """Version `n` has these bytes. In a new timeline, if it had others before, if nobody can say, or `anew`."""
+        if anew or checksum is None or n not in self._checksums or self._checksums[n] != checksum:
             line = _Line(self.timeline + (n in self._checksums), n, checksum)
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")

@@ -32,6 +32,7 @@ import numpy as np
 import zmq
 
 from rl.learner.batches import check_batch_part
+from rl.learner.changes import reachable, unfinished
 from rl.learner.publications import Publications
 from rl.observe import trace_events
 from rl.store.checkpoint_folder import latest, read_meta, verify
@@ -73,6 +74,10 @@ class BrokerLine:
         while self._unanswered and self._unanswered.popleft() != message:
             pass
 
+    def forget(self) -> None:
+        """Nobody waits any more for what has no answer."""
+        self._unanswered.clear()
+
     def reopen(self) -> None:
         """The broker's process has died: a new socket sends nothing into the dead one's."""
         self.socket.close(linger=0)
@@ -103,7 +108,8 @@ def begin_from(process: Process) -> tuple[Path | None, int]:
     Raises CheckpointError if it is damaged.
     """
     run = process.run
-    newest = latest(run.folder / "checkpoints")
+    undone = unfinished(run.folder, Publications(run.folder, run.timeline).timeline)
+    newest = latest(run.folder / "checkpoints") if undone is None else reachable(run.folder).get(undone)
     if newest is None:
         return run.config.resume, run.start_step
     return newest, (verify if process.index == 0 else read_meta)(newest).step
@@ -149,6 +155,10 @@ class Client(ABC):
         histograms: Mapping[str, list[float]] = MappingProxyType({}),
     ) -> None:
         """The metrics of one trained batch."""
+
+    def go_back(self, n: int) -> None:
+        """Version `n` is the newest again. Raises ValueError where nobody can take anything back."""
+        raise ValueError("only a run with a broker can go back")
 
     @abstractmethod
     def listen(self) -> None:
@@ -197,6 +207,8 @@ class RunClient(Client):
         self._batch_parts = open_socket(zmq.ROUTER, self.run, "batches", self.rank, bind=True)
         self._publications = Publications(self.run.folder, self.run.timeline)
 
+        undone = unfinished(self.run.folder, self._publications.timeline) is not None
+        self._anew = undone  # what is published next was taken back
         self._requested = first_step - 1  # the newest batch asked for
 
         self._broker: BrokerLine | None = None
@@ -235,9 +247,9 @@ class RunClient(Client):
         batch with it. Raises WaitExpired when it comes no nearer for `learner.batch_deadline_s`, Stopped when told to
         stop, RunAlarm, ValueError.
         """
-        step = self.first_step
-        while step < self.last_step:
-            self._step = step
+        self._step = self.first_step
+        while self._step < self.last_step:
+            step = self._step
             self._request(step)
             batch_part = self._receive(step)
             if batch_part.over >= 1:
@@ -250,7 +262,15 @@ class RunClient(Client):
                 self._request(step + 1)
             self.process.busy = True
             yield batch_part
-            step += 1
+            self._step += 1
+
+    def go_back(self, n: int) -> None:
+        """Version `n` is published next, in a new timeline, and batch `n` is the next one."""
+        self._anew = True
+        self._step = n - 1
+        self._requested = n - 1
+        if self._broker is not None:
+            self._broker.forget()
 
     def _end_at(self, step: int) -> None:
         """The run's time is over: version `step` is its last. One that was published before is evaluated now."""
@@ -310,7 +330,8 @@ class RunClient(Client):
         if receipt is None and self.config.learner.kind == "fsdp" and not self.config.weights.probe:
             transport = f"weights.transport={self.config.weights.transport!r} knows no checksum"
             raise WeightsError(f"{transport}, so nothing would tell wrong weights: set weights.probe=true")
-        version = self._publications.add(n, receipt)
+        version = self._publications.add(n, receipt, anew=self._anew)
+        self._anew = False
         announced = n == self._publications.newest  # else a later one is out there already
         if announced:
             self._sender.announce(version)

@@ -79,7 +79,7 @@ class RowsClient(Client):
 
     def journal(self, n: int) -> bytes:
         """The data that were trained: a run that goes on with other ones would not know its rows."""
-        return journal_of(self.run.data) if self.rank == 0 else b""
+        return journal_of(self.run.data, self.config) if self.rank == 0 else b""
 
     def report(
         self,

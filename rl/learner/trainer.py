@@ -21,6 +21,7 @@ from rl.config.schema import Config, LearnerConfig
 from rl.learner import checkpoint
 from rl.learner.algorithm import make_algorithm
 from rl.learner.credit import Minibatch, all_reduce, assign, kept_rows, mask_rows
+from rl.learner.routing import replay_gap
 from rl.learner.update import (
     Observer,
     UpdateStats,
@@ -141,7 +142,7 @@ class Trainer:
 
         Raises ValueError for settings or models that do not fit together.
         """
-        self._config = config
+        self.config = config
         self._folder = folder
         self._mesh = mesh
         self._device = device
@@ -151,7 +152,7 @@ class Trainer:
         self.algorithm = make_algorithm(config)
         critic = self.algorithm.critic
         self.lora = lora_options(config.model)
-        self.policy = self._load(Policy, "start", self.lora)
+        self.policy = self._load(Policy, "start", self.lora, config.replays_routers)
         self._check_columns()
         still_steps = critic.pretrain_steps if critic else 0
         self.optimizer = Optimizer(self.policy.trainable(), config.learner, last_step, still_steps)
@@ -180,7 +181,7 @@ class Trainer:
 
         Everything in it is of the weights before the first of these steps.
         """
-        settings = self._config.learner
+        settings = self.config.learner
         kept = kept_rows(batch_part, self.algorithm)
         packed = [
             mask_rows(make_packs(part, settings.max_tokens_per_pack, batch_part.step), kept)
@@ -192,7 +193,7 @@ class Trainer:
             for packs, count in zip(packed, counts, strict=True)
         ]
 
-        temperature = self._config.sampling.temperature
+        temperature = self.config.sampling.temperature
         if self.algorithm.needs_proximal and len(parts) > 1:
             parts = [with_logp(self.policy, part, "logp_proximal", temperature=temperature) for part in parts]
         if self.reference is not None:
@@ -201,16 +202,20 @@ class Trainer:
             parts = [with_values(self.critic, part) for part in parts]
         return assign(batch_part, parts, self.algorithm)
 
+    def replay_gap(self, minibatches: list[Minibatch]) -> dict[str, float]:
+        """What router replay is worth in this batch, which has not been trained yet."""
+        return replay_gap(self.policy, minibatches[0].packs, self.config.sampling.temperature)
+
     def accumulate(self, minibatch: Minibatch) -> UpdateStats:
         """Add this rank's part of the policy's gradient."""
         return accumulate_gradients(
             self.policy,
             minibatch.packs,
             self.algorithm,
-            temperature=self._config.sampling.temperature,
+            temperature=self.config.sampling.temperature,
             global_tokens=minibatch.loss_tokens,
             world_size=self._ranks,
-            first_step=self._config.learner.minibatches == 1,
+            first_step=self.config.learner.minibatches == 1,
             observe=self._observe,
         )
 
@@ -240,15 +245,16 @@ class Trainer:
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {"policy": (self.policy, self.optimizer.adamw)}
         return models if self.critic is None else models | {"critic": (self.critic, self.critic_optimizer.adamw)}
 
-    def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None) -> M:
+    def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None, replay: bool = False) -> M:
         folder = self._folder if path == "start" else Path(path)
-        settings = self._config.learner
+        settings = self.config.learner
         options = ModelOptions(
-            dtype=_DTYPES[self._config.model.dtype],
+            dtype=_DTYPES[self.config.model.dtype],
             activation_checkpointing=settings.activation_checkpointing,
             logprob_chunk=settings.logprob_chunk,
             attention=settings.attention,
             lora=lora,
+            router_replay=replay,
         )
         return kind.load(folder, self._mesh, self._device, options)
 

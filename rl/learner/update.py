@@ -16,6 +16,7 @@ from torch import Tensor
 from algos.types import LossInputs, LossResult
 from rl.learner.algorithm import Algorithm
 from rl.learner.diagnostics import Diagnostics
+from rl.learner.routing import RoutingStats
 from rl.models.packing import Pack
 from rl.models.protocol import CriticModel, FrozenPolicy, PolicyModel, PolicyOutput
 from rl.wire.columns import BUILT_IN
@@ -82,21 +83,24 @@ class UpdateStats:
 
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     critic: CriticStats = field(default_factory=CriticStats)
+    routing: RoutingStats = field(default_factory=RoutingStats)
     steps: dict[str, list[float]] = field(default_factory=dict)  # of each optimizer step, the same on every rank
 
     def add(self, other: UpdateStats) -> None:
         self.diagnostics.add(other.diagnostics)
         self.critic.add(other.critic)
+        self.routing.add(other.routing.sums)
         for name, values in other.steps.items():
             self.steps[name] = self.steps.get(name, []) + values
 
     def all_reduce(self) -> None:
         self.diagnostics.all_reduce()
         self.critic.all_reduce()
+        self.routing.all_reduce()
 
     def metrics(self) -> dict[str, float]:
         steps = {name: sum(values) / len(values) for name, values in self.steps.items()}
-        return self.diagnostics.metrics() | self.critic.metrics() | steps
+        return self.diagnostics.metrics() | self.critic.metrics() | self.routing.metrics() | steps
 
     def histograms(self) -> dict[str, list[float]]:
         return self.diagnostics.histograms()
@@ -136,6 +140,7 @@ def accumulate_gradients(
         total = (inputs.masked(result.per_token) * pack.token_weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
         stats.diagnostics.update(inputs, result, pack.layout.generated)
+        stats.routing.add(output.routing)
         with torch.no_grad():
             observe(pack, inputs, result)
     return stats

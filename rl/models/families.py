@@ -9,25 +9,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from rl.wire.columns import EXPERT_COUNTS
 
 _STATE = "its layers carry a state along a pack, from one sample into the next"
 _NAMES = "transformers keeps its parameters under other names than its checkpoints, so engines could not load an export"
 _LAYERS = "its decoder has no `layers` that could be sharded one by one"
 CONVERTED = (
     "transformers keeps its parameters under other names and shapes than its checkpoints, so engines could not load an "
-    "export; dense models are supported"
+    "export"
 )
 
 
 @dataclass(frozen=True)
 class Family:
-    """`models`: of the hub, for example. `divisor`: the setting by which it divides its logits after the head."""
+    """What the learner has to know of a family beyond what transformers says.
+
+    * `models`: of the hub, for example.
+    * `divisor`: the setting by which it divides its logits after the head.
+    * `routing`: of a mixture of experts, how a router makes weights of its logits.
+    * `renamed`: parts of names, as transformers keeps them, and what the files have in their place.
+    * `experts`: how the files call gate, up and down of one expert; transformers keeps those of a layer as one tensor.
+    """
 
     models: str
     divisor: str | None = None
+    routing: Literal["softmax", "sigmoid"] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[str, str, str] | None = None
+
+
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 FAMILIES = {
@@ -47,6 +62,23 @@ FAMILIES = {
     "starcoder2": Family("StarCoder2"),
     "seed_oss": Family("Seed-OSS"),
     "arcee": Family("AFM 4.5B"),
+    "qwen3_moe": Family("Qwen3-30B-A3B", routing="softmax", experts=_EXPERTS),
+    "qwen2_moe": Family("Qwen1.5-MoE-A2.7B", routing="softmax", experts=_EXPERTS),
+    "glm4_moe": Family("GLM-4.5-Air", routing="sigmoid", experts=_EXPERTS),
+    "olmoe": Family("OLMoE-1B-7B", routing="softmax", experts=_EXPERTS),
+    "granitemoe": Family(
+        "Granite 3 MoE",
+        divisor="logits_scaling",
+        routing="softmax",
+        renamed={
+            ".experts.gate_up_proj": ".input_linear.weight",
+            ".experts.down_proj": ".output_linear.weight",
+            ".router.weight": ".router.layer.weight",
+        },
+    ),
+    "mixtral": Family(
+        "Mixtral 8x7B", routing="softmax", renamed={".mlp.": ".block_sparse_moe."}, experts=("w1", "w3", "w2")
+    ),
 }
 """The families by `model_type`."""
 
@@ -54,20 +86,23 @@ _STATEFUL = (
     "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 mamba mamba2 minimax nemotron_h qwen3_5_text qwen3_next "
     "recurrent_gemma rwkv zamba2"
 )
-_BY_REASON = {
+BY_REASON = {
     "the engine's sliding windows reach one token further than those of transformers": ["cohere2"],
     "final_logit_softcapping bends its logits after the head": ["gemma2"],
+    "engines keep parts made of its latent attention's weights, and no test has seen an update reach them": [
+        "deepseek_v2",
+        "deepseek_v3",
+    ],
     "its attention has sinks, which no attention of the learner knows": ["gpt_oss"],
     "its decoder hands nothing of a pack on to its attention": ["nemotron"],
     _LAYERS: ["gpt2", "bloom"],
     _NAMES: ["gpt_neox", "opt", "gemma4_text"],
     _STATE: _STATEFUL.split(),
 }
-REFUSED = {name: reason for reason, names in _BY_REASON.items() for name in names}
+REFUSED = {name: reason for reason, names in BY_REASON.items() for name in names}
 """Families with a known fault, by `model_type`: refused with `model.untested=true` as well."""
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -102,6 +137,11 @@ def check_layers(model: Any) -> None:
         raise ValueError(f"{model.config.model_type}: it has {', '.join(carried)}, so {_STATE}")
 
 
+def mixtures() -> list[str]:
+    """The families of mixtures of experts."""
+    return [name for name, family in FAMILIES.items() if family.routing]
+
+
 def logit_divisor(config: Any) -> float:
     """The number by which a family divides `hidden @ lm_head.weight.T`: as a temperature does. `config` is the model's
     own.
@@ -125,8 +165,9 @@ def _known_fault(told: Mapping[str, Any]) -> str | None:
     kinds = set(told.get("layer_types") or ()) - _LAYER_KINDS
     if kinds:
         return f"layers of the kind {', '.join(sorted(kinds))}: {_STATE}"
-    if any(told.get(count) for count in _EXPERT_COUNTS):
-        return CONVERTED
+    family = FAMILIES.get(str(told["model_type"]))
+    if any(told.get(count) for count in EXPERT_COUNTS) and not (family and family.routing):
+        return f"it is a mixture of experts, and those that are tested are {', '.join(mixtures())}"
     if method := (told.get("quantization_config") or {}).get("quant_method"):
         return f"its weights are quantized ({method}); take the model in bfloat16 or float32"
     return None

@@ -24,6 +24,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl.models.naming import in_files
+from rl.models.protocol import Exported, Placement
+
 M = TypeVar("M", bound=nn.Module)
 
 _CHUNK_BYTES = 64 << 20  # of a file's rows at a time, so that a large embedding needs no second place
@@ -67,23 +70,28 @@ def read_weights(model: Any, folder: str | Path, absent: Callable[[str], bool] =
     Raises ValueError where the files lack a tensor, or have it in another shape.
     """
     files = weight_files(Path(folder))
-    wanted: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
+    wanted: dict[Path, list[Exported]] = defaultdict(list)
     for names, tensor in _saved_tensors(model):
         if absent(names[0]):
             continue
-        name = _name_in_files(names, model.base_model_prefix, files)
-        if name is None:
-            raise ValueError(f"{str(folder)!r} has no tensor {names[0]!r}, which its {type(model).__name__} needs")
-        wanted[files[name]].append((name, tensor))
+
+        rows, first = local_part(tensor)
+        place = Placement(tuple(tensor.shape), first)
+        for same in zip(*(in_files(model.config.model_type, name, rows, place) for name in names), strict=True):
+            name = _name_in_files([each.name for each in same], model.base_model_prefix, files)
+            if name is None:
+                needs = f"has no tensor {same[0].name!r}, which its {type(model).__name__} needs"
+                raise ValueError(f"{str(folder)!r} {needs}")
+            wanted[files[name]].append(same[0]._replace(name=name))
 
     for path, tensors in wanted.items():  # a file's pages count as ours while it is open
         with opened(path) as file:
-            for name, tensor in tensors:
+            for name, rows, (shape, first) in tensors:
                 saved = file.get_slice(name)
-                if tuple(saved.get_shape()) != tuple(tensor.shape):
-                    shapes = f"{tuple(saved.get_shape())} in {path.name}, the model has {tuple(tensor.shape)}"
+                if tuple(saved.get_shape()) != shape:
+                    shapes = f"{tuple(saved.get_shape())} in {path.name}, the model has {shape}"
                     raise ValueError(f"{name} in {str(folder)!r} is of shape {shapes}")
-                _copy_rows(saved, *local_part(tensor))
+                _copy_rows(saved, rows, first)
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, int]:
@@ -139,6 +147,14 @@ def exported_elements(files: Mapping[str, Path]) -> int:
             sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in files if files[name] == path}
     sizes.setdefault("lm_head.weight", sizes.get("model.embed_tokens.weight", 0))
     return sum(sizes.values())
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds beside parameters, such as the bias by which routers keep their load even."""
+    for owner, module in model.named_modules():
+        for name, buffer in module.named_buffers(owner, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:

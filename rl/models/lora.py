@@ -70,7 +70,7 @@ def targets(model: Any, options: LoraOptions) -> dict[str, nn.Linear]:
     known = sorted({name.rpartition(".")[2] for name in layers})
     family = model.config.model_type
     if isinstance(options.targets, str):
-        chosen = {name: layer for name, layer in layers.items() if layer is not head}
+        chosen = {name: layer for name, layer in layers.items() if layer is not head and layer.out_features > 1}
     else:
         for target in options.targets:
             if target not in known:

@@ -79,8 +79,8 @@ class Pack:
             return self
         if self.token_ids.device.type != "cpu":
             raise ValueError("a pack is laid out on the host: call `Pack.to` on the pack that `make_packs` made")
-        read = [self.columns[name].numpy() for name in _read() if name in self.columns]
-        return replace(self, layout=lay_out(read, self.position_ids.numpy(), self.mask.numpy()))
+        columns = {name: self.columns[name].numpy() for name in _read() if name in self.columns}
+        return replace(self, layout=lay_out(_decisive(columns), self.position_ids.numpy(), self.mask.numpy()))
 
     def to(self, device: torch.device | str) -> Pack:
         """The pack on the device, with its layout."""
@@ -90,6 +90,16 @@ class Pack:
 def _read() -> tuple[str, ...]:
     """The columns that a forward reads: where they differ, no state can be shared."""
     return ("token_ids", *(column.name for column in forward_columns()))
+
+
+def _decisive(columns: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """(T, ...) each: where all of them are equal, and were so before, two tokens have one state.
+
+    An entry may be about its own token, or, as routed experts, about the position that predicted it: then the next one
+    is about this state.
+    """
+    others = [columns[name] for name in _read()[1:] if name in columns]
+    return [columns["token_ids"], *others, *(np.roll(each, -1, 0) for each in others)]
 
 
 def make_packs(batch_part: BatchPart, max_tokens: int, version: int) -> list[Pack]:
@@ -104,11 +114,11 @@ def make_packs(batch_part: BatchPart, max_tokens: int, version: int) -> list[Pac
     spans = [slice(end - length, end) for length, end in zip(batch_part.lengths, ends, strict=True)]
     samples = [list(own) for _, own in groupby(range(len(batch_part.members)), batch_part.members.__getitem__)]
 
-    entries = joined([columns[name] for name in _read() if name in columns])
+    entries = joined(_decisive(columns))
     sequences = [[entries[spans[i]] for i in own] for own in samples]
     families: dict[bytes, list[int]] = defaultdict(list)
     for k, own in enumerate(samples):
-        families[sequences[k][0][: _prompt(batch_part, own[0])].tobytes()].append(k)
+        families[columns["token_ids"][spans[own[0]]][: _prompt(batch_part, own[0])].tobytes()].append(k)
 
     parts = [part for family in families.values() for part in _cut(family, sequences, max_tokens)]
     packs = [

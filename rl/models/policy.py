@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -29,10 +30,13 @@ from rl.config.schema import LearnerConfig
 from rl.models import families, lora
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
-from rl.models.loading import allocate, empty_model, local_part, read_weights
+from rl.models.loading import allocate, empty_model, local_part, read_weights, saved_buffers
+from rl.models.naming import in_files
 from rl.models.packed_attention import NAME, Kernel, check_layers
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, local, whole
+from rl.models.routers import Routers
+from rl.wire.columns import ROUTED_EXPERTS
 
 DEFAULTS = LearnerConfig()
 M = TypeVar("M", bound="PackedModel")
@@ -48,6 +52,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: nn.Module, attention: Kernel = DEFAULTS.attention) -> None:
         super().__init__()
         self.model = model
+        self.routers = Routers(self.decoder)
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
         self._kernel = attention
         check_layers(self.model.config)
@@ -71,6 +76,8 @@ class PackedModel(nn.Module):
         if options.lora is not None:
             lora.add_adapters(model, options.lora, options.dtype)
         made = cls.around(model, options).train()
+        if options.router_replay and len(made.routers):
+            made.reads = (ROUTED_EXPERTS,)
         shard_policy(made, options, mesh=mesh, device=device)
         read_weights(made.model, folder, lora.is_adapter)
         if options.lora is not None:
@@ -105,13 +112,26 @@ class PackedModel(nn.Module):
             tensor, first = local_part(parameter)
             if name in layers:
                 tensor = layers[name].merged(local)
-            yield Exported(name, tensor, Placement(tuple(parameter.shape), first))
+            yield from in_files(self._family, name, tensor, Placement(tuple(parameter.shape), first))
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         layers = self._adapted()
         parameters = dict(self._exported(untie=True))
-        for name in names:
-            yield name, layers[name].merged(whole) if name in layers else whole(parameters[name].detach())
+        owners: dict[str, str] = {}
+        for owner, each in parameters.items():
+            parts = in_files(self._family, owner, local_part(each)[0][:0], Placement(tuple(each.shape)))
+            owners |= dict.fromkeys((part.name for part in parts), owner)
+
+        for owner, wanted in groupby(names, owners.__getitem__):  # the experts of a layer are gathered together
+            full = layers[owner].merged(whole) if owner in layers else whole(parameters[owner].detach())
+            parts = in_files(self._family, owner, full, Placement(tuple(full.shape)))
+            found = {part.name: part.tensor for part in parts}
+            yield from ((name, found[name]) for name in wanted)
+
+    @property
+    def _family(self) -> str:
+        family: str = self.model.config.model_type
+        return family
 
     def _adapted(self) -> dict[str, lora.LoraLinear]:
         """The layers whose adapters count at the moment, by the name of their weight."""
@@ -119,7 +139,8 @@ class PackedModel(nn.Module):
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         """Parameters by the names of the model's own files."""
-        return ((name, each) for name, each in self.model.named_parameters() if not lora.is_adapter(name))
+        yield from ((name, each) for name, each in self.model.named_parameters() if not lora.is_adapter(name))
+        yield from saved_buffers(self.model)
 
     def contexts(self, pack: Pack, layout: Layout) -> Tensor:
         """(S, H): the state before each target, of sequences that are blind to each other."""
@@ -131,9 +152,17 @@ class PackedModel(nn.Module):
             use_cache=False,
             segments=layout.segments,
             kernel=self._kernel,
+            **self._routing(pack, layout),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden.index_select(0, layout.rows)
+
+    def _routing(self, pack: Pack, layout: Layout) -> dict[str, Tensor]:
+        """(C, layers, k) of each token that is computed: an entry stands at the token that its position predicts."""
+        if not self.reads or ROUTED_EXPERTS not in pack.columns:
+            return {}
+        after = (layout.tokens + 1).clamp(max=pack.tokens - 1)
+        return {"routing": pack.columns[ROUTED_EXPERTS].index_select(0, after)}
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The dtype that forwards compute in."""
@@ -170,8 +199,10 @@ class Policy(PackedModel):
         """See `rl.models.protocol`. The head, the largest matrix of a small model, runs on targets only."""
         layout = pack.laid_out().layout
         assert layout is not None
+        self.routers.watch()
         with self.autocast():
             hidden = self.contexts(pack, layout)  # (S, H)
+        routing = self.routers.seen()
 
         found = token_logprobs(
             *lora.head_product(hidden, self.model.get_output_embeddings()),
@@ -180,7 +211,8 @@ class Policy(PackedModel):
             chunk=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
         )
-        return PolicyOutput(*(at_targets(values, pack, layout) for values in found))
+        logp, entropy = (at_targets(values, pack, layout) for values in found)
+        return PolicyOutput(logp, entropy, routing)
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         yield from super()._exported(untie)
@@ -225,7 +257,8 @@ def check_trainable(folder: str | Path, *, untested: bool = False, options: Lora
 
 def _empty(folder: str | Path) -> Any:
     config = AutoConfig.from_pretrained(str(folder))
-    if get_checkpoint_conversion_mapping(config.model_type):
+    family = families.FAMILIES.get(config.model_type)
+    if get_checkpoint_conversion_mapping(config.model_type) and not (family and family.routing):
         raise ValueError(f"{config.model_type}: {families.CONVERTED}")
     return empty_model(folder, NAME)
 

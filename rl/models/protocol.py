@@ -25,6 +25,7 @@ from rl.config.lora import LoraOptions
 from rl.config.schema import LearnerConfig
 from rl.models.packed_attention import Kernel
 from rl.models.packing import Pack
+from rl.models.routers import Routing
 from rl.weights.channel import Placement as Placement
 
 
@@ -37,6 +38,7 @@ class ModelOptions:
     logprob_chunk: int = LearnerConfig().logprob_chunk
     attention: Kernel = LearnerConfig().attention
     lora: LoraOptions | None = None  # then adapters are trained; all else stands still, in `dtype`
+    router_replay: bool = False  # whether its routers choose the experts that a pack names
 
 
 class PolicyOutput(NamedTuple):
@@ -44,6 +46,7 @@ class PolicyOutput(NamedTuple):
 
     logp: Tensor  # (T,) float32
     entropy: Tensor  # (T,) float32
+    routing: Routing | None = None  # of a mixture of experts
 
 
 class Exported(NamedTuple):

@@ -10,7 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl.wire.columns import EXPERT_COUNTS
+
 _MASTER = 4  # bytes of a number in float32
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,11 @@ class ModelShape:
     head_dim: int
     width: int
     """Hidden units of the feed-forward layer; of all experts together."""
+    active: int
+    """Those that a token passes: of its own experts."""
     vocabulary: int
+    chosen: int = 0
+    """Experts of a token; 0 in a dense model."""
     tied: bool = False
     """Whether the head is the embedding."""
     max_length: int | None = None
@@ -41,8 +48,17 @@ class ModelShape:
             return value
 
         hidden, heads = number("hidden_size"), number("num_attention_heads")
-        width = number("intermediate_size", 4 * hidden)
-        experts = told.get("num_experts") or told.get("num_local_experts")
+        width = active = number("intermediate_size", 4 * hidden)
+        chosen = 0
+        if experts := next((told[name] for name in EXPERT_COUNTS if told.get(name)), 0):
+            chosen = number("num_experts_per_tok")
+            each = number("moe_intermediate_size", width)
+            shared = told.get("shared_expert_intermediate_size") or (told.get("n_shared_experts") or 0) * each
+            dense = told.get("first_k_dense_replace") or 0  # layers without experts; the mean stands for all
+            layers = number("num_hidden_layers")
+            width, active = (
+                (dense * width + (layers - dense) * (count * each + shared)) // layers for count in (experts, chosen)
+            )
 
         return cls(
             layers=number("num_hidden_layers"),
@@ -50,10 +66,12 @@ class ModelShape:
             heads=heads,
             kv_heads=number("num_key_value_heads", heads),
             head_dim=number("head_dim", hidden // heads),
-            width=experts * number("moe_intermediate_size", width) if experts else width,
+            width=width,
             vocabulary=number("vocab_size"),
             tied=bool(told.get("tie_word_embeddings")),
             max_length=told.get("max_position_embeddings"),
+            chosen=chosen,
+            active=active,
         )
 
     @property
@@ -81,8 +99,8 @@ class ModelShape:
         known here counts like the largest layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = dict.fromkeys(("q_proj", "o_proj"), queries) | dict.fromkeys(("k_proj", "v_proj"), keys)
-        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.width)
-        every = list(sides)
+        sides |= dict.fromkeys(_FEED_FORWARD, self.width)
+        every = [name for name in sides if not self.chosen or name not in _FEED_FORWARD]  # no adapter beside experts
         sides |= {"qkv_proj": queries + 2 * keys, "gate_up_proj": 2 * self.width}
 
         head = rank * (self.hidden + self.vocabulary) if targets and "lm_head" in targets else 0
@@ -94,17 +112,23 @@ class ModelShape:
         """Keys and values of one token, with `number` bytes each."""
         return 2 * self.layers * self.kv_heads * self.head_dim * number
 
+    @property
+    def routing_bytes(self) -> int:
+        """What router replay adds to each token on its way from the engine."""
+        return self.layers * self.chosen
+
     def saved_bytes(self, number: int) -> int:
         """What one layer keeps of a token for its backward, without recomputation.
 
         Each norm keeps its input in float32, and two results in the dtype of the forward. Queries and keys are kept
         normed and turned, values and the attention's result once. The feed-forward layer keeps gate, its activation,
-        the other half, and their product.
+        the other half, and their product. A chosen expert has a copy of its input and of its result.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norms = 2 * self.hidden * (_MASTER + 2 * number)
         attention = queries * (_MASTER + 3 * number) + keys * (_MASTER + 3 * number)
-        return norms + attention + 4 * self.width * number
+        experts = (2 * self.chosen + 1) * self.hidden * number if self.chosen else 0
+        return norms + attention + 4 * self.active * number + experts
 
     def head_bytes(self, tokens: int, chunk: int, number: int, *, moves: bool = True) -> int:
         """What log-probabilities of `tokens` and their backward take at their peak, `chunk` tokens at a time.
@@ -121,4 +145,5 @@ class ModelShape:
         lengths = list(lengths)
         pairs = sum(length * length for length in lengths)
         attention = 6.0 * pairs * self.heads * self.head_dim * self.layers
-        return 6.0 * self.layer * self.layers * sum(lengths) + 6.0 * self.matrix * loss_tokens + attention
+        passed = self.layer - 3 * self.hidden * (self.width - self.active)
+        return 6.0 * passed * self.layers * sum(lengths) + 6.0 * self.matrix * loss_tokens + attention

@@ -1,22 +1,25 @@
 """Batches on disk: what the broker sent to the learner since its newest checkpoint, to train it again after its death.
 
 One file per step and rank, `<run>/batches/<step>.<rank>.msgpack`: a digest (xxh3-128) and the frames of the
-BatchPart message. With
-`tracking.save_batches` all of them stay, to look at what was trained or to compare two runs.
+BatchPart message, 13 bytes for each token and some hundred for each sample. `tracking.replay` says which of them stay
+when a checkpoint has what they made: from these `fresco replay` trains the steps again.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from rl.config.damage import reading
+from rl.store.checkpoint_folder import steps_of
 from rl.wire.messages import BatchPart, decode, encode
 
 FOLDER = "batches"
 _DIGEST_BYTES = 16
+_SHARE_OF_DISK = 0.05  # of what is free: more is not taken for batches that only a replay reads
 
 
 def write_batch_part(run_folder: Path, batch_part: BatchPart) -> None:
@@ -45,6 +48,21 @@ def read_batch_part(run_folder: Path, step: int, rank: int) -> BatchPart:
 def read_batch_parts(run_folder: Path) -> list[BatchPart]:
     """Every saved batch part, by step and rank. Raises Damaged."""
     return [read_batch_part(run_folder, *place) for place in sorted(_places(run_folder))]
+
+
+def steps_kept(run_folder: Path) -> list[int]:
+    """The steps whose batches are there."""
+    return sorted({step for step, _ in _places(run_folder)})
+
+
+def drop_unneeded(run_folder: Path, trained: int, replay: str) -> None:
+    """A checkpoint has what came before step `trained`. What stays for a replay `tracking.replay` says: of `recent`
+    what follows the oldest checkpoint before that one, or the start."""
+    size = sum(path.stat().st_size for path in (run_folder / FOLDER).glob("*.msgpack"))
+    if replay == "recent" and size <= _SHARE_OF_DISK * shutil.disk_usage(run_folder).free:
+        trained = min((step for step in steps_of(run_folder / "checkpoints") if step < trained), default=0)
+    if replay != "full":
+        drop_batch_parts(run_folder, trained)
 
 
 def drop_batch_parts(run_folder: Path, before: int) -> None:

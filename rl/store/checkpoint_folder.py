@@ -48,6 +48,18 @@ def latest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def steps_of(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints in `<run>/checkpoints` by their step, the oldest first."""
+    return {_step(path): path for path in _complete(folder)}
+
+
+def drop_behind(folder: Path, step: int) -> None:
+    """Forget the checkpoints of later steps, which were taken back."""
+    for later, path in steps_of(folder).items():
+        if later > step:
+            shutil.rmtree(path)
+
+
 def verify(checkpoint: Path) -> Meta:
     """Every file is as it was written. Raises CheckpointError, which names another checkpoint that is whole."""
     changed = damage(checkpoint, checkpoint / DIGESTS)
@@ -115,7 +127,11 @@ def _complete(folder: Path) -> list[Path]:
     none of ours."""
     found = [path for path in folder.glob("step-*") if path.name[len("step-") :].isdecimal()]
     complete = [path for path in found if (path / "meta.json").exists()]
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(complete, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _sync_folder(folder: Path) -> None:

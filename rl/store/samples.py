@@ -100,6 +100,7 @@ class LineFile:
     """Appends structs to a file. A full disk ends the writing, never the run."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
@@ -109,7 +110,7 @@ class LineFile:
         try:
             os.write(self._file, msgspec.json.encode(line) + b"\n")
         except OSError as error:
-            print(f"samples are no longer kept: {error}", file=sys.stderr, flush=True)
+            print(f"{self._path} is no longer written: {error}", file=sys.stderr, flush=True)
             self.close()
 
     def close(self) -> None:

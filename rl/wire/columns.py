@@ -150,6 +150,10 @@ COLUMNS = {column.name: column for column in _WELL_KNOWN}
 BUILT_IN = frozenset(COLUMNS)
 TEACHER_LOGP = Column("teacher_logp", "float32", producer="teacher")
 """Of the tokens that the student sampled, under the model that `algo.teacher` names."""
+ROUTED_EXPERTS = "routed_experts"
+"""Which experts of each layer the engine's routers chose, at the position that predicted the token."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of a `config.json`, of which a mixture of experts has one."""
 
 
 def register(column: Column) -> None:
@@ -184,19 +188,39 @@ def register_configured(names: Iterable[str]) -> None:
             raise ConfigError(f"algo.columns={name!r}: {error}") from None
 
 
-def shape_by_model(folder: Path | None) -> None:
-    """Give every column of the table whose shape names fields of the model's config its numbers. Raises ConfigError."""
+def routed_experts(told: Mapping[str, Any]) -> Column | None:
+    """The column of router replay for the model whose `config.json` this is; None for a dense one."""
+    count = next((told[name] for name in EXPERT_COUNTS if told.get(name)), 0)
+    if not count:
+        return None
+    dtype, masked = ("uint8", 255) if count <= 255 else ("uint16", 65535)
+    shape = ("num_hidden_layers", "num_experts_per_tok")
+    return Column(ROUTED_EXPERTS, dtype, masked, shape=shape, covers="context", reads="forward").of_model(told)
+
+
+def shape_by_model(folder: Path | None, *, replay: bool = False) -> None:
+    """Give every column of the table whose shape names fields of the model's config its numbers. Raises ConfigError.
+
+    replay: whether a mixture of experts gets the column of its routers.
+    """
+    if replay and folder is not None and (column := routed_experts(_text_config(folder))):
+        register(column)
     for column in [each for each in COLUMNS.values() if any(isinstance(size, str) for size in each.shape)]:
         if folder is None:
             raise ConfigError(
                 f"algo.columns: column {column.name!r} takes its shape {column.shape} from the model, and this run has "
                 "none; declare it in numbers, or name a model in model.path"
             )
-        config = json.loads((folder / "config.json").read_text())
         try:
-            register(column.of_model(config.get("text_config", config)))
+            register(column.of_model(_text_config(folder)))
         except ValueError as error:
             raise ConfigError(f"algo.columns: {error} in {str(folder)!r}") from None
+
+
+def _text_config(folder: Path) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+    told: Mapping[str, Any] = config.get("text_config", config)
+    return told
 
 
 def declared(name: str) -> Column:

@@ -72,7 +72,7 @@ class RunFile(BaseModel):
             run = cls.model_validate(tree | {"config": config})
         run._names = Names.given()
         register_configured(run.config.algo.all_columns)
-        shape_by_model(run.model_folder)
+        shape_by_model(run.model_folder, replay=run.config.replays_routers)
         return run
 
     def save(self) -> None:

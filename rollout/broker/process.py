@@ -28,7 +28,7 @@ from rl.config.failures import EndsRun
 from rl.observe.intervals import success_rates
 from rl.observe.trace import told_since
 from rl.observe.trace_events import TraceEvent
-from rl.store.batch_files import drop_batch_parts, read_batch_part, write_batch_part
+from rl.store.batch_files import drop_unneeded, read_batch_part, write_batch_part
 from rl.store.checkpoint_folder import read_journal
 from rl.wire import messages
 from rl.wire.awake import Awake
@@ -288,8 +288,7 @@ class Broker:
                 send(self.batches[rank], read_batch_part(self.process.run.folder, step, rank))
 
     def _drop_batches(self, before: int) -> None:
-        if not self.config.tracking.save_batches:
-            drop_batch_parts(self.process.run.folder, before)
+        drop_unneeded(self.process.run.folder, before, self.config.tracking.replay)
 
     # ------------------------------------------------------------ actions to messages
 

@@ -29,7 +29,7 @@ GUESSED_SIGMA = 0.6
 """The standard deviation of the logarithm of a turn's length."""
 WITHOUT_BATCHES = (
     f"the spread of lengths (log-normal, sigma {GUESSED_SIGMA}), equal numbers of turns, and tokens of prompts and "
-    "observations (tracking.save_batches=true saves them)",
+    "observations (tracking.replay=full saves them)",
 )
 ALWAYS_GUESSED = (
     "environment latency is Gaussian, with the spread of its batch means, and nothing hangs or fails",
@@ -191,7 +191,7 @@ def read_run(folder: Path) -> tuple[Config, Measured]:
     """Fit the distributions of a finished run. Raises ConfigError if the folder holds no training steps.
 
     Lengths of turns, prompts and observations, and the number of turns, come from its saved batches
-    (`tracking.save_batches=true`). Without these they come from the means of its metrics, and `guessed` names what they
+    (`tracking.replay=full`). Without these they come from the means of its metrics, and `guessed` names what they
     do not say. Environment latency: mean and spread of the batch means, which understate hangs. Decoding: seconds per
     token against the sequences that ran at once, over the steps.
     """

@@ -13,12 +13,14 @@ from rl.config.algo import is_endpoint
 from rl.config.failures import EndsRun
 from rl.wire.messages import ScoreTokens
 from rl.wire.run import RunFile
+from rollout.broker.validation import HIGHEST_LOGP
 
 Score = Callable[[Sequence[ScoreTokens]], list[np.ndarray]]
 """Of each sequence the log-probabilities of the tokens that are asked for, (K,) float32."""
 _AT_ONCE = 16  # requests to an endpoint
 _TRIES = 4
 _LEAST = -100.0  # nats: an endpoint may say -inf, which no loss can follow
+_WANTED = "the log-probability of each token of the prompt (vLLM's prompt_logprobs)"
 
 
 class TeacherRefused(EndsRun):
@@ -32,7 +34,7 @@ def make_score(run: RunFile) -> Score:
     teacher = run.config.algo.teacher
     assert teacher is not None
     if is_endpoint(teacher):
-        return Endpoint(teacher)
+        return Endpoint(run)
     return stand_in if run.teacher_folder is None else model(run)
 
 
@@ -72,15 +74,18 @@ def model(run: RunFile) -> Score:
 class Endpoint:
     """`URL#NAME`: Completions with vLLM's `prompt_logprobs`, asked with token ids."""
 
-    def __init__(self, teacher: str) -> None:
-        """Raises TeacherRefused for an endpoint that does not answer as it must."""
+    def __init__(self, run: RunFile) -> None:
+        """Raises TeacherRefused for an endpoint that does not score the longest sequence that there can be."""
         from openai import OpenAI
 
-        self._teacher = teacher
-        url, _, self._model = teacher.partition("#")
+        self._teacher = run.config.algo.teacher or ""
+        url, _, self._model = self._teacher.partition("#")
         key = os.environ.get("OPENAI_API_KEY") or "none"
-        self._client = OpenAI(base_url=url, api_key=key, max_retries=_TRIES)
+        self._client = OpenAI(base_url=url, api_key=key, max_retries=_TRIES, timeout=run.config.timeouts.hang_s)
         self._pool = ThreadPoolExecutor(_AT_ONCE, "teacher")
+
+        longest = run.config.generator.max_model_len
+        self._one(ScoreTokens(0, np.zeros(longest, np.int32), np.ones(longest, np.uint8)))
 
     def __call__(self, asked: Sequence[ScoreTokens]) -> list[np.ndarray]:
         return list(self._pool.map(self._one, asked))
@@ -96,11 +101,14 @@ class Endpoint:
         except OpenAIError as error:
             raise TeacherRefused(f"algo.teacher={self._teacher!r} does not answer: {error}") from None
 
-        told: Any = (answer.choices[0].model_extra or {}).get("prompt_logprobs")
         try:
+            told: Any = (answer.choices[0].model_extra or {})["prompt_logprobs"]
             places = np.flatnonzero(asked.loss_mask)
-            found = [_LEAST if place == 0 else told[place][str(ids[place])]["logprob"] for place in places]
-        except (TypeError, KeyError, IndexError):
-            wanted = "the log-probability of each token of the prompt (vLLM's prompt_logprobs)"
-            raise TeacherRefused(f"algo.teacher={self._teacher!r} does not tell {wanted}") from None
-        return np.maximum(np.array(found, np.float32), _LEAST).astype(np.float32)
+            said = [_LEAST if place == 0 else told[place][str(ids[place])]["logprob"] for place in places]
+            found = np.array(said, np.float32)
+        except (TypeError, KeyError, IndexError, AttributeError, ValueError):
+            raise TeacherRefused(f"algo.teacher={self._teacher!r} does not tell {_WANTED}") from None
+        if not (found <= HIGHEST_LOGP).all():  # nor is NaN
+            wrong = found[~(found <= HIGHEST_LOGP)][0]
+            raise TeacherRefused(f"algo.teacher={self._teacher!r} tells {wrong:g}, which is no log-probability")
+        return np.maximum(found, np.float32(_LEAST))

@@ -45,6 +45,15 @@ def test_a_thought_stands_beside_its_turn(tmp_path: Path) -> None:
     assert family(tmp_path, {"messages": [USER, thought]}).task("train", 0).messages[1].reasoning == "hm"
 
 
+@pytest.mark.parametrize("empty", ["source", "eval_source"])
+def test_a_file_without_rows_is_named(empty: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "full.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    sources = {"source": str(tmp_path / "full.jsonl"), empty: str(tmp_path / "empty.jsonl")}
+    with pytest.raises(ValueError, match=r"empty\.jsonl'? has no rows"):
+        ChatFamily(ChatOptions(**sources), 0)
+
+
 def test_the_last_rows_are_held_out(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i}", "completion": "a"} for i in range(5)]
     made = family(tmp_path, *rows, eval_count=2)

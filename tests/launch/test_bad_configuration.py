@@ -14,7 +14,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 from pydantic import BaseModel
-from transformers import Gemma2Config, GPT2Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma2Config, GPT2Config, PreTrainedConfig
 
 from launch import preflight
 from launch.cli import main
@@ -323,6 +323,17 @@ THIRTY_TWO_B = FOUR_B | {
     "intermediate_size": 25600,
     "tie_word_embeddings": False,
 }
+THIRTY_B_A3B = FOUR_B | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
 EIGHT_B = FOUR_B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 
 
@@ -331,9 +342,11 @@ def machine(host: int, gpu: int) -> Machine:
 
 
 def test_parameters_are_those_of_the_published_models() -> None:
-    # 7.62e9, 8.19e9 and 4.02e9 are the figures on the models' pages; on a CPU engines give the 4B its own head.
+    # 7.62e9, 8.19e9, 30.5e9 and 4.02e9 are the figures on the models' pages.
+    # On a CPU engines give the 4B model a head of its own.
     assert ModelShape.of(SEVEN_B).trained == ModelShape.of(SEVEN_B).served == pytest.approx(7.62e9, rel=0.01)
     assert ModelShape.of(EIGHT_B).trained == pytest.approx(8.19e9, rel=0.01)
+    assert ModelShape.of(THIRTY_B_A3B).trained == pytest.approx(30.5e9, rel=0.01)
     assert ModelShape.of(FOUR_B).trained == pytest.approx(4.02e9, rel=0.01)
     assert ModelShape.of(FOUR_B).served == pytest.approx(4.02e9 + 2560 * 151936, rel=0.01)
 
@@ -373,7 +386,13 @@ def test_a_tied_head_takes_room_where_engines_have_one_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "told"),
-    [("alfworld", SEVEN_B), ("math", FOUR_B), ("swe", EIGHT_B), ("math_32b_lora", THIRTY_TWO_B)],
+    [
+        ("alfworld", SEVEN_B),
+        ("math", FOUR_B),
+        ("swe", EIGHT_B),
+        ("math_32b_lora", THIRTY_TWO_B),
+        ("math_30b_a3b", THIRTY_B_A3B),
+    ],
 )
 def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int]) -> None:
     config = load_config(EXPERIMENTS / f"{recipe}_8gpu.yaml")
@@ -421,7 +440,7 @@ def test_engine_and_model_must_agree(override: str, told: str) -> None:
     [
         (GPT2Config(n_layer=1, n_embd=16, n_head=2), "has no `layers`"),
         (Gemma2Config(num_hidden_layers=1, hidden_size=16), "final_logit_softcapping"),
-        (Qwen3MoeConfig(num_hidden_layers=1, hidden_size=16), "other names and shapes"),
+        (DeepseekV3Config(num_hidden_layers=1, hidden_size=16), "latent attention"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )

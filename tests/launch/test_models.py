@@ -24,6 +24,7 @@ from rl.config.schema import ConfigError, load_config
 from rl.models import foreign
 from rl.models.shape import ModelShape
 from rl.store.checkpoint_folder import Meta, begin, commit
+from rl.store.digests import digest_of
 from tests.rl.models.tiny_families import save_family
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -117,6 +118,34 @@ def test_reference_and_critic_are_judged_as_well(field: str, overrides: list[str
         prepare._model_folder(config)
 
 
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("algo.kl.reference", ["algo.kl.coef=0.1", "algo.kl.reference={0}"]),
+        ("algo.teacher", ["algo.loss=reverse_kl", "algo.teacher={0}"]),
+    ],
+)
+@pytest.mark.parametrize("make", [True, False])
+def test_a_model_that_reads_less_than_the_student_samples(
+    field: str, overrides: list[str], make: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers beyond that mean nothing, and no guard would see it. It is refused before the student is made."""
+    monkeypatch.setattr(imitation, "warm_started", never)
+    short = save_family("qwen3", tmp_path / "short", max_position_embeddings=64)
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", [each.format(short) for each in overrides])
+    told = f"^generator.max_model_len=128: the model of {field}='{short}' reads at most 64 tokens"
+    with pytest.raises(ConfigError, match=told):
+        prepare._folders(config, make=make)
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_a_teacher_that_is_nowhere(make: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imitation, "warm_started", never)
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", ["algo.loss=reverse_kl", "algo.teacher=./no/such"])
+    with pytest.raises(ConfigError, match=r"^algo.teacher='./no/such': no such folder, and no hub name"):
+        prepare._folders(config, make=make)
+
+
 def test_what_no_test_has_runs_if_that_is_wanted(tmp_path: Path) -> None:
     save_family("llama", tmp_path)
     told = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "helium"}
@@ -202,6 +231,22 @@ def test_a_checkpoint_of_other_adapters_is_refused_before_anything_starts(
     overrides = [f"resume={checkpoint}", f"model.lora={given}", f"runs={tmp_path}"]
     with pytest.raises(ConfigError, match=told):
         preflight._check_folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), dry=True)
+
+
+def test_adapters_beside_other_weights_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = save_family("llama", tmp_path / "model")
+    options = LoraOptions(rank=4).identity()
+    for step, base in ((3, digest_of({model / "model.safetensors"})), (4, "x")):
+        begin(tmp_path / "checkpoints", step)
+        commit(tmp_path / "checkpoints", Meta(step, 0, 1, options | {"base": base}), b"", 9)
+
+    def folders(step: int) -> dict[str, object]:
+        overrides = [f"model.path={model}", "model.lora={rank: 4}", f"resume={tmp_path}/checkpoints/step-{step}"]
+        return prepare._folders(load_config(EXPERIMENTS / "math_cpu.yaml", overrides), make=True)
+
+    assert folders(3)["folder"] == str(model)
+    with pytest.raises(ConfigError, match=r"^model.path='.*model': the adapters of resume='.*step-4' belong to other"):
+        folders(4)
 
 
 def test_the_same_adapters_go_on_whatever_the_order_of_their_targets(tmp_path: Path) -> None:

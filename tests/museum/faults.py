@@ -161,7 +161,7 @@ def version_early(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 @fault("temperature-learner", "log-ratio")
 def temperature_learner(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     sampling = lab.config.sampling.model_copy(update={"temperature": 1.0})
-    lab.trainer._config = lab.config.model_copy(update={"sampling": sampling})
+    lab.trainer.config = lab.config.model_copy(update={"sampling": sampling})
 
 
 @fault("temperature-engine", "log-ratio")

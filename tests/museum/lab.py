@@ -23,6 +23,8 @@ from rl.learner.batches import check_batch_part
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.process import train
 from rl.learner.trainer import Trainer
+from rl.models.naming import in_files
+from rl.models.protocol import Placement
 from rl.observe.alarms import Alarms, RunAlarm
 from rl.observe.trace import NO_TRACE
 from rl.weights.channel import Piece
@@ -81,9 +83,13 @@ class Engine:
 
     @torch.no_grad()
     def apply(self, weights: dict[str, torch.Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
+        parts = {
+            part.name: part.tensor
+            for name, each in self.model.named_parameters()
+            for part in in_files(self.model.config.model_type, name, each, Placement(tuple(each.shape)))
+        }
         for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
+            parts[name].copy_(tensor)
 
     @torch.no_grad()
     def probe(self, ids: list[int]) -> list[float]:
@@ -204,6 +210,7 @@ class Lab:
         self.run = SimpleNamespace(model_folder=folder)
         self.overrides = overrides
         self.steps = steps
+        self.last_step = first_step + steps
         self.step = self.first_step = first_step
         self.raised: list[tuple[int, str]] = []
         self._until = ""
@@ -251,6 +258,8 @@ class Lab:
             guards=self.guards,
             exact=self.exact,
             token_log=SimpleNamespace(batch=lambda batch_part: None, write_batch=lambda: None),
+            take_changes=lambda client, publisher, n: None,
+            note_version=self.note_version,
             export=lambda step: None,
         )
         try:
@@ -260,6 +269,9 @@ class Lab:
         except RunStopped:
             pass
         return [name for _, name in self.raised]
+
+    def note_version(self, client: object, n: int) -> None:
+        """What the learner keeps of a version for a replay."""
 
     def _heard(self, name: str, _detail: str) -> None:
         self.raised.append((self.step, name))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from envs.data import OtherData, check_data, data_of
 from envs.guards import check_template
@@ -44,6 +45,7 @@ ELSEWHERE = {
     "data-repeated": "data-repeated",
     "eval-on-train": "eval-on-train",
     "dropout-renamed": "weights-differ",
+    "dead-expert": "dead-expert",
     "verifier-by-rounding": "verifier-wrong",
     "verifier-too-strict": "verifier-wrong",
     "order-ignored": "verifier-wrong",
@@ -114,6 +116,23 @@ def test_dropout_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("rl.models.loading._without_dropout", lambda owner: setattr(owner, "attention_dropout", 0.0))
     lab = Lab(save_family("seed_oss", tmp_path, dropout=0.1, vocab_size=VOCAB))
     assert lab.train() == ["weights-differ"] and lab.step == 0
+
+
+def test_dead_expert(tmp_path: Path) -> None:
+    """All rows of a router become alike, so that the same experts have every token."""
+    lab = Lab(save_family("qwen3_moe", tmp_path, vocab_size=VOCAB), "alarms.limits.dead-expert.tokens=15")
+    router = lab.trainer.policy.model.model.layers[1].mlp.gate
+    step = lab.trainer.optimizer.step
+
+    def collapsed(*arguments: Any) -> tuple[float, float]:
+        done = step(*arguments)
+        with torch.no_grad():
+            router.weight.copy_(router.weight[:1].clone())
+        return done
+
+    vars(lab.trainer.optimizer)["step"] = collapsed
+    lab.train(until="dead-expert")
+    assert lab.raised[-1] == (1, "dead-expert")
 
 
 def test_data_changed(tmp_path: Path, make_run: MakeRun) -> None:

@@ -141,6 +141,7 @@ function curves(parent, lines, { x = "step", y = "", height = 220, percentages =
     axes: [axis(x, { size: 30, ...(x === "step" ? { incrs: WHOLE } : {}) }), axis(y, { size: widthOf, values: format })],
     hooks: { draw: x === "step" ? [markAlarms] : [] },
     cursor: { drag: { x: true, y: false } },
+    legend: { markers: { dash: (chart, index) => (chart.series[index].dash ? "dashed" : "solid") } },
   };
   return mount(parent, options, uPlot.join(tables));
 }

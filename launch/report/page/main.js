@@ -1,5 +1,5 @@
 // The frame: views by number keys, light and dark, which run is shown.
-const TITLES = { overview: "Overview", timeline: "Timeline", samples: "Samples", steps: "Steps", compare: "Compare" };
+const TITLES = { overview: "Overview", timeline: "Timeline", samples: "Samples", steps: "Steps", compare: "Compare", lab: "Lab" };
 const main = document.querySelector("main");
 
 async function show(name) {
@@ -36,6 +36,7 @@ async function begin() {
   document.getElementById("theme").addEventListener("click", () => shade(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 
   report.runs = await readFacts();
+  if (!report.runs.some((run) => run.lab)) delete TITLES.lab;
   const tabs = Object.entries(TITLES).map(([name, title], i) =>
     el("button", { type: "button", role: "tab", title: `key ${i + 1}`, "data-view": name, click: () => show(name) }, title));
   document.querySelector("nav").append(...tabs);

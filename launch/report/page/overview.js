@@ -231,11 +231,11 @@ function lossPanels(run) {
 }
 
 function originPanels(run) {
-  const { recipe, differences, versions, machine } = run.origin;
+  const { recipe, differences, versions, machine, start } = run.origin;
   const text = (value) => (value === null ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const changed = Object.entries(differences).map(([field, [before, now]]) => [field, text(before), text(now)]);
   const of = recipe || "the defaults";
-  const facts = Object.entries({ ...versions, ...machine });
+  const facts = Object.entries({ ...versions, ...machine, ...start });
   return el("div", { class: "grid" },
     panel(`Differences to ${of}`, changed.length ? table(["field", "there", "here"], changed) : el("p", { class: "hint" }, "none")),
     panel("Versions and machine", facts.length ? table(["", ""], facts) : el("p", { class: "hint" }, "not recorded")),

@@ -33,11 +33,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl.store.recent import Recent
+from rl.wire.columns import COLUMNS, ROUTED_EXPERTS
 from rl.wire.messages import Generate, Version, WeightStatus
 from rl.wire.run import ProcessContext, RunFile, socket_name
 from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.cpu.unpacked import heed_environment
 from rollout.generator.engines.cpu.vllm_thread import OwnThread
+from rollout.generator.engines.routing import first_position, set_routing
 from rollout.generator.engines.vllm_core import Core, Stream
 from rollout.generator.engines.vllm_internals import text_reader
 from rollout.generator.engines.vllm_process import OwnProcess
@@ -66,6 +68,8 @@ class VllmEngine:
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
         self._config = context.run.config
+        self._on_cpu = context.run.device == "cpu"
+        self._routing = COLUMNS.get(ROUTED_EXPERTS)
         self._running: dict[int, _Running] = {}  # by request id
         self._salts: Recent[str] = Recent(_SESSIONS_REMEMBERED)  # session -> version under which it began (`keep`)
         self._version = Version(-1, -1)
@@ -87,6 +91,8 @@ class VllmEngine:
         file = context.run.socket_folder / f"load.{context.index}"
         self._progress = np.memmap(file, np.uint64, "w+", shape=(self._config.generator.tensor_parallel,))
         await core.rpc("weights_open", str(folder), context.index, context.incarnation, untied, str(file))
+        if self._routing is not None and self._on_cpu:
+            await core.rpc("routing_open", self._routing.dtype)
         return engine_info(core.config)
 
     async def watch(self) -> None:
@@ -170,6 +176,8 @@ class VllmEngine:
                 _take(running, stream.spans, completion)
                 if running.sampled.token_ids and not finished:
                     progress(running.sampled)
+            if self._routing is not None:
+                await self._add_routing(running, stream, completion.routed_experts)
             return completion.finish_reason or ""
 
         except asyncio.CancelledError:
@@ -178,6 +186,16 @@ class VllmEngine:
         finally:
             stream.close()
             running.stream = None
+
+    async def _add_routing(self, running: _Running, stream: Stream, rows: np.ndarray | None) -> None:
+        """The column of what a request has read and sampled. rows: as vLLM tells them on GPUs."""
+        column = self._routing
+        assert column is not None
+        if self._on_cpu:
+            (told, *_) = await self._core.rpc("routing_take", stream.request_id)
+            first = first_position(running.request)
+            rows = told and np.frombuffer(told, column.dtype).reshape(-1, *column.entry_shape)[first:]
+        set_routing(running.sampled, running.request, column, rows)
 
     def _salt(self, running: _Running) -> str | None:
         """What a request's cached prefix must have been computed with, besides equal tokens: its episode's version.

@@ -25,6 +25,8 @@ PauseMode = Literal["keep", "abort", "wait"]
 class Stream(Protocol):
     """One request inside vLLM."""
 
+    request_id: str
+    """vLLM's name for it."""
     spans: list[tuple[str, int]]
     """(weight version, its first token): vLLM's own list, which grows while the request runs; empty at first."""
 

@@ -33,6 +33,7 @@ class Stream:
     def __init__(self, llm: AsyncLLM, outputs: RequestOutputCollector) -> None:
         self._llm = llm
         self._outputs = outputs
+        self.request_id = outputs.request_id
         state = llm.output_processor.request_states.get(outputs.request_id)
         self.spans: list[tuple[str, int]] = state.weight_version_starts if state is not None else []
 
@@ -42,7 +43,7 @@ class Stream:
         return output
 
     async def abort(self) -> None:
-        await self._llm.abort(self._outputs.request_id, internal=True)
+        await self._llm.abort(self.request_id, internal=True)
 
     def close(self) -> None:
         self._outputs.close()  # type: ignore[no-untyped-call]

@@ -11,11 +11,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.config.failures import EngineDied
+from rl.wire.columns import COLUMNS, ROUTED_EXPERTS
 from rl.wire.messages import Generate
 from rl.wire.run import ProcessContext, RunFile
 from rollout.generator.engines import engine_options
 from rollout.generator.engines.base import EngineInfo
 from rollout.generator.engines.environment import device_memory
+from rollout.generator.engines.routing import first_position
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
 _REPORT_EVERY = 32  # tokens between two outputs of one request: each costs a task switch
@@ -47,6 +49,7 @@ def sampling_params(request: Generate) -> SamplingParams:
         detokenize=bool(request.stop),
         output_kind=RequestOutputKind.DELTA,  # vLLM ignores the interval for cumulative outputs
         stream_interval=interval,
+        routed_experts_prompt_start=first_position(request),
         skip_clone=True,
     )
 
@@ -84,6 +87,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         max_logprobs=1,
         seed=(context.run.config.seed * 1009 + context.index) % (1 << 31),
         worker_extension_cls=_WORKER_EXTENSION,
+        enable_return_routed_experts=ROUTED_EXPERTS in COLUMNS and not on_cpu,
         disable_log_stats=True,
         enable_log_requests=False,
     )

@@ -36,6 +36,7 @@ from rl.weights import make_receiver
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from rollout.generator.engines.cpu import unpacked
+from rollout.generator.engines.cpu.routing import RoutingCapture
 from rollout.generator.engines.owner import die_with_owner
 
 _HEAD = "lm_head.weight"
@@ -58,6 +59,15 @@ class LoadsWeights:
         self._weights_untied = untied
         self._weights_progress = np.memmap(progress, np.uint64, "r+")
         self._weights_loaded_bytes = 0
+
+    def routing_open(self, dtype: str) -> None:
+        """Keep the experts that each token is routed to, from now on; on a CPU."""
+        self._routing = RoutingCapture(self.model_runner, dtype)
+
+    def routing_take(self, request: str) -> bytes | None:
+        """Those of a request that has ended."""
+        rows = self._routing.take(request)
+        return None if rows is None else rows.tobytes()
 
     def weights_fetch(self, timeline: int, n: int) -> None:
         """Begin to take a version not older than (timeline, n)."""

@@ -20,7 +20,7 @@ TRIES = 5  # of each file
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return simulated_run(tmp_path_factory.mktemp("runs"), "tracking.trace=full", "tracking.save_batches=true")
+    return simulated_run(tmp_path_factory.mktemp("runs"), "tracking.trace=full", "tracking.replay=full")
 
 
 def damaged(whole: bytes, chance: random.Random) -> bytes:

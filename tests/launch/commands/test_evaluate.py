@@ -112,6 +112,7 @@ def test_samples_of_one_task_are_one_trial_in_the_table() -> None:
         (["some/model", "--env=alfworld", "--split=foo"], "env.options.eval_split='foo'"),
         (["some/model", "--env=mathh"], "'mathh' has no recipe"),
         ([str(ROOT / "launch")], "neither a checkpoint"),
+        (["some/model", f"--recipe={RECIPE}", "--out=/proc/table.json"], "'/proc/table.json': No such file"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,18 @@ def test_peft_reads_the_adapters(family: str, make_run: MakeRun, tmp_path: Path)
     torch.testing.assert_close(logp(model.merge_and_unload()), expected(policy), rtol=0, atol=5e-5)
 
 
+def test_an_export_that_was_interrupted_leaves_nothing(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run, _ = trained(make_run, save_family("qwen3", tmp_path / "start"))
+    monkeypatch.setattr(checkpoint, "_give_away", interrupted)
+    main(["export", str(run.folder), str(tmp_path / "out"), "--merge"])
+    assert {path.name for path in tmp_path.iterdir()} == {"start"}
+
+
 def test_what_cannot_be_exported_is_one_line(
     make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +130,8 @@ def test_what_cannot_be_exported_is_one_line(
     assert "was trained without model.lora; --merge writes its model" in refused(str(run.folder), out, "--adapter")
     assert "exists; name a new folder" in refused(str(run.folder), str(tmp_path), "--merge")
     assert "is no checkpoint in its own run" in refused(str(start), out, "--merge")
+    assert f"there is no {f'{start}/nowhere'!r}" in refused(f"{start}/nowhere", out, "--merge")
+    assert "'/proc/out' cannot be written: " in refused(str(run.folder), "/proc/out", "--merge")
     (tmp_path / "ended" / "model").mkdir(parents=True)
     assert "how it ended is in its folders model and adapter" in refused(str(tmp_path / "ended"), out, "--merge")
 

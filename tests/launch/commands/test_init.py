@@ -78,6 +78,11 @@ def test_a_model_of_the_users_own_is_not_warm_started(
     assert folder.model.warm_start.demonstrations == hub.model.warm_start.demonstrations == 0
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "/proc/mine"]) == 2
+    assert capsys.readouterr().err == "fresco: '/proc/mine': No such file or directory; name another one\n"
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kept.txt").write_text("mine")
     assert main(["init", str(tmp_path)]) == main(["init", str(tmp_path / "kept.txt")]) == 2

@@ -62,11 +62,26 @@ def test_what_is_no_whole_model_is_not_pushed(run: Path, hub: Hub, capsys: pytes
     assert "has no model: a run writes" in capsys.readouterr().err and not hub.calls
 
 
-def test_what_the_hub_refuses_is_one_line(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize("name", ["me", "", "me/my/model", "me /model", "https://huggingface.co/me/model"])
+def test_a_name_that_no_hub_has_is_not_asked_for(name: str, run: Path, hub: Hub, capsys: Any) -> None:
+    assert main(["push", str(run), name]) == 2
+    assert f"{name!r} is no OWNER/NAME of the hub" in capsys.readouterr().err and not hub.calls
+
+
+class Unreachable(Exception):
+    """As what an HTTP client raises without a network: no OSError."""
+
+
+@pytest.mark.parametrize("kind", [OSError, Unreachable])
+def test_what_the_hub_refuses_is_one_line(
+    kind: type[Exception], run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def refuse(name: str, **told: Any) -> None:
-        raise OSError("401 Client Error.\nInvalid username or password.")
+        raise kind("401 Client Error.\nInvalid username or password.")
 
     monkeypatch.setattr(hub, "create_repo", refuse)
     assert main(["push", str(run), "me/my-model"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fresco: 'me/my-model': the hub did not take it (OSError: 401 Client Error. Invalid")
+    assert line.startswith(
+        f"fresco: 'me/my-model': the hub did not take it ({kind.__name__}: 401 Client Error. Invalid"
+    )

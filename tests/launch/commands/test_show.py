@@ -86,9 +86,20 @@ def test_the_newest_come_first_and_are_found_by_failure_and_by_reward(
     assert told("--reward", f"{middle}..") == with_reward(middle, 9)
     assert told("--reward", f"{middle}..{middle}") == told("--reward", str(middle)) == with_reward(middle, middle)
     assert len(told("--failed")) < len(samples) and with_reward(middle, middle)
+
+
+@pytest.mark.parametrize("reward", ["much", "..", "nan", "0.8..0.2", "0..nan"])
+def test_what_is_no_range_is_told(reward: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["show", str(played), "--reward", "much"])
-    assert "'much' is no number and no range such as 0.2..0.8" in capsys.readouterr().err
+        main(["show", "run", "--reward", reward])
+    assert f"{reward!r} is no number and no range such as 0.2..0.8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["show", "run", "--limit", "-1"], ["report", "run", "--port", "99999"]])
+def test_a_number_that_cannot_be_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"{arguments[-1]!r} is no whole number from " in capsys.readouterr().err
 
 
 def test_a_line_of_json_has_the_texts(played: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from tests.conftest import MakeRun
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "experiments").glob("*.yaml"))
+NO_ENDPOINTS = ("http://host:8000/v1", "https://host/v1#", "http://#name", "host://8000/v1#name")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,10 @@ RECIPES = sorted((ROOT / "experiments").glob("*.yaml"))
         ("rollout.alpha=.inf", ["rollout.alpha", "finite"]),
         ("name=.", ["name='.'", "without a slash"]),
         ("name=../evil", ["name='../evil'", "without a slash"]),
+        ("eval.sets={a: 5}", ["eval.sets.a=5: Input should be a valid string, or a valid dictionary"]),
+        ("eval.sets={a/b: rows}", ["eval.sets.a/b='a/b': "]),
+        *((f"algo.teacher={url}", [f"algo.teacher={url!r}: ", "URL#NAME"]) for url in NO_ENDPOINTS),
+        ("algo.teacher=http://host:99999/v1#m", ["algo.teacher='http://host:99999/v1#m': Port out of range"]),
     ],
 )
 def test_bad_input_is_one_clear_line(override: str, parts: list[str]) -> None:

@@ -14,13 +14,19 @@ from rl.wire.messages import Done
 from rl.wire.process import Process
 from rl.wire.run import context_from_command_line
 
-with Process("learner", context_from_command_line()) as process:
-    join_ranks(process)
-    total = torch.tensor(float(process.index + 1))
-    dist.all_reduce(total)
-    if process.index == 1 and process.incarnation == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if process.index == 0 and process.incarnation == 1:
-        process.send(Done("learner", b'{"seconds": %f}' % total.item()))
-    while not process.stopping:
-        time.sleep(0.01)
+
+def main() -> None:
+    with Process("learner", context_from_command_line()) as process:
+        join_ranks(process)
+        total = torch.tensor(float(process.index + 1))
+        dist.all_reduce(total)
+        if process.index == 1 and process.incarnation == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if process.index == 0 and process.incarnation == 1:
+            process.send(Done("learner", b'{"seconds": %f}' % total.item()))
+        while not process.stopping:
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import zmq
 
 from experiments.bench._inbox import receive_from
 from experiments.columns import token_columns
+from launch.launcher.local import Begun, Command
 from rl.weights.host import clean_up
 from rl.wire.messages import (
     BatchPart,
@@ -34,8 +34,8 @@ from rl.wire.messages import (
 )
 from rl.wire.run import RunFile
 from rl.wire.sockets import identity, open_socket, send, send_to
+from tests.copies import begin
 
-ROOT = Path(__file__).parents[3]
 M = TypeVar("M", bound=Any)
 
 
@@ -49,7 +49,7 @@ class Harness:
         self.ranks = run.config.learner.ranks
         self.inbox: list[Message] = []
         self.registered: set[tuple[int, int]] = set()  # (rank, incarnation)
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[Begun] = []
         self.learner = b""  # identity on the socket `steps`
         self.context = zmq.Context()
         self.control = open_socket(zmq.ROUTER, run, "control", bind=True, context=self.context)
@@ -60,24 +60,19 @@ class Harness:
         ]
 
     def start(self) -> Harness:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "FRESCO_PARENT_PID": str(os.getpid()),
-        }
+        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         for rank in range(self.ranks):
-            log = (self.run.folder / f"learner.{rank}.log").open("wb")
-            command = [sys.executable, "-m", self.module, "--run", str(self.run.folder), "--index", str(rank)]
-            command += ["--incarnation", str(self.incarnation)]
-            self.children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            arguments = ["--run", str(self.run.folder), "--index", str(rank), "--incarnation", str(self.incarnation)]
+            with (
+                (self.run.folder / f"learner.{rank}.log").open("wb") as log,
+                Path(os.devnull).open("rb") as nothing,
+            ):
+                self.children.append(begin(Command(self.module, arguments, environment), (nothing, log, log)))
         return self
 
     def restart(self) -> None:
         """Kill all ranks in whatever they do, and start the next ones."""
-        for child in self.children:
-            child.kill()
-        for child in self.children:
-            child.wait()
+        self.kill()
 
         before = -1
         while len(self.inbox) > before:  # the last words of the dead
@@ -95,10 +90,15 @@ class Harness:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        for child in self.children:
-            child.kill()
+    def kill(self) -> None:
+        running = [child for child in self.children if child.poll() is None]
+        for child in running:
+            child.send_signal(signal.SIGKILL)
+        for child in running:
             child.wait()
+
+    def close(self) -> None:
+        self.kill()
         self.context.destroy(linger=0)
         clean_up(self.run.run_id)
 

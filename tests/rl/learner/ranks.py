@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.copies import COPIES
+
 
 @contextmanager
 def process_group(folder: Path | str, rank: int = 0, ranks: int = 1) -> Iterator[DeviceMesh]:
@@ -28,5 +30,5 @@ def process_group(folder: Path | str, rank: int = 0, ranks: int = 1) -> Iterator
 
 def results_of_ranks(main: Callable[[int, str], None], folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What `main(rank, folder)` saves as `folder/rank{rank}.pt` in a process of each rank."""
-    multiprocessing.spawn(main, (str(folder),), nprocs=ranks)
+    multiprocessing.start_processes(main, (str(folder),), nprocs=ranks, start_method=COPIES.get_start_method())
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from launch.launcher.local import LocalLauncher
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
 from tests.conftest import MakeRun
+from tests.copies import begin
 from tests.launch.test_supervisor import QUIET, FakeSpec
 
 
@@ -19,7 +21,7 @@ def test_ranks_meet_and_meet_again_after_a_death(make_run: MakeRun, transport: s
 
     broker = FakeSpec("broker", 0, environment={"FAKE_BROKER": "done2"})
     ranks = [ProcessSpec("learner", rank, "tests.rl.learner.joining_rank") for rank in range(2)]
-    assert Supervisor(run, [broker, *ranks]).execute() == 0
+    assert Supervisor(run, [broker, *ranks], LocalLauncher(run, begin)).execute() == 0
     assert (run.folder / "logs" / "learner.1.1.log").exists()
     met_at_a_file = bool(list(run.folder.glob("ranks-*")))
     assert met_at_a_file == (transport == "ipc")

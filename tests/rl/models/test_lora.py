@@ -74,8 +74,8 @@ def merged(policy: Policy, folder: Path) -> Policy:
     """A whole model with what `policy` exports."""
     model = Policy.load(folder)
     rows = {name: rows.clone() for name, rows, _ in policy.export(untie=False)}
-    for name, parameter in model.model.named_parameters():
-        parameter.copy_(rows.pop(name))
+    for name, part, _ in model.export(untie=False):
+        part.copy_(rows.pop(name))
     assert not rows
     return model
 

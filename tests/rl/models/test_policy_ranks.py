@@ -16,6 +16,7 @@ from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
 from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.tiny_policies import backward, largest_difference, make_batch_parts, packs_of, save_tiny
+from tests.rl.models.tiny_families import save_family
 
 RANKS = 2
 VARIANTS = {  # name -> (max tokens per pack of each rank, activation checkpointing)
@@ -44,9 +45,12 @@ def rank_main(rank: int, folder: str) -> None:
         torch.save(results, f"{folder}/rank{rank}.pt")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    if request.param == "dense":
+        return save_tiny(folder)
+    return save_family("qwen3_moe", folder, tie_word_embeddings=True, num_experts=5)  # three and two
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl.config.lora import LoraOptions
-from rl.models.families import read_config
+from rl.models.families import mixtures, read_config
 from rl.models.packing import sequence_pack
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
@@ -39,7 +39,9 @@ def saved_bytes(work: Callable[[], Any], without: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "within"), [("qwen3", 0.05), ("llama", 0.2), ("qwen2", 0.2)])
+@pytest.mark.parametrize(
+    ("family", "within"), [("qwen3", 0.05), ("llama", 0.2), ("qwen2", 0.2), ("qwen3_moe", 0.05), ("mixtral", 0.2)]
+)
 def test_a_layer_keeps_what_it_is_said_to(family: str, within: float, dtype: torch.dtype, tmp_path: Path) -> None:
     """What one more layer's backward reads. A family that does not norm its queries keeps less, none keeps more."""
     tokens = 512
@@ -57,7 +59,7 @@ def test_a_layer_keeps_what_it_is_said_to(family: str, within: float, dtype: tor
     assert of_a_layer <= 1.05 * shape.saved_bytes(dtype.itemsize)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "gemma3_text", "mistral", *mixtures()])
 def test_parameters_are_those_of_the_model(family: str, tmp_path: Path) -> None:
     policy = Policy.load(save_family(family, tmp_path))
     shape = ModelShape.of(read_config(tmp_path))
@@ -86,6 +88,7 @@ def test_a_config_that_does_not_say(changes: dict[str, Any], told: str) -> None:
         ("llama", ["q_proj", "v_proj", "lm_head"]),
         ("phi3", ["qkv_proj", "down_proj", "gate_up_proj"]),
         ("gemma3_text", None),
+        ("qwen3_moe", None),
     ],
 )
 def test_adapters_are_as_many_as_is_said(family: str, targets: list[str] | None, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl.models.loading import saved_buffers
+
 VOCABULARY = 256
 BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -25,6 +27,7 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 
 # What a family needs beside BASE, or instead of it; None leaves a setting out.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,6 +47,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     "starcoder2": {"head_dim": None, "num_attention_heads": 2, "sliding_window": None},
     "seed_oss": {},
     "arcee": {},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "qwen2_moe": {**EXPERTS, "head_dim": None, "num_attention_heads": 2, "shared_expert_intermediate_size": 64},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "olmoe": {"head_dim": None, "num_attention_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": {
+        "head_dim": None,
+        "num_attention_heads": 2,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "mixtral": {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
 
@@ -70,8 +92,8 @@ def save_family(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
-                parameter.data += 0.1 * torch.randn_like(parameter)
+        for each in [*model.parameters(), *(buffer for _, buffer in saved_buffers(model))]:
+            if each.dim() == 1:  # norms and biases, which begin as ones and zeros
+                each.data += 0.1 * torch.randn_like(each)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_file)
     return folder

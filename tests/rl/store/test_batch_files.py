@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from experiments.bench._measuring import random_batch_part
 from rl.config.damage import Damaged
-from rl.store.batch_files import read_batch_part, write_batch_part
+from rl.store.batch_files import drop_unneeded, read_batch_part, steps_kept, write_batch_part
+from rl.store.checkpoint_folder import Meta, begin, commit
 from rl.wire.messages import encode
 
 
@@ -27,3 +30,39 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     path.write_bytes(whole[:-1])
     with pytest.raises(Damaged, match="damaged"):
         read_batch_part(tmp_path, batch_part.step, batch_part.rank)
+
+
+def checkpoint(run_folder: Path, step: int) -> None:
+    folder = run_folder / "checkpoints"
+    begin(folder, step)
+    commit(folder, Meta(step, 0, 1), b"", keep=2)
+
+
+@pytest.mark.parametrize(
+    ("replay", "free", "left"),
+    [("off", 1 << 40, [4, 5]), ("recent", 1 << 40, [2, 3, 4, 5]), ("recent", 100, [4, 5]), ("full", 100, [*range(6)])],
+)
+def test_what_stays_for_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replay: str, free: int, left: list[int]
+) -> None:
+    """What a learner trains again after its death always does; where the disk is nearly full nothing else."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    batch_part = random_batch_part(2, 2, 4, (2, 6), 100)
+    for step in range(6):
+        write_batch_part(tmp_path, msgspec.structs.replace(batch_part, step=step))
+    drop_unneeded(tmp_path, 0, replay)  # nothing is saved yet
+    assert steps_kept(tmp_path) == [*range(6)]
+
+    checkpoint(tmp_path, 2)
+    drop_unneeded(tmp_path, 2, replay)
+    checkpoint(tmp_path, 4)
+    drop_unneeded(tmp_path, 4, replay)
+    assert steps_kept(tmp_path) == left
+
+
+def test_a_run_that_saves_at_its_end_alone_keeps_what_leads_there(tmp_path: Path) -> None:
+    batch_part = random_batch_part(2, 2, 4, (2, 6), 100)
+    write_batch_part(tmp_path, msgspec.structs.replace(batch_part, step=0))
+    checkpoint(tmp_path, 1)
+    drop_unneeded(tmp_path, 1, "recent")
+    assert steps_kept(tmp_path) == [0]

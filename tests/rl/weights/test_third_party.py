@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -19,11 +18,11 @@ from rl.weights.channel import Entry, Piece, Placement, Sender
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
+from tests.copies import COPIES
 from tests.rl.weights.gloo_channel import GlooReceiver
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, start
 from tests.test_learner_death import LEARNER, versions, wait_for_version
 
-SPAWN = multiprocessing.get_context("spawn")
 GLOO = "weights.transport=tests.rl.weights.gloo_channel:GLOO"
 RANKS = 2
 ENTRIES: list[Entry] = [("embed", (301, 16), "bfloat16"), ("scalar", (), "float32"), ("norm", (7,), "float32")]
@@ -76,9 +75,9 @@ def follow(folder: str, name: str, incarnation: int, dying: bool, asked: Connect
 
 class Follower:
     def __init__(self, run: RunFile, name: str, incarnation: int = 0, *, dying: bool = False) -> None:
-        self.ask, theirs = SPAWN.Pipe()
+        self.ask, theirs = COPIES.Pipe()
         arguments = str(run.folder), name, incarnation, dying, theirs
-        self.process = SPAWN.Process(target=follow, args=arguments, daemon=True)
+        self.process = COPIES.Process(target=follow, args=arguments, daemon=True)
         self.process.start()
 
     def took(self) -> Any:
@@ -119,6 +118,7 @@ def test_one_receiver_dies_in_an_update_and_one_is_two_versions_behind(make_run:
             sender.close()
 
 
+@pytest.mark.docs
 def test_a_run_whose_learner_and_generator_die_ends_in_a_new_timeline(tmp_path: Path) -> None:
     """No host knows a checksum: what is trained again counts as new, and every generator takes it."""
     settings = ("steps=12", "learner.ranks=2", "learner.checkpoint_every=4", "learner.options.step_s=0.15")

@@ -28,12 +28,14 @@ class FamilyRig(Rig):
     them in its process.
     """
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self.folders = [save_family(family, folder / str(n), seed=n) for n in range(VERSIONS)]
-        policies = [Policy.load(each) for each in self.folders]
-        self.expected = [np.array(probe_logp(policy, PROBE)) for policy in policies]
-        super().__init__(tied=False, own_process=False)
-        for n, policy in enumerate(policies):
+    def __init__(self, family: str, folder: Path, dtype: str = "float32", **shape: Any) -> None:
+        """shape: changes of the family's."""
+        self.dtype = dtype
+        self.folders = [save_family(family, folder / str(n), seed=n, dtype=dtype, **shape) for n in range(VERSIONS)]
+        self.policies = [Policy.load(each) for each in self.folders]
+        self.expected = [np.array(probe_logp(policy, PROBE)) for policy in self.policies]
+        super().__init__(tied=False, own_process=False, dtype=dtype)
+        for n, policy in enumerate(self.policies):
             rows = {name: rows.clone() for name, rows, _ in policy.export()}
             save_file(rows, self.folder / f"written.{n}")
 

@@ -95,9 +95,8 @@ async def loaded(sender: Sender, events: list[str], version: Version) -> WeightS
     engine = VllmEngine(ProcessContext(sender.run, 0, 0))
     core: Any = Core(events)
     engine._core = core
-    engine._progress = np.zeros(RANKS, np.uint64)
     file = sender.run.folder / "progress"
-    np.memmap(file, np.uint64, "w+", shape=(RANKS,))
+    engine._progress = np.memmap(file, np.uint64, "w+", shape=(RANKS,))
     await core.rpc("weights_open", str(sender.run.folder), 0, 0, False, str(file))
     try:
         return await asyncio.wait_for(engine.load(version, []), 60)

@@ -64,15 +64,18 @@ class Completions(BaseHTTPRequestHandler):
     """vLLM's answer to a prompt of ids with `prompt_logprobs=0`; the logarithm is minus the id."""
 
     says: Any = True
+    logprob: Any = None  # of every token, in the place of minus its id
+    limit = 4096
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked["model"] == "big" and asked["prompt_logprobs"] == 0 and asked["max_tokens"] == 1
-        told = [None, *({str(id): {"logprob": -float(id), "rank": 1}} for id in asked["prompt"][1:])]
+        logs = {id: -float(id) if self.logprob is None else self.logprob for id in asked["prompt"]}
+        told = [None, *({str(id): {"logprob": logs[id], "rank": 1}} for id in asked["prompt"][1:])]
         choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None}
         choice |= {"prompt_logprobs": told} if self.says else {}
         answer = json.dumps({"id": "1", "object": "text_completion", "created": 0, "model": "big", "choices": [choice]})
-        self.send_response(200)
+        self.send_response(200 if len(asked["prompt"]) < self.limit else 400)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(answer.encode())
@@ -103,9 +106,34 @@ def test_an_endpoint(endpoint: str, make_run: MakeRun, monkeypatch: pytest.Monke
 
 def test_an_endpoint_that_is_not_there_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.teacher.scoring._TRIES", 0)
-    score = make_score(make_run(*TAUGHT, "algo.teacher=http://127.0.0.1:9/v1#big"))
     with pytest.raises(TeacherRefused, match=r"algo.teacher='http://127.0.0.1:9/v1#big' does not answer: "):
-        score(sequences())
+        make_score(make_run(*TAUGHT, "algo.teacher=http://127.0.0.1:9/v1#big"))
+
+
+def test_an_endpoint_for_shorter_contexts_is_found_before_an_episode(
+    endpoint: str, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Completions, "limit", 64)  # of the prompt and the one token that it must generate
+    make_score(make_run(*TAUGHT, f"algo.teacher={endpoint}", "generator.max_model_len=63", "sampling.max_tokens=8"))
+    with pytest.raises(TeacherRefused, match="does not answer: Error code: 400"):
+        make_score(make_run(*TAUGHT, f"algo.teacher={endpoint}", "generator.max_model_len=64", "sampling.max_tokens=8"))
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), 3.5, "much", [1.0]])
+def test_an_endpoint_that_tells_no_log_probabilities(
+    logprob: Any, endpoint: str, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Completions, "logprob", logprob)
+    with pytest.raises(TeacherRefused, match=r"algo.teacher='http://.*' (does not tell|tells .* no log-probability)"):
+        make_score(make_run(*TAUGHT, f"algo.teacher={endpoint}"))
+
+
+def test_a_token_that_is_impossible_to_an_endpoint_can_be_learned(
+    endpoint: str, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Completions, "logprob", -float("inf"))
+    (logp,) = make_score(make_run(*TAUGHT, f"algo.teacher={endpoint}"))(sequences()[:1])
+    assert set(logp.tolist()) <= {-100.0}
 
 
 def test_tokens_must_mean_the_same(teacher: Path, tmp_path: Path) -> None:
@@ -129,6 +157,8 @@ def test_tokens_must_mean_the_same(teacher: Path, tmp_path: Path) -> None:
     vocabulary = told["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(told))
+    (copy("none") / "tokenizer.json").unlink()
+    assert "tokenizer.json cannot be read" in other_tokens(teacher, tmp_path / "none")
     assert f"has id {vocabulary[second]} in model.path and is id {vocabulary[first]} there" in other_tokens(
         teacher, other
     )

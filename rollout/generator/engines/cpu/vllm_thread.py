@@ -39,7 +39,7 @@ class Mailbox:
     def __init__(self, core: OwnThread, request_id: str) -> None:
         self.spans: list[tuple[str, int]] = []
         self._core = core
-        self._request_id = request_id
+        self.request_id = request_id
         self._outputs: deque[RequestOutput] = deque()
         self._awaited: asyncio.Future[None] | None = None
 
@@ -64,7 +64,7 @@ class Mailbox:
         return self._outputs.popleft()
 
     async def abort(self) -> None:
-        self._core.abort(self._request_id)
+        self._core.abort(self.request_id)
 
     def close(self) -> None:
         self._core.streams.discard(self)

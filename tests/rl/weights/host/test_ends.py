@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +20,8 @@ from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
+from tests.copies import COPIES
 
-SPAWN = multiprocessing.get_context("spawn")
 ENTRIES: list[Entry] = [
     ("embed", (1000, 100), "bfloat16"),
     ("norm", (7,), "float32"),
@@ -198,9 +197,9 @@ def write_as_rank(folder: str, rank: int, ranks: int, versions: int, gate: objec
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_two_rank_processes_make_consistent_versions(make_run: MakeRun, transport: str) -> None:
     run = run_for(make_run, transport, ranks=2)
-    gate = SPAWN.Barrier(2)
-    done = SPAWN.Event()
-    ranks = [SPAWN.Process(target=write_as_rank, args=(str(run.folder), r, 2, 40, gate, done)) for r in range(2)]
+    gate = COPIES.Barrier(2)
+    done = COPIES.Event()
+    ranks = [COPIES.Process(target=write_as_rank, args=(str(run.folder), r, 2, 40, gate, done)) for r in range(2)]
     for process in ranks:
         process.start()
     readers = [receiver_of(run, f"generator-{i}-0") for i in range(2)]
@@ -242,8 +241,8 @@ def test_a_dying_reader_frees_its_lease_and_leaves_the_file(make_run: MakeRun) -
     writer = sender_of(run)
     writer.open()
     publish(writer, 0)
-    leased = SPAWN.Event()
-    reader = SPAWN.Process(target=lease_and_hang, args=(str(run.folder), leased))
+    leased = COPIES.Event()
+    reader = COPIES.Process(target=lease_and_hang, args=(str(run.folder), leased))
     reader.start()
     assert leased.wait(120)
     publish(writer, 1)

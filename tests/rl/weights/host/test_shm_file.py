@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -31,9 +30,9 @@ from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
+from tests.copies import COPIES
 
 ROOT = Path(__file__).parents[4]
-SPAWN = multiprocessing.get_context("spawn")
 ENTRIES: list[Entry] = [("a", (300, 77), "bfloat16"), ("b", (5,), "float32"), ("c", (40, 3, 2), "bfloat16")]
 MANIFEST = Manifest.layout(ENTRIES)
 
@@ -62,8 +61,8 @@ def test_no_space_at_start_leaves_no_file(make_run: MakeRun, monkeypatch: pytest
 @contextmanager
 def hung_owner(target: Callable[..., None], run: RunFile, folder: Path) -> Iterator[None]:
     """A process that made the run's slots and hangs; killed in the end."""
-    made = SPAWN.Event()
-    owner = SPAWN.Process(target=target, args=(str(run.folder), str(folder), made))
+    made = COPIES.Event()
+    owner = COPIES.Process(target=target, args=(str(run.folder), str(folder), made))
     owner.start()
     try:
         assert made.wait(120)

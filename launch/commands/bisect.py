@@ -1,0 +1,161 @@
+"""`fresco bisect RUN_A RUN_B`: where two runs part first.
+
+With `--replay` that step is computed again, under the code of each run, and the first thing that differs is named.
+`fresco bisect RUN --good COMMIT --bad COMMIT` looks for the first commit that computes the run's steps otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from launch.provenance import commit as this_commit
+from launch.provenance import differences, read_provenance
+from launch.terminal import say
+from rl.config.schema import ConfigError
+from rl.replay.parting import first_parting
+from rl.replay.recorded import Recorded
+
+_ROOT = Path(__file__).parents[2]
+_NO_MATTER = ("name", "runs", "resume", "tracking.", "timeouts.", "alarms.")  # to what is computed
+Trail = dict[int, dict[str, str]]
+
+
+def bisect(arguments: argparse.Namespace) -> int:
+    """0 where nothing differs, else 1. Raises ConfigError."""
+    one = Recorded(arguments.run)
+    if arguments.good or arguments.bad:
+        if not (arguments.good and arguments.bad) or arguments.other is not None:
+            raise ConfigError("--good and --bad are two commits, and one run is replayed under them")
+        return _between(one, arguments)
+    if arguments.other is None:
+        raise ConfigError("name a second run, or --good COMMIT --bad COMMIT")
+
+    other = Recorded(arguments.other)
+    begun = list(begun_with(one, other))
+    for kind, name, left, right in begun:
+        say(f"{kind}: {name}: {left} | {right}")
+
+    parting = first_parting(one, other)
+    print(f"first part at {parting}" if parting else "every version, batch and metric that both recorded is alike")
+    if parting is not None and arguments.replay:
+        step = parting.step - (parting.kind == "version")
+        if step < one.run.start_step:
+            print("they begin with other weights: there is no step to replay")
+        else:
+            _replay_both(one, other, step)
+    return int(bool(begun) or parting is not None)
+
+
+def begun_with(one: Recorded, other: Recorded) -> Iterator[tuple[str, str, str, str]]:
+    """How the runs differ before their first step: configuration, data and model, code and packages, machine."""
+    for field, values in differences(one.config, other.config).items():
+        if not field.startswith(_NO_MATTER):
+            yield "configuration", field, str(values[0]), str(values[1])
+
+    origins = [read_provenance(run.folder, run.config) for run in (one, other)]
+    for kind in ("start", "versions", "machine"):
+        left, right = (getattr(origin, kind) for origin in origins)
+        for name in dict.fromkeys([*left, *right]):
+            if left.get(name) != right.get(name):
+                yield kind, name, left.get(name, "unknown"), right.get(name, "unknown")
+
+
+def _replay_both(one: Recorded, other: Recorded, step: int) -> None:
+    """Each under its own commit, where this is a checkout that has both."""
+    commits = [read_provenance(run.folder, run.config).versions.get("commit", "") for run in (one, other)]
+    if not all(commits) or any(commit.endswith("+") for commit in commits) or commits[0] == commits[1]:
+        print("both are replayed by this code: the commit of one is unknown, was changed, or is the other's as well")
+        commits = ["", ""]
+    trails = [trail_under(commit, run, step, step + 1) for commit, run in zip(commits, (one, other), strict=True)]
+    named = parted(*trails)
+    print(f"replayed, the first that differs is the {named}" if named else "replayed, both compute the same step")
+
+
+def _between(run: Recorded, arguments: argparse.Namespace) -> int:
+    """The first commit that computes otherwise than `--good` does: the history is halved again and again."""
+    first, last = run.span(arguments.first, arguments.last)
+    listed = _git("rev-list", "--reverse", "--first-parent", f"{arguments.good}..{arguments.bad}").split()
+    if not listed:
+        raise ConfigError(f"--good {arguments.good} --bad {arguments.bad}: no commit leads from one to the other")
+
+    good = trail_under(_git("rev-parse", arguments.good), run, first, last)
+    what = parted(good, trail_under(listed[-1], run, first, last))
+    if what is None:
+        print(f"{arguments.good} and {arguments.bad} compute the same, steps {first} to {last - 1}")
+        return 0
+
+    low = 0
+    high = len(listed) - 1  # the first that differs is one of these
+    while low < high:
+        middle = (low + high) // 2
+        found = parted(good, trail_under(listed[middle], run, first, last))
+        if found is None:
+            low = middle + 1
+        else:
+            high = middle
+            what = found
+    say(f"{_git('log', '-1', '--format=%h %s', listed[low])}: the first commit that computes another {what}")
+    return 1
+
+
+def parted(one: Trail, other: Trail) -> str | None:
+    """The first thing that was computed otherwise, and its step."""
+    for n in sorted(one):
+        there = other.get(n, {})
+        for name, digest in one[n].items():
+            if there.get(name) != digest:
+                return f"{name} in step {n - 1}"
+    return None
+
+
+def trail_under(commit: str, run: Recorded, first: int, last: int) -> Trail:
+    """What the code of a commit computes, by `fresco replay --trail`; empty: this code. Raises ConfigError."""
+    with _checkout(commit) as folder, tempfile.TemporaryDirectory(prefix="fresco-trail-") as out:
+        path = Path(out) / "trail.json"
+        span = ["--from", str(first), "--to", str(last), "--trail", str(path)]
+        words = [sys.executable, "-m", "launch.cli", "replay", str(run.folder.absolute()), *span]
+        modules = os.pathsep.join([str(folder), str(Path.cwd())])  # losses of the user's own stand where this was begun
+        ended = subprocess.run(
+            words, cwd=folder, env=os.environ | {"PYTHONPATH": modules}, capture_output=True, text=True
+        )
+
+        if not path.exists():
+            said = (ended.stderr.strip().splitlines() or ["nothing was said"])[-1]
+            raise ConfigError(f"commit {commit or 'of this code'} replays no step of {run.folder}: {said}")
+        trail: Trail = msgspec.json.decode(path.read_bytes(), type=Trail, strict=False)
+        return trail
+
+
+@contextmanager
+def _checkout(commit: str) -> Iterator[Path]:
+    """A folder with the code of a commit."""
+    if not commit or commit == this_commit():
+        yield _ROOT
+        return
+    with tempfile.TemporaryDirectory(prefix="fresco-commit-") as name:
+        folder = Path(name) / "code"
+        _git("worktree", "add", "--detach", "--force", str(folder), commit)
+        try:
+            yield folder
+        finally:
+            _git("worktree", "remove", "--force", str(folder))
+
+
+def _git(*words: str) -> str:
+    """Raises ConfigError."""
+    try:
+        ended = subprocess.run(["git", "-C", str(_ROOT), *words], capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"git cannot be started: {error}") from None
+    if ended.returncode:
+        raise ConfigError(f"git {' '.join(words)}: {ended.stderr.strip()}")
+    return ended.stdout.strip()

@@ -1,0 +1,105 @@
+"""`fresco set RUN learner.lr=1e-5` and `fresco undo RUN --to N`: change a run that goes on, at the end of a step.
+
+Engines and environments stay up. What an undo takes back expires by the rules of freshness, and its first version is
+published in a new timeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from launch.report.gather import is_running
+from launch.terminal import say
+from rl.config.schema import ConfigError, validate
+from rl.config.tree import apply_override
+from rl.learner.changes import SETTABLE, WISH, Change, reachable, read_changes
+from rl.wire.run import RunFile
+
+_TURN_S = 0.02
+
+
+def set_fields(arguments: argparse.Namespace) -> int:
+    """Returns 0 once it is so. Raises ConfigError."""
+    run = _live(arguments.run)
+    tree = run.config.model_dump(mode="json")
+    fields = []
+    for item in arguments.overrides:
+        field = item.partition("=")[0]
+        if field not in SETTABLE:
+            raise ConfigError(f"{item}: it cannot change while a run goes on; what can is {', '.join(SETTABLE)}")
+        apply_override(tree, item)
+        fields.append(field)
+
+    learner = validate(tree).learner
+    made = _ask(arguments.run, run, Change(sets={field: getattr(learner, field.partition(".")[2]) for field in fields}))
+    say(f"from step {made.step} on: {', '.join(f'{name}={value}' for name, value in made.sets.items())}")
+    return 0
+
+
+def undo(arguments: argparse.Namespace) -> int:
+    """Returns 0 once the old version is published again. Raises ConfigError."""
+    run = _live(arguments.run)
+    known = reachable(arguments.run)
+    if arguments.to not in known or run.config.supervised:
+        there = ", ".join(map(str, known)) or "none; set learner.checkpoint_every"
+        raise ConfigError(f"--to {arguments.to}: a run goes back to one of its two newest checkpoints: {there}")
+
+    made = _ask(arguments.run, run, Change(undo=arguments.to))
+    begin = time.monotonic()
+    wanted = f'{{"timeline":{made.timeline},"n":{made.undo},'
+    while wanted not in (arguments.run / "versions.jsonl").read_text():
+        _wait(arguments.run, run, begin, f"learner.0 to publish version {made.undo} again")
+    seconds = time.monotonic() - begin
+    print(f"version {made.undo} is the newest again, in timeline {made.timeline}, {seconds:.1f} s after the step's end")
+    return 0
+
+
+def _live(folder: Path) -> RunFile:
+    if not (folder / "run.json").exists():
+        raise ConfigError(f"{str(folder)!r} is no folder of a run (no run.json)")
+    run = RunFile.load(folder)
+    if not is_running(folder):
+        raise ConfigError(
+            f"{str(folder)!r}: it does not go on; fresco run with resume=CHECKPOINT changes what it likes"
+        )
+    if run.config.learner.kind == "simulated" and run.config.learner.ranks > 1:
+        raise ConfigError("learner.kind=simulated changes nothing with more than one rank")
+    return run
+
+
+def _ask(folder: Path, run: RunFile, wish: Change) -> Change:
+    """What was made of it. Raises ConfigError where another wish waits, or nobody takes this one."""
+    known = len(read_changes(folder))
+    path = folder / WISH
+    partial = folder / f"{WISH}.{os.getpid()}"
+    partial.write_bytes(msgspec.json.encode(wish))
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise ConfigError(f"{path} waits for the end of a step: another change was asked for") from None
+    finally:
+        partial.unlink()
+
+    begin = time.monotonic()
+    try:
+        while len(changes := read_changes(folder)) == known:
+            if not path.exists() and len(read_changes(folder)) == known:
+                raise ConfigError("a newer checkpoint has come meanwhile, and this one is out of reach")
+            _wait(folder, run, begin, "learner.0 to end its step")
+    finally:
+        path.unlink(missing_ok=True)
+    return changes[-1]
+
+
+def _wait(folder: Path, run: RunFile, begin: float, whom: str) -> None:
+    deadline_s = run.config.learner.batch_deadline_s
+    if time.monotonic() - begin > deadline_s or not is_running(folder):
+        raise ConfigError(
+            f"waited for {whom}, at most learner.batch_deadline_s={deadline_s:g} s; the run may have ended"
+        )
+    time.sleep(_TURN_S)

@@ -1,0 +1,174 @@
+"""`fresco lab RUN --losses grpo,topr,my_module:mine`: the run's own batches under several losses.
+
+At the first step all of them see the same batch from the same weights: what is told of it is exact. Later steps are
+counterfactuals, with their trust. What comes out stands in `<run>/lab.json`, which the report shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from launch.commands.replay import Trust, read
+from launch.report.gather import LAB
+from launch.terminal import say
+from rl.config.schema import ConfigError
+from rl.replay.recorded import Recorded
+from rl.replay.replay import RECORDED, Request, Row
+from rl.wire.messages import BatchPart
+from rollout.episodes.pieces import Pieces
+from rollout.episodes.tokenizer import TokenizerError, load_tokenizer
+
+_CURVES = ("train/grad_norm", "loss/entropy", "loss/kl_behavior", "loss/ess", "trust/ess", "trust/kl", "gain")
+_SHOWN = 12  # samples
+
+
+def lab(arguments: argparse.Namespace) -> int:
+    """Returns 0. Raises ConfigError."""
+    recorded = Recorded(arguments.run)
+    first, last = recorded.span(arguments.first, arguments.last)
+    wanted = {name: [f"algo.loss={name}"] for name in arguments.losses.split(",") if name}
+    wanted |= {text: text.split() for text in arguments.variants}
+    if not wanted:
+        raise ConfigError('give --losses grpo,topr,my_module:mine, or --with "algo.advantage=batch", or both')
+    variants = {name: recorded.changed(items) for name, items in wanted.items()}
+
+    trust = Trust(arguments.trust)
+    found: defaultdict[str, list[Row]] = defaultdict(list)
+    beyond: dict[str, int] = {}
+    for row in read(recorded, Request(first, last, variants)):
+        if row.n > first:
+            found[row.variant].append(row)
+        if trust.ends(row):
+            beyond.setdefault(row.variant, row.n)
+
+    told = {
+        "first": first,
+        "trust": [trust.ess, trust.kl],
+        "reproduced": all(row.identical for row in found[RECORDED]),
+        "losses": [_loss(name, rows, beyond.get(name)) for name, rows in found.items()],
+        "samples": _samples(recorded, first, found),
+    }
+    (arguments.run / LAB).write_bytes(msgspec.json.encode(told))
+    _print(told, arguments.run)
+    return 0
+
+
+def _loss(name: str, rows: list[Row], beyond: int | None) -> dict[str, Any]:
+    """What one loss did: at the first step, then as curves. `beyond`: the version from which on it is not trusted."""
+    first = rows[0].first
+    assert first is not None
+    values = rows[0].values
+    return {
+        "name": name,
+        "gradient": values["train/grad_norm"],
+        "cosine": first.cosine,
+        "clipped": {key: value for key, value in values.items() if key.startswith("loss/") and "_fraction" in key},
+        "ess": values.get("loss/ess"),
+        "by_age": first.by_age,
+        "by_reward": first.by_reward,
+        "steps": [row.n for row in rows],
+        "curves": {key: [row.values.get(key) for row in rows] for key in _CURVES if key in rows[-1].values},
+        "gain": _total(rows if beyond is None else [row for row in rows if row.n < beyond]),
+        "beyond": beyond,
+        "cpu_s": sum(row.cpu_s for row in rows),
+    }
+
+
+def _total(rows: list[Row]) -> tuple[float, float] | None:
+    """The mean gain of the steps that are trusted, and its standard error."""
+    gains = [(row.values["gain"], row.values["gain/error"]) for row in rows if "gain" in row.values]
+    if not gains:
+        return None
+    return sum(gain for gain, _ in gains) / len(gains), math.hypot(*(error for _, error in gains)) / len(gains)
+
+
+def _samples(recorded: Recorded, step: int, found: dict[str, list[Row]]) -> list[dict[str, Any]]:
+    """Those whose share of the update the losses see most differently, with what was said, and the pull of each token
+    that was generated."""
+    shares = {name: rows[0].first.samples for name, rows in found.items() if rows[0].first is not None}
+    members = sorted(set().union(*shares.values()))
+    spread = {
+        member: max(each) - min(each) for member in members if (each := [of.get(member, 0.0) for of in shares.values()])
+    }
+
+    batch = recorded.part(step, 0, 1)
+    try:
+        pieces = Pieces(load_tokenizer(recorded.run.model_folder))
+    except (OSError, TokenizerError):  # the model is gone: numbers stand for its words
+        pieces = Pieces(load_tokenizer(None))
+
+    told = []
+    for member in sorted(members, key=lambda each: -spread[each])[:_SHOWN]:
+        row = batch.rows[member]
+        ids, mask = _tokens(batch, member)
+        pulls = {name: rows[0].first.tokens.get(member, []) for name, rows in found.items() if rows[0].first}
+        told.append(
+            {
+                "row": member,
+                "group": row.group_id,
+                "ticket": row.ticket_id,
+                "reward": row.reward,
+                "age": step - row.version,
+                "tokens": row.loss_tokens,
+                "share": {name: of.get(member, 0.0) for name, of in shares.items()},
+                "text": pieces.of(ids),
+                "generated": [place for place, set_ in enumerate(mask) if set_],
+                "pull": pulls,
+            }
+        )
+    return told
+
+
+def _tokens(batch: BatchPart, member: int) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of a sample, its sequences one after another."""
+    ids: list[int] = []
+    mask: list[int] = []
+    end = 0
+    for own, length in zip(batch.members, batch.lengths, strict=True):
+        if own == member:
+            ids += batch.token_ids[end : end + length].tolist()
+            mask += batch.loss_mask[end : end + length].tolist()
+        end += length
+    return ids, mask
+
+
+def _print(told: dict[str, Any], run: Path) -> None:
+    losses = told["losses"]
+    wide = max(len(each["name"]) for each in losses)
+    print(f"batch {told['first']}, exact; then {len(losses[0]['steps'])} steps with their trust")
+    heads = ("ess", "trust ess", "trust kl", "gain while trusted", "beyond trust", "CPU s")
+    print(f"{'loss':{wide}}  gradient   cosine   stopped " + " ".join(f"{head:>18}" for head in heads))
+
+    for each in losses:
+        curves = each["curves"]
+        stopped = max((v for k, v in each["clipped"].items() if k.endswith("_fraction")), default=0.0)
+        cells = [
+            f"{each['ess']:.3f}" if each["ess"] is not None else "",
+            *(f"{curves[key][-1]:.3g}" if key in curves else "" for key in ("trust/ess", "trust/kl")),
+            f"{each['gain'][0]:+.4f} ± {each['gain'][1]:.4f}" if each["gain"] else "",
+            f"from version {each['beyond']}" if each["beyond"] else "",
+            f"{each['cpu_s']:.1f}",
+        ]
+
+        cosine = each["cosine"].get(RECORDED, 1.0)
+        row = f"{each['name']:{wide}} {each['gradient']:9.4g} {cosine:8.4f} {100 * stopped:7.2f} %"
+        say(f"{row} {' '.join(f'{cell:>18}' for cell in cells)}")
+
+    for what, key in (("age of the token", "by_age"), ("reward of the sample", "by_reward")):
+        keys = sorted(set().union(*(each[key] for each in losses)))
+        print(f"pull by {what}: {', '.join(keys)}")
+        for each in losses:
+            say(f"{each['name']:{wide}} " + " ".join(f"{100 * each[key].get(k, 0):6.1f} %" for k in keys))
+
+    for each in told["samples"][:5]:
+        share = ", ".join(f"{name} {100 * value:+.2f} %" for name, value in each["share"].items())
+        say(f"sample {each['row']} of group {each['group']}, reward {each['reward']:g}: {share}")
+    if not told["reproduced"]:
+        print("the run itself did not come out identical here: see fresco replay")
+    print(f"cosines of each pair, curves, and what was said: fresco report {run}, the page Lab")

@@ -1,0 +1,74 @@
+"""A digest of each tensor that is trained, the same for any number of ranks.
+
+It is a sum over all elements, of their bits as whole numbers modulo 2^64. Each is multiplied by an odd number of its
+row, and by one of its place in the row. So ranks add up what they hold, in whatever order, on the device where it is.
+One flipped bit always shows, since no odd number makes a power of two vanish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from rl.learner.credit import all_reduce
+from rl.models.loading import local_part
+
+_CHUNK = {"cpu": 1 << 18}  # elements that are widened to 64 bits at once; elsewhere each call costs more
+_CHUNK_ELSEWHERE = 1 << 24
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The constants of splitmix64, as signed numbers.
+_STEP = -7046029254386353131
+_MIX = -4658895280553007687
+_MIX_AGAIN = -7723592293110705685
+
+
+@torch.no_grad()
+def tensor_digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """The digests by name, in 16 hexadecimal digits. All ranks call it together, each with its rows."""
+    names: list[str] = []
+    sums: list[Tensor] = []
+    for name, tensor in named:
+        rows, first = local_part(tensor)
+        names.append(name)
+        sums.append(_weighted(rows.flatten(1) if rows.ndim > 1 else rows.reshape(-1, 1), first))
+    return _told(names, sums)
+
+
+@torch.no_grad()
+def place_digests(named: Mapping[str, Mapping[int, Tensor]]) -> dict[str, str]:
+    """The digests of tables of rows (L,) by their place, which the ranks share in any way. Of unequal length."""
+    tables = [[_weighted(row[None], place) for place, row in rows.items()] for rows in named.values()]
+    return _told(named, [torch.stack(sums).sum() if sums else torch.tensor(0) for sums in tables])
+
+
+def _told(names: Iterable[str], sums: Sequence[Tensor]) -> dict[str, str]:
+    values = all_reduce(torch.stack(list(sums)), "sum").tolist() if sums else []
+    return {name: f"{value % (1 << 64):016x}" for name, value in zip(names, values, strict=True)}
+
+
+def _weighted(rows: Tensor, first: int) -> Tensor:
+    """The sum of the rows (n, width), the first of which stands at place `first` of the whole tensor."""
+    count, width = rows.shape
+    total = torch.zeros((), dtype=torch.int64, device=rows.device)
+    if not count or not width:
+        return total
+
+    bits = rows.contiguous().view(_BITS[rows.element_size()])
+    columns = _odd(0, width, 1, rows.device)
+    lines = max(1, _CHUNK.get(rows.device.type, _CHUNK_ELSEWHERE) // width)
+    for begin in range(0, count, lines):
+        own = bits[begin : begin + lines]
+        total += ((own * columns).sum(1) * _odd(first + begin, len(own), 0, rows.device)).sum()
+    return total
+
+
+@lru_cache(maxsize=256)
+def _odd(first: int, count: int, kind: int, device: torch.device) -> Tensor:
+    """An odd number for each place from the first on, without any pattern."""
+    mixed = (2 * torch.arange(first, first + count, device=device) + kind + 1) * _STEP
+    mixed = (mixed ^ (mixed >> 30)) * _MIX
+    mixed = (mixed ^ (mixed >> 27)) * _MIX_AGAIN
+    return mixed | 1

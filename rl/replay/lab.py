@@ -1,0 +1,76 @@
+"""What the first step of a replay tells exactly: a gradient, and whose tokens pull it where.
+
+All losses see the same batch from the same weights there. The pull of a token is the derivative of the loss by its
+log-probability, which says how strongly the update makes it likelier or less likely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.learner.credit import all_reduce
+from rl.replay.watch import Watch
+from rl.wire.messages import BatchPart, SampleRow
+
+_MOST_REWARDS = 6  # values of a reward that are told one by one
+
+
+@dataclass
+class FirstStep:
+    cosine: dict[str, float] = field(default_factory=dict)
+    """Of its gradient with those that were computed before, by their name."""
+    by_age: dict[str, float] = field(default_factory=dict)
+    """The share of the whole pull, whatever its sign, by the age of the token."""
+    by_reward: dict[str, float] = field(default_factory=dict)
+    samples: dict[int, float] = field(default_factory=dict)
+    """The share of each sample, by its row in the batch; negative where it becomes less likely."""
+    tokens: dict[int, list[float]] = field(default_factory=dict)
+    """The pull of each loss token of a sample."""
+
+
+def first_step(watch: Watch, part: BatchPart) -> FirstStep:
+    """All ranks call it together, and rank 0 learns of every sample."""
+    own = {member: (table["pull"].tolist(), table["age"].long().tolist()) for member, table in watch.tokens.items()}
+    gathered: list[dict[int, tuple[list[float], list[int]]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    every = {member: found for each in gathered for member, found in each.items()}
+
+    total = sum(abs(pull) for pulls, _ in every.values() for pull in pulls) or 1.0
+    by_age: defaultdict[str, float] = defaultdict(float)
+    by_reward: defaultdict[str, float] = defaultdict(float)
+    name_of = rewards_by_name(part.rows)
+    for member in sorted(every):
+        for pull, age in zip(*every[member], strict=True):
+            by_age[str(age)] += abs(pull) / total
+            by_reward[name_of[member]] += abs(pull) / total
+    samples = {member: sum(pulls) / total for member, (pulls, _) in sorted(every.items())}
+    tokens = {member: pulls for member, (pulls, _) in every.items()}
+    return FirstStep({}, dict(by_age), dict(by_reward), samples, tokens)
+
+
+def rewards_by_name(rows: Sequence[SampleRow]) -> list[str]:
+    """The reward of each sample as text; the quarter of the range in which it is, where there are many values."""
+    values = sorted({row.reward for row in rows})
+    if len(values) <= _MOST_REWARDS:
+        return [f"{row.reward:g}" for row in rows]
+    low = values[0]
+    width = (values[-1] - low) / 4
+    quarters = [min(3, int((row.reward - low) / width)) for row in rows]
+    return [f"{low + quarter * width:.3g} to {low + (quarter + 1) * width:.3g}" for quarter in quarters]
+
+
+def cosine(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """Of two gradients over all ranks, which call it together."""
+    products = [
+        sum(((a * b).sum() for a, b in zip(x, y, strict=True)), torch.zeros(()))
+        for x, y in ((one, other), (one, one), (other, other))
+    ]
+    dot, left, right = all_reduce(torch.stack([each.double().cpu() for each in products]), "sum").tolist()
+    return dot / math.sqrt(left * right) if left and right else math.nan

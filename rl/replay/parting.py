@@ -1,0 +1,111 @@
+"""Where two runs part first: in what they began with, then step by step in versions, batches and metrics. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl.replay.recorded import Recorded
+from rl.wire.columns import COLUMNS
+from rl.wire.messages import BatchPart
+
+_COMPUTED = ("train/", "loss/", "critic/")
+"""Metrics that the batch and the weights determine; times and waits are never alike."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    step: int
+    kind: str
+    """version, order, sample, row, column or metric."""
+    name: str
+    left: str = ""
+    right: str = ""
+
+    def __str__(self) -> str:
+        where = f"version {self.step}" if self.kind == "version" else f"step {self.step}"
+        return f"{where}: {self.kind} {self.name}" + (f": {self.left} | {self.right}" if self.left else "")
+
+
+def first_parting(a: Recorded, b: Recorded) -> Parting | None:
+    """None: what both have is alike. Raises Damaged."""
+    for n in sorted({*a.steps, *a.digests} & {*b.steps, *b.digests}):
+        for found in (_versions(n, a, b), _batches(n, a, b), _metrics(n, a, b)):
+            if (first := next(found, None)) is not None:
+                return first
+    return None
+
+
+def _versions(n: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
+    left = a.digests.get(n, {})
+    right = b.digests.get(n, {})
+    if left and right:
+        others = [name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name)]
+        if others:
+            more = f" and {len(others) - 1} more" if others[1:] else ""
+            yield Parting(n, "version", f"{others[0]}{more}", left.get(others[0], "none"), right.get(others[0], "none"))
+
+
+def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
+    if step not in a.steps or step not in b.steps:
+        return
+    left = a.part(step, 0, 1)
+    right = b.part(step, 0, 1)
+    ids = [{row.sample_id for row in part.rows} for part in (left, right)]
+    missing = [(each, b, "second") for each in sorted(ids[0] - ids[1])]
+    missing += [(each, a, "first") for each in sorted(ids[1] - ids[0])]
+    for sample, run, words in missing:
+        if (elsewhere := _batch_with(sample, run)) is not None:
+            yield Parting(step, "order", f"sample {sample} stands in batch {elsewhere} of the {words} run")
+        yield Parting(step, "sample", f"{sample} is missing in the {words} run")
+
+    yield from _rows(step, left, right)
+    yield from _columns(step, left, right)
+
+    orders = [str([run.part(step, rank, run.config.learner.ranks).members for rank in run.ranks]) for run in (a, b)]
+    if orders[0] != orders[1]:
+        yield Parting(step, "order", "samples of the ranks", *orders)
+
+
+def _batch_with(sample: int, run: Recorded) -> int | None:
+    return next((step for step in run.steps if any(row.sample_id == sample for row in run.part(step, 0, 1).rows)), None)
+
+
+def _rows(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:
+    for one, other in zip(left.rows, right.rows, strict=True):
+        for name in one.__struct_fields__:
+            values = getattr(one, name), getattr(other, name)
+            if values[0] != values[1]:
+                yield Parting(step, "row", f"{name} of sample {one.sample_id}", *map(str, values))
+
+
+def _columns(step: int, left: BatchPart, right: BatchPart) -> Iterator[Parting]:
+    """By the order of the table of columns: what was sampled comes before what is known of it."""
+    pairs = {member: (_of_member(left, member), _of_member(right, member)) for member in dict.fromkeys(left.members)}
+    for name in left.columns:
+        for member, (one, other) in pairs.items():
+            values = [one[name], other.get(name, np.zeros(0))]
+            if values[0].shape != values[1].shape:
+                shapes = [str(each.shape) for each in values]
+                yield Parting(step, "column", f"{name} of sample {left.rows[member].sample_id}", *shapes)
+            elif values[0].tobytes() != values[1].tobytes():
+                places = np.flatnonzero((values[0] != values[1]).reshape(len(values[0]), -1).any(1))
+                place = int(places[0]) if len(places) else 0
+                where = f"{name} of sample {left.rows[member].sample_id}, entry {place}"
+                yield Parting(step, "column", where, *(str(each[place]) for each in values))
+
+
+def _of_member(part: BatchPart, member: int) -> dict[str, np.ndarray]:
+    own = np.array(part.members) == member
+    entries = part.entries()
+    return {name: values[np.repeat(own, entries[COLUMNS[name].scope])] for name, values in part.columns.items()}
+
+
+def _metrics(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
+    left = a.metrics.get(step + 1, {})
+    right = b.metrics.get(step + 1, {})
+    for name in left:
+        if name.startswith(_COMPUTED) and name in right and left[name] != right[name]:
+            yield Parting(step, "metric", name, str(left[name]), str(right[name]))

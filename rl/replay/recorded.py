@@ -1,0 +1,140 @@
+"""What a run's folder holds for a replay: batches, checkpoints, and what came out of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rl.config.damage import readable
+from rl.config.schema import Config, ConfigError, LearnerConfig, validate
+from rl.config.tree import OPTIONS_OF, apply_override, forget_options
+from rl.learner.changes import read_changes, set_at
+from rl.store.batch_files import FOLDER, read_batch_part, steps_kept
+from rl.store.checkpoint_folder import read_meta, steps_of
+from rl.store.version_digests import read_version_digests
+from rl.wire.columns import COLUMNS
+from rl.wire.messages import BatchPart
+from rl.wire.run import RunFile
+
+COMPUTES = frozenset(
+    f"learner.{name}"
+    for name in ("ranks", "threads", "max_tokens_per_pack", "logprob_chunk", "attention", "activation_checkpointing")
+) | {"model.dtype"}
+"""Fields that change how a step is computed, and nothing of what it is."""
+_LEARNS = {"lr", "warmup_steps", "schedule", "min_lr_fraction", "betas", "eps", "weight_decay", "max_grad_norm"}
+COUNTS = frozenset(f"learner.{name}" for name in {*_LEARNS, "minibatches"}) | {"steps"} | COMPUTES
+"""Fields outside of `algo` that a replay may change."""
+_OF_SAMPLES = ("algo.columns", "algo.teacher", "algo.critic.enabled")
+
+
+class Recorded:
+    """A run that has trained. Raises ConfigError where there is nothing to replay."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "run.json").exists():
+            raise ConfigError(f"{str(folder)!r} is no folder of a run (no run.json)")
+        self.folder = folder
+        self.run = RunFile.load(folder)
+        self.config = self.run.config
+        kept = steps_kept(folder)
+        if self.config.learner.kind != "fsdp" or not kept:
+            why = f"learner.kind={self.config.learner.kind}" if kept else f"no batch in {folder / FOLDER}"
+            raise ConfigError(f"{str(folder)!r}: {why}; run it with tracking.replay=full")
+
+        self.steps = kept
+        self._changes = read_changes(folder)
+        self.digests = read_version_digests(folder)
+        path = folder / "metrics.jsonl"
+        rows = readable(path.read_bytes().splitlines(), dict[str, Any]) if path.exists() else iter(())
+        self.metrics = {int(row["step"]): row for row in rows if "train/loss" in row}
+
+    @property
+    def ranks(self) -> range:
+        return range(self.config.learner.ranks)
+
+    def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:
+        """What `fresco set` had set when batch `step` was trained, but for what this configuration changes itself."""
+        own = {
+            name for name in LearnerConfig.model_fields if getattr(config, name) != getattr(self.config.learner, name)
+        }
+        return {name: value for name, value in set_at(self._changes, step).items() if name.partition(".")[2] not in own}
+
+    def span(self, first: int | None, last: int | None) -> tuple[int, int]:
+        """The steps to train again, the second one excluded. Raises ConfigError for batches that are not there."""
+        begin = self._earliest() if first is None else first
+        end = self.steps[-1] + 1 if last is None else last
+        missing = set(range(self.state_before(begin)[1], end)) - {*self.steps}
+        if begin >= end or missing:
+            there = f"it has the batches of steps {self.steps[0]} to {self.steps[-1]}"
+            wanted = f"--from {begin} --to {end} needs that of step {min(missing)}" if missing else "there is no step"
+            raise ConfigError(f"{str(self.folder)!r}: {wanted}; {there} (tracking.replay=full keeps all)")
+        return begin, end
+
+    def _earliest(self) -> int:
+        """The first step of which batch and state are there."""
+        states = [self.run.start_step, *steps_of(self.folder / "checkpoints")]
+        return min((step for step in states if step in self.steps), default=self.steps[0])
+
+    def state_before(self, step: int) -> tuple[Path | None, int]:
+        """The newest checkpoint that is not behind this step, and its own; None: the start model. Raises
+        ConfigError."""
+        own = {n: path for n, path in steps_of(self.folder / "checkpoints").items() if n <= step}
+        if own and max(own) >= self.run.start_step:
+            return own[max(own)], max(own)
+        if step < self.run.start_step:
+            raise ConfigError(f"--from {step}: the run begins at step {self.run.start_step}")
+        began = self.config.resume
+        if began is not None and not began.exists():
+            raise ConfigError(f"{began}, which the run began with, is not there any more; take --from a later step")
+        return began, self.run.start_step if began is None else read_meta(began).step
+
+    def part(self, step: int, rank: int, ranks: int) -> BatchPart:
+        """What one of so many ranks trains. Raises FileNotFoundError, Damaged."""
+        if ranks == self.config.learner.ranks:
+            return read_batch_part(self.folder, step, rank)
+        return dealt([read_batch_part(self.folder, step, each) for each in self.ranks], rank, ranks)
+
+    def changed(self, overrides: Sequence[str]) -> Config:
+        """The configuration with these changes. Raises ConfigError for a field that changes nothing in a replay."""
+        tree = self.config.model_dump(mode="json")
+        for item in overrides:
+            name, _, value = item.partition("=")
+            if name.startswith(_OF_SAMPLES) or not (name in COUNTS or name.startswith("algo.")):
+                counts = ", ".join(sorted(COUNTS))
+                raise ConfigError(f"{item}: a replay trains what was sampled; what counts is algo and {counts}")
+            if name in OPTIONS_OF:
+                forget_options(tree, name, value)
+        for item in overrides:
+            apply_override(tree, item)
+        return validate(tree)
+
+    def differing(self, n: int, values: Mapping[str, float]) -> dict[str, tuple[float, float | None]]:
+        """The metrics of the step that made version n which came out otherwise: what was computed, and what stands in
+        the run's row."""
+        row = self.metrics.get(n, {})
+        both = {name: (value, row[name]) for name, value in values.items() if name in row}
+        return {name: pair for name, pair in both.items() if (pair[0] if math.isfinite(pair[0]) else None) != pair[1]}
+
+
+def dealt(parts: Sequence[BatchPart], rank: int, ranks: int) -> BatchPart:
+    """The batch of one number of ranks for another one: whole samples, dealt in turn."""
+    members = [member for part in parts for member in part.members]
+    entries = {scope: [n for part in parts for n in part.entries()[scope]] for scope in parts[0].entries()}
+    own = [place for place, member in enumerate(members) if member % ranks == rank]
+    chosen = np.isin(np.arange(len(members)), own)
+    columns = {
+        name: np.concatenate([part.columns[name] for part in parts])[np.repeat(chosen, entries[COLUMNS[name].scope])]
+        for name in parts[0].columns
+    }
+
+    def taken(name: str) -> list[Any]:
+        values = [value for part in parts for value in getattr(part, name)]
+        return [values[place] for place in own] if values else []
+
+    lists = {name: taken(name) for name in ("members", "lengths", "turn_starts", "turn_order")}
+    return msgspec.structs.replace(parts[0], rank=rank, columns=columns, **lists)

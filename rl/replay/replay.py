@@ -1,0 +1,265 @@
+"""Steps of a recorded run, trained again by the trainer of a run, without engines, broker or sockets.
+
+    for row in replayed(recorded, Request(first=40, last=50)):                    # the same steps: bit for bit, or not
+    for row in replayed(recorded, Request(40, 50, {"topr": changed_config})):     # and what another loss would do
+
+What was sampled stays as it was. So a changed run is a counterfactual only as long as its policy is near the recorded
+one, and each row says how near. `trust/ess` is the effective sample size of the batch under the changed policy, as a
+share of its samples; `trust/kl` is in nats for each token. Both compare with the very weights that the run had at that
+step, which are computed again beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from rl.config.schema import Config
+from rl.learner import checkpoint
+from rl.learner.changes import settle
+from rl.learner.credit import all_reduce
+from rl.learner.guards import ExactCheck
+from rl.learner.tensor_digests import tensor_digests
+from rl.learner.trainer import Trainer
+from rl.learner.update import UpdateStats
+from rl.observe.alarms import Alarms
+from rl.replay.lab import FirstStep, cosine, first_step
+from rl.replay.ranks import joined
+from rl.replay.recorded import Recorded
+from rl.replay.watch import Watch
+from rl.store.checkpoint_folder import Meta
+from rl.wire.messages import BatchPart
+
+RECORDED = "recorded"
+Tokens = Mapping[int, Tensor]
+_MOST = 30.0  # nats of a whole sample: beyond that one sample is all there is
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to train again: the steps from `first` on, without `last`."""
+
+    first: int
+    last: int
+    variants: Mapping[str, Config] = field(default_factory=dict)
+    """Changed configurations by name; none: the run as it was."""
+    computed: Config | None = None
+    """The run as it was, computed in another way, such as by another number of ranks."""
+    trail: bool = False
+    """Whether every step tells digests of what it computed."""
+    exact: bool = False
+    """Whether every token is compared with the very weights that sampled it, as `alarms.exact` does in a run."""
+
+
+@dataclass
+class Row:
+    """What came of one step. Of version `first` there is one without any step."""
+
+    variant: str
+    n: int
+    """The version that it made."""
+    values: dict[str, float] = field(default_factory=dict)
+    differing: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    """The metrics that differ from the run's own row, and what stands there."""
+    tensors: list[str] | None = None
+    """The tensors that differ from those of the run; None where it has no digests of them."""
+    digests: dict[str, str] = field(default_factory=dict)
+    trail: dict[str, str] = field(default_factory=dict)
+    """Digests of what the step computed, in that order."""
+    first: FirstStep | None = None
+    cpu_s: float = 0.0
+
+    @property
+    def identical(self) -> bool:
+        return not self.differing and not self.tensors
+
+
+class Replay:
+    """One rank's trainer."""
+
+    def __init__(self, recorded: Recorded, config: Config, rank: int, ranks: int, device: str, watch: Watch) -> None:
+        run = recorded.run
+        if run.model_folder is None or not run.model_folder.exists():
+            raise ValueError(
+                f"{run.model_folder}, which the run began with, is not there any more; make it again there"
+            )
+        self._recorded = recorded
+        self._rank = rank
+        self._ranks = ranks
+        self.watch = watch
+
+        config = config.model_copy(deep=True)  # what was set in the run is set in it again
+        torch.set_num_threads(config.learner.threads)
+        torch.manual_seed(config.seed)
+
+        alone = ranks == 1 and config.model.dtype == "float32"
+        self.trainer = Trainer(
+            config,
+            run.model_folder,
+            last_step=max(run.start_step, config.steps),
+            mesh=None if alone else init_device_mesh(device, (ranks,)),
+            device=device,
+            observe=watch,
+        )
+        watch.at(self.trainer)
+        self._began = config.learner.model_copy()
+        self.exact: ExactCheck | None = None
+
+    def compare_exactly(self) -> None:
+        """From now on each step tells `exact/max` and its like, whatever they are."""
+        config = self.trainer.config
+        never = config.alarms.model_copy(update={"exact": math.inf})
+        alarms = Alarms(never, lambda name, detail: None)
+        self.exact = ExactCheck(self.trainer.policy, config.model_copy(update={"alarms": never}), alarms)
+
+    def load(self, saved: Path | None) -> None:
+        """Raises CheckpointError."""
+        if saved is not None:
+            checkpoint.load(saved, self.trainer.trained())
+
+    def save(self, folder: Path, step: int) -> Path:
+        checkpoint.save(folder, self.trainer.trained(), Meta(step, self._recorded.run.timeline, self._ranks), b"", 1)
+        return folder / f"step-{step}"
+
+    def part(self, step: int) -> BatchPart:
+        return self._recorded.part(step, self._rank, self._ranks)
+
+    def step(self, part: BatchPart, *, deep: bool) -> dict[str, float]:
+        """What `rl.learner.process.train` does with a batch. Returns its metrics."""
+        self.watch.begin(deep=deep)
+        config = self.trainer.config.learner
+        settle(config, self._began, self._recorded.sets(part.step, self._began))
+        minibatches = self.trainer.minibatches(part)
+        compared = self.exact.batch(part.step, minibatches) if self.exact is not None else {}
+        stats = UpdateStats()
+        for minibatch in minibatches:
+            stats.add(self.trainer.update(minibatch, part.step, part.over))
+        stats.all_reduce()
+        values = stats.metrics() | compared
+        return values | {"train/loss": values.get("loss/objective", 0.0)}
+
+    def row(self, variant: str, n: int, values: dict[str, float], begin: float) -> Row:
+        digests = tensor_digests(self.trainer.policy.trainable())
+        told = self._recorded.digests.get(n)
+        found = Row(variant, n, values, digests=digests)
+        if variant == RECORDED:
+            found.differing = self._recorded.differing(n, values)
+            others = {name for name, digest in digests.items() if told is not None and told.get(name) != digest}
+            found.tensors = None if told is None else [name for name in digests if name in others]
+        found.cpu_s = float(all_reduce(torch.tensor(time.process_time() - begin, dtype=torch.float64), "sum"))
+        return found
+
+
+def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
+    """The rows of the run as it was, then those of each variant. Raises CheckpointError, ValueError, Damaged."""
+    config = request.computed or next(iter(request.variants.values()), recorded.config)
+    device = "cuda" if recorded.run.learner_device == "cuda" and torch.cuda.is_available() else "cpu"
+    ranks = config.learner.ranks if device == "cpu" else min(config.learner.ranks, torch.cuda.device_count())
+
+    def others(rank: int, folder: Path) -> None:
+        for _ in _rows(recorded, request, rank, ranks, device, folder):
+            pass
+
+    with joined(ranks, device, others) as folder:
+        yield from _rows(recorded, request, 0, ranks, device, folder)
+
+
+def _rows(recorded: Recorded, request: Request, rank: int, ranks: int, device: str, folder: Path) -> Iterator[Row]:
+    """Of one rank; all go through them together."""
+    make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device)
+    base = make(config=request.computed or recorded.config, watch=Watch())
+    saved, at = recorded.state_before(request.first)
+    base.load(saved)
+    if request.exact:
+        base.compare_exactly()
+    yield base.row(RECORDED, at, {}, time.process_time())
+
+    known: dict[int, Tokens] = {}
+    gradients: dict[str, list[Tensor]] = {}
+    state = saved
+    for step in range(at, request.last):
+        if step == request.first and step != at and request.variants:
+            state = base.save(folder / "checkpoints", step)
+        begin = time.process_time()
+        part = base.part(step)
+        compares = bool(request.variants) and step == request.first
+        row = base.row(RECORDED, step + 1, base.step(part, deep=compares or request.trail), begin)
+
+        if request.trail:
+            row.trail = base.watch.trail() | {f"{name} after the step": each for name, each in row.digests.items()}
+        if request.variants and step >= request.first:
+            known[step] = {member: table["log-probabilities"].float() for member, table in base.watch.tokens.items()}
+        if compares:
+            row.first = first_step(base.watch, part)
+            gradients[RECORDED] = base.watch.rows()
+        yield row
+
+    del base
+    for name, config in request.variants.items():
+        other = make(config=config, watch=Watch())
+        other.load(state)
+        for step in range(request.first, request.last):
+            begin = time.process_time()
+            part = other.part(step)
+            values = other.step(part, deep=step == request.first)
+
+            values |= nearness(other.watch.tokens, known[step], part)
+            row = other.row(name, step + 1, values, begin)
+            if step == request.first:
+                row.first = first_step(other.watch, part)
+                gradients[name] = other.watch.rows()
+                row.first.cosine = {each: cosine(gradients[name], rows) for each, rows in gradients.items()}
+            yield row
+
+
+def nearness(own: Mapping[int, Mapping[str, Tensor]], known: Tokens, part: BatchPart) -> dict[str, float]:
+    """How near a policy is to that of the run, by the tokens of one batch, over all ranks.
+
+    Beside the two measures of trust stands `gain`: what the changed policy would have earned more than the run's on
+    these tasks. Each sample counts by how much likelier it has become. `gain/error` is its standard error.
+    """
+    rows = part.rows
+    means = {
+        group: _mean([row.reward for row in rows if row.group_id == group and not row.unrewarded])
+        for group in {row.group_id for row in rows}
+    }
+    sums = torch.zeros(8, dtype=torch.float64)
+    for member, table in own.items():
+        before = known.get(member)
+        logp = table["log-probabilities"]
+
+        if before is None or len(before) != len(logp) or not len(logp):
+            continue
+
+        ratio = logp - before.double()
+        weight = ratio.sum().clamp(-_MOST, _MOST).exp()
+        over = 0.0 if rows[member].unrewarded else rows[member].reward - means[rows[member].group_id]
+        kl = (ratio.clamp(-_MOST, _MOST).expm1() - ratio).sum()
+        ones = torch.ones((), dtype=torch.float64)
+        sums += torch.stack(
+            [ones * len(logp), kl, ones, weight, weight**2, weight * over, weight**2 * over, (weight * over) ** 2]
+        )
+
+    tokens, kl, samples, weights, squares, earned, mixed, spread = all_reduce(sums, "sum").tolist()
+    if not samples:
+        return {}
+    gain = earned / weights
+    error = max(0.0, spread - 2 * gain * mixed + gain**2 * squares) ** 0.5 / weights
+    return {
+        "trust/ess": weights**2 / squares / samples,
+        "trust/kl": kl / tokens,
+        "gain": gain,
+        "gain/error": error,
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

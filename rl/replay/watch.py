@@ -1,0 +1,81 @@
+"""What a step shows beside its metrics: each token's log-probability and pull, the gradient, and a trail of digests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.types import LossInputs, LossResult
+from rl.learner.algorithm import Algorithm
+from rl.learner.tensor_digests import place_digests, tensor_digests
+from rl.learner.trainer import Trainer
+from rl.models.packing import Pack
+from rl.models.protocol import local
+
+TRAIL = ("advantages", "weights", "log-probabilities", "entropy", "loss")
+"""What is computed of each token, in this order."""
+
+
+class Watch:
+    """The observer of one rank's trainer. `tokens`: by row of the batch a table (values, L loss tokens), in float64."""
+
+    def __init__(self) -> None:
+        self._deep = False
+        self.tokens: dict[int, dict[str, Tensor]] = {}
+        self.gradient: list[tuple[str, Tensor]] = []
+        self._algorithm: Algorithm
+
+    def at(self, trainer: Trainer) -> None:
+        """This is the trainer."""
+        self._algorithm = trainer.algorithm
+        named = list(trainer.policy.trainable())
+
+        def first_gradient(*_: Any) -> None:
+            if self._deep and not self.gradient:
+                self.gradient = [(name, each.grad.clone()) for name, each in named if each.grad is not None]
+
+        trainer.optimizer.adamw.register_step_pre_hook(first_gradient)
+
+    def begin(self, *, deep: bool) -> None:
+        """A step. deep: whether gradient, pulls and what leads to the trail are looked at as well."""
+        self._deep = deep
+        self.tokens = {}
+        self.gradient = []
+
+    def __call__(self, pack: Pack, inputs: LossInputs, result: LossResult) -> None:
+        assert pack.layout is not None
+        if not pack.members:
+            return
+        found = {"log-probabilities": inputs.logp_current, "behavior": inputs.logp_behavior}
+        if self._deep:
+            found |= {"advantages": inputs.advantages, "weights": pack.token_weights, "entropy": inputs.entropy}
+            found |= {"loss": result.per_token, "age": inputs.staleness, "pull": self._pull(pack, inputs)}
+
+        generated = pack.layout.generated
+        counts = torch.bincount(pack.sample.index_select(0, generated), minlength=len(pack.members)).tolist()
+        split = {name: each.index_select(0, generated).double().cpu().split(counts) for name, each in found.items()}
+        for place, member in enumerate(pack.members):
+            self.tokens[member] = {name: parts[place] for name, parts in split.items()}
+
+    def _pull(self, pack: Pack, inputs: LossInputs) -> Tensor:
+        """(T,) how strongly the loss pulls each token's log-probability up; a gradient of the entropy is left out."""
+        with torch.enable_grad():
+            logp = inputs.logp_current.detach().requires_grad_()
+            again = replace(inputs, logp_current=logp, entropy=inputs.entropy.detach())
+            algorithm = self._algorithm
+            result = algorithm.regularisation(again, algorithm.correction(again, algorithm.loss))
+            total = (again.masked(result.per_token) * pack.token_weights).sum()
+            return -torch.autograd.grad(total, logp)[0] if total.requires_grad else torch.zeros_like(logp)
+
+    def trail(self) -> dict[str, str]:
+        """Digests of what the step has computed, in the order in which it was. All ranks call it together."""
+        tables = {f"{name} of the tokens": {row: each[name] for row, each in self.tokens.items()} for name in TRAIL}
+        gradients = tensor_digests(self.gradient)
+        return place_digests(tables) | {f"gradient of {name}": digest for name, digest in gradients.items()}
+
+    def rows(self) -> list[Tensor]:
+        """This rank's part of the gradient, as one list of tensors."""
+        return [local(each).double() for _, each in self.gradient]

@@ -1,0 +1,40 @@
+"""Which weights every version has, tensor by tensor: `<run>/digests.jsonl`, a line for each, as a replay reads it.
+
+The digests (rl/learner/tensor_digests.py) are of the tensors that are trained, and do not depend on how many ranks hold
+them. Of lines with the same n the last counts, and a new timeline ends what was known from its first n on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rl.config.damage import readable
+from rl.store.samples import LineFile
+
+FILE = "digests.jsonl"
+
+
+class VersionDigests(msgspec.Struct):
+    timeline: int
+    n: int
+    tensors: dict[str, str]
+
+
+def digest_file(run_folder: Path) -> LineFile:
+    return LineFile(run_folder / FILE)
+
+
+def read_version_digests(run_folder: Path) -> dict[int, Mapping[str, str]]:
+    """The digests by version, as far as they can be read."""
+    path = run_folder / FILE
+    found: dict[int, Mapping[str, str]] = {}
+    timeline = 0
+    for line in readable(path.read_bytes().splitlines(), VersionDigests) if path.exists() else ():
+        if line.timeline != timeline:
+            found = {n: tensors for n, tensors in found.items() if n < line.n}
+        timeline = line.timeline
+        found[line.n] = line.tensors
+    return found

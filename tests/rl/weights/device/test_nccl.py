@@ -71,9 +71,9 @@ class Stops(Halts):
     signal = signal.SIGSTOP
 
 
-def follow(folder: str, name: str, incarnation: int, kind: type[NcclReceiver], asked: Connection) -> None:
+def follow(folder: str, name: str, incarnation: int, kind: type[NcclReceiver], device: str, asked: Connection) -> None:
     """Takes what is asked for, as (timeline, n), and answers its version, whether it is right, and its receipt."""
-    receiver = kind(RunFile.load(folder), name, incarnation)
+    receiver = kind(RunFile.load(folder), name, incarnation, device)
     while True:
         try:
             at_least = asked.recv()
@@ -81,7 +81,7 @@ def follow(folder: str, name: str, incarnation: int, kind: type[NcclReceiver], a
             break
         version, tensors = receiver.take(Version(*at_least), 60)
         receipt = receiver.receipt()
-        arrived = dict(tensors)
+        arrived = {name: tensor.cpu() for name, tensor in tensors}
         right = all(torch.equal(arrived[name].float(), whole) for name, whole in content(version.n).items())
         dtypes = [str(arrived[name].dtype) for name, _, _ in ENTRIES] == [f"torch.{dtype}" for *_, dtype in ENTRIES]
         assert receiver.release()
@@ -114,8 +114,10 @@ class Other:
         return self.pipe.recv()
 
 
-def follower(run: RunFile, index: int, incarnation: int = 0, kind: type[NcclReceiver] = NcclReceiver) -> Other:
-    return Other(follow, str(run.folder), f"generator-{index}-0", incarnation, kind)
+def follower(
+    run: RunFile, index: int, incarnation: int = 0, kind: type[NcclReceiver] = NcclReceiver, device: str = "cpu"
+) -> Other:
+    return Other(follow, str(run.folder), f"generator-{index}-0", incarnation, kind, device)
 
 
 @pytest.fixture
@@ -243,6 +245,31 @@ def test_rows_that_are_missing_are_an_error(senders: list[Sender], receiver: Ncc
         receiver.take(Version(0, 0), 30)
     with pytest.raises(WeightsError, match=r"version 1 of rank 0 lacks .*'embed'"):
         senders[0].offer(1, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: NCCL needs two CUDA devices")
+def test_between_gpus_a_killed_receiver_is_followed_by_another(make_run: MakeRun) -> None:
+    """Both ranks of the learner are on the first device, which NCCL allows: no group has two of one device."""
+    run = make_run(*SETTINGS, "weights.deadline_s=20", "learner.kind=fsdp", device="cuda")
+    torch.cuda.set_device(0)
+    senders = [make_sender(run, rank, ENTRIES) for rank in range(RANKS)]
+    for sender in senders:
+        sender.open()
+    receipts = [offer(senders, 0)]
+    dying = follower(run, 0, kind=Halts, device="cuda:1")
+    dying.pipe.send((0, 0))
+    dying.process.join(120)
+    for sender in senders:
+        sender.receiver_died("generator-0", 0)
+
+    successor = follower(run, 0, 1, device="cuda:1")
+    for n in range(1, 5):
+        receipts.append(offer(senders, n))
+        successor.pipe.send((0, n))
+        assert successor.answer() == (n, True, receipts[n])
+    for sender in senders:
+        sender.close()
 
 
 @pytest.mark.parametrize("words", [1, 1 << 14, (1 << 14) * 257 + 3])

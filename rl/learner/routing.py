@@ -33,7 +33,7 @@ class RoutingStats:
             self.sums = Routing(*(all_reduce(each.double(), "sum") for each in self.sums))
 
     def metrics(self) -> dict[str, float]:
-        """Of all routers of the model, over the tokens that were computed.
+        """Of all routers of the model, where they stand before a token that is trained.
 
         `router/largest` and `router/smallest` are the most and the least that an expert had; 1 is an even load.
         `router/entropy` is a share of the largest possible one. `router/differ` is the share of tokens for which a

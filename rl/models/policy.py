@@ -199,7 +199,7 @@ class Policy(PackedModel):
         """See `rl.models.protocol`. The head, the largest matrix of a small model, runs on targets only."""
         layout = pack.laid_out().layout
         assert layout is not None
-        self.routers.watch()
+        self.routers.watch(layout.rows)
         with self.autocast():
             hidden = self.contexts(pack, layout)  # (S, H)
         routing = self.routers.seen()

@@ -17,7 +17,7 @@ from rl.models.families import FAMILIES
 
 
 class Routing(NamedTuple):
-    """What the R routers of a model have done in one forward: sums over the tokens that it computed."""
+    """What the R routers of a model have done in one forward: sums over the tokens that were watched."""
 
     experts: Tensor  # (R, E) float32, tokens of each expert
     entropy: Tensor  # (R,) float32, nats of each router's distribution over experts
@@ -33,6 +33,7 @@ class Routers:
         self._sigmoid = family is not None and family.routing == "sigmoid"
         self._told: dict[nn.Module, Tensor | None] = {}
         self._watched: list[tuple[Tensor, ...]] | None = None
+        self._rows = torch.empty(0, dtype=torch.int64)
         if family is None or family.routing is None:
             return
 
@@ -47,9 +48,10 @@ class Routers:
     def __len__(self) -> int:
         return len(self._told)
 
-    def watch(self) -> None:
-        """To be called before a forward."""
+    def watch(self, rows: Tensor) -> None:
+        """To be called before a forward. rows (S,): of the computed tokens, those that count."""
         self._watched = []
+        self._rows = rows
 
     def seen(self) -> Routing | None:
         """What they did since `watch`."""
@@ -70,7 +72,7 @@ class Routers:
             known = told[:, :1] < logits.shape[-1]
             chosen = torch.where(known, told.to(own.dtype), own)
         if self._watched is not None:
-            self._watched.append(_done(logits.detach(), own, chosen))
+            self._watched.append(_done(*(each.detach().index_select(0, self._rows) for each in (logits, own, chosen))))
         if told is None:
             return None
 

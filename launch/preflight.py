@@ -98,19 +98,21 @@ def check(config: Config, *, dry: bool, begin: Begin = begin_process, target: Ma
     _check_folders(config, dry)
     _check_plugins(config)
     _check_parser(config, dry, unchecked)
+
     device, machine = _check_device(config, target, dry, unchecked)
+    _check_channel(config, device, len(machine.gpus))
     told = _told(config, dry, unchecked)
     teacher = _teacher(config, dry, unchecked)
 
-    memory = _check_memory(
-        config, device, told, machine, unchecked, teacher
-    )  # refused before tasks or a model are made
+    # Refused before tasks or a model are made.
+    memory = _check_memory(config, device, told, machine, unchecked, teacher)
 
     train_tasks, eval_tasks, family = _count_tasks(config, dry, unchecked)  # seconds, where a model may be gigabytes
     if family is not None and knows_tasks(family):
         check_held_out(config, family)
     _check_imitates(config, family)
     data = {} if dry or family is None else data_of(config.env.name, family)
+
     prepared = _prepare(config, dry, begin, unchecked)
     if not dry:
         shape_by_model(prepared.folder, replay=config.replays_routers)
@@ -309,6 +311,19 @@ def _teacher(config: Config, dry: bool, unchecked: list[str]) -> ModelShape | No
         raise ConfigError(str(error).replace("model.path", "algo.teacher", 1)) from None
     unchecked += (each.replace("model.path", "algo.teacher", 1) for each in said)
     return shape
+
+
+def _check_channel(config: Config, device: str, visible: int) -> None:
+    """NCCL needs a GPU of its own on both sides."""
+    if config.channel != "nccl":
+        return
+    why = ""
+    if device == "cpu" or not config.steps:
+        why = "it goes from GPU to GPU, and " + ("device=cpu" if device == "cpu" else "steps=0 leaves a learner none")
+    elif shares_gpus(config, visible):
+        why = "NCCL refuses an engine and a learner on one GPU"
+    if why:
+        raise ConfigError(f"weights.transport='nccl': {why}; set weights.transport=auto")
 
 
 def _check_memory(

@@ -34,7 +34,7 @@ from rl.models.families import check_family, read_config
 from rl.models.shape import ModelShape
 from rl.store.checkpoint_folder import read_meta
 from rl.store.digests import DIGESTS, damage, digest_of
-from rl.weights import CHANNELS, channel_of
+from rl.weights import HOST_CHANNELS, channel_of
 from rl.wire.process import die_with_parent
 
 PREPARE_IMPORTS = ("launch.prepare", "launch.warm_start.tiny", "rl.learner.algorithm", "rl.models.policy")
@@ -86,7 +86,7 @@ def prepare(config: Config, *, make: bool = True, begin: Begin = begin_process) 
 
 def needs_validation(config: Config) -> bool:
     """A simulated learner runs no loss, but what a recipe says of one is checked as if it did."""
-    ours = config.weights.transport in CHANNELS  # of a user's own the module may import torch
+    ours = config.channel in HOST_CHANNELS  # the module of another one imports torch
     return config.learner.kind != "simulated" or config.algo != AlgoConfig() or not ours
 
 
@@ -214,7 +214,7 @@ def validate(config: Config) -> None:
     """What can be said of `algo` and `model` before anything is fetched or made. Raises ConfigError."""
     _check_algorithm(config)
     _check_model(config)
-    channel_of(config.weights.transport)
+    channel_of(config.channel)
 
 
 def _check_algorithm(config: Config) -> None:

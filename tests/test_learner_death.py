@@ -48,6 +48,9 @@ def kill_learner(tmp_path: Path, rank: int = 0, incarnation: int = 0, how: int =
     os.kill(pid_of(tmp_path, LEARNER, rank, incarnation), how)
 
 
+GLOO = "rl.weights.device.nccl:NCCL"  # channel nccl, whose name is refused on a CPU
+
+
 def check_rows(tmp_path: Path) -> None:
     """Every step has one row, whatever was trained twice."""
     rows = [json.loads(line) for line in (tmp_path / "simulated" / "metrics.jsonl").read_text().splitlines()]
@@ -55,7 +58,11 @@ def check_rows(tmp_path: Path) -> None:
     assert sorted({row["step"] for row in rows if "eval/accuracy" in row}) == [0, 6, 12, 18, 24]
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "zmq network.transport=tcp"], ids=["shm", "zmq", "tcp"])
+@pytest.mark.parametrize(
+    "transport",
+    ["shm", "zmq", "zmq network.transport=tcp", GLOO, f"{GLOO} network.transport=tcp"],
+    ids=["shm", "zmq", "tcp", "nccl", "nccl tcp"],
+)
 @pytest.mark.parametrize(("rank", "at"), [(0, 3), (1, 13)])
 def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, transport: str, rank: int, at: int) -> None:
     """Before the first checkpoint, and after one; versions come out as before, so the timeline stays."""

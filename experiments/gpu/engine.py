@@ -36,13 +36,21 @@ _NOISE = 1e-3  # added to each parameter between two versions
 
 
 def weights(result: Result, device: str) -> None:
-    """Eight updates of an engine on the learner's device, from fp32 master weights; bare copies of the same bytes."""
+    """Eight updates of an engine by each channel, from fp32 master weights; bare copies of the same bytes.
+
+    The learner is on the engine's GPU; for nccl it is on a second one, where there is one.
+    """
     need_vllm()
+    apart = device == "cpu" or torch.cuda.device_count() > 1
     with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
         model = save_model(_SIZE[device], Path(folder), device, tied=False)
-        with temporary_run(_settings(device, 256), device=device, model_folder=model) as run:
-            os.environ.update(engine_environment(run.config, device))
-            asyncio.run(_updates(result, run))
+        for channel in ("shm", "zmq", "nccl") if apart else ("shm", "zmq"):
+            if device == "cuda":
+                torch.cuda.set_device(int(channel == "nccl"))
+            settings = [*_settings(device, 256), f"weights.transport={channel}"]
+            with temporary_run(settings, device=device, model_folder=model) as run:
+                os.environ.update(engine_environment(run.config, device))
+                asyncio.run(_updates(result, run, channel))
 
 
 def rollout(result: Result, device: str) -> None:
@@ -77,13 +85,13 @@ def _settings(device: str, sequences: int) -> list[str]:
     ]
 
 
-async def _updates(result: Result, run: RunFile) -> None:
+async def _updates(result: Result, run: RunFile, channel: str) -> None:
     from rollout.generator.engines.vllm import VllmEngine
 
     engine = VllmEngine(ProcessContext(run, 0, 0))
     begin = time.perf_counter()
     await engine.start()
-    result.note("engine_start_s", time.perf_counter() - begin)
+    result.note(f"{channel} engine_start_s", time.perf_counter() - begin)
 
     assert run.model_folder is not None
     policy = Policy.load(run.model_folder, None, run.device, ModelOptions(dtype=getattr(torch, run.config.model.dtype)))
@@ -96,7 +104,7 @@ async def _updates(result: Result, run: RunFile) -> None:
     clients: list[asyncio.Task[None]] = []
     try:
         for n in range(_UPDATES):
-            result.note(f"update {n}", {"running": len(clients)} | await _update(n, engine, policy, sender))
+            result.note(f"{channel} update {n}", {"running": len(clients)} | await _update(n, engine, policy, sender))
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(torch.randn_like(parameter) * _NOISE)

@@ -177,8 +177,9 @@ class LearnerConfig(Section):
 
 class WeightsConfig(Section):
     where = "learner, generators"
-    transport: str = "shm"
-    """`shm`: shared memory of one node; `zmq`: tcp frames; or your own channel, `module:NAME`."""
+    transport: str = "auto"
+    """`shm`: shared memory of one node; `zmq`: tcp frames; `nccl`: between GPUs (unrun on a GPU); `auto`: zmq over tcp,
+    else shm; or your own channel, `module:NAME`."""
     slots: int = Field(3, ge=2)
     """Versions held at once; two suffice, three never make the learner wait for a slow reader."""
     deadline_s: float = Field(30.0, gt=0)
@@ -351,6 +352,12 @@ class Config(Section):
     def supervised(self) -> bool:
         """Whether rows are imitated, so that there is nothing but a learner."""
         return self.learner.kind == "supervised"
+
+    @property
+    def channel(self) -> str:
+        """What `weights.transport` comes to."""
+        named = self.weights.transport
+        return named if named != "auto" else "zmq" if self.network.transport == "tcp" else "shm"
 
     @property
     def replays_routers(self) -> bool:

@@ -9,7 +9,8 @@ from rl.config.schema import ConfigError
 from rl.weights.channel import Channel, Entry, Receiver, Sender, Wait
 from rl.wire.run import RunFile
 
-CHANNELS = {"shm": "rl.weights.host.shm:SHM", "zmq": "rl.weights.host.frames:FRAMES"}
+HOST_CHANNELS = {"shm": "rl.weights.host.shm:SHM", "zmq": "rl.weights.host.frames:FRAMES"}
+CHANNELS = HOST_CHANNELS | {"nccl": "rl.weights.device.nccl:NCCL"}
 
 
 def channel_of(transport: str) -> Channel:
@@ -22,9 +23,9 @@ def channel_of(transport: str) -> Channel:
 
 def make_sender(run: RunFile, rank: int, entries: Iterable[Entry], wait: Wait | None = None) -> Sender:
     """The end of one rank of the learner; not open."""
-    return channel_of(run.config.weights.transport).sender(run, rank, entries, wait)
+    return channel_of(run.config.channel).sender(run, rank, entries, wait)
 
 
 def make_receiver(run: RunFile, name: str, incarnation: int, device: str = "cpu") -> Receiver:
     """The end of one rank of an engine; `name` is unique among receivers (`Receiver.__init__`)."""
-    return channel_of(run.config.weights.transport).receiver(run, name, incarnation, device)
+    return channel_of(run.config.channel).receiver(run, name, incarnation, device)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -149,6 +150,7 @@ BAD = [
     ("simulated", "learner.ranks=100000", "lower learner.ranks"),
     ("simulated", "weights.slots=1000000", "lower weights.slots"),
     ("simulated", "weights.transport=shn", "did you mean 'shm'?"),
+    ("simulated", "weights.transport=nccl", "goes from GPU to GPU, and device=cpu; set weights.transport=auto"),
     ("simulated", "weights.transport=os:path", "names no rl.weights.channel.Channel"),
     ("simulated", "rollout.group_size=1000000000", "rollout.group_size"),
     ("simulated", "rollout.alpha=1e12", "lower rollout.alpha"),
@@ -347,6 +349,30 @@ def test_parameters_are_those_of_the_published_models() -> None:
     assert ModelShape.of(THIRTY_B_A3B).trained == pytest.approx(30.5e9, rel=0.01)
     assert ModelShape.of(FOUR_B).trained == pytest.approx(4.02e9, rel=0.01)
     assert ModelShape.of(FOUR_B).served == pytest.approx(4.02e9 + 2560 * 151936, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "told"),
+    [
+        ([], 1, "NCCL refuses an engine and a learner on one GPU"),
+        (["placement=shared"], 2, "NCCL refuses an engine and a learner on one GPU"),
+        (["steps=0"], 2, "steps=0 leaves a learner none"),
+        (["placement=apart"], 2, ""),
+    ],
+)
+def test_nccl_is_refused_where_it_cannot_work(settings: list[str], gpus: int, told: str) -> None:
+    one_each = "generator.count=1", "learner.ranks=1"
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", ["weights.transport=nccl", *one_each, *settings])
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
+        preflight._check_channel(config, "cuda", gpus)
+
+
+@pytest.mark.parametrize(
+    ("settings", "channel"),
+    [([], "shm"), (["network.transport=tcp"], "zmq"), (["network.transport=tcp", "weights.transport=shm"], "shm")],
+)
+def test_the_channel_follows_the_network_unless_it_is_named(settings: list[str], channel: str) -> None:
+    assert load_config(None, settings).channel == channel
 
 
 def test_a_tied_head_takes_room_where_engines_have_one_of_their_own() -> None:

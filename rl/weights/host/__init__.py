@@ -13,7 +13,7 @@ from rl.weights.host.shm_file import check_space, remove_slots, sweep_stale
 def make_room(config: Config, version_bytes: int) -> None:
     """Remove, before a run, what dead runs left, and raise ConfigError if so many bytes a version find no room."""
     sweep_stale()
-    if config.weights.transport == "shm" and version_bytes:
+    if config.channel == "shm" and version_bytes:
         check_space(version_bytes, config.weights.slots)
 
 

@@ -1,0 +1,1 @@
+"""Channels from device to device: `nccl`."""

@@ -22,7 +22,7 @@ def test_a_wait_for_anothers_cache_is_no_second_of_the_run(
 
     def make_run(_: Any, started: float) -> Any:
         starts.append(started)
-        return SimpleNamespace(folder=tmp_path)
+        return SimpleNamespace(folder=tmp_path, data={}, model_folder=None)
 
     monkeypatch.setattr(command, "begin_as_copies", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(command, "check", lambda *_, **__: None)

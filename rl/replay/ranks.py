@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ Main = Callable[[int, Path], Iterator[Any]]
 def on_ranks(ranks: int, device: str, main: Main) -> Iterator[Any]:
     """What `main(rank, folder)` gives on rank 0, while the others go through theirs in step. The folder is a new one.
 
-    Raises what a rank raises. Torch caches where a rank's rows stand, so this process is none of several.
+    Raises what a rank raises. Torch caches where a rank's rows stand, so this process is none of several; and it has
+    threads, which no copy of it would have, so they are copies of a process that has imported and done nothing else.
     """
     with tempfile.TemporaryDirectory(prefix="fresco-replay-") as name:
         folder = Path(name)
@@ -38,7 +40,8 @@ def on_ranks(ranks: int, device: str, main: Main) -> Iterator[Any]:
 
 
 def _of_children(ranks: int, device: str, main: Main, folder: Path) -> Iterator[Any]:
-    how = multiprocessing.get_context("fork")
+    how = multiprocessing.get_context("forkserver")
+    how.set_forkserver_preload(["rl.learner.trainer"])
     found, tell = how.Pipe(duplex=False)
     children = [
         how.Process(target=_child, args=(rank, ranks, device, main, folder, tell), daemon=True) for rank in range(ranks)
@@ -63,7 +66,7 @@ def _of_children(ranks: int, device: str, main: Main, folder: Path) -> Iterator[
 def _child(rank: int, ranks: int, device: str, main: Main, folder: Path, tell: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the parent's handlers are for the parent
-    die_with_parent()
+    die_with_parent(os.getppid())
     try:
         _join(rank, ranks, device, folder)
         for each in main(rank, folder):

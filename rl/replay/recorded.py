@@ -53,6 +53,10 @@ class Recorded:
         rows = readable(path.read_bytes().splitlines(), dict[str, Any]) if path.exists() else iter(())
         self.metrics = {int(row["step"]): row for row in rows if "train/loss" in row}
 
+    def __reduce__(self) -> tuple[type[Recorded], tuple[Path]]:
+        """Another process reads the folder itself, and so registers what the run has registered."""
+        return Recorded, (self.folder,)
+
     @property
     def ranks(self) -> range:
         return range(self.config.learner.ranks)

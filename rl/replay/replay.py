@@ -164,13 +164,10 @@ def replayed(recorded: Recorded, request: Request) -> Iterator[Row]:
     device = "cuda" if recorded.run.learner_device == "cuda" and torch.cuda.is_available() else "cpu"
     ranks = config.learner.ranks if device == "cpu" else min(config.learner.ranks, torch.cuda.device_count())
 
-    def rows(rank: int, folder: Path) -> Iterator[Row]:
-        return _rows(recorded, request, rank, ranks, device, folder)
-
-    yield from on_ranks(ranks, device, rows)
+    yield from on_ranks(ranks, device, partial(_rows, recorded, request, ranks, device))
 
 
-def _rows(recorded: Recorded, request: Request, rank: int, ranks: int, device: str, folder: Path) -> Iterator[Row]:
+def _rows(recorded: Recorded, request: Request, ranks: int, device: str, rank: int, folder: Path) -> Iterator[Row]:
     """Of one rank; all go through them together."""
     make = partial(Replay, recorded, rank=rank, ranks=ranks, device=device)
     base = make(config=request.computed or recorded.config, watch=Watch())

@@ -320,6 +320,8 @@ def _check_channel(config: Config, device: str, visible: int) -> None:
     why = ""
     if device == "cpu" or not config.steps:
         why = "it goes from GPU to GPU, and " + ("device=cpu" if device == "cpu" else "steps=0 leaves a learner none")
+    elif config.network.transport != "ipc":
+        why = "its ends meet at a file, and network.transport=tcp has none that both see"
     elif shares_gpus(config, visible):
         why = "NCCL refuses an engine and a learner on one GPU"
     if why:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import FileStore, ProcessGroupGloo, Store
 
 from rl.weights.host.ends import wait_for
-from rl.wire.run import RunFile, socket_name
+from rl.wire.run import RunFile
 
 _TICK_S = 0.01
 _TRANSFER_TICK_S = 0.0005
@@ -30,11 +30,6 @@ _LOOK_S = 0.5  # between two looks at whether the other side is still there
 def meet(run: RunFile) -> tuple[contextlib.ExitStack, Store]:
     """To be called on rank 0: the store, and what is to be closed at the end."""
     ends = contextlib.ExitStack()
-    if run.config.network.transport != "ipc":
-        served = TCPStore(run.host, 0, is_master=True, wait_for_workers=False)
-        run.addresses.bound(socket_name("blobs", 0), f"tcp://{run.host}:{served.port}")
-        return ends, served
-
     path = run.folder / f"weights.{time.time_ns()}"
     file = ends.enter_context(_place_file(run).open("a"))
     file.truncate(0)  # before the lock: that of another one must not stand there as if it lived
@@ -47,9 +42,6 @@ def meet(run: RunFile) -> tuple[contextlib.ExitStack, Store]:
 
 def meeting_place(run: RunFile) -> str | None:
     """Where rank 0's store is; None while there is no rank 0."""
-    if run.config.network.transport != "ipc":
-        return run.address_of(socket_name("blobs", 0))
-
     with contextlib.suppress(FileNotFoundError), _place_file(run).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -61,10 +53,7 @@ def meeting_place(run: RunFile) -> str | None:
 def connected(run: RunFile, seconds: float, who: str) -> tuple[str, Store]:
     """The meeting place and its store. Raises WaitExpired."""
     place = wait_for(lambda: meeting_place(run), seconds, lambda: f"{who} waits for learner rank 0's store of weights")
-    if run.config.network.transport == "ipc":
-        return place, FileStore(place, -1)
-    host, _, port = place.removeprefix("tcp://").rpartition(":")
-    return place, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
+    return place, FileStore(place, -1)
 
 
 class Link:

@@ -24,8 +24,8 @@ Main = Callable[[int, Path], Iterator[Any]]
 def on_ranks(ranks: int, device: str, main: Main) -> Iterator[Any]:
     """What `main(rank, folder)` gives on rank 0, while the others go through theirs in step. The folder is a new one.
 
-    Raises what a rank raises. Torch caches where a rank's rows stand, so this process is none of several; and it has
-    threads, which no copy of it would have, so they are copies of a process that has imported and done nothing else.
+    Raises what a rank raises. Torch caches where a rank's rows stand, so this process is none of several. It has
+    threads, which a copy of it would lack: several are copies of a process that has imported and done nothing else.
     """
     with tempfile.TemporaryDirectory(prefix="fresco-replay-") as name:
         folder = Path(name)

@@ -184,14 +184,11 @@ def bring_runs(block: Block, folder: Path) -> None:
         if not (folder / "runs" / each).exists():
             made = ["experiments/simulated.yaml", f"name={each}", "steps=6", "tracking.replay=full"]
             if any(command.startswith("fresco eval") for command in block.commands):
-                made = [
-                    each,
-                    "steps=2",
-                    "eval.tasks=8",
-                ]  # its checkpoints play tasks, as those of a simulated one cannot
-            subprocess.run(
-                [sys.executable, "-m", "launch.cli", "run", *made], cwd=folder, check=True, timeout=LASTING_S
-            )
+                # Its checkpoints play tasks, as those of a simulated one cannot.
+                made = [each, "steps=2", "eval.tasks=8"]
+
+            command = [sys.executable, "-m", "launch.cli", "run", *made]
+            subprocess.run(command, cwd=folder, check=True, timeout=LASTING_S)
 
 
 @pytest.mark.docs

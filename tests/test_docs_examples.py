@@ -193,6 +193,7 @@ def bring_runs(block: Block, folder: Path) -> None:
 
 @pytest.mark.docs
 @pytest.mark.parametrize("page", pages_with("python", "bash"), ids=name)
+@pytest.mark.timeout(2 * LASTING_S)  # a page has many commands, each with that limit of its own
 def test_a_page_does_what_it_says(page: Path, copy: Path, tmp_path: Path) -> None:
     """Each block that needs nothing more, in the order of the page; the tutorial's in a folder outside of the copy."""
     folder = tmp_path / "outside" if page.name in IN_FULL else copy

@@ -10,8 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEEDS = ("gpu", "hub", "endpoint", "network", "hours", "other tools")
-"""What a block may need that a test does not have, said in a comment above it: `<!-- needs: gpu -->`."""
+NEEDS = ("gpu", "hub", "endpoint", "network", "hours", "other tools", "a run")
+"""What a block may need that a test does not have, said in a comment above it: `<!-- needs: gpu -->`.
+
+`a run`: one of as many steps as the block names, or one that goes on."""
 PART = "part"
 """In its place: a part of a program, which does nothing by itself."""
 _FENCE = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

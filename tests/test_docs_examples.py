@@ -183,8 +183,8 @@ def bring_runs(block: Block, folder: Path) -> None:
     for each in sorted(wanted):
         if not (folder / "runs" / each).exists():
             made = ["experiments/simulated.yaml", f"name={each}", "steps=6", "tracking.replay=full"]
-            if any(command.startswith("fresco eval") for command in block.commands):
-                # Its checkpoints play tasks, as those of a simulated one cannot.
+            if any(command.startswith(("fresco eval", "fresco replay")) for command in block.commands):
+                # Its checkpoints play tasks and its steps are trained again, which a simulated one's cannot be.
                 made = [each, "steps=2", "eval.tasks=8"]
 
             command = [sys.executable, "-m", "launch.cli", "run", *made]

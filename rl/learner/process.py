@@ -135,13 +135,11 @@ class Learner:
 
     def take_changes(self, client: Client, publisher: Publisher, n: int) -> None:
         """Do what was asked of the run, now that version `n` is there. All ranks call it together."""
-        asked = take_wish(self.run.folder, n, client.timeline) if dist.get_rank() == 0 else None
-        told = [asked]
-        if all_reduce(torch.tensor([asked is not None]).int(), "max"):
-            dist.broadcast_object_list(told)
+        took = dist.get_rank() == 0 and take_wish(self.run.folder, n, client.timeline) is not None
+        made = bool(all_reduce(torch.tensor([took]).int(), "max"))  # then it stands in the file for every rank
 
-        if (change := told[0]) is not None and change.undo is not None:
-            n = change.undo
+        if made and (undo := read_changes(self.run.folder)[-1].undo) is not None:
+            n = undo
             with client.span("undo"):
                 self._load(reachable(self.run.folder)[n], n)
                 self._watch()

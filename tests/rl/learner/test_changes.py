@@ -79,6 +79,7 @@ def run(tmp_path: Path) -> Iterator[RunFile]:
 def play(harness: Harness, asked: dict[int, dict[str, object]], *, dies: bool = False) -> None:
     """The whole run: batches as they are asked for, and a wish after the row of a step. dies: right after an undo."""
     timeline = 0
+
     while not any(isinstance(message, Done) for message in harness.inbox):
         harness.pump()
         messages, harness.inbox[:] = list(harness.inbox), [each for each in harness.inbox if isinstance(each, Done)]
@@ -95,7 +96,8 @@ def play(harness: Harness, asked: dict[int, dict[str, object]], *, dies: bool = 
                 case Metrics():
                     recording.keep_row(harness, message)
                     if (wanted := asked.pop(message.step, None)) is not None:
-                        (harness.run.folder / WISH).write_bytes(msgspec.json.encode(Change(**wanted)))  # type: ignore[arg-type]
+                        wish(harness.run.folder, **wanted)
+
     harness.finish()
 
 

@@ -178,8 +178,8 @@ class LearnerConfig(Section):
 class WeightsConfig(Section):
     where = "learner, generators"
     transport: str = "auto"
-    """`shm`: shared memory of one node; `zmq`: tcp frames; `nccl`: between GPUs (unrun on a GPU); `auto`: zmq over tcp,
-    else shm; or your own channel, `module:NAME`."""
+    """`shm`: shared memory; `zmq`: tcp frames; `nccl`: between GPUs (unrun); `auto`: zmq over tcp, else shm; or your
+    own, `module:NAME`."""
     slots: int = Field(3, ge=2)
     """Versions held at once; two suffice, three never make the learner wait for a slow reader."""
     deadline_s: float = Field(30.0, gt=0)

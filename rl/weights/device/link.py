@@ -1,8 +1,7 @@
 """What a channel from device to device needs of both its ends: where they meet, a group of two, a digest of bytes.
 
 On one machine they meet in a file of the run's folder, which only its owner can open. Rank 0 of the learner holds a
-lock on it, which tells the living from the dead. Between machines rank 0 serves a store, and says where (socket
-`blobs.0`).
+lock on it, which tells the living from the dead.
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ class VllmEngine:
         if self._on_cpu:
             (told, *_) = await self._core.rpc("routing_take", stream.request_id)
             first = first_position(running.request)
-            rows = told and np.frombuffer(told, column.dtype).reshape(-1, *column.entry_shape)[first:]
+            known = None if told is None else np.frombuffer(told, column.dtype).reshape(-1, *column.entry_shape)
+            rows = None if known is None else known[first:]
         set_routing(running.sampled, running.request, column, rows)
 
     def _salt(self, running: _Running) -> str | None:

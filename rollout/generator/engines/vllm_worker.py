@@ -36,7 +36,6 @@ from rl.weights import make_receiver
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from rollout.generator.engines.cpu import unpacked
-from rollout.generator.engines.cpu.routing import RoutingCapture
 from rollout.generator.engines.owner import die_with_owner
 
 _HEAD = "lm_head.weight"
@@ -62,6 +61,8 @@ class LoadsWeights:
 
     def routing_open(self, dtype: str) -> None:
         """Keep the experts that each token is routed to, from now on; on a CPU."""
+        from rollout.generator.engines.cpu.routing import RoutingCapture  # of no use on a GPU
+
         self._routing = RoutingCapture(self.model_runner, dtype)
 
     def routing_take(self, request: str) -> bytes | None:

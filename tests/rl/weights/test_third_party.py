@@ -14,12 +14,13 @@ import torch
 
 from rl.config.schema import ConfigError
 from rl.weights import channel_of, make_receiver, make_sender
-from rl.weights.channel import Entry, Piece, Placement, Sender
+from rl.weights.channel import Entry, Sender
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.copies import COPIES
 from tests.rl.weights.gloo_channel import GlooReceiver
+from tests.rl.weights.offering import offer_rows
 from tests.test_end_to_end_simulated import check_books, finish, pid_of, start
 from tests.test_learner_death import LEARNER, versions, wait_for_version
 
@@ -34,16 +35,7 @@ def content(n: int) -> dict[str, torch.Tensor]:
 
 
 def offer(senders: list[Sender], n: int) -> None:
-    """Each rank its rows, as FSDP splits them; a scalar is rank 0's."""
-    for rank, sender in enumerate(senders):
-        pieces: list[Piece] = []
-        for name, whole in content(n).items():
-            rows = -(-len(whole) // RANKS) if whole.shape else 0
-            part = whole[rank * rows : (rank + 1) * rows] if whole.shape else whole if rank == 0 else torch.empty(0)
-            pieces.append((name, part, Placement(tuple(whole.shape), rank * rows)))
-        sender.offer(n, pieces)
-    assert senders[0].receipt(n) is None
-    senders[0].announce(Version(0, n))
+    assert offer_rows(senders, n, content(n)) is None
 
 
 class Dying(GlooReceiver):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -16,15 +15,16 @@ import pytest
 import torch
 
 from rl.weights import make_receiver, make_sender
-from rl.weights.channel import Entry, Piece, Placement, Sender, WeightsCorrupt, WeightsError
+from rl.weights.channel import Entry, Placement, Sender, WeightsCorrupt, WeightsError
 from rl.weights.device.nccl import NcclReceiver, NcclSender
 from rl.weights.device.packing import device_digest
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
+from tests.copies import COPIES
+from tests.rl.weights.offering import offer_rows
 
-SPAWN = multiprocessing.get_context("spawn")
 RANKS = 2
 ENTRIES: list[Entry] = [
     ("embed", (301, 16), "bfloat16"),
@@ -45,17 +45,7 @@ def content(n: int) -> dict[str, torch.Tensor]:
 
 
 def offer(senders: list[Sender], n: int) -> int | None:
-    """Each rank its rows, as FSDP splits them; a scalar is rank 0's."""
-    for rank, sender in enumerate(senders):
-        pieces: list[Piece] = []
-        for name, whole in content(n).items():
-            rows = -(-len(whole) // RANKS) if whole.shape else 0
-            part = whole[rank * rows : (rank + 1) * rows] if whole.shape else whole if rank == 0 else torch.empty(0)
-            pieces.append((name, part, Placement(tuple(whole.shape), rank * rows)))
-        sender.offer(n, pieces)
-    receipt = senders[0].receipt(n)
-    senders[0].announce(Version(0, n))
-    return receipt
+    return offer_rows(senders, n, content(n))
 
 
 class Halts(NcclReceiver):
@@ -105,8 +95,8 @@ class Other:
     """A process, and the way to talk with it."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=target, args=(*arguments, theirs), daemon=True)
+        self.pipe, theirs = COPIES.Pipe()
+        self.process = COPIES.Process(target=target, args=(*arguments, theirs), daemon=True)
         self.process.start()
 
     def answer(self) -> Any:

@@ -12,7 +12,7 @@ from rl.wire.messages import Version
 
 
 def offer_rows(senders: list[Sender], n: int, tensors: Mapping[str, Tensor]) -> int | None:
-    """Each rank its rows, as FSDP splits them; a scalar is rank 0's. Then the version is announced. Returns the receipt."""
+    """Each rank offers its rows, as FSDP splits them; a scalar is rank 0's. It is announced; returns the receipt."""
     for rank, sender in enumerate(senders):
         pieces: list[Piece] = []
         for name, whole in tensors.items():

@@ -28,13 +28,15 @@ from rl.wire.run import RunFile
 def export(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError for what is no whole checkpoint, and for a base that is another one."""
     folder, out = Path(arguments.target), arguments.out.absolute()
+    partial = out.with_name(f"{out.name}.tmp")
     if not folder.exists():
         raise ConfigError(f"there is no {arguments.target!r}; name a checkpoint, or a run's folder")
     if (folder / "model").is_dir() and latest(folder / "checkpoints") is None:
         raise ConfigError(f"{arguments.target!r} has no checkpoint; how it ended is in its folders model and adapter")
     target = find_target(arguments.target)
-    if out.exists():
-        raise ConfigError(f"{str(arguments.out)!r} exists; name a new folder")
+    for taken in (out, partial):
+        if taken.exists():
+            raise ConfigError(f"{str(taken)!r} exists; name a new folder")
     if not target.is_checkpoint or target.run is None:
         raise ConfigError(f"{arguments.target!r} is no checkpoint in its own run, which says what it began with")
 
@@ -59,7 +61,7 @@ def export(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{str(arguments.out)!r} cannot be written: {error}") from None
     finally:
         dist.destroy_process_group()
-        shutil.rmtree(out.with_name(f"{out.name}.tmp"), ignore_errors=True)  # of an export that did not come to its end
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that did not come to its end
 
     say(f"step {meta.step} of {run.config.name} is now {out}")
     return 0

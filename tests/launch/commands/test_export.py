@@ -129,6 +129,9 @@ def test_what_cannot_be_exported_is_one_line(
     out = str(tmp_path / "out")
     assert "was trained without model.lora; --merge writes its model" in refused(str(run.folder), out, "--adapter")
     assert "exists; name a new folder" in refused(str(run.folder), str(tmp_path), "--merge")
+    (tmp_path / "mine.tmp").mkdir()
+    assert "mine.tmp' exists; name a new folder" in refused(str(run.folder), str(tmp_path / "mine"), "--merge")
+    assert (tmp_path / "mine.tmp").exists(), "what lies where an export would write is not its own"
     assert "is no checkpoint in its own run" in refused(str(start), out, "--merge")
     assert f"there is no {f'{start}/nowhere'!r}" in refused(f"{start}/nowhere", out, "--merge")
     assert "'/proc/out' cannot be written: " in refused(str(run.folder), "/proc/out", "--merge")

@@ -59,9 +59,16 @@ class Child:
         if self.last_words is not None:
             return self.last_words.message, self.last_words.detail
 
+        if moved := self.moved:
+            return moved, ""
         code = self.handle.poll() or 0
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return self.why_killed or ended, log_tail(self.log)
+
+    @property
+    def moved(self) -> str:
+        """Why it had to end where it stood, which is no fault of its own; empty: it was not that."""
+        return str(getattr(self.handle, "why", ""))
 
     def kill(self, why: str = "") -> None:
         """Kill it with all that it has begun, also where only the process itself has ended."""

@@ -21,6 +21,8 @@
     fresco undo runs/math_cpu --to 40
     fresco export runs/math_cpu/checkpoints/step-40 my_model --merge
     fresco push runs/math_cpu me/my-model
+    fresco join 10.0.0.1:40123 --key agents.key
+    fresco leave 10.0.0.1:40123
     fresco doctor
 
 Each command says more with --help.
@@ -38,6 +40,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from launch import __version__
 from launch.terminal import say
@@ -115,6 +118,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
     _add_init(commands.add_parser("init", help="begin: a folder with a recipe, a reward, rows and a test"))
     _add_run(commands.add_parser("run", help="train; any field of the configuration may be overridden with key=value"))
+    _add_cluster(commands)
     _add_sft(commands.add_parser("sft", help="supervised fine-tuning on rows of conversations"))
     _add_eval(commands.add_parser("eval", help="success on held-out tasks, by task type, through the rollout path"))
     _add_check_loss(commands.add_parser("check-loss", help="try a loss against what every loss must hold, in seconds"))
@@ -168,6 +172,17 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     fields = "list the fields whose name or help matches this, with type and default ('' for all), and start nothing"
     parser.add_argument("--help-fields", metavar="PATTERN", help=fields)
     parser.set_defaults(call="launch.commands.run:run")
+
+
+def _add_cluster(commands: Any) -> None:
+    join = commands.add_parser("join", help="let this machine work for a run whose head is elsewhere, until it ends")
+    join.add_argument("head", help="HOST:PORT, as the run prints it")
+    join.add_argument("--key", required=True, metavar="FILE", help="the run's agents.key; - reads it from stdin")
+    join.add_argument("--machine", type=_whole(1), default=0, metavar="N", help="the number it has, if that is free")
+    join.set_defaults(call="launch.commands.join:join")
+    leave = commands.add_parser("leave", help="let this machine leave a run in good order")
+    leave.add_argument("head", help="HOST:PORT, as given to `fresco join`")
+    leave.set_defaults(call="launch.commands.join:leave")
 
 
 def _add_sft(parser: argparse.ArgumentParser) -> None:

@@ -174,6 +174,10 @@ def _prepare(config: Config, dry: bool, begin: Begin, unchecked: list[str]) -> P
 def _check_device(config: Config, target: Machine | None, dry: bool, unchecked: list[str]) -> tuple[str, Machine]:
     """`cpu` or `cuda`, and the machine of the plan: it has the plan's GPUs, or nothing is known of it."""
     machine = this_machine() if target is None else target
+    if config.cluster.count:  # of its machines nothing is known before their agents come
+        if config.device == "auto":
+            raise ConfigError("device=auto: the machines of a cluster are not asked; set device to cpu or cuda")
+        return config.device, Machine(name="the machines of the cluster")
     device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
     alone = device == "cpu" and config.generator.tensor_parallel == 1
     if config.generator.engine == "vllm" and engine_options(config.generator).own_process is False and not alone:

@@ -322,9 +322,10 @@ class Supervisor:
         unit = self._unit(child)
         used = self._restarts[unit[0].name]
         allowed = most_restarts(self._config, child.spec.role)
-        if used >= allowed:
-            raise RunFailed(f"{ended}; it was restarted {used} times already", detail)
-        self._restarts[unit[0].name] += 1
+        if not child.moved:
+            if used >= allowed:
+                raise RunFailed(f"{ended}; it was restarted {used} times already", detail)
+            self._restarts[unit[0].name] += 1
         self._raise_alarm("supervisor", "process-died", f"{child.name} {how}; it is started again")
         self._display.note(f"{child.name} {how}; starting it again ({used + 1} of {allowed})")
         if child.last_words is not None:
@@ -344,7 +345,7 @@ class Supervisor:
         for child in unit:
             child.kill()  # also what is left of its process group
             self._observed.child_died(child)
-        if alive := wait_all(unit, _FENCE_S):
+        if alive := wait_all(unit, _FENCE_S + self._config.cluster.fence_s):
             raise RunFailed(f"{unit[0].name} cannot be replaced: {alive[0].name} survives SIGKILL")
 
         deaths = {each.identity: messages.PeerDied(each.spec.role, each.spec.index, each.incarnation) for each in unit}

@@ -118,9 +118,9 @@ def begin_as_copies(config: Config) -> Iterator[Begin]:
     """How this run's processes begin: as copies of one that has imported what they need, where that takes long.
 
     In a simulated run nothing takes long, and all are copies of one that has imported their modules. Else those that
-    need nothing of torch begin by their command line. With GPUs each does.
+    need nothing of torch begin by their command line. With GPUs each does, and of a cluster, whose agents begin them.
     """
-    if config.device == "cuda" or (config.device == "auto" and visible_gpus()):
+    if config.device == "cuda" or config.cluster.count or (config.device == "auto" and visible_gpus()):
         yield begin_process
         return
 

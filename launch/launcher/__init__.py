@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launch.launcher.cluster import ClusterLauncher
 from launch.launcher.local import Begin, LocalLauncher, begin_process
 from launch.launcher.protocol import Launcher
 from rl.config.plugins import make
@@ -13,6 +14,8 @@ _NEEDS = ("place", "start", "close")
 
 def make_launcher(run: RunFile, begin: Begin = begin_process) -> Launcher:
     """The one that `launcher` names. `begin`: how the processes of `local` begin. Raises ConfigError."""
+    if run.config.cluster.count:
+        return ClusterLauncher(run, begin)
     name = run.config.launcher
     if name == "local":
         return LocalLauncher(run, begin)

@@ -49,7 +49,8 @@ class Spec:
 
 
 class Handle(Protocol):
-    """A process that was started."""
+    """A process that was started. It may have an attribute `why`: what ended it where that is no fault of its own, as
+    the loss of its machine. Then its end does not count as a restart."""
 
     def poll(self) -> int | None:
         """Returns None while it runs; then its exit code, or minus the signal that ended it."""

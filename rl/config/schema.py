@@ -24,6 +24,9 @@ from rl.config.tree import nearest as nearest
 
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
+_MOST_NODES = 1024
+LEASE_MARGIN = 0.25
+"""Of a lease: for an agent to notice that it is over, to kill what it began, and for clocks that drift."""
 
 
 class WarmStartConfig(Section):
@@ -253,6 +256,41 @@ class NetworkConfig(Section):
     """Encrypt and authenticate every socket with a key of the run; without it, whoever reaches one may speak."""
 
 
+class ClusterConfig(Section):
+    where = "several machines"
+    engine: Literal["local", "ssh"] = "local"
+    """What starts an agent on each machine: `ssh`, or (`local`) nobody but you, with `fresco join`."""
+    nodes: int | list[str] = 0
+    """How many machines, or their host names; 0: all stands on this one."""
+    place: dict[Literal["learner", "generator", "env_server", "parsers", "teacher"], list[int]] = Field(
+        default_factory=dict
+    )
+    """Machines of a role, counted from 1, as `{learner: [1, 2]}`; of any other role: all."""
+    lease_s: float = Field(20.0, ge=1)
+    """A machine without contact for so long ends all that runs on it."""
+
+    @property
+    def count(self) -> int:
+        """How many machines have an agent; 0: none, and nothing of this section counts."""
+        return self.nodes if isinstance(self.nodes, int) else len(self.nodes)
+
+    @property
+    def fence_s(self) -> float:
+        """How long it takes until nothing runs on a machine that is cut off, for certain."""
+        return self.lease_s * (1 + LEASE_MARGIN) if self.count else 0.0
+
+    @model_validator(mode="after")
+    def _machines(self) -> ClusterConfig:
+        if isinstance(self.nodes, int) and not 0 <= self.nodes <= _MOST_NODES:
+            raise ValueError(f"nodes={self.nodes}: 0 to {_MOST_NODES} machines, or a list of host names")
+        if self.count and (self.engine == "ssh") != isinstance(self.nodes, list):
+            raise ValueError(f"nodes={self.nodes}: host names, as nodes=[node1,node2], with engine=ssh, and only there")
+        for role, numbers in self.place.items():
+            if not numbers or not all(1 <= number <= self.count for number in numbers):
+                raise ValueError(f"place.{role}={numbers}: machines are numbers from 1 to nodes ({self.count})")
+        return self
+
+
 class TimeoutsConfig(Section):
     where = "supervisor"
     start_s: float = Field(180.0, gt=0)
@@ -303,6 +341,7 @@ class Config(Section):
     launcher: str = "local"
     """What starts the processes: `local`, on this machine, or `package.module:Name` (docs/architecture.md)."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     alarms: AlarmsConfig = Field(default_factory=AlarmsConfig)
     chat: ChatConfig = Field(default_factory=ChatConfig)
@@ -338,6 +377,12 @@ class Config(Section):
             raise ValueError(
                 f"learner.minibatches={self.learner.minibatches} must divide "
                 f"rollout.groups_per_batch={self.rollout.groups_per_batch}"
+            )
+
+        if self.cluster.count and (self.network.transport != "tcp" or self.launcher != "local"):
+            raise ValueError(
+                f"cluster.nodes={self.cluster.nodes}: machines talk over tcp, and agents start processes; set "
+                "network.transport=tcp, network.host to this machine's address, and launcher=local"
             )
 
         first = self.rollout.first_episodes

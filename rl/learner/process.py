@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -218,8 +219,10 @@ def join_ranks(process: Process) -> DeviceMesh | None:
     """
     run = process.run
     ranks = run.config.learner.ranks
-    if run.device == "cpu" and (interface := _interface(run.host)):  # the machine's name may not resolve on it
+    has_address = run.device == "cpu" or run.config.network.transport == "tcp"
+    if has_address and (interface := _interface(run.host)):  # the machine's name may not resolve on it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     backend = "gloo" if run.learner_device == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=run.config.learner.batch_deadline_s + run.config.timeouts.hang_s)
     store = _meeting_place(process)
@@ -240,7 +243,9 @@ def _meeting_place(process: Process) -> dist.Store:
 
     name = f"ranks.{process.incarnation}"
     if process.index == 0:
-        served = dist.TCPStore(run.host, 0, ranks, is_master=True, wait_for_workers=False)
+        listener = socket.create_server((numeric(run.host), 0))  # of its own accord it listens on all interfaces
+        port, listens = listener.getsockname()[1], listener.detach()
+        served = dist.TCPStore(run.host, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listens)
         run.addresses.bound(name, f"{run.host}:{served.port}")
         return served
 

@@ -35,7 +35,7 @@ def write_digests(target: Path, kept: Path) -> None:
 
 def digest_of(files: Iterable[Path]) -> str:
     """One digest of the content of several files, whatever their folder is called."""
-    return _together({path.name: _digest(path) for path in sorted(files)})
+    return _together({path.name: file_digest(path) for path in sorted(files)})
 
 
 def damage(target: Path, kept: Path) -> Path | None:
@@ -70,9 +70,10 @@ def write_synced(path: Path, content: bytes) -> None:
 def _digests(target: Path, names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(_digest, [target / name for name in names]), strict=True))
+        return dict(zip(names, pool.map(file_digest, [target / name for name in names]), strict=True))
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Of the content of one file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -84,10 +84,7 @@ class RunFile(BaseModel):
     def curve_key(self) -> tuple[bytes, bytes]:
         """The run's public and secret key. Raises Damaged."""
         with reading(self.folder / KEY_FILE, RESUME):
-            public, secret = (self.folder / KEY_FILE).read_bytes().split(b"\n")
-            if zmq.curve_public(secret) != public:
-                raise ValueError("no pair of keys")
-        return public, secret
+            return key_pair((self.folder / KEY_FILE).read_bytes())
 
     @property
     def last_step(self) -> int:
@@ -146,6 +143,14 @@ class RunFile(BaseModel):
 def socket_name(name: str, index: int | None = None) -> str:
     """The name of a socket; of several that are called alike, of the `index`-th."""
     return name if index is None else f"{name}.{index}"
+
+
+def key_pair(text: bytes) -> tuple[bytes, bytes]:
+    """Public and secret key, as a file of them has them. Raises ValueError."""
+    public, secret = text.split(b"\n")
+    if zmq.curve_public(secret) != public:
+        raise ValueError("no pair of keys")
+    return public, secret
 
 
 def numeric(host: str) -> str:

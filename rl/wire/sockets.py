@@ -39,9 +39,9 @@ class PeerGone(ConnectionError):
     """A ROUTER was asked to send to a peer that is not connected."""
 
 
-def make_curve_key(folder: Path) -> None:
+def make_curve_key(folder: Path, name: str = KEY_FILE) -> None:
     """The run's key pair, readable by the owner only. Its public half is secret as well: to know it is to be a peer."""
-    descriptor = os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(b"\n".join(zmq.curve_keypair()))
 
@@ -215,17 +215,18 @@ def send_all(socket: zmq.SyncSocket, messages: list[Message], peer: bytes = b"")
     for first in range(0, len(messages), _TOGETHER):
         some = messages[first : first + _TOGETHER]
         if peer:
-            _send_frames_to(socket, peer, encode_all(some))
+            send_frames_to(socket, peer, encode_all(some))
         else:
             send_frames(socket, encode_all(some))
 
 
 def send_to(socket: zmq.SyncSocket, peer: bytes, message: Message) -> None:
     """Send over a ROUTER. Raises PeerGone if the peer is not connected."""
-    _send_frames_to(socket, peer, encode(message))
+    send_frames_to(socket, peer, encode(message))
 
 
-def _send_frames_to(socket: zmq.SyncSocket, peer: bytes, frames: Frames) -> None:
+def send_frames_to(socket: zmq.SyncSocket, peer: bytes, frames: Frames) -> None:
+    """Send what is one message over a ROUTER. Raises PeerGone if the peer is not connected."""
     try:
         send_frames(socket, [peer, *frames])
     except zmq.ZMQError as error:

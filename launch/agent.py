@@ -1,0 +1,380 @@
+"""The agent of one machine of a cluster, kept by `fresco join`: `python -m launch.agent HEAD LEASE_FD FOLDER NUMBER`.
+
+It needs the head's address, and on its standard input the agents' key. What the run is, its key and the files that it
+begins with come over the connection. Where the head's own folders are seen here, they are used as they are. The agent
+begins, watches and ends processes as the head says. After a lease without an answer it kills them all and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from launch.children import Exits
+from launch.gpus import visible_gpus
+from launch.launcher.local import LocalHandle, LocalLauncher
+from launch.launcher.members import Lease
+from launch.launcher.node_messages import (
+    TAIL_BYTES,
+    Ask,
+    Beat,
+    File,
+    FromHead,
+    Hello,
+    Orders,
+    Part,
+    Refused,
+    Start,
+    Welcome,
+    agent_socket,
+    boot_time,
+    code_hash,
+    codec,
+    start_folders,
+)
+from launch.launcher.protocol import Spec
+from rl.store.digests import file_digest
+from rl.store.made_once import cache_folder
+from rl.weights.host import clean_up
+from rl.wire.process import die_with_parent
+from rl.wire.receiving import Malformed, Receiver
+from rl.wire.run import KEY_FILE, RunFile, key_pair
+from rl.wire.sockets import send_frames
+
+LOST = 3  # the exit code where there was no contact with the head
+_HELLO_S = 1.0
+_HEAD_S = 60.0  # for the head to answer at all
+_TURN_S = 0.25
+_ASK_S = 2.0  # after which a part of a file is asked for again
+_WEIGHTS = ".safetensors"  # which a teacher needs; a learner stands where the head's are seen
+_SCORES = "teacher"
+_ENDS_S = 2.0  # for the kernel to end a killed process
+_ARRIVES_MS = 2000  # for the last words to leave
+LEASE = struct.Struct("d")
+KEY_BYTES = 81  # public and secret key, with what stands between
+
+
+class Agent:
+    """lease_fd: a pipe to the keeper, which is told until when the lease holds."""
+
+    def __init__(self, head: str, key: tuple[bytes, bytes], lease_fd: int, folder: Path, machine: int) -> None:
+        self._head = head
+        self._lease_fd = lease_fd
+        self._folder = folder
+        self._machine = machine
+        self._code = code_hash()
+        self._gpus = [gpu.name for gpu in visible_gpus()]
+
+        self._identity = b"agent." + secrets.token_hex(8).encode()
+        self._socket = agent_socket(zmq.DEALER, key, self._identity)
+        self._socket.connect(f"tcp://{head}")
+
+        self._exits = Exits()
+        self._receiver: Receiver[FromHead] = Receiver(
+            {self._socket: self._from_head}, Malformed("agent"), self._exits.fileno(), codec=codec
+        )
+
+        self._hellos: list[float] = []
+        self._lease: Lease | None = None
+        self._files: Files
+        self._run: RunFile
+        self._launcher: LocalLauncher
+
+        self._is_shared = False
+        self._waiting: dict[str, Start] = {}  # for files
+        self._handles: dict[str, LocalHandle] = {}
+        self._states: dict[str, int | None] = {}
+        self._held: dict[str, int] = {}  # bytes of each log that the head has
+        self._told: dict[str, int | None] = {}
+        self._leaving = False
+        self._ended = ""  # why, as soon as it is to end
+
+    def serve(self) -> int:
+        """Until the run ends, or the lease. Returns the exit code."""
+        begun = boot_time()
+        next_at = begun
+        while not self._ended:
+            now = boot_time()
+            if now >= next_at:
+                next_at = now + self._speak(now)
+            self._receiver.wait(min(_TURN_S, max(0.0, next_at - now)))
+            self._exits.clear()
+            self._receiver.drain()
+            self._hear_keeper()
+
+            if self._lease is None:
+                if boot_time() > begun + _HEAD_S:
+                    self._ended = f"no head at {self._head} answers to this key within {_HEAD_S:g} s"
+            elif boot_time() > self._lease.until:
+                self._ended = f"no contact with the head at {self._head}: the lease is over"
+            else:
+                self._look()
+                if self._states != self._told:
+                    next_at = now
+        return self._end()
+
+    # ------------------------------------------------------------ said
+
+    def _speak(self, now: float) -> float:
+        """Say what is. Returns the seconds until it is to be said again."""
+        if self._lease is None:
+            self._hellos.append(now)
+            self._send(Hello(len(self._hellos) - 1, self._gpus, self._code, self._machine))
+            return _HELLO_S
+        if (ask := self._files.ask(now)) is not None:
+            self._send(ask)
+        self._told = dict(self._states)
+        self._send(Beat(self._lease.beat(now), self._told, self._logs(), self._is_shared, self._leaving))
+        return min(1.0, self._lease.seconds / 10)
+
+    def _logs(self) -> dict[str, tuple[int, bytes]]:
+        """What the head lacks of the logs, where it does not see them. Of what is long, the end."""
+        if self._is_shared:
+            return {}
+        found = {}
+        for name in self._states:
+            with contextlib.suppress(FileNotFoundError), self._log(name).open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                begin = max(self._held.get(name, 0), size - TAIL_BYTES)
+                log.seek(begin)
+                if data := log.read(TAIL_BYTES):
+                    found[name] = begin, data
+        return found
+
+    def _log(self, name: str) -> Path:
+        return self._run.folder / "logs" / f"{name}.log"
+
+    def _send(self, message: Hello | Beat | Ask) -> None:
+        send_frames(self._socket, codec.encode(message))
+
+    # ------------------------------------------------------------ heard
+
+    def _from_head(self, message: FromHead, _peer: bytes) -> None:
+        match message:
+            case Refused(reason):
+                self._ended = f"the head at {self._head} refuses: {reason}"
+            case Welcome() if self._lease is None:
+                self._join(message)
+            case Orders() if self._lease is not None:
+                self._obey(message, self._lease)
+            case Part() if self._lease is not None:
+                self._files.take(message)
+                if (ask := self._files.ask(boot_time())) is not None:
+                    self._send(ask)
+
+    def _hear_keeper(self) -> None:
+        if not self._leaving and select.select([0], [], [], 0)[0]:
+            self._leaving = True
+            if self._lease is None:
+                self._ended = "told to leave"
+
+    def _join(self, welcome: Welcome) -> None:
+        told = RunFile.model_validate_json(welcome.run)
+        self._files = Files(told, welcome.files, self._identity.decode())
+        with contextlib.suppress(OSError):
+            self._is_shared = self._files.seen and f'"{told.run_id}"' in (told.folder / "run.json").read_text()
+        name = f"{told.folder.name}@{welcome.machine}.{told.run_id}"
+        folder = told.folder if self._is_shared else (told.config.runs / name).absolute()
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._ended = (
+                f"runs={str(told.config.runs)!r} cannot be written here ({error.strerror}); go to another folder"
+            )
+            return
+
+        self._run = self._files.placed(told.model_copy(update={"folder": folder, "socket_folder": self._folder}))
+        if not self._is_shared:
+            with open(os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(welcome.key)
+            self._run.save()
+        (self._folder / "run.json").write_text(self._run.model_dump_json())
+        self._run.addresses.host = self._own_address()
+        self._launcher = LocalLauncher(self._run)
+        self._lease = Lease(welcome.lease_s, self._hellos[welcome.number])
+        self._renewed()
+        print(f"machine {welcome.machine} of {told.folder.name}, in {folder}", flush=True)
+
+    def _own_address(self) -> str:
+        """At which the head reaches this machine."""
+        host, _, port = self._head.rpartition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+
+    def _renewed(self) -> None:
+        assert self._lease is not None
+        os.write(self._lease_fd, LEASE.pack(self._lease.until))
+
+    def _obey(self, orders: Orders, lease: Lease) -> None:
+        lease.answered(orders.beat)
+        self._renewed()
+        self._held |= orders.held
+        for start in orders.start:
+            if start.name not in self._states:
+                self._states[start.name] = None
+                self._waiting[start.name] = start
+                self._files.want(weights=start.name.startswith(_SCORES))
+
+        for name in orders.kill:
+            self._waiting.pop(name, None)
+            if name in self._handles:
+                self._handles[name].kill()
+            else:
+                self._states[name] = -signal.SIGKILL  # it never begins
+
+        if orders.end:
+            self._ended = "the run has ended" if not self._leaving else "left"
+
+    # ------------------------------------------------------------ processes
+
+    def _look(self) -> None:
+        """Begin what has its files, and note what has ended."""
+        for name, start in list(self._waiting.items()):
+            if self._files.are_there(weights=name.startswith(_SCORES)):
+                del self._waiting[name]
+                self._begin(start)
+        for name, handle in self._handles.items():
+            if self._states[name] is None and (code := handle.poll()) is not None:
+                handle.kill()  # what is left of its group: who hears of its end may rely on it
+                self._states[name] = code
+
+    def _begin(self, start: Start) -> None:
+        here = {"--run": str(self._folder), "--host": str(self._run.addresses.host)}
+        arguments = list(start.arguments)
+        for option, value in here.items():
+            arguments[arguments.index(option) + 1] = value
+        spec = Spec(start.name, start.module, tuple(arguments), start.environment, self._log(start.name))
+        self._handles[start.name] = handle = self._launcher.start(spec, self._launcher.place("", 0))
+        self._exits.watch(handle)
+
+    def _end(self) -> int:
+        """Kill all that is left, and say so."""
+        orderly = self._ended in ("the run has ended", "left", "told to leave")
+        print(self._ended, file=sys.stdout if orderly else sys.stderr, flush=True)
+        if self._lease is not None:
+            for handle in self._handles.values():
+                handle.kill()
+            self._launcher.close()
+
+            if orderly:
+                killed: dict[str, int | None] = {}
+                for name, code in self._states.items():
+                    handle = self._handles.get(name)
+                    ended = code if code is not None or handle is None else handle.wait(_ENDS_S)
+                    killed[name] = -signal.SIGKILL if ended is None else ended
+                self._send(Beat(self._lease.beat(boot_time()), killed, self._logs(), self._is_shared, leaving=True))
+            clean_up(self._run.run_id)
+
+        self._socket.close(linger=_ARRIVES_MS if orderly else 0)
+        zmq.Context.instance().term()
+        return 0 if orderly else LOST if self._lease is not None else 1
+
+
+class Files:
+    """The files that a run begins with. Those of the head are used where they are seen here; else each is asked for
+    when a process first needs it, and kept for the next run."""
+
+    def __init__(self, run: RunFile, files: dict[str, File], me: str) -> None:
+        self._files = files
+        self._me = me
+        self._folders = {}
+        self.seen = True
+        """Whether all of them are."""
+
+        for name, folder in start_folders(run).items():
+            own = {path: file for path, file in files.items() if path.startswith(f"{name}/")}
+            seen = all(_looks_like(folder / path.partition("/")[2], file) for path, file in own.items())
+            named = hashlib.blake2b(msgspec.json.encode(own), digest_size=16).hexdigest()
+            self._folders[name] = folder if seen else cache_folder() / "from_head" / named
+            self.seen &= seen
+
+        self._wanted: list[str] = []
+        self._asked_at = float("-inf")
+
+    def placed(self, run: RunFile) -> RunFile:
+        """The run with these folders."""
+        found = self._folders
+        return run.model_copy(update={"model_folder": found.get("model"), "teacher_folder": found.get("teacher")})
+
+    def want(self, *, weights: bool) -> None:
+        """A process is to begin that needs them."""
+        needed = [path for path in self._needed(weights) if not self._path(path).exists()]
+        self._wanted += [path for path in needed if path not in self._wanted]
+
+    def are_there(self, *, weights: bool) -> bool:
+        return not set(self._needed(weights)) & set(self._wanted)
+
+    def ask(self, now: float) -> Ask | None:
+        """What is to be asked for next, unless it was asked for just now."""
+        if not self._wanted or now < self._asked_at + _ASK_S:
+            return None
+        self._asked_at = now
+        partial = self._partial(self._wanted[0])
+        return Ask(self._wanted[0], partial.stat().st_size if partial.exists() else 0)
+
+    def take(self, part: Part) -> None:
+        """A part that was asked for; any other is dropped."""
+        partial = self._partial(part.file)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("ab") as file:
+            if not self._wanted or self._wanted[0] != part.file or file.tell() != part.offset:
+                return
+            file.write(part.data)
+
+        self._asked_at = float("-inf")
+        wanted = self._files[part.file]
+        if partial.stat().st_size < wanted.size:
+            return
+
+        if not _is(partial, wanted):
+            partial.unlink()  # somebody has written into it; it is asked for again
+            return
+        partial.rename(self._path(part.file))
+        del self._wanted[0]
+
+    def _needed(self, weights: bool) -> list[str]:
+        return [path for path in self._files if weights or not path.endswith(_WEIGHTS)]
+
+    def _path(self, path: str) -> Path:
+        folder, _, name = path.partition("/")
+        return self._folders[folder] / name
+
+    def _partial(self, path: str) -> Path:
+        target = self._path(path)
+        return target.with_name(f".{target.name}.{self._me}")
+
+
+def _looks_like(path: Path, file: File) -> bool:
+    """Of weights the size decides: reading gigabytes of them would take longer than a lease."""
+    if path.name.endswith(_WEIGHTS):
+        return path.is_file() and path.stat().st_size == file.size
+    return _is(path, file)
+
+
+def _is(path: Path, file: File) -> bool:
+    return path.is_file() and path.stat().st_size == file.size and file_digest(path) == file.digest
+
+
+def main() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keeper says when to leave
+    signal.signal(signal.SIGTERM, lambda *_: None)  # which a batch system sends to every process
+    head, lease_fd, folder, machine = sys.argv[1:]
+    key = b"".join(os.read(0, 1) for _ in range(KEY_BYTES))
+    sys.exit(Agent(head, key_pair(key), int(lease_fd), Path(folder), int(machine)).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What an agent and the head of a run say to each other, on a socket with a key of its own.
+
+Both say what is, and not what has changed: a message that was lost with a connection is made good by the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import zmq
+from msgspec import Struct
+
+from rl.wire.codec import Codec
+from rl.wire.run import RunFile
+from rl.wire.sockets import HIGH_WATER_MARK
+
+KEY_FILE = "agents.key"
+CHUNK_BYTES = 1 << 20
+TAIL_BYTES = 1 << 16
+"""Of a log, in one beat."""
+_PACKAGES = ("algos", "envs", "launch", "rl", "rollout")
+_ROOT = Path(__file__).parents[2]
+_LIMIT_BYTES = 4 * CHUNK_BYTES
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """An agent is there. `number` counts how often it has said so."""
+
+    number: int
+    gpus: list[str]
+    code: str  # `code_hash`
+    machine: int = 0  # the number that it wants; 0: any
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """What runs on a machine: the exit code of each process that was begun there, None while it lives."""
+
+    number: int
+    states: dict[str, int | None]
+    logs: dict[str, tuple[int, bytes]] = {}  # where the bytes stand in the log, and what follows there
+    sees: bool = True  # the head's folder of the run, and those that it begins with
+    leaving: bool = False
+
+
+class Ask(Struct, frozen=True, tag="ask"):
+    """A part of a file of the model, where the agent has none."""
+
+    file: str
+    offset: int
+
+
+class File(Struct, frozen=True, array_like=True):
+    """A file that a run begins with."""
+
+    size: int
+    digest: str
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """The answer to a Hello: all that a machine needs to know of the run."""
+
+    number: int  # of the Hello
+    machine: int
+    lease_s: float
+    run: bytes  # run.json
+    key: bytes  # of the run's sockets
+    files: dict[str, File]  # by path, below the folders that run.json names: `model/config.json`
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The answer to a Hello that cannot be."""
+
+    reason: str
+
+
+class Start(Struct, frozen=True, tag="start"):
+    """A process that is to run there."""
+
+    name: str
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+class Orders(Struct, frozen=True, tag="orders"):
+    """What is to be on a machine. `beat`: the newest that was received."""
+
+    beat: int
+    start: list[Start] = []
+    kill: list[str] = []
+    held: dict[str, int] = {}  # bytes of each log that the head has
+    end: bool = False  # the run is over, or the machine was taken for lost
+
+
+class Part(Struct, frozen=True, tag="part"):
+    """The answer to Ask."""
+
+    file: str
+    offset: int
+    data: bytes
+
+
+FromAgent = Hello | Beat | Ask
+FromHead = Welcome | Refused | Orders | Part
+codec: Codec[FromAgent | FromHead] = Codec(FromAgent | FromHead)
+
+
+def agent_socket(kind: int, key: tuple[bytes, bytes], identity: bytes | None = None) -> zmq.SyncSocket:
+    """One end of the connection between an agent and the head; who does not have the key is refused."""
+    socket = zmq.Context.instance().socket(kind)
+    socket.linger = 500
+    socket.set_hwm(HIGH_WATER_MARK)
+    socket.maxmsgsize = _LIMIT_BYTES
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+
+    socket.curve_publickey, socket.curve_secretkey = key
+    if kind == zmq.ROUTER:
+        socket.curve_server = True
+        socket.router_mandatory = True
+        socket.router_handover = True  # who connects again before the end of its old connection was noticed
+    else:
+        socket.curve_serverkey = key[0]
+        socket.setsockopt(zmq.IDENTITY, identity or b"")
+    return socket
+
+
+def code_hash() -> str:
+    """Of the code that a machine runs: agents with other code than the head's are refused."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for package in _PACKAGES for path in (_ROOT / package).rglob("*.py")):
+        digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def boot_time() -> float:
+    """Seconds that go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def start_folders(run: RunFile) -> dict[str, Path]:
+    """The folders that a run begins with, and that another machine may not have."""
+    folders = {"model": run.model_folder, "teacher": run.teacher_folder}
+    return {name: folder for name, folder in folders.items() if folder is not None}

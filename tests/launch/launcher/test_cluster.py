@@ -1,0 +1,236 @@
+"""The head of a cluster, and agents that are a socket of the test: what is said, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from launch.launcher.cluster import ClusterLauncher
+from launch.launcher.node_messages import (
+    KEY_FILE,
+    Ask,
+    Beat,
+    FromAgent,
+    FromHead,
+    Hello,
+    Orders,
+    Part,
+    Refused,
+    Welcome,
+    agent_socket,
+    code_hash,
+    codec,
+)
+from launch.launcher.protocol import Handle, Spec
+from rl.config.schema import ConfigError
+from rl.wire.run import RunFile, key_pair
+from tests.conftest import MakeRun
+
+LEASE_S = 1.0
+PATIENCE_S = 20.0
+M = TypeVar("M", bound=FromHead)
+
+
+class FakeAgent:
+    def __init__(self, launcher: ClusterLauncher, key: bytes, name: bytes = b"agent.1") -> None:
+        self.sees = True
+        self.socket = agent_socket(zmq.DEALER, key_pair(key), name)
+        self.socket.connect(f"tcp://{launcher.address}")
+        self.beats = 0
+
+    def say(self, message: FromAgent) -> None:
+        self.socket.send_multipart(codec.encode(message))
+
+    def hear(self, kind: type[M], is_it: Callable[[M], bool] = lambda _: True) -> M:
+        until = time.monotonic() + PATIENCE_S
+        while self.socket.poll(max(0.0, until - time.monotonic()) * 1000):
+            message = codec.decode(self.socket.recv_multipart())
+            if isinstance(message, kind) and is_it(message):
+                return message
+        raise TimeoutError(f"no such {kind.__name__}")
+
+    def join(self) -> Welcome:
+        self.say(Hello(0, ["7", "8"], code_hash()))
+        welcome = self.hear(Welcome)
+        self.beat()
+        return welcome
+
+    def beat(self, leaving: bool = False, **states: int | None) -> Orders:
+        self.beats += 1
+        named = {".".join(name.rsplit("_", 2)): code for name, code in states.items()}
+        self.say(Beat(self.beats, named, {}, self.sees, leaving))
+        return self.hear(Orders, lambda orders: orders.beat == self.beats)
+
+
+class Head:
+    """A launcher, which waits in a thread for its machines."""
+
+    def __init__(self, run: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+        begun = threading.Event()
+        self.run = run
+        monkeypatch.setattr("launch.launcher.cluster.begin_agents", self._begin_agents(begun))
+        self.failed: list[Exception] = []
+        self.thread = threading.Thread(target=self._make, daemon=True)
+        self.thread.start()
+        assert begun.wait(PATIENCE_S)
+        self.key = (run.folder / KEY_FILE).read_bytes()
+
+    def _begin_agents(self, begun: threading.Event) -> Callable[..., object]:
+        from launch.launcher.engines import Agents
+
+        def begin(_run: RunFile, _address: str) -> Agents:
+            begun.set()
+            return Agents()
+
+        return begin
+
+    def _make(self) -> None:
+        self.launcher = ClusterLauncher.__new__(ClusterLauncher)
+        try:
+            self.launcher.__init__(self.run)  # type: ignore[misc]
+        except Exception as error:
+            self.failed.append(error)
+
+    def start(self, name: str, gpus: tuple[str, ...] = ()) -> Handle:
+        self.thread.join(PATIENCE_S)
+        role, index, _ = name.split(".")
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        log = self.run.folder / f"{name}.log"
+        spec = Spec(name, "a.module", ("--run", "r", "--host", "h"), environment, log, gpus)
+        return self.launcher.start(spec, self.launcher.place(role, int(index)))
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunFile:
+    named = ("cluster.nodes=1", "network.transport=tcp", f"cluster.lease_s={LEASE_S:g}", "timeouts.start_s=60")
+    return make_run(*named)
+
+
+@pytest.fixture
+def head(run: RunFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+    head = Head(run, monkeypatch)
+    yield head
+    head.launcher._members.by_agent.clear()  # of agents that will not say that they end
+    head.launcher.close()
+
+
+def test_an_agent_without_the_key_or_with_other_code_gets_nothing(head: Head, tmp_path: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    stranger = FakeAgent(head.launcher, public + b"\n" + secret, b"stranger")
+    run_key = FakeAgent(head.launcher, (head.run.folder / "curve.key").read_bytes(), b"env_server")
+    for other in (stranger, run_key):
+        other.say(Hello(0, [], code_hash()))
+
+    agent = FakeAgent(head.launcher, head.key)
+    agent.say(Hello(0, [], "other code"))
+    assert "same version" in agent.hear(Refused).reason
+    agent.say(Ask("../run.json", 0))  # before it is welcome, and no file of the model
+    welcome = agent.join()
+    assert json.loads(welcome.run)["run_id"] == head.run.run_id
+    assert welcome.key == (head.run.folder / "curve.key").read_bytes()
+    assert not stranger.socket.poll(100) and not run_key.socket.poll(0)
+
+
+def test_an_order_is_repeated_until_it_is_seen_to_be_done_and_gpus_are_the_machines_own(head: Head) -> None:
+    agent = FakeAgent(head.launcher, head.key)
+    agent.join()
+    handle = head.start("generator.0.0", gpus=("0",))
+    for _ in range(2):  # as after a connection was made again: what was said is lost
+        (start,) = agent.beat().start
+        assert start.name == "generator.0.0" and start.environment["CUDA_VISIBLE_DEVICES"] == "7"
+
+    assert not agent.beat(generator_0_0=None).start and handle.poll() is None
+    handle.kill()
+    assert agent.beat(generator_0_0=None).kill == ["generator.0.0"]
+    assert handle.wait(0) is None, "nobody has said that it is dead"
+    assert not agent.beat(generator_0_0=-9).kill and handle.wait(PATIENCE_S) == -9
+
+
+def test_a_machine_is_lost_after_its_lease_and_nothing_that_it_says_then_counts(head: Head) -> None:
+    agent = FakeAgent(head.launcher, head.key)
+    agent.join()
+    handle = head.start("env_server.0.0")
+    agent.beat(env_server_0_0=None)
+    begun = time.monotonic()
+    assert handle.wait(PATIENCE_S) == -9 and "machine 1 is lost" in handle.why  # type: ignore[attr-defined]
+    assert time.monotonic() - begun >= LEASE_S, "its lease was not over"
+
+    waiting = head.start("env_server.0.1")
+    orders = agent.beat(env_server_0_0=None)
+    assert orders.end and not orders.start and waiting.poll() is None
+
+    fresh = FakeAgent(head.launcher, head.key, b"agent.2")
+    assert fresh.join().machine == 1
+    assert [start.name for start in fresh.beat().start] == ["env_server.0.1"]
+
+
+def test_a_machine_that_leaves_is_let_go_when_nothing_runs_there(head: Head) -> None:
+    agent = FakeAgent(head.launcher, head.key)
+    agent.join()
+    handle = head.start("env_server.0.0")
+    agent.beat(env_server_0_0=None)
+    orders = agent.beat(leaving=True, env_server_0_0=None)
+    assert orders.kill == ["env_server.0.0"] and not orders.end
+    assert agent.beat(leaving=True, env_server_0_0=-9).end
+    assert handle.wait(PATIENCE_S) == -9 and "leaves" in handle.why  # type: ignore[attr-defined]
+
+
+def test_what_waits_for_a_machine_can_be_killed(head: Head) -> None:
+    FakeAgent(head.launcher, head.key).join()
+    handle = head.start("generator.0.0", gpus=("0", "1", "2"))
+    handle.kill()
+    assert handle.wait(0) == -9
+
+
+def test_the_end_of_a_log_arrives_and_what_is_left_out_is_said(head: Head) -> None:
+    agent = FakeAgent(head.launcher, head.key)
+    agent.join()
+    head.start("env_server.0.0")
+    for offset, data in ((0, b"one\n"), (0, b"one\n"), (104, b"two\n")):
+        agent.say(Beat(1, {"env_server.0.0": None}, {"env_server.0.0": (offset, data)}))
+    assert agent.hear(Orders, lambda orders: orders.held.get("env_server.0.0") == 108)
+    assert (head.run.folder / "env_server.0.0.log").read_text() == "one\n\n(100 bytes stand on its machine)\ntwo\n"
+
+
+def test_a_machine_without_the_model_asks_for_its_files(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    head = Head(run.model_copy(update={"model_folder": tmp_path}), monkeypatch)
+    agent = FakeAgent(head.launcher, head.key)
+    assert [*agent.join().files] == ["model/config.json"]
+    for name in ("model/../secret", "model/config.json"):
+        agent.say(Ask(name, 0))
+    assert agent.hear(Part) == Part("model/config.json", 0, b"{}")
+    head.launcher._members.by_agent.clear()
+    head.launcher.close()
+
+
+def test_without_a_machine_that_sees_the_runs_folder_nobody_could_train(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = Head(run, monkeypatch)
+    agent = FakeAgent(head.launcher, head.key)
+    agent.sees = False
+    joined = threading.Thread(target=agent.join)
+    joined.start()
+    while head.thread.is_alive():
+        head.thread.join(0.1)
+        head.launcher._members.by_agent.clear() if head.launcher._closing else None
+    joined.join()
+    assert "no machine sees this folder" in str(head.failed[0])
+
+
+def test_a_run_whose_machines_do_not_come_says_how_many_did(run: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.config.timeouts.start_s = 0.2
+    head = Head(run, monkeypatch)
+    head.thread.join(PATIENCE_S)
+    (error,) = head.failed
+    assert isinstance(error, ConfigError) and "0 of 1 machines have joined within timeouts.start_s=0.2" in str(error)

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--undo", action="store_true", help="take a live run back, and compare it with a resumed one")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     recipes = [word for word in arguments.recipes if "=" not in word]
     overrides = [word for word in arguments.recipes if "=" in word]
 

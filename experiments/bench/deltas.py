@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from experiments.bench._measuring import parser_of, write
+from experiments.bench._ratios import Idle, provenance
 from experiments.plain_loop import PlainLoop, model_folder
 from rl.config.schema import load_config
 from rl.weights.host import delta
@@ -100,11 +101,13 @@ def main(argv: list[str]) -> None:
 
     result = {}
     print("    lr  changed at step 1, later   patch / dense at step 1, later   encode, apply GB/s a core")
-    for lr in RATES:
-        found = result[f"{lr:g}"] = measured(lr, options.steps, int(1e9 * options.gigabytes))
-        print(
-            f"{lr:6g}   {found['changed'][0]:14.2%} {found['changed_later']:8.2%}"
-            f"   {found['over_dense'][0]:20.2%} {found['over_dense_later']:8.2%}"
-            f"   {found['encode_gb_s']:15.2f} {found['apply_gb_s']:6.2f}"
-        )
-    write(options.out, {"steps": options.steps, "gigabytes": options.gigabytes, "by_lr": result})
+    with Idle() as idle:
+        for lr in RATES:
+            found = result[f"{lr:g}"] = measured(lr, options.steps, int(1e9 * options.gigabytes))
+            print(
+                f"{lr:6g}   {found['changed'][0]:14.2%} {found['changed_later']:8.2%}"
+                f"   {found['over_dense'][0]:20.2%} {found['over_dense_later']:8.2%}"
+                f"   {found['encode_gb_s']:15.2f} {found['apply_gb_s']:6.2f}"
+            )
+    settings = {"steps": options.steps, "gigabytes": options.gigabytes}
+    write(options.out, settings | {"by_lr": result} | provenance(idle))

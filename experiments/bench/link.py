@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from experiments.bench._measuring import parser_of, temporary_run, write
+from experiments.bench._ratios import Idle, provenance
 from rl.weights import make_receiver, make_sender
 from rl.weights.channel import Entry, Placement
 from rl.weights.host import clean_up
@@ -179,7 +180,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"--rate={options.rate}: write a number and one of {', '.join(_UNITS)}")
     nbytes = 2 * entry[1][0] * ROWS
     bound_s = 8 * nbytes / (float(options.rate.removesuffix(unit)) * _UNITS[unit])
-    with machines(options.rate) as names:
+    with machines(options.rate) as names, Idle() as idle:
         found = {kind: update_seconds(names, delta, options) for kind, delta in (("dense", "off"), ("delta", "auto"))}
 
     print(
@@ -189,4 +190,4 @@ def main(argv: list[str]) -> None:
         seconds = statistics.median(one["update_s"])
         print(f"  {kind}: first {one['first_s']:.2f} s, updates {seconds:.2f} s ({seconds / bound_s:.2f} of the bound)")
     settings = {"gigabytes": nbytes / 1e9, "rate": options.rate, "changed": options.changed, "bound_s": bound_s}
-    write(options.out, settings | found)
+    write(options.out, settings | found | provenance(idle))

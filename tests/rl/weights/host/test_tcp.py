@@ -7,8 +7,6 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 import zmq
 
 from rl.weights import make_receiver, make_sender
-from rl.weights.channel import Entry, Receiver, Sender, WeightsCorrupt
+from rl.weights.channel import Receiver, Sender, WeightsCorrupt
 from rl.weights.host import bulk, frames, patches, tcp
 from rl.weights.host.bulk import BulkReader, BulkServer, Parcel, chunks
 from rl.weights.host.shm_file import remove_slots
@@ -25,51 +23,12 @@ from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.copies import COPIES
+from tests.rl.weights.host.following import ENTRIES, content, follow, is_right, on_machine
 from tests.rl.weights.offering import offer_rows
-
-ENTRIES: list[Entry] = [
-    ("embed", (301, 64), "bfloat16"),
-    ("norm", (7,), "float32"),
-    ("scalar", (), "float32"),
-    *((f"layer.{i}", (97, 65), "bfloat16") for i in range(8)),
-]
-
-
-@cache
-def content(n: int) -> dict[str, torch.Tensor]:
-    """Of each version: most steps change little, every seventh much, every eleventh all, every thirteenth nothing."""
-    if n == 0:
-        return {name: torch.randn(shape, generator=torch.Generator().manual_seed(7)) for name, shape, _ in ENTRIES}
-    made = torch.Generator().manual_seed(n)
-    share = 0 if n % 13 == 0 else 1 if n % 11 == 0 else 0.5 if n % 7 == 0 else 0.02
-    return {
-        name: whole + 0.01 * whole.abs() * (torch.rand(whole.shape, generator=made) < share)
-        for name, whole in content(n - 1).items()
-    }
 
 
 def offer(senders: list[Sender], n: int, tensors: dict[str, torch.Tensor] | None = None) -> None:
     assert offer_rows(senders, n, content(n) if tensors is None else tensors) is not None
-
-
-def is_right(tensors: Any, n: int) -> bool:
-    """To the bit."""
-    expected = content(n)
-    arrived = dict(tensors)
-    dtypes = {name: getattr(torch, dtype) for name, _, dtype in ENTRIES}
-    return set(arrived) == set(expected) and all(
-        torch.equal(arrived[name].view(torch.uint8), expected[name].to(dtype).view(torch.uint8))
-        if expected[name].ndim
-        else torch.equal(arrived[name], expected[name])
-        for name, dtype in dtypes.items()
-    )
-
-
-def on_machine(folder: str, machine: int, endpoints: dict[str, str]) -> RunFile:
-    run = RunFile.load(folder)
-    run.addresses.host = f"127.0.0.{machine}"
-    run.addresses.give(endpoints)
-    return run
 
 
 def load(receiver: Receiver, at_least: int) -> int:
@@ -365,38 +324,6 @@ def test_who_has_no_key_gets_nothing(cluster: Make) -> None:
 
 
 # ------------------------------------------------------------ processes that die
-
-
-class Dying(TcpReceiver):
-    """It is killed when so many bytes of a fetch are there."""
-
-    left = 0
-
-    @property
-    def progress(self) -> int:
-        return 0
-
-    @progress.setter
-    def progress(self, received: int) -> None:
-        self.left -= received
-        if received and self.left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def follow(
-    folder: str, machine: int, name: str, incarnation: int, endpoints: Any, dies: int, asked: Connection
-) -> None:
-    run = on_machine(folder, machine, endpoints)
-    receiver: Receiver = make_receiver(run, name, incarnation)
-    if dies:
-        receiver = Dying(run, name, incarnation)
-        receiver.left = dies
-    while (at_least := asked.recv()) is not None:
-        version, tensors = receiver.take(Version(0, at_least), 30)
-        receipt = receiver.receipt()
-        asked.send((version.n, receipt, is_right(tensors, version.n)))
-        receiver.release()
-    receiver.close()
 
 
 class Follower:

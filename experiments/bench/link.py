@@ -47,11 +47,13 @@ def machines(rate: str) -> Iterator[list[str]]:
     """Names of two namespaces, joined by a cable."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("bench link makes network namespaces: it takes root, and the commands ip and tc (iproute2)")
+
     names = [f"fresco-link-{os.getpid()}-{machine}" for machine in range(2)]
     cables = [f"frl{os.getpid() % 100_000}{side}" for side in "ab"]
     try:
         for name in names:
             call("ip", "netns", "add", name)
+
         call("ip", "link", "add", cables[0], "netns", names[0], "type", "veth", "peer", cables[1], "netns", names[1])
         for machine, (name, cable) in enumerate(zip(names, cables, strict=True)):
             call("ip", "-n", name, "addr", "add", f"{address(machine)}/24", "dev", cable)
@@ -59,6 +61,7 @@ def machines(rate: str) -> Iterator[list[str]]:
                 call("ip", "-n", name, "link", "set", device, "up")
             limit = ("rate", rate, "burst", "256kb", "latency", "50ms")
             call("tc", "-n", name, "qdisc", "add", "dev", cable, "root", "tbf", *limit)
+
         yield names
     finally:
         for name in names:
@@ -78,6 +81,7 @@ def learner(run: RunFile, entry: Entry, changed: float, updates: int) -> None:
     """Offers a version whenever the engine has taken the one before."""
     whole = torch.randn(entry[1], generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     bits = whole.view(torch.int16)
+
     sender = make_sender(run, 0, [entry])
     sender.open()
     say(run, "endpoints", run.addresses.questions()[0])
@@ -86,11 +90,13 @@ def learner(run: RunFile, entry: Entry, changed: float, updates: int) -> None:
             hear(run, f"taken.{n - 1}")
             for rows in bits.split(4096):
                 rows += (torch.rand(rows.shape) < changed).to(torch.int16)
+
         sender.offer(n, [(entry[0], whole, Placement(entry[1]))])
         sender.receipt(n)
         begin = time.monotonic()
         sender.announce(Version(0, n))
         say(run, f"announced.{n}", [begin, sender.stats(), cpu_s()])
+
     hear(run, f"taken.{updates}")
     say(run, "stats", sender.stats())
     sender.close()
@@ -140,17 +146,20 @@ def update_seconds(names: list[str], delta: str, options: argparse.Namespace) ->
             )
             for machine, name in enumerate(names)
         ]
+
         try:
             ends = [child.wait(_WAIT_S) for child in children]
         finally:
             for child in children:
                 child.kill()
             clean_up(run.run_id)
+
         if any(ends):
             raise SystemExit(f"bench link: the machines ended with {ends}")
 
         taken = [hear(run, f"taken.{n}") for n in range(options.updates + 1)]
         stats = hear(run, "stats")
+
     first, *later = [seconds for seconds, _ in taken]
     engine_cpu_s = (taken[-1][1] - taken[0][1]) / options.updates
     return {"first_s": first, "update_s": later, "stats": stats, "engine_cpu_s": engine_cpu_s}
@@ -165,6 +174,7 @@ def main(argv: list[str]) -> None:
     for name in ("--run", "--machine", "--host"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+
     torch.set_num_threads(1)
     entry: Entry = ("embed", (int(options.gigabytes * 1e9 / 2 / ROWS), ROWS), "bfloat16")
     if options.run:

@@ -79,12 +79,14 @@ class BulkServer:
         """Requests that were not answered: forged, sent again, or of a reader whose grant is over."""
         self._grants: dict[str, _Grant] = {}  # by reader, as `name.incarnation`
         self._stopping = False
+
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = 4096  # requests are short
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a connection that is made again
         self._socket.bind(f"tcp://{numeric(run.host)}:*")
+
         self._endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name=f"weights.bulk.{rank}", daemon=True)
         self._thread.start()

@@ -63,6 +63,7 @@ def apply(patch: bytes | memoryview, data: Bytes, ranges: Iterable[Range]) -> No
     """Make the old bytes the new ones. Raises PatchError, and then some of them may have changed."""
     patch = memoryview(patch)
     at = 0
+
     try:
         for begin, end, width in _blocks(ranges):
             kind, nbytes, *counts = _HEAD.unpack_from(patch, at)
@@ -72,6 +73,7 @@ def apply(patch: bytes | memoryview, data: Bytes, ranges: Iterable[Range]) -> No
             _apply_block(kind, patch[at - nbytes : at], counts, data[begin:end], width)
     except (ValueError, IndexError, OverflowError, struct.error, OSError) as error:
         raise PatchError(f"a patch of {len(patch)} bytes does not fit: {error}") from None
+
     if at != len(patch):
         raise PatchError(f"a patch of {len(patch)} bytes has {len(patch) - at} too many")
 

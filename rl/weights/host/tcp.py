@@ -310,6 +310,7 @@ class TcpReceiver(ShmReceiver):
             if now > said + _SAY_S:  # to rank 0, which ends the leases of the silent
                 said = now
                 self._ranks[0].post(wire.Fetch(found.slot, 0, 0))
+
             if nbytes:
                 heard = now
                 is_late = False

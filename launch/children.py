@@ -90,10 +90,13 @@ class Exits:
         if handle.fileno() >= 0:
             self._epoll.register(os.dup(handle.fileno()), select.EPOLLIN)
 
-    def clear(self) -> None:
-        for ended, _ in self._epoll.poll(0):
+    def clear(self) -> bool:
+        """Whether any has ended since the last call."""
+        found = self._epoll.poll(0)
+        for ended, _ in found:
             self._epoll.unregister(ended)
             os.close(ended)
+        return bool(found)
 
     def close(self) -> None:
         """Stop watching, once all that are watched have ended."""

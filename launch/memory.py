@@ -116,7 +116,8 @@ def estimate(
         return needs
     needs.append(Need("generator", "host", config.generator.count, engine_at_rest, "generator.count"))
     weights = _served(config, model, device) if model else simulated_options(config.learner).weight_bytes
-    return [*needs, Need("weight slot", "host", config.weights.slots, {"weights": weights}, "weights.slots")]
+    slots = config.weights.slots * (2 if config.channel == "tcp" else 1)  # the learner's own, and the machine's
+    return [*needs, Need("weight slot", "host", slots, {"weights": weights}, "weights.slots")]
 
 
 def on_host(needs: Sequence[Need]) -> int:

@@ -318,7 +318,10 @@ def _teacher(config: Config, dry: bool, unchecked: list[str]) -> ModelShape | No
 
 
 def _check_channel(config: Config, device: str, visible: int) -> None:
-    """NCCL needs a GPU of its own on both sides."""
+    """NCCL needs a GPU of its own on both sides, and `tcp` addresses."""
+    if config.channel == "tcp" and config.network.transport != "tcp":
+        raise ConfigError("weights.transport='tcp': network.transport=ipc has no addresses; set weights.transport=auto")
+
     if config.channel != "nccl":
         return
     why = ""

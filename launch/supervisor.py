@@ -71,6 +71,10 @@ class Supervisor:
         self._plan = plan
         self._launcher = launcher or LocalLauncher(run)
         self._children: Children = {}
+
+        self._ended = False  # some process has, and was not looked at yet
+        self._look_at = 0.0  # when all are looked at, by the monotonic clock
+
         self._restarts: Counter[str] = Counter()
         self._book = AddressBook()
         self._reports: dict[str, bytes] = {}  # closing reports by role
@@ -161,7 +165,10 @@ class Supervisor:
     def _watch(self) -> None:
         while not all(map(self._has_finished, self._reporters)):
             self._drain(_POLL_S)
-            self._check_children()
+            if self._ended or time.monotonic() >= self._look_at:  # not at each of a thousand heartbeats
+                self._ended = False
+                self._look_at = time.monotonic() + _POLL_S
+                self._check_children()
             jump_s = self._clock.jump_s(time.time(), time.monotonic())
             if jump_s > limit(self._config.alarms, "clock", "s"):
                 self._raise_alarm("supervisor", "clock", f"a jump of {jump_s:.0f} s")
@@ -187,7 +194,7 @@ class Supervisor:
     def _drain(self, patience_s: float = 0.0) -> None:
         """What has come, and what comes first within `patience_s`."""
         self._receiver.wait(patience_s)
-        self._exits.clear()
+        self._ended |= self._exits.clear()
         self._receiver.drain()
 
     def _handle(self, message: Message, peer: bytes) -> None:
@@ -222,9 +229,11 @@ class Supervisor:
 
     def _child(self, peer: bytes) -> Child:
         """Raises ProtocolError for a stranger, and for a process that has been replaced."""
-        for child in self._children.values():
-            if child.identity == peer:
-                return child
+        match peer.split(b"."):
+            case [role, index, *_] if index.isdigit():
+                child = self._children.get((role.decode(errors="replace"), int(index)))
+                if child is not None and child.identity == peer:
+                    return child
         raise ProtocolError(f"stranger {peer!r} on the control socket")
 
     def _beat(self, child: Child, beat: messages.Heartbeat) -> None:

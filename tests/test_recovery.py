@@ -24,7 +24,7 @@ MODULES = {
 SLOW = ("tracking.replay=full", "timeouts.heartbeat_s=0.1", "learner.options.step_s=0.1")
 
 IPC: tuple[str, ...] = ()
-TCP = ("network.transport=tcp", "weights.transport=zmq")
+TCP = ("network.transport=tcp",)
 
 
 class RaisesOnce(Oldest):

@@ -181,8 +181,11 @@ class LearnerConfig(Section):
 class WeightsConfig(Section):
     where = "learner, generators"
     transport: str = "auto"
-    """`shm`: shared memory; `zmq`: tcp frames; `nccl`: between GPUs (unrun); `auto`: zmq over tcp, else shm; or your
-    own, `module:NAME`."""
+    """`shm`: shared memory; `tcp`: between machines; `zmq`: needs no shared memory; `nccl`: between GPUs (unrun);
+    `auto`: as the network, tcp or shm; or your own, `module:NAME`."""
+    delta: Annotated[Literal["auto", "always", "off"], Where("transport=tcp")] = "auto"
+    """`auto`: send another machine what changed, where that is at most a fifth; `always`: whatever a machine has a base
+    for; `off`: whole."""
     slots: int = Field(3, ge=2)
     """Versions held at once; two suffice, three never make the learner wait for a slow reader."""
     deadline_s: float = Field(30.0, gt=0)
@@ -191,6 +194,12 @@ class WeightsConfig(Section):
     """Compare the log-probabilities of a short text of the run in engine and learner after each update."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest mean difference of these in nats; null: 1e-3 for float32, 0.1 for bfloat16."""
+
+    @field_validator("delta", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML reads `off` as false."""
+        return "off" if value is False else value
 
 
 class EvalConfig(Section):
@@ -402,7 +411,7 @@ class Config(Section):
     def channel(self) -> str:
         """What `weights.transport` comes to."""
         named = self.weights.transport
-        return named if named != "auto" else "zmq" if self.network.transport == "tcp" else "shm"
+        return named if named != "auto" else "tcp" if self.network.transport == "tcp" else "shm"
 
     @property
     def replays_routers(self) -> bool:

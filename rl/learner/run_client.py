@@ -406,7 +406,7 @@ class RunClient(Client):
         }
 
         if self._service is not None:
-            row |= {f"weight_sync/{key}": value for key, value in self._service.stats().items()}
+            row |= {f"weight_sync/{key}": value for key, value in self._weight_stats().items()}
             spread = {
                 "staleness": [float(batch_part.step - sample.version) for sample in batch_part.rows],
                 "histogram/length": [float(sample.loss_tokens) for sample in batch_part.rows],
@@ -432,6 +432,10 @@ class RunClient(Client):
         found = f"{self._waited_s:.1f} of the {step_s:.1f} s of step {step} it waited for its batch"
         alarms.check("learner-starved", self._waited_s > most_s, found)
 
+    def _weight_stats(self) -> dict[str, float]:
+        assert self._service is not None
+        return self._service.stats() | self._sender.stats()
+
     def _closing_report(self) -> dict[str, Any]:
         assert self._service is not None
         seconds = time.monotonic() - self._began
@@ -440,7 +444,7 @@ class RunClient(Client):
             "seconds": seconds,
             "waits": waits,
             "wait_fraction": waits.get("broker", 0.0) / seconds,
-            "weight_sync": self._service.stats(),
+            "weight_sync": self._weight_stats(),
             **self._summary,
         }
 

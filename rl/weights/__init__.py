@@ -9,7 +9,11 @@ from rl.config.schema import ConfigError
 from rl.weights.channel import Channel, Entry, Receiver, Sender, Wait
 from rl.wire.run import RunFile
 
-HOST_CHANNELS = {"shm": "rl.weights.host.shm:SHM", "zmq": "rl.weights.host.frames:FRAMES"}
+HOST_CHANNELS = {
+    "shm": "rl.weights.host.shm:SHM",
+    "zmq": "rl.weights.host.frames:FRAMES",
+    "tcp": "rl.weights.host.tcp:TCP",
+}
 CHANNELS = HOST_CHANNELS | {"nccl": "rl.weights.device.nccl:NCCL"}
 
 

@@ -94,6 +94,10 @@ class Sender(ABC):
     def announce(self, version: Version) -> None:
         """To be called on rank 0: engines may take what was offered as `version.n`, and know it by this name."""
 
+    def stats(self) -> dict[str, float]:
+        """Numbers of the channel for the metrics, cumulative; on rank 0."""
+        return {}
+
     def receiver_died(self, name: str, incarnation: int) -> None:  # noqa: B027
         """The receivers `name-...` of this or an earlier incarnation are dead: of all ranks of one engine.
 

@@ -123,13 +123,17 @@ class UpdaterService:
 
     def _loop(self) -> None:
         receiver = Receiver({self._status: self._from_generator}, Malformed("updater"), self._wake_fd)
+        seen = -1  # of the addresses' changes
         while not self._stopping:
             receiver.wait(_TICK_S)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
 
-            for _, notices in self._notices.values():  # a generator may have said only now where it listens
-                follow(notices)
+            changes = self._run.addresses.changes
+            if changes != seen:  # a generator may have said only now where it listens
+                seen = changes
+                for _, notices in self._notices.values():
+                    follow(notices)
             now = time.monotonic()
             while not self._events.empty():
                 self._act(self._events.get()(now))

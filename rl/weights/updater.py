@@ -5,8 +5,9 @@ heartbeat and say which version each generator *has*. Whoever is behind the newe
 told to load the newest; versions between are skipped. Invariants:
 
 * nobody is told any version but the newest at that moment, nor told twice while it loads;
-* `rolling`: of the generators that already serve this timeline at most one loads at a time, the one furthest behind
-  first. One that serves nothing yet (just started, or of another timeline) is told at once: it has no capacity to lose;
+* `rolling`: of the generators that already serve this timeline one in sixteen loads at a time (at least one), those
+  furthest behind first. One that serves nothing yet (just started, or of another timeline) is told at once: it has no
+  capacity to lose;
 * a generator that dies while loading, or reports that its load failed, frees the roll at once; it is told again
   when its next incarnation reports;
 * who was told and does not load, because the notice was lost, is told again (`RETELL_S`). How long a load may take is
@@ -16,6 +17,7 @@ told to load the newest; versions between are skipped. Invariants:
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +44,7 @@ same, and some differences grow with the position (a cast of the rotary frequenc
 arrive."""
 NOISE_FRACTION = 0.5  # of the tolerance: learners nearer to each other than this are not told apart
 KEPT = 16  # published versions remembered
+ROLLING_SHARE = 16  # one generator in so many is updated at a time
 
 
 @dataclass(frozen=True)
@@ -211,11 +214,16 @@ class UpdaterCore:
 
     def __init__(self, *, generators: int, rolling: bool, tolerance: float, probe: bool) -> None:
         self._count = generators
-        self._rolling = rolling
+        self._at_once = max(1, generators // ROLLING_SHARE) if rolling else generators
         self._proof = LoadProof(tolerance, probe=probe)
         self._newest: WeightNotice | None = None
         self._generators: dict[int, _Generator] = {}
         self._dead: dict[int, int] = {}  # generator -> newest incarnation known to be dead
+        # Where each generator stands, so that a heartbeat looks at its own sender only.
+        self._fresh: set[int] = set()  # behind, and serves nothing yet
+        self._behind: set[int] = set()  # serves an older version
+        self._updating: set[int] = set()  # was told, and serves an older version meanwhile
+        self._have: set[int] = set()  # the newest
         self._all_have: Version | None = None  # newest version announced as LoadedAll
 
     def publish(
@@ -232,6 +240,8 @@ class UpdaterCore:
             # A receiver takes the newest version, which may be announced to it a moment before it is published here.
             if generator.unproven is not None:
                 actions += self._prove(now, generator, generator.unproven)
+        for index in self._generators:
+            self._place(index)
         return actions + self._advance(now)
 
     def status(self, now: float, status: WeightStatus) -> list[Action]:
@@ -259,6 +269,7 @@ class UpdaterCore:
 
         if known.load is not None and not status.loading and now - known.load.since > RETELL_S:
             known.load = None
+        self._place(status.generator)
         return actions + self._advance(now)
 
     def peer_died(self, now: float, generator: int, incarnation: int) -> list[Action]:
@@ -267,6 +278,7 @@ class UpdaterCore:
         known = self._generators.get(generator)
         if known is not None and known.incarnation <= incarnation:
             del self._generators[generator]
+            self._place(generator)
         return self._advance(now)
 
     @property
@@ -300,43 +312,45 @@ class UpdaterCore:
             return [Mismatch(status.generator, fault)]
         return [Loaded(status, now - load.since if load is not None else 0.0)]
 
+    def _place(self, index: int) -> None:
+        """Where it stands now."""
+        for places in (self._fresh, self._behind, self._updating, self._have):
+            places.discard(index)
+        generator = self._generators.get(index)
+        if generator is None or self._newest is None or generator.failed:
+            return
+
+        newest = self._newest.version
+        if generator.version == newest:
+            self._have.add(index)
+        if generator.load is not None:
+            if self._serves(generator):
+                self._updating.add(index)
+        elif generator.version < newest or generator.version.timeline != newest.timeline:
+            (self._behind if self._serves(generator) else self._fresh).add(index)
+
     def _advance(self, now: float) -> list[Action]:
         """Tell whoever is to load next, and announce a version that has reached everyone."""
         if self._newest is None:
             return []
 
         newest = self._newest.version
-        behind = [
-            index
-            for index, generator in self._generators.items()
-            if generator.load is None
-            and not generator.failed
-            and (generator.version < newest or generator.version.timeline != newest.timeline)
-        ]
         actions: list[Action] = []
-        for index in self._due(behind):
+        for index in self._due():
             self._generators[index].load = _Load(newest, now)
+            self._place(index)
             actions.append(Notify(index, self._newest))
 
-        have = [g for g in self._generators.values() if g.version == newest and not g.failed]
-        if len(have) == self._count and self._all_have != newest:
+        if len(self._have) == self._count and self._all_have != newest:
             self._all_have = newest
             actions.append(LoadedAll(newest))
         return actions
 
-    def _due(self, behind: list[int]) -> list[int]:
-        """Whom of these to tell now, the furthest behind first; linear in the generators unless many are told."""
-        if not self._rolling:
-            return sorted(behind, key=self._rank)
-
-        due: list[int] = []
-        serving: list[int] = []
-        for index in behind:
-            (serving if self._serves(self._generators[index]) else due).append(index)
-
-        if serving and not any(g.load is not None and self._serves(g) for g in self._generators.values()):
-            due.append(min(serving, key=self._rank))
-        return sorted(due, key=self._rank)
+    def _due(self) -> list[int]:
+        """Whom to tell now, the furthest behind first."""
+        room = self._at_once - len(self._updating)
+        due = heapq.nsmallest(room, self._behind, key=self._rank) if room > 0 and self._behind else []
+        return sorted([*self._fresh, *due], key=self._rank)
 
     def _rank(self, index: int) -> tuple[Version, int]:
         return self._generators[index].version, index

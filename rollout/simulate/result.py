@@ -70,7 +70,9 @@ class Recorder:
         """Most episodes at once."""
         self.cancels = 0
         self.failures = 0
+
         self.server_deaths = 0
+        self.machines_lost = 0
         self.train_s = 0.0
 
         self._scenario = scenario

@@ -118,6 +118,20 @@ class EnvServers(Struct, frozen=True):
     restart_s: float = 30.0
 
 
+class Machines(Struct, frozen=True):
+    """Generators and environment servers stand on them, in equal parts; who is lost takes its own along."""
+
+    count: int = 1
+    mtbf_s: float = 0.0
+    """Mean time between losses of one machine; 0: none is lost."""
+    restart_s: float = 120.0
+    """Until what stood on it starts again, there or on another one."""
+
+    def of(self, index: int, count: int) -> int:
+        """The machine of one of `count` processes."""
+        return index * self.count // count
+
+
 class TrainingCost(Struct, frozen=True):
     """A step takes step_s + per_sample_s * samples + per_token_s * trained tokens; then the weights are published."""
 
@@ -140,6 +154,7 @@ class Scenario(Struct, frozen=True):
     generators: Generators
     work: Work
     servers: EnvServers = EnvServers()
+    machines: Machines = Machines()
     training: TrainingCost = TrainingCost()
     cancellation: bool = True
     """If this is False, cancelled episodes go on to their end, as in the published implementation."""

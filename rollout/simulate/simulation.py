@@ -35,6 +35,7 @@ from rollout.simulate.server import SimulatedEpisode, SimulatedServer
 TIMELINE = 0
 _SERVER_LIFETIMES = 1_000_003
 """Where the streams of the servers' lifetimes begin, after those of the generators."""
+_MACHINE_LIFETIMES = 2_000_003
 
 
 class Simulation:
@@ -71,6 +72,10 @@ class Simulation:
         self._batches: deque[EmitBatch] = deque()
         self._training = False
         self._tick_at = math.inf
+        self._serving: dict[int, SimulatedGenerator] = {}
+        """Those that are up."""
+        self._back_at = [0.0] * scenario.machines.count
+        """When each machine is there again, or was."""
 
     def run(self) -> SimulationResult:
         """Raises SimulationStopped when the broker gives up or nothing can happen before the end."""
@@ -94,6 +99,9 @@ class Simulation:
 
         for index in range(self.scenario.servers.count):
             self._server_up(index, 0)
+
+        for machine in range(self.scenario.machines.count):
+            self._machine_up(machine, 0)
 
         self.clock.post(self._publish, 0)
 
@@ -296,6 +304,11 @@ class Simulation:
         machine = self.scenario.generators
         index = generator.index
         incarnation = generator.incarnation
+        if now < (back_at := self._back_at[self.scenario.machines.of(index, machine.count)]):
+            self.clock.at(back_at, self._generator_up, generator)
+            return
+
+        self._serving[index] = generator
         self._proxy(
             self.proxy.generator_up(
                 now, index, incarnation, machine.capacity, machine.max_num_seqs, machine.max_model_len
@@ -318,6 +331,10 @@ class Simulation:
     def _generator_dies(self, generator: SimulatedGenerator) -> None:
         now = self.clock.now
         index = generator.index
+        if self._serving.get(index) is not generator:
+            return  # its machine was lost before
+
+        del self._serving[index]
         generator.die()
         self._proxy(self.proxy.generator_died(now, index, generator.incarnation))
         self._weights(self.updater.peer_died(now, index, generator.incarnation))
@@ -328,6 +345,10 @@ class Simulation:
 
     def _server_up(self, index: int, incarnation: int) -> None:
         servers = self.scenario.servers
+        if self.clock.now < (back_at := self._back_at[self.scenario.machines.of(index, servers.count)]):
+            self.clock.at(back_at, self._server_up, index, incarnation)
+            return
+
         slowness = servers.slow_factor if index < servers.slow_fraction * servers.count else 1.0
         self.servers[index] = SimulatedServer(self.clock, self, self.scenario, index, incarnation, slowness)
         self._broker(self.broker.server_joined(index, incarnation, servers.capacity, self.clock.now))
@@ -338,11 +359,33 @@ class Simulation:
 
     def _server_dies(self, index: int, incarnation: int) -> None:
         server = self.servers[index]
+        if server.client[1] != incarnation or not server.alive:
+            return  # its machine was lost before
+
         server.die()
         self.record.server_deaths += 1
         self._broker(self.broker.server_left(index, incarnation, self.clock.now))
         self._proxy(self.proxy.client_died(self.clock.now, server.client))
         self.clock.after(self.scenario.servers.restart_s, self._server_up, index, incarnation + 1)
+
+    def _machine_up(self, machine: int, losses: int) -> None:
+        machines = self.scenario.machines
+        if machines.mtbf_s:
+            lifetime = self._lifetime(machines.mtbf_s, _MACHINE_LIFETIMES + machine, losses)
+            self.clock.after(lifetime, self._machine_lost, machine, losses)
+
+    def _machine_lost(self, machine: int, losses: int) -> None:
+        """All that stands on it dies at once."""
+        machines = self.scenario.machines
+        self._back_at[machine] = self.clock.now + machines.restart_s
+        self.record.machines_lost += 1
+        for generator in list(self._serving.values()):
+            if machines.of(generator.index, self.scenario.generators.count) == machine:
+                self._generator_dies(generator)
+        for index, server in self.servers.items():
+            if server.alive and machines.of(index, self.scenario.servers.count) == machine:
+                self._server_dies(index, server.client[1])
+        self.clock.at(self._back_at[machine], self._machine_up, machine, losses + 1)
 
     def _lifetime(self, mean_s: float, stream: int, incarnation: int) -> float:
         """Seconds, drawn from an exponential distribution."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from launch.heard import check_said
 from launch.plan import ProcessSpec
+from launch.supervisor import Supervisor
 from rl.wire.messages import (
     AlarmRaised,
     Done,
@@ -73,3 +76,27 @@ def test_whatever_is_said_is_heard_or_refused(kind: type[Message]) -> None:
             with contextlib.suppress(ProtocolError):
                 check_said(message, spec, 2)
                 assert kind in HEARD, f"{kind.__name__} is nothing for the supervisor"
+
+
+class Children(dict[tuple[str, int], Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("all of them are looked at")
+
+    values = items = keys = __iter__
+
+
+def test_a_sender_is_found_without_a_look_at_the_others() -> None:
+    """A run has a thousand generators, and each says something twice a second."""
+    children = Children({("generator", i): SimpleNamespace(identity=b"generator.%d.2.mac" % i) for i in range(1024)})
+    supervisor: Any = SimpleNamespace(_children=children)
+    assert Supervisor._child(supervisor, b"generator.700.2.mac") is children["generator", 700]
+    for stranger in (
+        b"generator.700.1.mac",
+        b"generator.1024.2.mac",
+        b"generator",
+        b"",
+        b"\xff.1.2",
+        b"learner.x.2.mac",
+    ):
+        with pytest.raises(ProtocolError, match="stranger"):
+            Supervisor._child(supervisor, stranger)

@@ -1,7 +1,8 @@
-"""Channels through the memory of hosts: `shm` on one machine, `zmq` frames also between several.
+"""Channels through the memory of hosts: `shm` on one machine, `tcp` between several, `zmq` without shared memory.
 
-Both lay the tensors of a version out as bytes (`layout`), in one of several slots (`slots`), with digests of ranges.
-What they have in common is `ends`; `shm` and `frames` say where the slots are and how a receiver comes to the bytes.
+All lay the tensors of a version out as bytes (`layout`), in one of several slots (`slots`), with digests of ranges.
+What they have in common is `ends`; `shm`, `tcp` and `frames` say where the slots are and how a receiver comes to the
+bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rl.weights.host.shm_file import check_space, remove_slots, sweep_stale
 def make_room(config: Config, version_bytes: int) -> None:
     """Remove, before a run, what dead runs left, and raise ConfigError if so many bytes a version find no room."""
     sweep_stale()
-    if config.channel == "shm" and version_bytes:
+    if config.channel in ("shm", "tcp") and version_bytes:
         check_space(version_bytes, config.weights.slots)
 
 

@@ -23,17 +23,19 @@ import mmap
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import zmq
 
 from rl.weights.channel import Channel, WeightsError, label
 from rl.weights.host import wire
+from rl.weights.host.bulk import CHUNK_BYTES, CREDIT
 from rl.weights.host.ends import HostReceiver, HostSender, Slots, slot_geometry, wait_for
-from rl.weights.host.layout import ALIGNMENT, Manifest, Segment, Segments, Verifier, combined_checksum
+from rl.weights.host.layout import Manifest, Segment, Segments, Verifier, combined_checksum
 from rl.weights.host.slots import Lease, SlotTable
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
@@ -43,10 +45,9 @@ from rl.wire.sockets import open_socket
 
 _TICK_S = 0.05
 _ANSWER_S = 1.0  # longest that rank 0's server needs for an answer which waits for nothing
-CHUNK_BYTES = 4 << 20
-CREDIT = 4  # chunks asked for and not received, per rank
-_ASK_AGAIN_S = 0.01
-_SILENCE_S = 3.0  # after so long all is asked again: a learner that was replaced knows nothing of it
+ASK_AGAIN_S = 0.01
+SILENCE_S = 3.0  # after so long all is asked again: a learner that was replaced knows nothing of it
+_Found = TypeVar("_Found")
 
 
 # ------------------------------------------------------------ the receiving end
@@ -93,17 +94,40 @@ class _Stream:
 
 def pieces(segments: Segments, manifest: Manifest) -> Iterator[tuple[int, int]]:
     """(offset, length) of chunks, in order, that hold all segments and nothing that another rank wrote."""
-    padding = {spec.offset + spec.nbytes for spec in manifest.tensors}  # where the gap up to the next tensor starts
-    runs: list[tuple[int, int]] = []  # first byte and one past the last byte
-    for offset, length, _ in segments.tolist():
-        end = runs[-1][1] if runs else -1
-        follows = -(-end // ALIGNMENT) * ALIGNMENT if end in padding else end
-        begin = runs.pop()[0] if offset == follows else offset
-        runs.append((begin, offset + length))
-
-    for begin, end in runs:
+    for begin, end, _ in manifest.runs(segments):
         for at in range(begin, end, CHUNK_BYTES):
             yield at, min(CHUNK_BYTES, end - at)
+
+
+def persist(receiver: HostReceiver, attempt: Callable[[], _Found | None], deadline_s: float) -> _Found:
+    """What `attempt` finds. It is tried again when it expires, as long as `progress` has not stood still for the
+    deadline: the other end may have been replaced."""
+    seen = receiver.progress
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            if (found := attempt()) is not None:
+                return found
+        except WaitExpired:
+            if receiver.progress != seen:
+                seen = receiver.progress
+                until = time.monotonic() + deadline_s
+            if time.monotonic() >= until:
+                raise
+
+
+def granted(
+    first: wire.Connection, receiver: HostReceiver, at_least: Version, deadline_s: float, waiting: Callable[[], str]
+) -> wire.Granted:
+    """A lease of the newest version at rank 0."""
+    question = wire.AskLease(receiver.name, receiver.incarnation, at_least)
+
+    def attempt() -> wire.Granted | None:
+        found = first.ask(question, wire.Granted, min(SILENCE_S, deadline_s))
+        receiver.progress += 0 if found else first.not_yet.leases
+        return found
+
+    return wait_for(attempt, deadline_s, waiting, ASK_AGAIN_S, lambda: receiver.progress)
 
 
 class FramesReceiver(HostReceiver):
@@ -135,39 +159,19 @@ class FramesReceiver(HostReceiver):
         assert self._memory is not None
         view = memoryview(self._memory)[: manifest.total_bytes]
         first = self._ranks[0]
-        question = wire.AskLease(self.name, self.incarnation, at_least)
+        silence_s = min(SILENCE_S, deadline_s)
 
-        silence_s = min(_SILENCE_S, deadline_s)
+        def attempt() -> tuple[Version, memoryview] | None:
+            lease = granted(first, self, at_least, deadline_s, lambda: self._waiting(at_least, first.not_yet.waiting))
+            self._fetch(lease, view, silence_s)
+            released = first.ask(wire.Release(), wire.Released, silence_s)
+            return (lease.version, view) if released is not None and released.intact else None
 
-        def attempt() -> wire.Granted | None:
-            granted = first.ask(question, wire.Granted, silence_s)
-            self.progress += 0 if granted else first.not_yet.leases
-            return granted
-
-        seen = self.progress
-        until = time.monotonic() + deadline_s
-        while True:
-            try:
-                granted = wait_for(
-                    attempt,
-                    deadline_s,
-                    lambda: self._waiting(at_least, first.not_yet.waiting),
-                    _ASK_AGAIN_S,
-                    lambda: self.progress,
-                )
-
-                self._fetch(granted, view, silence_s)
-                released = first.ask(wire.Release(), wire.Released, silence_s)
-                if released is not None and released.intact:
-                    return granted.version, view
-
-            except WaitExpired:
-                if self.progress != seen:
-                    seen = self.progress
-                    until = time.monotonic() + deadline_s
-                if time.monotonic() >= until:
-                    first.post(wire.Release())  # else rank 0 would keep the slot until its own deadline
-                    raise
+        try:
+            return persist(self, attempt, deadline_s)
+        except WaitExpired:
+            first.post(wire.Release())  # else rank 0 would keep the slot until its own deadline
+            raise
 
     def _fetch(self, granted: wire.Granted, view: memoryview, deadline_s: float) -> None:
         """Receive what every rank wrote. Raises WaitExpired naming the ranks that send nothing for `deadline_s`."""
@@ -218,6 +222,7 @@ class PrivateSlots:
         self.table.clear()
         self._thread = threading.Lock()
         self._held: dict[bytes, _Held] = {}  # by socket identity
+        self.fetched: Counter[str] = Counter()  # as readers say
         self._silence_s = run.config.weights.deadline_s
         # Whole slots, but only pages that this rank writes are ever backed by memory.
         self._memory = [mmap.mmap(-1, max(1, manifest.total_bytes)) for _ in range(geometry.slots)]
@@ -264,12 +269,19 @@ class PrivateSlots:
         """Does nothing: the memory goes with the last view of it."""
 
 
+Parts = Callable[[str, wire.AskParts], wire.Answer]
+"""How a reader, `name.incarnation`, fetches in bulk what a rank wrote into a leased slot.
+
+Raises WeightsError for what cannot be."""
+
+
 class _Server:
     """Answers readers and other ranks in a thread; `failed` holds what ended it."""
 
-    def __init__(self, run: RunFile, rank: int, slots: PrivateSlots) -> None:
+    def __init__(self, run: RunFile, rank: int, slots: PrivateSlots, parts: Parts) -> None:
         self.failed: str | None = None
         self._slots = slots
+        self._parts = parts
         self._names = run.names
         self._stopping = False
         self._socket = open_socket(zmq.ROUTER, run, "blobs", rank, bind=True)
@@ -339,7 +351,11 @@ class _Server:
                     raise WeightsError(f"there are no bytes {offset} to {offset + length} of slot {slot}")
                 return wire.Chunk(offset, np.frombuffer(slots.view(slot), np.uint8, length, offset))
 
-            case wire.Release():
+            case wire.AskParts():
+                return self._parts(name.decode(), question)
+
+            case wire.Release(fetched):
+                slots.fetched.update(fetched)
                 return wire.Released(slots.release(peer))
         raise WeightsError(f"a weight server does not answer {type(question).__name__}")
 
@@ -353,12 +369,16 @@ class FramesSender(HostSender):
     def open(self) -> None:
         slots = PrivateSlots(self.run, self._manifest)
         self._slots = slots
-        self._server = _Server(self.run, self.rank, slots)
+        self._server = _Server(self.run, self.rank, slots, self.parts)
         if self.rank:
             self._first = wire.Connection(self.run, 0, f"learner-{self.rank}")
             layout = self._first.ask(wire.Describe(), wire.Layout, self.run.config.timeouts.start_s)
             assert layout is not None
             self._check_layout(layout.manifest)
+
+    def parts(self, reader: str, ask: wire.AskParts) -> wire.Answer:
+        """The answer to a reader that fetches in bulk, in the server's thread."""
+        raise WeightsError(f"{reader} asks channel zmq for bulk: all processes must have the same weights.transport")
 
     def close(self) -> None:
         if self._first is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +88,20 @@ class Manifest(Struct, frozen=True):
         """(tensors, 2): first byte and one past the last byte of each tensor that is not empty."""
         found = [(spec.offset, spec.offset + spec.nbytes) for spec in self.tensors if spec.nbytes]
         return np.array(found, np.int64).reshape(-1, 2)
+
+    def runs(self, segments: Segments, *, mixed: bool = True) -> list[tuple[int, int, int]]:
+        """What one rank wrote, in order, with the padding between its tensors and nothing of another rank: first byte,
+        one past the last one, and the width of its items. Items of another width begin another run, unless `mixed`."""
+        padding = {spec.offset + spec.nbytes for spec in self.tensors}  # where the gap up to the next tensor starts
+        starts = [spec.offset for spec in self.tensors]
+        found: list[tuple[int, int, int]] = []
+        for offset, length, _ in segments.tolist():
+            width = ITEM_BYTES[self.tensors[bisect_right(starts, offset) - 1].dtype]
+            _, end, last = found[-1] if found else (0, -1, 0)
+            follows = -(-end // ALIGNMENT) * ALIGNMENT if end in padding else end
+            begin = found.pop()[0] if offset == follows and (mixed or width == last) else offset
+            found.append((begin, offset + length, width))
+        return found
 
     def name_at(self, offset: int) -> str:
         """Which tensor holds this byte, for messages."""

@@ -88,12 +88,15 @@ class ShmReceiver(HostReceiver):
 
     def open(self, deadline_s: float) -> None:
         self._slots = wait_for(
-            lambda: SlotsFile.attach(self.run, writable=False),
+            self._attach,
             deadline_s,
             lambda: f"{self.name} waits for learner rank 0 to make its weight slots",
         )
         self._manifest = self._slots.manifest
         self._row = self._slots.register(self.name, self.incarnation)
+
+    def _attach(self) -> SlotsFile | None:
+        return SlotsFile.attach(self.run, writable=False)
 
     def _close(self) -> None:
         if self._slots is not None:
@@ -126,7 +129,7 @@ class ShmReceiver(HostReceiver):
     def _go_over(self) -> SlotsFile:
         """The file: another one by now, if it was removed and made again."""
         before = self._opened()
-        if before.is_there or (found := SlotsFile.attach(self.run, writable=False)) is None:
+        if before.is_there or (found := self._attach()) is None:
             return before
         self._page_lock.close()
         before.close()

@@ -40,14 +40,14 @@ from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
 
 FOLDER = Path("/dev/shm")
-_MAGIC = 0x0004_6F63_7365_7266  # "fresco" and the layout's version
+_MAGIC = 0x0005_6F63_7365_7266  # "fresco" and the layout's version
 _PAGE = mmap.PAGESIZE
-_HEAD = np.dtype([(name, "<u8") for name in ("magic", "lock_pid", "manifest_bytes")])
+_HEAD = np.dtype([(name, "<u8") for name in ("magic", "lock_pid", "manifest_bytes", "fetched_bytes")])
 _LOCK_POLL_S = 0.0001
 _LOCK_DEADLINE_S = 30.0  # critical sections take microseconds; only a stopped process holds longer
 _DEAD_CHECK_S = 0.25
 _BYTES = struct.Struct("hhqqi")  # C's `struct flock`
-_OWNER, _OPEN, _READERS = range(3)  # bytes that the living hold; of readers the first one
+_OWNER, _OPEN, _FETCHES, _READERS = range(4)  # bytes that the living hold; of readers the first one
 
 
 def slots_path(run_id: str) -> Path:
@@ -56,10 +56,32 @@ def slots_path(run_id: str) -> Path:
 
 
 def remove_slots(run_id: str) -> None:
-    """Remove the file of a run whose processes have all ended."""
-    path = slots_path(run_id)
-    if path.exists():  # asked first: on a file system that cannot be written, even what is not there cannot be removed
+    """Remove the files of a run whose processes have all ended."""
+    for path in FOLDER.glob(f"fresco-{run_id}*-weights"):  # of all that share this memory
         path.unlink(missing_ok=True)
+
+
+def _path_of(run: RunFile) -> Path:
+    """Two machines may be two addresses of one box."""
+    return slots_path(f"{run.run_id}-{run.host}" if run.config.channel == "tcp" else run.run_id)
+
+
+@contextlib.contextmanager
+def making() -> Iterator[bool]:
+    """Whether this process may make a file now: one at a time on a machine, for each is large."""
+    folder = os.open(FOLDER, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield _try_flock(folder)
+    finally:
+        os.close(folder)
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _hold(descriptor: int, byte: int) -> None:
@@ -169,7 +191,7 @@ class SlotsFile:
             memoryview(made._data)[:] = memoryview(published._data)
 
         _hold(descriptor, _OWNER)
-        path = slots_path(run.run_id)
+        path = _path_of(run)
         path.unlink(missing_ok=True)
         # With a folder's descriptor, which it does not need, Python's `link` follows the link in /proc.
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
@@ -189,7 +211,7 @@ class SlotsFile:
     @classmethod
     def attach(cls, run: RunFile, *, writable: bool, owned: bool = True) -> SlotsFile | None:
         """The file, if there is one and (`owned`) its owner lives."""
-        path = slots_path(run.run_id)
+        path = _path_of(run)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -213,6 +235,18 @@ class SlotsFile:
         _hold(self._descriptor, _READERS + self._row)
         return self._row
 
+    def begin_fetch(self) -> bool:
+        """Whether this process is the one of its machine that fetches, until `end_fetch` or its death."""
+        wanted = _BYTES.pack(fcntl.F_WRLCK, os.SEEK_SET, _FETCHES, 1, 0)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, wanted)
+        except BlockingIOError:
+            return False
+        return True
+
+    def end_fetch(self) -> None:
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _BYTES.pack(fcntl.F_UNLCK, os.SEEK_SET, _FETCHES, 1, 0))
+
     def view(self, slot: int) -> memoryview:
         begin = slot * self._slot_pages
         return memoryview(self._data)[begin : begin + self.manifest.total_bytes]
@@ -222,7 +256,7 @@ class SlotsFile:
         """The table, to this process and thread alone. Raises WaitExpired naming a stopped process that has it."""
         with self._threads:
             until = time.monotonic() + _LOCK_DEADLINE_S
-            while not self._try_lock():
+            while not _try_flock(self._descriptor):
                 if time.monotonic() > until:
                     holder = int(self.head["lock_pid"][0])
                     raise WaitExpired(f"the lock of the weight slots is held by stopped process {holder}")
@@ -247,13 +281,6 @@ class SlotsFile:
         # The mappings go when the last view of them does: an engine may still hold tensors on a slot.
         os.close(self._descriptor)
         del self.head, self.table, self._data
-
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def _offsets(run: RunFile, manifest: Manifest) -> tuple[int, int, int]:

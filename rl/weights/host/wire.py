@@ -13,6 +13,7 @@ import zmq
 from msgspec import Struct
 
 from rl.weights.channel import WeightsError
+from rl.weights.host.bulk import Parcel
 from rl.weights.host.layout import Manifest, Segment
 from rl.wire.codec import Codec, ProtocolError
 from rl.wire.messages import Version
@@ -85,8 +86,26 @@ class Chunk(Struct, frozen=True, tag="chunk"):
     data: np.ndarray  # (length,) uint8, sent without a copy
 
 
+class AskParts(Struct, frozen=True, tag="ask_parts"):
+    """A reader asks how it is to fetch in bulk what this rank wrote into a leased slot. The answer is Parts."""
+
+    machine: str  # on which the reader stands
+    slot: int
+    has: int  # checksum of this rank's bytes as that machine has them; 0: it has none
+    wants: int  # and as they are in the slot
+
+
+class Parts(Struct, frozen=True, tag="parts"):
+    """Answer to AskParts."""
+
+    parcel: Parcel
+    patches: list[int] | None  # bytes of each, from what the machine has to what is in the slot; None: the slot itself
+
+
 class Release(Struct, frozen=True, tag="release"):
     """A reader ends its lease. The answer is Released."""
+
+    fetched: dict[str, int] = {}  # what its machine fetched in bulk under it
 
 
 class Released(Struct, frozen=True, tag="released"):
@@ -96,7 +115,7 @@ class Released(Struct, frozen=True, tag="released"):
 
 
 class NotYet(Struct, frozen=True, tag="not_yet"):
-    """Answer to FindSlot and AskLease: ask again."""
+    """Answer to FindSlot, AskLease and AskParts: ask again."""
 
     waiting: str  # who is waited for
     leases: int = 0  # slots that readers hold at this moment
@@ -108,8 +127,8 @@ class Refused(Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Question = Describe | FindSlot | Commit | AskLease | Fetch | Release
-Answer = Layout | Slot | Granted | Chunk | Released | NotYet | Refused
+Question = Describe | FindSlot | Commit | AskLease | AskParts | Fetch | Release
+Answer = Layout | Slot | Granted | Parts | Chunk | Released | NotYet | Refused
 _Expected = TypeVar("_Expected", bound=Answer)
 
 

@@ -11,7 +11,7 @@ from rl.weights.channel import Piece, Placement, Sender
 from rl.wire.messages import Version
 
 
-def offer_rows(senders: list[Sender], n: int, tensors: Mapping[str, Tensor]) -> int | None:
+def offer_rows(senders: list[Sender], n: int, tensors: Mapping[str, Tensor], timeline: int = 0) -> int | None:
     """Each rank offers its rows, as FSDP splits them; a scalar is rank 0's. It is announced; returns the receipt."""
     for rank, sender in enumerate(senders):
         pieces: list[Piece] = []
@@ -22,5 +22,5 @@ def offer_rows(senders: list[Sender], n: int, tensors: Mapping[str, Tensor]) -> 
         sender.offer(n, pieces)
 
     receipt = senders[0].receipt(n)
-    senders[0].announce(Version(0, n))
+    senders[0].announce(Version(timeline, n))
     return receipt

@@ -157,17 +157,30 @@ class Counted(dict[int, Any]):
         return super().values()
 
 
-def test_a_status_while_rolling_is_linear_in_the_generators() -> None:
-    """Every generator is behind and one loads: a heartbeat looks at each a few times, not once per pair."""
-    count = 200
+def test_a_heartbeat_looks_at_its_sender_and_the_end_of_a_load_once_at_who_is_behind() -> None:
+    count = 1024
     updater = core(count)
     publish(updater, 0)
     started(updater, count)
-    assert told(publish(updater, 1)) == [(0, 1)]
+    assert told(publish(updater, 1)) == [(index, 1) for index in range(64)]  # one in sixteen
     updater._generators = looked = Counted(updater._generators)
-    assert told(updater.status(1, loaded(5, 0))) == []
-    assert told(updater.status(1, loaded(0, 1))) == [(1, 1)]
-    assert looked.looks < 2 * 8 * count
+
+    assert told(updater.status(1, loaded(500, 0))) == []
+    assert looked.looks < 8
+    assert told(updater.status(1, loaded(0, 1))) == [(64, 1)]
+    assert looked.looks < count + 16
+
+
+@pytest.mark.parametrize(("count", "at_once"), [(1, 1), (31, 1), (32, 2), (64, 4)])
+def test_one_in_sixteen_rolls_at_a_time_and_at_least_one(count: int, at_once: int) -> None:
+    updater = core(count)
+    publish(updater, 0)
+    started(updater, count)
+    due = told(publish(updater, 1))
+    assert due == [(index, 1) for index in range(at_once)]
+    for index in range(at_once, count):
+        due += told(updater.status(1, loaded(index - at_once, 1)))
+        assert len(due) == index + 1 and len(updater.loading) == at_once
 
 
 # ---------------------------------------------------------------- proof of arrival

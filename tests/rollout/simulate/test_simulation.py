@@ -11,7 +11,7 @@ from rollout.broker.actions import GroupRecord, RevokeTickets
 from rollout.proxy.actions import Action as ProxyAction
 from rollout.simulate.clock import SimulationStopped
 from rollout.simulate.distributions import Constant, Empirical, Gaussian, LogNormal, normal
-from rollout.simulate.scenario import EnvServers, Generators, Scenario, TrainingCost, Work
+from rollout.simulate.scenario import EnvServers, Generators, Machines, Scenario, TrainingCost, Work
 from rollout.simulate.simulation import Simulation
 
 BROKER = Rules(
@@ -150,6 +150,27 @@ def test_the_death_of_a_server_takes_its_episodes_with_it_and_nothing_else() -> 
 
     assert undisturbed.report["ledger"]["tokens"]["failed"] == 0
     assert result.step_s > undisturbed.step_s
+
+
+def test_a_cluster_of_64_machines_loses_some_and_breaks_no_rule() -> None:
+    """1 024 generators, on 64 machines with their environment servers, some of which are lost."""
+    calm = Scenario(
+        broker=BROKER.changed(steps=3, groups_per_batch=64, group_size=16, train_tasks=4000, max_attempts=50),
+        generators=Generators(count=1024, max_num_seqs=8, load_s=0.5, copy_s=1.0),
+        work=Work(length=LogNormal(300, 0.5), task_share=0.5, turns=Constant(2), step_s=Constant(1)),
+        servers=EnvServers(count=64, capacity=1000),
+        training=TrainingCost(step_s=10.0, publish_s=1.0),
+        status_s=5.0,
+    )
+    simulation = Simulation(replace(calm, machines=Machines(count=64, mtbf_s=600, restart_s=30)))
+    result = simulation.run()
+    simulation.broker.ledger.check()
+
+    lost = simulation.record.machines_lost
+    assert lost > 2 and simulation.record.server_deaths == lost
+    assert result.report["steps"] == 3 and result.report["freshness_violations"] == 0
+    assert result.report["ledger"]["tokens"]["lost"] > 0
+    assert result.step_s < 2 * Simulation(calm).run().step_s, "a machine costs its own share, not the run's"
 
 
 def test_a_finished_task_does_not_lose_its_place_again_and_again() -> None:

@@ -1,10 +1,11 @@
-"""Both channels through hosts, end to end: the same guarantees through one interface, over processes and threads."""
+"""All channels through hosts, end to end: the same guarantees through one interface, over processes and threads."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from rl.weights.host import wire
 from rl.weights.host.ends import HostReceiver, HostSender
 from rl.weights.host.frames import FramesReceiver, pieces
 from rl.weights.host.layout import Manifest, Segment, digest
-from rl.weights.host.shm_file import slots_path
+from rl.weights.host.shm_file import remove_slots, slots_path
+from rl.weights.host.tcp import TcpReceiver
 from rl.wire.messages import Version
 from rl.wire.process import WaitExpired
 from rl.wire.run import RunFile
@@ -31,14 +33,12 @@ ENTRIES: list[Entry] = [
 ]
 MANIFEST = Manifest.layout(ENTRIES)
 Open = Callable[..., tuple[RunFile, HostSender, HostReceiver]]
-TRANSPORTS = ["shm", "zmq", "tcp"]
+TRANSPORTS = ["shm", "zmq", "zmq over tcp", "tcp"]
 
 
 def run_for(make_run: MakeRun, transport: str, *overrides: str, ranks: int = 1) -> RunFile:
-    tcp = ["network.transport=tcp"] if transport == "tcp" else []
-    return make_run(
-        f"weights.transport={'shm' if transport == 'shm' else 'zmq'}", f"learner.ranks={ranks}", *tcp, *overrides
-    )
+    tcp = ["network.transport=tcp"] if transport.endswith("tcp") else []
+    return make_run(f"weights.transport={transport.split()[0]}", f"learner.ranks={ranks}", *tcp, *overrides)
 
 
 @pytest.fixture
@@ -58,6 +58,7 @@ def opened(make_run: MakeRun) -> Iterator[Open]:
     yield make
     for end in ends:
         end.close()
+        remove_slots(end.run.run_id)
 
 
 def sender_of(run: RunFile, rank: int = 0) -> HostSender:
@@ -140,7 +141,7 @@ def test_the_view_is_read_only(opened: Open, transport: str) -> None:
         view[0] = 1
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_the_writer_never_waits_for_a_reader_that_holds_a_lease(opened: Open, transport: str) -> None:
     _, writer, slow = opened(transport)
     publish(writer, 0)
@@ -153,7 +154,7 @@ def test_the_writer_never_waits_for_a_reader_that_holds_a_lease(opened: Open, tr
     assert read(slow, 7)[0] == 7
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_waits_have_a_deadline_and_a_name(opened: Open, make_run: MakeRun, transport: str) -> None:
     _, writer, reader = opened(transport)
     publish(writer, 0)
@@ -165,7 +166,7 @@ def test_waits_have_a_deadline_and_a_name(opened: Open, make_run: MakeRun, trans
         lonely.open(0.2)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_a_rank_that_does_not_commit_is_named(make_run: MakeRun, transport: str) -> None:
     run = run_for(make_run, transport, ranks=2)
     writers = [sender_of(run, rank) for rank in range(2)]
@@ -282,7 +283,7 @@ def test_a_silent_reader_of_the_zmq_transport_loses_its_lease(make_run: MakeRun)
     writer.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_torn_reads_are_noticed(opened: Open, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     """The lease of a reader that reads on is ended for it, and its slot is overwritten."""
     _, writer, reader = opened(transport, "weights.slots=2")
@@ -297,17 +298,18 @@ def test_torn_reads_are_noticed(opened: Open, monkeypatch: pytest.MonkeyPatch, t
         assert reader.receipt() == 0 and not reader.release()
         del view
     else:
-        assert isinstance(reader, FramesReceiver)
-        fetch = reader._fetch
-        granted = []
+        assert isinstance(reader, FramesReceiver | TcpReceiver)
+        fetch: Any = reader._fetch
+        granted: list[int] = []
 
-        def fetch_late(grant: wire.Granted, view: memoryview, until: float) -> None:
+        def fetch_late(*arguments: Any) -> Any:
+            (grant,) = (each for each in arguments if isinstance(each, wire.Granted))
             granted.append(grant.version.n)
             if len(granted) == 1:
                 writer.receiver_died("generator-0", 0)
                 publish(writer, 1)
                 publish(writer, 2)
-            fetch(grant, view, until)
+            return fetch(*arguments)
 
         monkeypatch.setattr(reader, "_fetch", fetch_late)
         assert read(reader, 0)[0] == 2 and granted == [0, 2]
@@ -334,7 +336,7 @@ def test_a_corrupted_byte_is_found_and_named(opened: Open, transport: str) -> No
     assert read(reader, 1)[0] == 1
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_unwritten_rows_are_an_error(opened: Open, transport: str) -> None:
     _, writer, _ = opened(transport)
     writer.begin(Version(0, 0), 1)
@@ -344,7 +346,7 @@ def test_unwritten_rows_are_an_error(opened: Open, transport: str) -> None:
         writer.checksum(Version(0, 0), 1)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_misuse_is_refused(opened: Open, transport: str) -> None:
     _, writer, reader = opened(transport)
     writer.begin(Version(0, 0), 1)

@@ -195,10 +195,11 @@ class Agent:
             return
 
         self._run = self._files.placed(told.model_copy(update={"folder": folder, "socket_folder": self._folder}))
-        if not self._is_shared:
+        if not self._is_shared:  # the head's folder has both
             with open(os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(welcome.key)
             self._run.save()
+
         (self._folder / "run.json").write_text(self._run.model_dump_json())
         self._run.addresses.host = self._own_address()
         self._launcher = LocalLauncher(self._run)

@@ -19,7 +19,7 @@ from rollout.generator.engines.environment import VllmOptions
 from rollout.generator.engines.timing import SimulatedOptions as SimulatedEngine
 
 ROOT = Path(__file__).parents[2]
-MOST_FIELDS = 175  # 165, placement, model.lora, algo.teacher, learner.router_replay, weights.delta and cluster with four
+MOST_FIELDS = 175  # 165, placement, model.lora, algo.teacher, learner.router_replay, weights.delta, cluster with four
 MOST_WORDS = 30
 SECTIONS = {title or "Config": section for title, section in sections(Config)}
 OPTIONS = {each.where: each for each in (VllmOptions, SimulatedEngine, SimulatedLearner, LoraOptions)}

@@ -184,8 +184,10 @@ class Agent:
         self._files = Files(told, welcome.files, self._identity.decode())
         with contextlib.suppress(OSError):
             self._is_shared = self._files.seen and f'"{told.run_id}"' in (told.folder / "run.json").read_text()
+
         name = f"{told.folder.name}@{welcome.machine}.{told.run_id}"
         folder = told.folder if self._is_shared else (told.config.runs / name).absolute()
+
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:

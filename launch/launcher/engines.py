@@ -10,12 +10,16 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 from launch.launcher.node_messages import KEY_FILE
+from rl.config.schema import ConfigError
 from rl.wire.run import RunFile
 
 _ENDS_S = 10.0
+_LOOK_S = 5.0  # between two questions to SLURM
 _ROOT = Path(__file__).parents[2]
 
 
@@ -57,6 +61,42 @@ class Commands(Agents):
             process.wait()
 
 
+class SlurmJobs(Agents):
+    """One job for each machine (`launch/slurm.sh`), so that losing one touches no other. Where, and how large, sbatch
+    reads from its own variables, as SBATCH_PARTITION and SBATCH_GPUS."""
+
+    def __init__(self, count: int, address: str, key: bytes) -> None:
+        paths = {"PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        self._jobs: list[str] = []
+        self._asked = time.monotonic()
+        for number in range(1, count + 1):
+            join = shlex.join(join_command(address, number))
+            told = {"FRESCO_JOIN": join, "FRESCO_AGENTS_KEY": key.decode()}
+
+            command = ["sbatch", "--parsable", str(_ROOT / "launch" / "slurm.sh")]
+            try:
+                begun = subprocess.run(command, env=os.environ | told | paths, capture_output=True, text=True)
+            except FileNotFoundError:
+                raise ConfigError("cluster.engine='slurm': there is no sbatch here") from None
+
+            if begun.returncode:
+                self.close()
+                raise ConfigError(f"cluster.engine='slurm': {begun.stderr.strip()}")
+            self._jobs.append(begun.stdout.strip().partition(";")[0])
+
+    def wrong(self) -> str:
+        if time.monotonic() < self._asked + _LOOK_S:
+            return ""
+        self._asked = time.monotonic()
+        listed = subprocess.run(["squeue", "-h", "-o", "%A"], capture_output=True, text=True)
+        ended = set(self._jobs) - set(listed.stdout.split()) if listed.returncode == 0 else set()
+        return f"job {min(ended)} has ended; see fresco-agent-{min(ended)}.log" if ended else ""
+
+    def close(self) -> None:
+        if self._jobs:
+            subprocess.run(["scancel", *self._jobs], capture_output=True)
+
+
 def join_command(address: str, machine: int) -> list[str]:
     """Starts an agent that reads its key from standard input, in a copy of this folder with the same Python."""
     return [sys.executable, "-m", "launch.cli", "join", address, "--key", "-", "--machine", str(machine)]
@@ -66,6 +106,12 @@ def begin_agents(run: RunFile, address: str) -> Agents:
     """Bring an agent to each machine of `cluster.nodes`, if that is ours to do."""
     cluster = run.config.cluster
     key = (run.folder / KEY_FILE).read_bytes()
+    if cluster.engine == "slurm":
+        return SlurmJobs(cluster.count, address, key)
+    if cluster.engine == "ray":
+        on_ray = resolve_name("launch.launcher.ray_agents:RayAgents")  # only where it is asked for
+        agents: Agents = on_ray(cluster.count, run.device == "cuda", run.config.timeouts.start_s, address, key)
+        return agents
     if not isinstance(cluster.nodes, list):
         return Agents()
 

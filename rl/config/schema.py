@@ -258,8 +258,8 @@ class NetworkConfig(Section):
 
 class ClusterConfig(Section):
     where = "several machines"
-    engine: Literal["local", "ssh"] = "local"
-    """What starts an agent on each machine: `ssh`, or (`local`) nobody but you, with `fresco join`."""
+    engine: Literal["local", "ssh", "slurm", "ray"] = "local"
+    """What starts an agent on each machine: ssh, a SLURM job, a Ray actor, or (`local`) you, with `fresco join`."""
     nodes: int | list[str] = 0
     """How many machines, or their host names; 0: all stands on this one."""
     place: dict[Literal["learner", "generator", "env_server", "parsers", "teacher"], list[int]] = Field(

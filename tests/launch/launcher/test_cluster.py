@@ -50,7 +50,7 @@ class FakeAgent:
 
     def hear(self, kind: type[M], is_it: Callable[[M], bool] = lambda _: True) -> M:
         until = time.monotonic() + PATIENCE_S
-        while self.socket.poll(max(0.0, until - time.monotonic()) * 1000):
+        while self.socket.poll(int(1000 * max(0.0, until - time.monotonic()))):
             message = codec.decode(self.socket.recv_multipart())
             if isinstance(message, kind) and is_it(message):
                 return message

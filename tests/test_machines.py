@@ -102,7 +102,7 @@ def test_machines_are_cut_off_killed_and_join_late_and_the_last_step_is_reached(
     shared = {1: [tmp_path], 2: [tmp_path]}
     with Machines(5, shared=shared) as machines:
         run = Run(
-            machines, tmp_path, "simulated", "steps=400", "learner.options.step_s=0.1", "learner.checkpoint_every=5"
+            machines, tmp_path, "simulated", "steps=150", "learner.options.step_s=0.1", "learner.checkpoint_every=5"
         )
         run.wait_for_step(5)
         machines.cut(3)
@@ -129,7 +129,7 @@ def test_machines_are_cut_off_killed_and_join_late_and_the_last_step_is_reached(
         run.wait_for_step(run.step() + 10)
         summary = run.end()
 
-        assert summary["steps"] == 400 and run.step() == 400
+        assert summary["steps"] == 150 and run.step() == 150
         for number in (1, 3, 5):
             assert run.agents[number].wait(PATIENCE_S) == 0
             assert not machines.processes(number)

@@ -19,7 +19,8 @@ from rl.config.schema import ConfigError
 from rl.wire.run import RunFile
 
 _ENDS_S = 10.0
-_LOOK_S = 5.0  # between two questions to SLURM
+_LOOK_S = 5.0  # between two questions to SLURM while agents are waited for
+_TURN_S = 0.2  # and while they end
 _ROOT = Path(__file__).parents[2]
 
 
@@ -88,13 +89,20 @@ class SlurmJobs(Agents):
         if time.monotonic() < self._asked + _LOOK_S:
             return ""
         self._asked = time.monotonic()
-        listed = subprocess.run(["squeue", "-h", "-o", "%A"], capture_output=True, text=True)
-        ended = set(self._jobs) - set(listed.stdout.split()) if listed.returncode == 0 else set()
-        return f"job {min(ended)} has ended; see fresco-agent-{min(ended)}.log" if ended else ""
+        ended = min(set(self._jobs) - self._listed(), default="")
+        return f"job {ended} has ended; see fresco-agent-{ended}.log" if ended else ""
+
+    def _listed(self) -> set[str]:
+        """Our jobs that SLURM knows; all, where it does not answer."""
+        asked = subprocess.run(["squeue", "-h", "-o", "%A"], capture_output=True, text=True)
+        return set(self._jobs) & set(asked.stdout.split()) if asked.returncode == 0 else set(self._jobs)
 
     def close(self) -> None:
-        if self._jobs:
-            subprocess.run(["scancel", *self._jobs], capture_output=True)
+        until = time.monotonic() + _ENDS_S
+        while self._listed() and time.monotonic() < until:  # their agents have ended, and they end by themselves
+            time.sleep(_TURN_S)
+        if left := self._listed():
+            subprocess.run(["scancel", *left], capture_output=True)
 
 
 def join_command(address: str, machine: int) -> list[str]:

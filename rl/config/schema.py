@@ -384,6 +384,11 @@ class Config(Section):
                 f"cluster.nodes={self.cluster.nodes}: machines talk over tcp, and agents start processes; set "
                 "network.transport=tcp, network.host to this machine's address, and launcher=local"
             )
+        if self.cluster.count and self.channel == "shm":
+            raise ValueError(
+                f"weights.transport={self.weights.transport}: no machine sees another's memory, and cluster.nodes="
+                f"{self.cluster.nodes}; set weights.transport=auto"
+            )
 
         first = self.rollout.first_episodes
         if first and not (self.rollout.filter_constant_groups and 2 <= first < self.rollout.group_size):

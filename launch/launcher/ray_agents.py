@@ -34,9 +34,7 @@ class RayAgents(Agents):
         self._groups = groups
         self._actors: list[Any] = []
         self._ends: list[Any] = []
-        # `ray job submit` has sent the code already.
-        sent = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-        code = None if sent else {"working_dir": str(_ROOT), "excludes": _NOT_SENT}
+        code = {"working_dir": str(_ROOT), "excludes": _NOT_SENT}
 
         try:
             ray.init(address="auto", runtime_env=code, log_to_driver=True)

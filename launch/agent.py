@@ -203,6 +203,7 @@ class Agent:
             self._run.save()
 
         (self._folder / "run.json").write_text(self._run.model_dump_json())
+
         self._run.addresses.host = self._own_address()
         self._launcher = LocalLauncher(self._run)
         self._lease = Lease(welcome.lease_s, self._hellos[welcome.number])
@@ -274,8 +275,8 @@ class Agent:
             if orderly:
                 killed: dict[str, int | None] = {}
                 for name, code in self._states.items():
-                    handle = self._handles.get(name)
-                    ended = code if code is not None or handle is None else handle.wait(_ENDS_S)
+                    begun = self._handles.get(name)
+                    ended = code if code is not None or begun is None else begun.wait(_ENDS_S)
                     killed[name] = -signal.SIGKILL if ended is None else ended
                 self._send(Beat(self._lease.beat(boot_time()), killed, self._logs(), self._is_shared, leaving=True))
             clean_up(self._run.run_id)

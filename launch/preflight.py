@@ -414,6 +414,8 @@ def _check_network(config: Config) -> None:
             probe.bind((numeric(host), 0))
     except OSError as error:
         raise ConfigError(f"network.host={host!r}: no address of this machine ({error.strerror})") from None
+    if config.cluster.count and config.cluster.engine != "local" and numeric(host).startswith("127."):
+        raise ConfigError(f"network.host={host!r}: no other machine reaches it; name this machine's own address")
     if numeric(host) == "0.0.0.0":
         raise ConfigError(f"network.host={host!r}: nobody can connect to it; name the address that others use")
 

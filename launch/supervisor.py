@@ -336,7 +336,8 @@ class Supervisor:
                 raise RunFailed(f"{ended}; it was restarted {used} times already", detail)
             self._restarts[unit[0].name] += 1
         self._raise_alarm("supervisor", "process-died", f"{child.name} {how}; it is started again")
-        self._display.note(f"{child.name} {how}; starting it again ({used + 1} of {allowed})")
+        count = "" if child.moved else f" ({used + 1} of {allowed})"
+        self._display.note(f"{child.name} {how}; starting it again{count}")
         if child.last_words is not None:
             self._display.note(detail)
 

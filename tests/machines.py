@@ -9,6 +9,7 @@ A machine's first process is its power: when it dies, the kernel ends all others
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -114,9 +115,10 @@ class Machines:
 
     def begin(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Begin a command there, in this folder."""
-        pid = str(self._power[number].pid)
-        enter = ["nsenter", "-t", pid, "-n", "-m", "-u", "-i", "-p", f"--wd={options.pop('cwd', os.getcwd())}", "--"]
-        return subprocess.Popen([*enter, *command], text=True, **options)
+        where = options.pop("cwd", os.getcwd())
+        enter = ["nsenter", "-t", str(self._power[number].pid), "-n", "-m", "-u", "-i", "-p", "--wd=/", "--"]
+        there = ["sh", "-c", 'cd "$0" && exec "$@"', str(where)]
+        return subprocess.Popen([*enter, *there, *command], text=True, **options)
 
     def run(self, number: int, command: str) -> str:
         return self.begin(number, ["sh", "-ec", command], stdout=subprocess.PIPE).communicate(timeout=60)[0]
@@ -147,7 +149,8 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         for number, power in self._power.items():
-            power.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                power.kill()
             subprocess.run(["ip", "netns", "del", f"{self._tag}{number}"], capture_output=True)
         psutil.wait_procs([*self._power.values()], timeout=10)
         sh(f"ip netns del {self._tag}s; rm -rf {shlex.quote(str(self._folder))}")

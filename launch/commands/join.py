@@ -28,13 +28,13 @@ from rl.wire.run import key_pair
 
 _JOINS_S = 90.0  # for the agent to say until when its first lease holds
 _NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-_KEEPER = "FRESCO_KEEPER"
+KEEPER = "FRESCOKEEPER"
 
 
 def join(arguments: argparse.Namespace) -> int:
     """Returns 0 when the run has ended or this machine has left it, 3 when the head was lost. Raises ConfigError."""
     head, key = _address(arguments.head), _read_key(arguments.key)
-    _sweep()
+    sweep()
     adopt_orphans()
     others = descendants()
 
@@ -84,7 +84,7 @@ def _keep(lease: int) -> bool:
 def _begin(arguments: list[str], lease: int) -> subprocess.Popen[bytes]:
     me = os.getpid()
     alone = subprocess.run([*_NAMESPACE, "true"], stderr=subprocess.DEVNULL).returncode == 0
-    kept = {"FRESCO_PARENT_PID": "0" if alone else str(me), _KEEPER: " ".join(_named(me))}
+    kept = {"FRESCO_PARENT_PID": "0" if alone else str(me), KEEPER: " ".join(named(me))}
     return subprocess.Popen(
         [*(_NAMESPACE if alone else []), sys.executable, "-m", "launch.agent", *arguments],
         bufsize=0,
@@ -96,20 +96,20 @@ def _begin(arguments: list[str], lease: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _named(pid: int) -> tuple[str, str, str]:
+def named(pid: int) -> tuple[str, str, str]:
     """What no other process of this box is called: its pid namespace, its pid there, and when it began."""
     namespace = os.readlink("/proc/self/ns/pid")
     began = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19]
     return namespace, str(pid), began
 
 
-def _sweep() -> None:
+def sweep() -> None:
     """End what dead keepers of this pid namespace left."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            namespace, pid, began = process.environ().get(_KEEPER, "- 0 0").split()
+            namespace, pid, began = process.environ().get(KEEPER, "- 0 0").split()
             ours = namespace == os.readlink("/proc/self/ns/pid")
-            if ours and not (psutil.pid_exists(int(pid)) and _named(int(pid))[2] == began):
+            if ours and not (psutil.pid_exists(int(pid)) and named(int(pid))[2] == began):
                 print(f"ended {process.pid}, which a dead agent had left", flush=True)
                 process.kill()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import zmq
 
-from launch.launcher.engines import begin_agents
+from launch.launcher.engines import Agents, begin_agents
 from launch.launcher.local import Begin, LocalLauncher, begin_process
 from launch.launcher.members import Member, Members
 from launch.launcher.node_messages import (
@@ -81,8 +81,10 @@ class ClusterLauncher:
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._thread.start()
-        self._engine = begin_agents(run, self.address)
+
+        self._engine = Agents()
         try:
+            self._engine = begin_agents(run, self.address)
             self._await_machines()
         except BaseException:
             self.close()

@@ -10,12 +10,17 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 from launch.launcher.node_messages import KEY_FILE
+from rl.config.schema import ConfigError
 from rl.wire.run import RunFile
 
 _ENDS_S = 10.0
+_LOOK_S = 5.0  # between two questions to SLURM while agents are waited for
+_TURN_S = 0.2  # and while they end
 _ROOT = Path(__file__).parents[2]
 
 
@@ -57,6 +62,49 @@ class Commands(Agents):
             process.wait()
 
 
+class SlurmJobs(Agents):
+    """One job for each machine (`launch/slurm.sh`), so that losing one touches no other. Where, and how large, sbatch
+    reads from its own variables, as SBATCH_PARTITION and SBATCH_GPUS."""
+
+    def __init__(self, count: int, address: str, key: bytes) -> None:
+        paths = {"PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        self._jobs: list[str] = []
+        self._asked = time.monotonic()
+        for number in range(1, count + 1):
+            join = shlex.join(join_command(address, number))
+            told = {"FRESCO_JOIN": join, "FRESCO_AGENTS_KEY": key.decode()}
+
+            command = ["sbatch", "--parsable", str(_ROOT / "launch" / "slurm.sh")]
+            try:
+                begun = subprocess.run(command, env=os.environ | told | paths, capture_output=True, text=True)
+            except FileNotFoundError:
+                raise ConfigError("cluster.engine='slurm': there is no sbatch here") from None
+
+            if begun.returncode:
+                self.close()
+                raise ConfigError(f"cluster.engine='slurm': {begun.stderr.strip()}")
+            self._jobs.append(begun.stdout.strip().partition(";")[0])
+
+    def wrong(self) -> str:
+        if time.monotonic() < self._asked + _LOOK_S:
+            return ""
+        self._asked = time.monotonic()
+        ended = min(set(self._jobs) - self._listed(), default="")
+        return f"job {ended} has ended; see fresco-agent-{ended}.log" if ended else ""
+
+    def _listed(self) -> set[str]:
+        """Our jobs that SLURM knows; all, where it does not answer."""
+        asked = subprocess.run(["squeue", "-h", "-o", "%A"], capture_output=True, text=True)
+        return set(self._jobs) & set(asked.stdout.split()) if asked.returncode == 0 else set(self._jobs)
+
+    def close(self) -> None:
+        until = time.monotonic() + _ENDS_S
+        while self._listed() and time.monotonic() < until:  # their agents have ended, and they end by themselves
+            time.sleep(_TURN_S)
+        if left := self._listed():
+            subprocess.run(["scancel", *left], capture_output=True)
+
+
 def join_command(address: str, machine: int) -> list[str]:
     """Starts an agent that reads its key from standard input, in a copy of this folder with the same Python."""
     return [sys.executable, "-m", "launch.cli", "join", address, "--key", "-", "--machine", str(machine)]
@@ -66,6 +114,12 @@ def begin_agents(run: RunFile, address: str) -> Agents:
     """Bring an agent to each machine of `cluster.nodes`, if that is ours to do."""
     cluster = run.config.cluster
     key = (run.folder / KEY_FILE).read_bytes()
+    if cluster.engine == "slurm":
+        return SlurmJobs(cluster.count, address, key)
+    if cluster.engine == "ray":
+        on_ray = resolve_name("launch.launcher.ray_agents:RayAgents")  # only where it is asked for
+        agents: Agents = on_ray(cluster.count, run.device == "cuda", run.config.timeouts.start_s, address, key)
+        return agents
     if not isinstance(cluster.nodes, list):
         return Agents()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 KEEPS = "learner"
 """The role whose files are the run's own: checkpoints, versions, the model."""
@@ -62,7 +63,7 @@ class Member:
 class Members:
     """The head's side. A process is known by its name, `generator.0.2`."""
 
-    def __init__(self, nodes: int, fence_s: float, place: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, nodes: int, fence_s: float, place: Mapping[Any, Sequence[int]]) -> None:
         self._nodes = nodes
         self._patience_s = fence_s
         self._place = place

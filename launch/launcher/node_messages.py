@@ -109,7 +109,7 @@ codec: Codec[FromAgent | FromHead] = Codec(FromAgent | FromHead)
 
 def agent_socket(kind: int, key: tuple[bytes, bytes], identity: bytes | None = None) -> zmq.SyncSocket:
     """One end of the connection between an agent and the head; who does not have the key is refused."""
-    socket = zmq.Context.instance().socket(kind)
+    socket: zmq.SyncSocket = zmq.Context.instance().socket(kind)
     socket.linger = 500
     socket.set_hwm(HIGH_WATER_MARK)
     socket.maxmsgsize = _LIMIT_BYTES

@@ -267,8 +267,8 @@ class NetworkConfig(Section):
 
 class ClusterConfig(Section):
     where = "several machines"
-    engine: Literal["local", "ssh"] = "local"
-    """What starts an agent on each machine: `ssh`, or (`local`) nobody but you, with `fresco join`."""
+    engine: Literal["local", "ssh", "slurm", "ray"] = "local"
+    """What starts an agent on each machine: ssh, a SLURM job, a Ray actor, or (`local`) you, with `fresco join`."""
     nodes: int | list[str] = 0
     """How many machines, or their host names; 0: all stands on this one."""
     place: dict[Literal["learner", "generator", "env_server", "parsers", "teacher"], list[int]] = Field(
@@ -392,6 +392,11 @@ class Config(Section):
             raise ValueError(
                 f"cluster.nodes={self.cluster.nodes}: machines talk over tcp, and agents start processes; set "
                 "network.transport=tcp, network.host to this machine's address, and launcher=local"
+            )
+        if self.cluster.count and self.channel == "shm":
+            raise ValueError(
+                f"weights.transport={self.weights.transport}: no machine sees another's memory, and cluster.nodes="
+                f"{self.cluster.nodes}; set weights.transport=auto"
             )
 
         first = self.rollout.first_episodes

@@ -29,7 +29,7 @@ from launch.launcher.node_messages import (
     codec,
 )
 from launch.launcher.protocol import Handle, Spec
-from rl.config.schema import ConfigError
+from rl.config.schema import ConfigError, load_config
 from rl.wire.run import RunFile, key_pair
 from tests.conftest import MakeRun
 
@@ -50,7 +50,7 @@ class FakeAgent:
 
     def hear(self, kind: type[M], is_it: Callable[[M], bool] = lambda _: True) -> M:
         until = time.monotonic() + PATIENCE_S
-        while self.socket.poll(max(0.0, until - time.monotonic()) * 1000):
+        while self.socket.poll(int(1000 * max(0.0, until - time.monotonic()))):
             message = codec.decode(self.socket.recv_multipart())
             if isinstance(message, kind) and is_it(message):
                 return message
@@ -234,3 +234,25 @@ def test_a_run_whose_machines_do_not_come_says_how_many_did(run: RunFile, monkey
     head.thread.join(PATIENCE_S)
     (error,) = head.failed
     assert isinstance(error, ConfigError) and "0 of 1 machines have joined within timeouts.start_s=0.2" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["cluster.nodes=2", "network.transport=ipc"], "set network.transport=tcp"),
+        (["cluster.nodes=2", "weights.transport=shm"], "weights.transport=shm: no machine sees another's memory"),
+        (["cluster.nodes=2", "cluster.engine=ssh"], "host names"),
+        (["cluster.nodes=[one, two]"], "host names"),
+        (["cluster.nodes=-1"], "0 to 1024 machines"),
+        (
+            ["cluster.nodes=2", "cluster.place={learner: [3]}"],
+            r"place.learner=\[3\]: machines are numbers from 1 to nodes",
+        ),
+        (["cluster.nodes=2", "cluster.place={broker: [1]}"], "broker"),
+        (["cluster.nodes=2", "cluster.lease_s=0"], "lease_s"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused_in_one_line(overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as refused:
+        load_config(None, ["network.transport=tcp", *overrides])
+    assert "\n" not in str(refused.value)

@@ -15,9 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.commands.join import KEEPER, named, sweep
 from launch.launcher.cluster import ClusterLauncher
 from launch.plan import ProcessSpec
 from launch.supervisor import Supervisor
+from rl.config.schema import ConfigError
 from rl.wire.run import RunFile
 from tests.conftest import MakeRun
 from tests.launch.test_supervisor import QUIET, FakeSpec
@@ -140,6 +142,21 @@ def test_a_machine_leaves_in_good_order(run: RunFile, tmp_path: Path, capsys: py
 
 def test_a_host_that_cannot_be_reached_is_said_at_once(run: RunFile, tmp_path: Path) -> None:
     (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
-    command = [sys.executable, "-m", "launch.cli", "run", "simulated", *CLUSTER, f"runs={tmp_path}", "name=far"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE_S)
-    assert ended.returncode == 2 and "the agent of one ended with exit code 255" in ended.stderr
+    with pytest.raises(ConfigError, match=r"the agent of (one|two) ended with exit code 255"):
+        ClusterLauncher(run)
+
+
+def test_what_a_dead_keeper_left_is_swept_and_what_a_living_one_keeps_is_not() -> None:
+    dead = subprocess.Popen(["true"])
+    names = {"living": " ".join(named(os.getpid())), "dead": f"{named(os.getpid())[0]} {dead.pid} 1"}
+    names["elsewhere"] = f"pid:[1] {dead.pid} 1"  # of another namespace, where that pid may live
+    dead.wait()
+    begun = {name: subprocess.Popen(["sleep", "60"], env=os.environ | {KEEPER: kept}) for name, kept in names.items()}
+    try:
+        sweep()
+        assert begun["dead"].wait(PATIENCE_S) == -signal.SIGKILL
+        assert begun["living"].poll() is None and begun["elsewhere"].poll() is None
+    finally:
+        for process in begun.values():
+            process.kill()
+            process.wait()

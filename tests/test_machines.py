@@ -1,0 +1,179 @@
+"""Runs over four machines: they end in order, alone or with machines that are cut off, killed, and join late."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+
+from rl.store.batch_files import read_batch_parts
+from rl.store.made_once import cache_folder
+from tests.machines import Machines, missing
+
+pytestmark = [pytest.mark.docs, pytest.mark.skipif(bool(missing()), reason=f"several machines on one box: {missing()}")]
+ROOT = Path(__file__).parent.parent
+LEASE_S = 6.0
+PATIENCE_S = 200.0
+PLACE = "cluster.place={learner: [1, 2], generator: [2, 3], env_server: [4]}"
+
+
+class Run:
+    """`fresco run` on machine 1, with an agent on each. Only 1 and 2 see the folder of runs."""
+
+    def __init__(self, machines: Machines, runs: Path, recipe: str, *overrides: str) -> None:
+        self.machines = machines
+        self.folder = runs / recipe
+        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        told = ("network.transport=tcp", f"network.host={machines.address(1)}", "cluster.nodes=4", PLACE)
+        command = [sys.executable, "-m", "launch.cli", "run", recipe, f"runs={runs}", f"cluster.lease_s={LEASE_S:g}"]
+        self.log = runs / "head.log"
+        with self.log.open("w") as log:
+            self.head = machines.begin(
+                1, [*command, *told, *overrides], cwd=ROOT, env=self.environment, stdout=log, stderr=log
+            )
+        self.address = self._address()
+        self.agents: dict[int, subprocess.Popen[str]] = {}
+        for number in (1, 2, 3, 4):
+            self.join(number)
+
+    def _address(self) -> str:
+        def found() -> list[str]:
+            return re.findall(r"fresco join (\S+)", self.log.read_text())
+
+        wait_for(lambda: bool(found()), self.told)
+        return found()[0]
+
+    def join(self, number: int) -> None:
+        command = [sys.executable, "-m", "launch.cli", "join", self.address, "--key", "-", "--machine", str(number)]
+        log = (self.log.parent / f"agent{len(self.agents)}.{number}.log").open("w")
+        self.agents[number] = agent = self.machines.begin(
+            number, command, cwd=self._home(number), env=self.environment, stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
+        key = (self.folder / "agents.key").read_text()
+        pipe: IO[str] | None = agent.stdin
+        assert pipe is not None
+        pipe.write(key)
+        pipe.close()
+
+    def _home(self, number: int) -> str:
+        self.machines.run(number, "mkdir -p /tmp/home")
+        return "/tmp/home"
+
+    def told(self) -> str:
+        logs = [self.log, *self.log.parent.glob("agent*.log"), *self.folder.glob("logs/*.log")]
+        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in logs)
+
+    def step(self) -> int:
+        rows = self.folder / "metrics.jsonl"
+        trained = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+        return max((row["step"] for row in trained if "train/loss" in row), default=0)
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for(lambda: self.step() >= step or self.head.poll() is not None, self.told)
+        assert self.head.poll() is None, self.told()
+
+    def end(self) -> dict[str, Any]:
+        assert self.head.wait(PATIENCE_S) == 0, self.told()
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        for counted, all_of in (("samples", "issued"), ("tokens", "generated")):
+            ledger = dict(summary["ledger"][counted])
+            assert ledger.pop(all_of) == sum(ledger.values()), ledger
+        assert not summary["freshness_violations"]
+        return summary
+
+
+def wait_for(condition: Callable[[], bool], told: Callable[[], str]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, told()
+        time.sleep(0.05)
+
+
+def test_machines_are_cut_off_killed_and_join_late_and_the_last_step_is_reached(tmp_path: Path) -> None:
+    shared = {1: [tmp_path], 2: [tmp_path]}
+    with Machines(5, shared=shared) as machines:
+        run = Run(
+            machines, tmp_path, "simulated", "steps=150", "learner.options.step_s=0.1", "learner.checkpoint_every=5"
+        )
+        run.wait_for_step(5)
+        machines.cut(3)
+        time.sleep(LEASE_S / 3)
+        machines.heal(3)  # within its lease: nothing has happened
+        run.wait_for_step(run.step() + 5)
+        assert "is lost" not in run.log.read_text() and run.agents[3].poll() is None
+
+        machines.cut(3)
+        wait_for(lambda: run.agents[3].poll() is not None, run.told)
+        assert run.agents[3].returncode == 3 and not machines.processes(3)
+        wait_for(lambda: "its machine 3 is lost" in run.log.read_text(), run.told)
+        machines.heal(3)
+        run.wait_for_step(run.step() + 5)
+        run.join(3)  # its generator comes back to it
+        wait_for(lambda: "it goes back to machine 3" in run.log.read_text(), run.told)
+
+        machines.kill(4)
+        wait_for(lambda: "its machine 4 is lost" in run.log.read_text(), run.told)
+        run.join(5)
+        run.wait_for_step(run.step() + 5)
+        machines.kill(2)  # with a rank of the learner
+        wait_for(lambda: "learner.1 its machine 2 is lost" in run.log.read_text(), run.told)
+        run.wait_for_step(run.step() + 10)
+        summary = run.end()
+
+        assert summary["steps"] == 150 and run.step() == 150
+        for number in (1, 3, 5):
+            assert run.agents[number].wait(PATIENCE_S) == 0
+            assert not machines.processes(number)
+
+
+def test_on_four_machines_a_run_without_lag_trains_what_it_trains_on_one(tmp_path: Path) -> None:
+    """Real engines, ranks on two machines. Machines 3 and 4 see nothing of the run, and get the model's files from the
+    head."""
+    alike = (
+        "steps=3",
+        "rollout.alpha=0",
+        "sampling.seeded=true",
+        "tracking.replay=full",
+        "eval.tasks=16",
+        "tracking.wandb=disabled",
+    )
+    one = tmp_path / "one"
+    one.mkdir()
+    command = [sys.executable, "-m", "launch.cli", "run", "math_cpu", f"runs={one}", *alike]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_S)
+    four = tmp_path / "four"
+    four.mkdir()
+    hidden = {number: [cache_folder()] for number in (3, 4)}
+    with Machines(4, shared={1: [tmp_path], 2: [tmp_path]}, hidden=hidden) as machines:
+        run = Run(machines, four, "math_cpu", *alike)
+        run.end()
+        assert all(agent.wait(PATIENCE_S) == 0 for agent in run.agents.values())
+        assert not any(machines.processes(number) for number in (1, 2, 3, 4))
+
+    assert len(losses(one)) == 3 and losses(four) == pytest.approx(losses(one), rel=1e-4, abs=1e-6)
+    for step in range(3):
+        assert batch(four, step) == batch(one, step)
+
+
+def losses(runs: Path) -> list[float]:
+    rows = map(json.loads, (runs / "math_cpu" / "metrics.jsonl").read_text().splitlines())
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def batch(runs: Path, step: int) -> dict[int, list[int]]:
+    """Its tokens, by sample."""
+    found: dict[int, list[int]] = {}
+    for part in (each for each in read_batch_parts(runs / "math_cpu") if each.step == step):
+        ends = np.cumsum(part.lengths)
+        for member, end, length in zip(part.members, ends, part.lengths, strict=True):
+            found.setdefault(part.rows[member].sample_id, []).extend(part.token_ids[end - length : end].tolist())
+    return found

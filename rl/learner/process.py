@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl.learner import checkpoint
 from rl.learner.changes import reachable, read_changes, set_at, settle, take_wish
@@ -35,6 +35,7 @@ from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
 from rl.models.loading import weight_files
+from rl.models.team import make_mesh, make_team
 from rl.store.checkpoint_folder import CheckpointError, Meta
 from rl.store.digests import digest_of
 from rl.store.version_digests import VersionDigests, digest_file
@@ -111,6 +112,7 @@ class Learner:
             run.model_folder,
             last_step=run.last_step,
             mesh=join_ranks(process),
+            team=make_team(run.learner_device, self.config.learner.context_parallel),
             device=run.learner_device,
             before_forward=self._advance,
             observe=self.token_log,
@@ -131,7 +133,7 @@ class Learner:
         """Guards that know of no step yet."""
         alarms = self._process.alarms
         self.guards = StepGuards(self.trainer, self.config, alarms, first_step=self.run.start_step)
-        self.exact = ExactCheck(self.policy, self.config, alarms)
+        self.exact = ExactCheck(self.policy, self.config, alarms, self.trainer.counted)
 
     def take_changes(self, client: Client, publisher: Publisher, n: int) -> None:
         """Do what was asked of the run, now that version `n` is there. All ranks call it together."""
@@ -196,7 +198,7 @@ class Learner:
     def client(self) -> Client:
         """Where the batches come from: the broker, or the rows of supervised training."""
         if self.config.supervised:
-            return RowsClient(self._process, self.policy, self.first_step)
+            return RowsClient(self._process, self.policy, self.first_step, self.trainer.counted)
         return RunClient(self._process, self.entries, self.first_step)
 
     def export(self, step: int) -> None:
@@ -225,7 +227,7 @@ def join_ranks(process: Process) -> DeviceMesh | None:
     store = _meeting_place(process)
     dist.init_process_group(backend, store=store, rank=process.index, world_size=ranks, timeout=timeout)
     alone = ranks == 1 and run.config.model.dtype == "float32"
-    return None if alone else init_device_mesh(run.learner_device, (ranks,))
+    return None if alone else make_mesh(run.learner_device, ranks, run.config.learner.copies)
 
 
 def _meeting_place(process: Process) -> dist.Store:

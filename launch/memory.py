@@ -110,6 +110,8 @@ def estimate(
         engine_at_rest |= _engine(config, model, device) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
     if model and device == "cpu" and learner_computes(config):
         learner_at_rest |= _learner(config, model)
+    if model and config.learner.checkpoints == "background" and learner_computes(config):
+        learner_at_rest["checkpoint"] = 3 * _learner(config, model)["gradients"]  # what is trained, and two moments
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:

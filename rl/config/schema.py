@@ -174,6 +174,8 @@ class LearnerConfig(Section):
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0: only at the end."""
+    checkpoints: Literal["blocking", "background"] = "blocking"
+    """`background`: training goes on while a checkpoint is written from a copy in the host's memory."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)

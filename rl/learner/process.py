@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.learner import checkpoint
-from rl.learner.changes import reachable, read_changes, set_at, settle, take_wish
+from rl.learner.changes import is_wished, reachable, read_changes, set_at, settle, take_wish
 from rl.learner.credit import all_reduce
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
@@ -129,6 +129,10 @@ class Learner:
         self._watch()
         self.digests = digest_file(run.folder) if process.index == 0 else None
 
+        self.background: checkpoint.Background | None = None
+        if self.config.learner.checkpoints == "background":
+            self.background = checkpoint.Background(run.folder / "checkpoints", self.config.timeouts.hang_s)
+
     def _watch(self) -> None:
         """Guards that know of no step yet."""
         alarms = self._process.alarms
@@ -137,6 +141,10 @@ class Learner:
 
     def take_changes(self, client: Client, publisher: Publisher, n: int) -> None:
         """Do what was asked of the run, now that version `n` is there. All ranks call it together."""
+        if self.background is not None:
+            self.background.look()
+            if is_wished(self.run.folder):
+                self.background.wait()  # an undo begins from checkpoints that are there
         took = dist.get_rank() == 0 and take_wish(self.run.folder, n, client.timeline) is not None
         made = bool(all_reduce(torch.tensor([took]).int(), "max"))  # then it stands in the file for every rank
 
@@ -193,7 +201,10 @@ class Learner:
         journal = client.journal(step)
         meta = Meta(step, client.timeline, self.config.learner.ranks, self._lora)
         keep = self.config.learner.keep_checkpoints
-        checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
+        if self.background is not None:
+            self.background.save(self.trainer.trained(), meta, journal, keep)
+        else:
+            checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
     def client(self) -> Client:
         """Where the batches come from: the broker, or the rows of supervised training."""
@@ -210,6 +221,8 @@ class Learner:
         checkpoint.export_hf(self.policy, self.run.folder / "model", start, beside)
         if (options := self.trainer.lora) is not None:
             export_adapter(self.policy, options, self.config, start, self.run.folder / "adapter")
+        if self.background is not None:
+            self.background.wait()
 
 
 def join_ranks(process: Process) -> DeviceMesh | None:

@@ -19,8 +19,8 @@ from rollout.generator.engines.environment import VllmOptions
 from rollout.generator.engines.timing import SimulatedOptions as SimulatedEngine
 
 ROOT = Path(__file__).parents[2]
-# 165, placement, model.lora, algo.teacher, router_replay, context_parallel, copies and reduce_dtype.
-MOST_FIELDS = 172
+# 165, placement, model.lora, algo.teacher, router_replay, context_parallel, copies, reduce_dtype and checkpoints.
+MOST_FIELDS = 173
 MOST_WORDS = 30
 SECTIONS = {title or "Config": section for title, section in sections(Config)}
 OPTIONS = {each.where: each for each in (VllmOptions, SimulatedEngine, SimulatedLearner, LoraOptions)}

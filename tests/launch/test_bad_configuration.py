@@ -452,6 +452,15 @@ def test_of_two_copies_each_is_divided_among_half_of_the_ranks() -> None:
     assert on_learner(FOUR_B, "learner.reduce_dtype=bfloat16")["working space"] <= one["working space"]
 
 
+def test_a_checkpoint_in_the_background_needs_a_copy_on_the_host() -> None:
+    def held(how: str) -> int:
+        config = load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", [f"learner.checkpoints={how}"])
+        needs = estimate(config, "cuda", ModelShape.of(LLAMA_8B))
+        return next(need.each for need in needs if need.what == "learner rank")
+
+    assert held("background") - held("blocking") == pytest.approx(3 * 4 * 8.03e9 / 4, rel=0.01)
+
+
 def test_an_engine_has_no_more_of_its_gpu_than_it_may_take() -> None:
     overrides = ["generator.options.gpu_memory_utilization=0.15"]
     config = load_config(EXPERIMENTS / "alfworld_8gpu.yaml", overrides)

@@ -110,6 +110,8 @@ def estimate(
         engine_at_rest |= _engine(config, model, device) | {"KV cache": kv_cache_bytes(config.generator, device) or 0}
     if model and device == "cpu" and learner_computes(config):
         learner_at_rest |= _learner(config, model)
+    if model and config.learner.checkpoints == "background" and learner_computes(config):
+        learner_at_rest["checkpoint"] = 3 * _learner(config, model)["gradients"]  # what is trained, and two moments
 
     needs.append(Need("learner rank", "host", config.learner.ranks, learner_at_rest, "learner.ranks"))
     if config.supervised:
@@ -277,8 +279,11 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     Weights, gradients and optimizer are divided among the ranks. FSDP gathers the root and two layers at a time. With
     recomputation a layer keeps its input, and the peak is the head's, or that of one layer and of its backward.
     With adapters the model itself stands still, in the dtype of the forward, and is its own reference.
+    Of a pack that ranks compute together each has its share of the tokens. Of several copies each is divided among its
+    own ranks.
     """
     learner = config.learner
+    together = learner.context_parallel
     number = _bytes(config.model.dtype)
     lora = lora_options(config.model)
     targets = None if lora is None or isinstance(lora.targets, str) else lora.targets
@@ -288,20 +293,25 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     if config.algo.kl.coef and not (lora and config.algo.kl.reference == "start"):
         still += model.trained * _MASTER
 
-    in_batch = config.batch_size * config.generator.max_model_len // learner.ranks
+    in_batch = config.batch_size * config.generator.max_model_len * together // learner.ranks
     tokens = min(max(learner.max_tokens_per_pack, config.generator.max_model_len), max(in_batch, 1))
+    tokens = -(-tokens // together)
     layer = tokens * model.saved_bytes(number)
     head_moves = lora is None or "lm_head" in (targets or ())
-    head = model.head_bytes(tokens, learner.logprob_chunk, number, moves=head_moves)
+    reduced = _bytes(learner.reduce_dtype)
+    head = model.head_bytes(tokens, learner.logprob_chunk, number, moves=head_moves, reduced=reduced)
 
     kept, working = model.layers * layer, head
     if learner.activation_checkpointing:
         kept, working = model.layers * tokens * model.hidden * number, max(head, layer * 3 // 2)
+    if together > 1:
+        working += tokens * model.exchanged_bytes(together, number)
 
-    sharded = moving * _MASTER // learner.ranks
+    shards = learner.ranks // learner.copies
+    sharded = moving * _MASTER // shards
     two_layers = min(2, model.layers) * model.layer
     return {
-        "weights": sharded + still // learner.ranks,
+        "weights": sharded + still // shards,
         "gradients": sharded,
         "optimizer": 2 * sharded,
         "gathered": (model.trained - model.layers * model.layer + two_layers) * number,
@@ -315,9 +325,10 @@ def _cure(config: Config, parts: dict[str, int]) -> str:
     largest = max(parts, key=lambda part: parts[part])
     if largest in ("weights", "gradients", "optimizer"):
         return "learner.ranks"
-    return (
-        "learner.max_tokens_per_pack" if config.learner.activation_checkpointing else "learner.activation_checkpointing"
-    )
+    if not config.learner.activation_checkpointing:
+        return "learner.activation_checkpointing"
+    longest = config.generator.max_model_len
+    return "learner.context_parallel" if longest > config.learner.max_tokens_per_pack else "learner.max_tokens_per_pack"
 
 
 def _bytes(dtype: str) -> int:

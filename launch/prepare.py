@@ -30,7 +30,7 @@ from rl.config.algo import AlgoConfig, is_endpoint
 from rl.config.lora import LoraOptions, lora_options
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
-from rl.models.families import check_family, read_config
+from rl.models.families import check_family, check_team, read_config
 from rl.models.shape import ModelShape
 from rl.store.checkpoint_folder import read_meta
 from rl.store.digests import DIGESTS, damage, digest_of
@@ -250,6 +250,17 @@ def check_family_of(config: Config, told: Mapping[str, Any]) -> None:
         check_family(told, untested=config.model.untested)
     except ValueError as error:
         raise ConfigError(f"model.path={config.model.path!r} cannot be trained: {error}") from None
+    _check_team(config, told, f"model.path={config.model.path!r}")
+
+
+def _check_team(config: Config, told: Mapping[str, Any], field: str) -> None:
+    """`learner.context_parallel` ranks can compute the model of this field together. Raises ConfigError."""
+    together = config.learner.context_parallel
+    try:
+        if together > 1:
+            check_team(told, together)
+    except ValueError as error:
+        raise ConfigError(f"learner.context_parallel={together}: {field}: {error}") from None
 
 
 def check_model_is_trainable(config: Config, folder: Path) -> None:
@@ -257,6 +268,7 @@ def check_model_is_trainable(config: Config, folder: Path) -> None:
     adapters that it cannot have."""
     if config.learner.kind != "simulated":
         _check_trainable(config, folder, f"model.path={config.model.path!r}", lora_options(config.model))
+        _check_team(config, read_config(folder), f"model.path={config.model.path!r}")
 
 
 def _check_other_models(config: Config) -> None:
@@ -269,6 +281,7 @@ def _check_other_models(config: Config) -> None:
     for field, path in used.items():
         if path != "start" and config.learner.kind != "simulated":
             _check_trainable(config, Path(path), f"{field}={path!r}")
+            _check_team(config, read_config(Path(path)), f"{field}={path!r}")
 
 
 def _teacher_folder(config: Config, *, make: bool) -> Path | None:

@@ -131,6 +131,13 @@ class LearnerConfig(Section):
     """Options of that kind of learner, checked by its own model."""
     ranks: int = Field(1, ge=1)
     """K: FSDP ranks, one process each."""
+    context_parallel: int = Field(1, ge=1)
+    """Neighbouring ranks that compute each pack together, for long samples: each has a share of its tokens."""
+    copies: int = Field(1, ge=1)
+    """Copies of the model, each divided among `ranks / copies` neighbours: more memory, and less to send (HSDP)."""
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], Where("ranks>1")] = "float32"
+    """Dtype in which ranks add up their gradients, which are kept in float32; bfloat16 sends half as much."""
+
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
@@ -170,12 +177,21 @@ class LearnerConfig(Section):
     """CPU threads of one rank."""
     checkpoint_every: int = Field(0, ge=0)
     """Steps between checkpoints; 0: only at the end."""
+    checkpoints: Literal["blocking", "background"] = "blocking"
+    """`background`: training goes on while a checkpoint is written from a copy in the host's memory."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     max_restarts: Annotated[int, Where("supervisor")] = Field(3, ge=0)
     """Times that all ranks are started again after a death; also those of broker and of proxy."""
     batch_deadline_s: float = Field(900.0, gt=0)
     """Longest wait for a batch while no answer and no episode goes on; then the run stops."""
+
+    @model_validator(mode="after")
+    def _ranks_are_shared_evenly(self) -> LearnerConfig:
+        for name, count in (("context_parallel", self.context_parallel), ("copies", self.copies)):
+            if self.ranks % count:
+                raise ValueError(f"{name}={count} does not divide ranks={self.ranks}; set one of them")
+        return self
 
 
 class WeightsConfig(Section):

@@ -16,6 +16,8 @@ import json
 import pickle
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rl.models.protocol import PolicyModel, is_frozen
 from rl.store.checkpoint_folder import CheckpointError, Meta, begin, commit, partial_path, read_meta
 from rl.store.digests import DIGESTS, write_digests
+from rl.wire.process import WaitExpired
 
 _MODEL_FILE_BYTES = 4 << 30
 _CUDA_RNG = "cuda_rng"
@@ -78,6 +82,52 @@ def save(folder: Path, trained: Trained, meta: Meta, journal: bytes, keep: int) 
     if dist.get_rank() == 0:
         commit(folder, meta, journal, keep)
     dist.barrier()
+
+
+class Background:
+    """Checkpoints that are written while training goes on, one at a time; all ranks call the same methods together.
+
+    What is saved is copied to the host before training goes on. A checkpoint is there, by one rename, once every rank
+    has written its part; a death before that leaves the one before.
+    """
+
+    def __init__(self, folder: Path, deadline_s: float) -> None:
+        """deadline_s: longest wait for one that is being written."""
+        self._folder = folder
+        self._deadline_s = deadline_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))  # training has its own
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, trained: Trained, meta: Meta, journal: bytes, keep: int) -> None:
+        """As `save` of this module. Waits for the one before; raises what has become of that."""
+        self.wait()
+        if dist.get_rank() == 0:
+            begin(self._folder, meta.step)
+        dist.barrier()
+        state = partial_path(self._folder, meta.step) / "state"
+        written: Any = async_save(_state(trained), checkpoint_id=state, process_group=self._group)
+        self._writing = self._thread.submit(self._complete, written, meta, journal, keep)
+
+    def look(self) -> None:
+        """Raise what has become of the one that is being written, without a wait."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises WaitExpired."""
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.result(self._deadline_s)
+        except TimeoutError:
+            me = f"learner.{dist.get_rank()} waited {self._deadline_s:g} s for its checkpoint to be written"
+            raise WaitExpired(f"{me} (timeouts.hang_s)") from None
+
+    def _complete(self, written: Future[Any], meta: Meta, journal: bytes, keep: int) -> None:
+        written.result()
+        if dist.get_rank() == 0:
+            commit(self._folder, meta, journal, keep)
 
 
 def load(checkpoint: Path, trained: Trained) -> Meta:

@@ -7,6 +7,7 @@ from `batch_part.rows` or from sums over all ranks, so every rank computes the s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,10 +31,10 @@ class Minibatch:
     loss_tokens: int  # of all ranks
 
 
-def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Combine the values over all ranks, in place; nothing without a process group."""
+def all_reduce(values: Tensor, how: Literal["sum", "max"], among: dist.ProcessGroup | None = None) -> Tensor:
+    """Combine the values over all ranks, or `among` these, in place; nothing without a process group."""
     if dist.is_initialized():
-        dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+        dist.all_reduce(values, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, among)
     return values
 
 
@@ -73,15 +74,18 @@ def mask_rows(packs: list[Pack], kept: Tensor) -> list[Pack]:
     return [masked(pack) if pack.members else pack for pack in packs]
 
 
-def assign(batch_part: BatchPart, parts: list[list[Pack]], algorithm: Algorithm) -> list[Minibatch]:
+def assign(
+    batch_part: BatchPart, parts: list[list[Pack]], algorithm: Algorithm, among: dist.ProcessGroup | None = None
+) -> list[Minibatch]:
     """The minibatches of a batch, with advantages, token weights, shaped rewards and (for a critic) returns.
 
     parts: this rank's packs of each minibatch, one at least; they carry `logp_reference` and `values` where the
     algorithm needs them. `batch_part` is the whole batch. All ranks call it together.
+    among: ranks that have each sample once between them; None: all.
     """
     packs = [pack for part in parts for pack in part]
     rewards = shaped_rewards(batch_part, algorithm)  # (N,)
-    episodes, place = gather_episodes(batch_part, packs, rewards, algorithm)
+    episodes, place = gather_episodes(batch_part, packs, rewards, algorithm, among)
     tokens_here = sum(pack.tokens for pack in packs)
     columns = {
         name: torch.zeros(tokens_here).index_copy(0, place, values)
@@ -145,7 +149,11 @@ def shaped_rewards(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
 
 
 def gather_episodes(
-    batch_part: BatchPart, packs: list[Pack], rewards: Tensor, algorithm: Algorithm
+    batch_part: BatchPart,
+    packs: list[Pack],
+    rewards: Tensor,
+    algorithm: Algorithm,
+    among: dist.ProcessGroup | None = None,
 ) -> tuple[Episodes, Tensor]:
     """What estimators see: rewards per turn and per token, a KL penalty taken off; and (T,) where its tokens stand.
 
@@ -173,7 +181,7 @@ def gather_episodes(
     if algorithm.reward_kl is not None:
         penalty = torch.cat([_reward_penalty(pack, algorithm) for pack in packs])  # (T,)
         token_rewards -= penalty
-        turn_rewards -= all_reduce(torch.zeros_like(turn_rewards).index_add(0, token_turn, penalty), "sum")
+        turn_rewards -= all_reduce(torch.zeros_like(turn_rewards).index_add(0, token_turn, penalty), "sum", among)
 
     turn_sample = torch.arange(len(rows)).repeat_interleave(turns)  # (M,)
     sample_in = rewarded_rows(batch_part)  # (N,)
@@ -190,7 +198,7 @@ def gather_episodes(
         token_turn=(turn_in.cumsum(0) - 1)[token_turn[place]],
         mask=mask[place],
         values=None if algorithm.critic is None else torch.cat([pack.columns["values"] for pack in packs])[place],
-        all_reduce=all_reduce,
+        all_reduce=partial(all_reduce, among=among),
     )
     return episodes, place
 

@@ -19,6 +19,7 @@ from zlib import crc32
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl.config.schema import Config
@@ -360,8 +361,12 @@ class ExactCheck:
     is computed anew by its own.
     """
 
-    def __init__(self, policy: PolicyModel, config: Config, alarms: Alarms) -> None:
+    def __init__(
+        self, policy: PolicyModel, config: Config, alarms: Alarms, among: dist.ProcessGroup | None = None
+    ) -> None:
+        """among: ranks that have each sample once between them; None: all."""
         self._policy = policy
+        self._among = among
         self._alarms = alarms
         self._limit = config.alarms.exact
         self._temperature = config.sampling.temperature
@@ -390,7 +395,7 @@ class ExactCheck:
         self._put(self._kept[step])
 
         gap = float(all_reduce(gaps, "max").max())
-        counts = all_reduce(counts, "sum")
+        counts = all_reduce(counts, "sum", self._among)
         trained = sum(minibatch.loss_tokens for minibatch in minibatches)
         compared = int(counts.sum())
         wrong = not gap <= self._limit  # nan is wrong as well

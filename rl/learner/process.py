@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl.learner import checkpoint
-from rl.learner.changes import reachable, read_changes, set_at, settle, take_wish
+from rl.learner.changes import is_wished, reachable, read_changes, set_at, settle, take_wish
 from rl.learner.credit import all_reduce, gathered
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
@@ -36,6 +36,7 @@ from rl.learner.token_log import TokenLog
 from rl.learner.trainer import Trainer, export_adapter
 from rl.learner.update import UpdateStats
 from rl.models.loading import weight_files
+from rl.models.team import make_mesh, make_team
 from rl.store.checkpoint_folder import CheckpointError, Meta
 from rl.store.digests import digest_of
 from rl.store.version_digests import VersionDigests, digest_file
@@ -112,6 +113,7 @@ class Learner:
             run.model_folder,
             last_step=run.last_step,
             mesh=join_ranks(process),
+            team=make_team(run.learner_device, self.config.learner.context_parallel),
             device=run.learner_device,
             before_forward=self._advance,
             observe=self.token_log,
@@ -128,14 +130,22 @@ class Learner:
         self._watch()
         self.digests = digest_file(run.folder) if process.index == 0 else None
 
+        self.background: checkpoint.Background | None = None
+        if self.config.learner.checkpoints == "background":
+            self.background = checkpoint.Background(run.folder / "checkpoints", self.config.timeouts.hang_s)
+
     def _watch(self) -> None:
         """Guards that know of no step yet."""
         alarms = self._process.alarms
         self.guards = StepGuards(self.trainer, self.config, alarms, first_step=self.run.start_step)
-        self.exact = ExactCheck(self.policy, self.config, alarms)
+        self.exact = ExactCheck(self.policy, self.config, alarms, self.trainer.counted)
 
     def take_changes(self, client: Client, publisher: Publisher, n: int) -> None:
         """Do what was asked of the run, now that version `n` is there. All ranks call it together."""
+        if self.background is not None:
+            self.background.look()
+            if is_wished(self.run.folder):
+                self.background.wait()  # an undo begins from checkpoints that are there
         took = dist.get_rank() == 0 and take_wish(self.run.folder, n, client.timeline) is not None
         made = bool(all_reduce(torch.tensor([took]).int(), "max"))  # then it stands in the file for every rank
 
@@ -191,12 +201,15 @@ class Learner:
         journal = client.journal(step)
         meta = Meta(step, client.timeline, self.config.learner.ranks, self._lora)
         keep = self.config.learner.keep_checkpoints
-        checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
+        if self.background is not None:
+            self.background.save(self.trainer.trained(), meta, journal, keep)
+        else:
+            checkpoint.save(self.run.folder / "checkpoints", self.trainer.trained(), meta, journal, keep)
 
     def client(self) -> Client:
         """Where the batches come from: the broker, or the rows of supervised training."""
         if self.config.supervised:
-            return RowsClient(self._process, self.policy, self.first_step)
+            return RowsClient(self._process, self.policy, self.first_step, self.trainer.counted)
         return RunClient(self._process, self.entries, self.first_step)
 
     def export(self, step: int) -> None:
@@ -208,6 +221,8 @@ class Learner:
         checkpoint.export_hf(self.policy, self.run.folder / "model", start, beside)
         if (options := self.trainer.lora) is not None:
             export_adapter(self.policy, options, self.config, start, self.run.folder / "adapter")
+        if self.background is not None:
+            self.background.wait()
 
 
 def join_ranks(process: Process) -> DeviceMesh | None:
@@ -227,7 +242,7 @@ def join_ranks(process: Process) -> DeviceMesh | None:
     store = _meeting_place(process)
     dist.init_process_group(backend, store=store, rank=process.index, world_size=ranks, timeout=timeout)
     alone = ranks == 1 and run.config.model.dtype == "float32"
-    return None if alone else init_device_mesh(run.learner_device, (ranks,))
+    return None if alone else make_mesh(run.learner_device, ranks, run.config.learner.copies)
 
 
 def _meeting_place(process: Process) -> dist.Store:

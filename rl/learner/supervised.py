@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl.learner.credit import all_reduce
@@ -40,9 +41,13 @@ def imitated(rewards: Tensor, group: Tensor) -> Tensor:
 class RowsClient(Client):
     """What `rl.learner.process.train` takes for a run's broker."""
 
-    def __init__(self, process: Process, policy: PolicyModel, first_step: int) -> None:
+    def __init__(
+        self, process: Process, policy: PolicyModel, first_step: int, among: dist.ProcessGroup | None = None
+    ) -> None:
+        """among: ranks that have each row once between them; None: all."""
         super().__init__(process, first_step)
         self._policy = policy
+        self._among = among
         self._rows = TokenRows(self.run.folder / FOLDER / "train")
         self._held_out = TokenRows(self.run.folder / FOLDER / "eval")
         self._save_first = False
@@ -129,7 +134,9 @@ class RowsClient(Client):
         """This rank's part: the rows are dealt by their length, so that each rank has about as many tokens."""
         lengths = [sum(len(ids) for ids, _ in row) for row in rows]
         order = sorted(range(len(rows)), key=lambda i: (-lengths[i], i))
-        members = sorted(order[self.rank :: self.config.learner.ranks])
+        learner = self.config.learner
+        together = learner.context_parallel
+        members = sorted(order[self.rank // together :: learner.ranks // together])
         sequences = [(member, ids, mask) for member in members for ids, mask in rows[member]]
         learned = [sum(int(np.count_nonzero(mask)) for _, mask in row) for row in rows]
 
@@ -165,4 +172,4 @@ class RowsClient(Client):
             logp = self._policy(pack.to(self._policy.device)).logp.to(pack.mask.device)
             total -= torch.where(pack.mask, logp, torch.zeros_like(logp)).sum().double()
             self.process.progress += 1
-        return float(all_reduce(total, "sum")) / max(1, part.loss_tokens)
+        return float(all_reduce(total, "sum", self._among)) / max(1, part.loss_tokens)

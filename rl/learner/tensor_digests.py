@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl.learner.credit import all_reduce
-from rl.models.loading import local_part
+from rl.models.loading import is_told, local_part
 
 _CHUNK = {"cpu": 1 << 18}  # elements that are widened to 64 bits at once; elsewhere each call costs more
 _CHUNK_ELSEWHERE = 1 << 24
@@ -32,6 +32,7 @@ def tensor_digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     sums: list[Tensor] = []
     for name, tensor in named:
         rows, first = local_part(tensor)
+        rows = rows if is_told(tensor) else rows[:0]
         names.append(name)
         sums.append(_weighted(rows.flatten(1) if rows.ndim > 1 else rows.reshape(-1, 1), first))
     return _told(names, sums)

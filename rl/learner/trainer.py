@@ -35,6 +35,7 @@ from rl.models.lora import adapter, peft_config
 from rl.models.packing import make_packs, pad_packs, split_minibatches
 from rl.models.policy import Base, Critic, Policy
 from rl.models.protocol import FrozenPolicy, Model, ModelOptions, whole
+from rl.models.team import Team
 from rl.wire.columns import forward_columns
 from rl.wire.messages import BatchPart
 
@@ -134,11 +135,14 @@ class Trainer:
         *,
         last_step: int,
         mesh: DeviceMesh | None = None,
+        team: Team | None = None,
         device: str = "cpu",
         before_forward: Callable[..., None] | None = None,
         observe: Observer = unobserved,
     ) -> None:
-        """folder: the starting weights. observe: sees every pack of the policy's update.
+        """folder: the starting weights. observe: sees every pack of the policy's update, on one rank of a team.
+
+        team: ranks that get the same batch parts, and compute each pack together.
 
         Raises ValueError for settings or models that do not fit together.
         """
@@ -146,7 +150,9 @@ class Trainer:
         self._folder = folder
         self._mesh = mesh
         self._device = device
-        self._observe = observe
+        self._team = team
+        self.counted = None if team is None else team.counted
+        self._observe = observe if team is None or team.index == 0 else unobserved
         self._ranks = 1 if mesh is None else mesh.size()
 
         self.algorithm = make_algorithm(config)
@@ -189,7 +195,7 @@ class Trainer:
         ]
         counts = all_reduce(torch.tensor([max(1, len(packs)) for packs in packed]), "max")  # (minibatches,)
         parts = [
-            [pack.laid_out() for pack in pad_packs(packs, int(count))]
+            [pack.laid_out((0, 1) if self._team is None else self._team.part) for pack in pad_packs(packs, int(count))]
             for packs, count in zip(packed, counts, strict=True)
         ]
 
@@ -200,7 +206,7 @@ class Trainer:
             parts = [with_logp(self.reference, part, "logp_reference", temperature=temperature) for part in parts]
         if self.critic is not None:
             parts = [with_values(self.critic, part) for part in parts]
-        return assign(batch_part, parts, self.algorithm)
+        return assign(batch_part, parts, self.algorithm, self.counted)
 
     def replay_gap(self, minibatches: list[Minibatch]) -> dict[str, float]:
         """What router replay is worth in this batch, which has not been trained yet."""
@@ -248,13 +254,16 @@ class Trainer:
     def _load(self, kind: type[M], path: str, lora: LoraOptions | None = None, replay: bool = False) -> M:
         folder = self._folder if path == "start" else Path(path)
         settings = self.config.learner
+
         options = ModelOptions(
             dtype=_DTYPES[self.config.model.dtype],
+            reduce_dtype=_DTYPES[settings.reduce_dtype],
             activation_checkpointing=settings.activation_checkpointing,
             logprob_chunk=settings.logprob_chunk,
             attention=settings.attention,
             lora=lora,
             router_replay=replay,
+            team=self._team,
         )
         return kind.load(folder, self._mesh, self._device, options)
 

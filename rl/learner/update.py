@@ -69,11 +69,12 @@ def accumulate_critic(
         loss = torch.where(pack.mask, loss, torch.zeros_like(loss))
         (loss.sum() * (world_size / max(1, global_tokens))).backward()
 
-        generated = pack.layout.generated
+        generated = pack.layout.counted
         returns = pack.returns.index_select(0, generated).double()
         before = pack.values.index_select(0, generated).double()
         parts = [pack.mask.sum(), loss.sum(), returns.sum(), (returns**2).sum(), ((returns - before) ** 2).sum()]
-        stats.add(CriticStats(torch.stack([part.detach().double() for part in parts])))
+        sums = torch.stack([part.detach().double() for part in parts])
+        stats.add(CriticStats(torch.zeros_like(sums) if pack.layout.part[0] else sums))
     return stats
 
 
@@ -139,7 +140,7 @@ def accumulate_gradients(
         result = algorithm.regularisation(inputs, algorithm.correction(inputs, algorithm.loss))
         total = (inputs.masked(result.per_token) * pack.token_weights).sum()
         (total * (world_size / max(1, global_tokens))).backward()
-        stats.diagnostics.update(inputs, result, pack.layout.generated)
+        stats.diagnostics.update(inputs, result, pack.layout.counted)
         stats.routing.add(output.routing)
         with torch.no_grad():
             observe(pack, inputs, result)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.models.shape import ModelShape
 from rl.wire.columns import EXPERT_COUNTS
 
 _STATE = "its layers carry a state along a pack, from one sample into the next"
@@ -103,6 +104,7 @@ REFUSED = {name: reason for reason, names in BY_REASON.items() for name in names
 """Families with a known fault, by `model_type`: refused with `model.untested=true` as well."""
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_BY_LENGTH = {"dynamic", "longrope", "su"}
 _LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -127,6 +129,32 @@ def check_family(told: Mapping[str, Any], *, untested: bool = False) -> None:
             f"{name}: no test has this family, and those that are tested are {', '.join(FAMILIES)}; "
             "model.untested=true trains it all the same, and docs/models.md says how to add it"
         )
+
+
+def check_team(told: Mapping[str, Any], ranks: int) -> None:
+    """Raises ValueError where so many ranks cannot compute a pack of this model together."""
+    shape = ModelShape.of(told)
+
+    if shape.heads % ranks:
+        raise ValueError(f"{ranks} ranks cannot share its {shape.heads} heads evenly; take a divisor of them")
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:
+        raise ValueError(
+            f"{ranks} ranks cannot share its {shape.kv_heads} key-value heads, nor have copies of them evenly; take a "
+            "divisor or a multiple of them"
+        )
+
+    if kinds := _rotations(told) & _BY_LENGTH:
+        raise ValueError(
+            f"its rotary positions are of the kind {kinds.pop()}, which depends on the longest position of a forward, "
+            "and ranks would see different ones"
+        )
+
+
+def _rotations(told: Mapping[str, Any]) -> set[str]:
+    """The kinds of its rotary positions, which may be given by the kind of layer."""
+    found = told.get("rope_scaling") or told.get("rope_parameters") or {}
+    each = [found, *(one for one in found.values() if isinstance(one, dict))]
+    return {str(one.get("rope_type") or one.get("type")) for one in each}
 
 
 def check_layers(model: Any) -> None:

@@ -51,16 +51,47 @@ class Spans:
     longest_key: int
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)  # made once by `packed_attention`
 
+    @property
+    def tokens(self) -> int:
+        """C"""
+        return sum(run.length * run.count for run in self.runs)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Which of a pack's T tokens a forward computes, and where their states are read."""
+    """Which of a pack's T tokens a forward computes, and where their states are read.
+
+    `part` (i, n): of ranks that compute the pack together, what rank i of n does; segments and generated tokens are
+    those of the whole pack.
+    """
 
     tokens: Tensor  # (C,) int64, places in the pack
     targets: Tensor  # (S,) int64, places of generated tokens with a context: all that have a number
     rows: Tensor  # (S,) int64, where the state before each target stands among the C
     generated: Tensor  # (L,) int64, places of all generated tokens
     segments: Spans
+    part: tuple[int, int] = (0, 1)
+
+    def cut(self, index: int, size: int) -> Layout:
+        """What one of several ranks does of a whole layout: every size-th token, and the targets read there.
+
+        All get as many tokens: the first one stands in for those that are missing at the end, and nothing reads it.
+        """
+        assert self.part == (0, 1), f"cut before, as {self.part}"
+        fill = self.tokens[:1].expand(-len(self.tokens) % size)
+        own = (self.rows % size == index).nonzero()[:, 0]
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, fill])[index::size].contiguous(),
+            targets=self.targets[own],
+            rows=self.rows[own] // size,
+            part=(index, size),
+        )
+
+    @property
+    def counted(self) -> Tensor:
+        """(L,) places of generated tokens for sums over all ranks: of a team's ranks one counts them."""
+        return self.generated[: 0 if self.part[0] else None]
 
 
 def placed(held: T, device: torch.device | str) -> T:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -98,10 +99,22 @@ def local_part(parameter: Tensor) -> tuple[Tensor, int]:
     """The rows that this rank holds, a view of them, and the number of the first; there may be none."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), 0
-    assert parameter.placements == (Shard(0),), f"placed as {parameter.placements}"
-    per_rank = -(-parameter.shape[0] // parameter.device_mesh.size())
-    first = min(parameter.device_mesh.get_local_rank() * per_rank, parameter.shape[0])
+    *copies, sharded = parameter.placements
+    assert sharded == Shard(0) and all(each.is_replicate() for each in copies), f"placed as {parameter.placements}"
+    mesh = parameter.device_mesh
+    per_rank = -(-parameter.shape[0] // mesh.size(-1))
+    first = min(mesh.get_local_rank(mesh.ndim - 1) * per_rank, parameter.shape[0])
     return parameter.to_local().detach(), first
+
+
+def is_told(parameter: Tensor, mesh: DeviceMesh | None = None) -> bool:
+    """Whether this rank tells others what it holds of a parameter: of several copies the first does.
+
+    mesh: of the model, of which a tensor may not be sharded; then rank 0 tells.
+    """
+    if isinstance(parameter, DTensor):
+        return not any((parameter.device_mesh.get_coordinate() or [])[:-1])
+    return mesh is None or not any(mesh.get_coordinate() or [])
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rl.models.layout import Run, Spans
+from rl.models.team import Team
 
 NAME = "packed"
 Kernel = Literal["auto", "varlen", "flash", "sdpa"]
@@ -39,9 +40,12 @@ def packed_attention(
     dropout: float = 0.0,
     segments: Spans | None = None,
     kernel: Kernel = "auto",
+    team: Team | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query (1, heads, C, d), key and value (1, kv heads, C, d) of the C tokens of `segments`; (1, C, heads, d).
+
+    team: ranks that have the C tokens together. Then all three, and the answer, are of this rank's tokens alone.
 
     sliding_window: tokens that each one sees, itself among them; None: all before it. Raises ValueError without
     segments, because samples would see each other, and for what this attention does not compute.
@@ -56,11 +60,13 @@ def packed_attention(
 
     # Under autocast a norm of queries and keys answers in float32, which kernels for half precision refuse.
     q, k, v = (each.transpose(1, 2)[0].to(value.dtype) for each in (query, key, value))  # (C, heads, d)
+    if team is not None:
+        q, k, v = team.to_heads(q, k, v, segments.tokens)
     chosen = _kernel(kernel, v)
     if segments.keys is not None:
         k, v = k.index_select(0, segments.keys), v.index_select(0, segments.keys)
     found = _KERNELS[chosen](q, k, v, segments, scaling, sliding_window)  # (C, heads, d)
-    return found[None], None
+    return (found if team is None else team.to_tokens(found))[None], None
 
 
 def _kernel(asked: Kernel, value: Tensor) -> Kernel:

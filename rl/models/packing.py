@@ -73,14 +73,18 @@ class Pack:
         kept = self.layout if columns.keys().isdisjoint((*_read(), "loss_mask")) else None
         return replace(self, columns=self.columns | columns, layout=kept)
 
-    def laid_out(self) -> Pack:
-        """The pack with its layout. Raises ValueError where the pack has left the host without one."""
+    def laid_out(self, part: tuple[int, int] = (0, 1)) -> Pack:
+        """The pack with its layout, or with the part of it that is given, if it has not been cut.
+
+        Raises ValueError where the pack has left the host without one.
+        """
         if self.layout is not None:
-            return self
+            return self if part in (self.layout.part, (0, 1)) else replace(self, layout=self.layout.cut(*part))
         if self.token_ids.device.type != "cpu":
             raise ValueError("a pack is laid out on the host: call `Pack.to` on the pack that `make_packs` made")
         columns = {name: self.columns[name].numpy() for name in _read() if name in self.columns}
-        return replace(self, layout=lay_out(_decisive(columns), self.position_ids.numpy(), self.mask.numpy()))
+        layout = lay_out(_decisive(columns), self.position_ids.numpy(), self.mask.numpy())
+        return replace(self, layout=layout).laid_out(part)
 
     def to(self, device: torch.device | str) -> Pack:
         """The pack on the device, with its layout."""

@@ -30,12 +30,13 @@ from rl.config.schema import LearnerConfig
 from rl.models import families, lora
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
-from rl.models.loading import allocate, empty_model, local_part, read_weights, saved_buffers
+from rl.models.loading import allocate, empty_model, is_told, local_part, read_weights, saved_buffers
 from rl.models.naming import in_files
 from rl.models.packed_attention import NAME, Kernel, check_layers
 from rl.models.packing import Pack
 from rl.models.protocol import Exported, ModelOptions, Placement, PolicyOutput, local, whole
 from rl.models.routers import Routers
+from rl.models.team import Team
 from rl.wire.columns import ROUTED_EXPERTS
 
 DEFAULTS = LearnerConfig()
@@ -54,6 +55,8 @@ class PackedModel(nn.Module):
         self.model = model
         self.routers = Routers(self.decoder)
         self.autocast_dtype: torch.dtype | None = None  # compute dtype of an unsharded model; FSDP casts by itself
+        self.mesh: DeviceMesh | None = None
+        self.team: Team | None = None
         self._kernel = attention
         check_layers(self.model.config)
 
@@ -69,13 +72,17 @@ class PackedModel(nn.Module):
 
         Raises ValueError for a family with a known fault; whether it has been tested was asked before anything started.
         """
-        families.check_family(families.read_config(Path(folder)), untested=True)
+        told = families.read_config(Path(folder))
+        families.check_family(told, untested=True)
+        if options.team is not None:
+            families.check_team(told, options.team.size)
         model = _empty(folder)
         families.check_layers(model)
 
         if options.lora is not None:
             lora.add_adapters(model, options.lora, options.dtype)
         made = cls.around(model, options).train()
+        made.team = options.team
         if options.router_replay and len(made.routers):
             made.reads = (ROUTED_EXPERTS,)
         shard_policy(made, options, mesh=mesh, device=device)
@@ -112,6 +119,8 @@ class PackedModel(nn.Module):
             tensor, first = local_part(parameter)
             if name in layers:
                 tensor = layers[name].merged(local)
+            if not is_told(parameter, self.mesh):
+                tensor, first = tensor[:0], parameter.shape[0]
             yield from in_files(self._family, name, tensor, Placement(tuple(parameter.shape), first))
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -142,16 +151,26 @@ class PackedModel(nn.Module):
         yield from ((name, each) for name, each in self.model.named_parameters() if not lora.is_adapter(name))
         yield from saved_buffers(self.model)
 
+    def layout_of(self, pack: Pack) -> Layout:
+        """What this rank computes of the pack."""
+        layout = pack.laid_out((0, 1) if self.team is None else self.team.part).layout
+        assert layout is not None
+        return layout
+
     def contexts(self, pack: Pack, layout: Layout) -> Tensor:
         """(S, H): the state before each target, of sequences that are blind to each other."""
+        together: dict[str, Any] = {} if self.team is None else {"team": self.team}
+
         token_ids = pack.token_ids.index_select(0, layout.tokens)
         position_ids = pack.position_ids.index_select(0, layout.tokens)
+
         output = self.decoder(
             token_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
             segments=layout.segments,
             kernel=self._kernel,
+            **together,
             **self._routing(pack, layout),
         )
         hidden: Tensor = output.last_hidden_state[0]
@@ -163,6 +182,11 @@ class PackedModel(nn.Module):
             return {}
         after = (layout.tokens + 1).clamp(max=pack.tokens - 1)
         return {"routing": pack.columns[ROUTED_EXPERTS].index_select(0, after)}
+
+    def _at_targets(self, values: Tensor, pack: Pack, layout: Layout) -> Tensor:
+        """(T,) with these values (S,) at the layout's targets, with those of others of the team, and 0 elsewhere."""
+        found = values.new_zeros(pack.tokens).index_copy(0, layout.targets, values)
+        return found if self.team is None else self.team.joined(found)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The dtype that forwards compute in."""
@@ -197,8 +221,7 @@ class Policy(PackedModel):
 
     def forward(self, pack: Pack, *, temperature: float = 1.0, entropy_gradient: bool = False) -> PolicyOutput:
         """See `rl.models.protocol`. The head, the largest matrix of a small model, runs on targets only."""
-        layout = pack.laid_out().layout
-        assert layout is not None
+        layout = self.layout_of(pack)
         self.routers.watch(layout.rows)
         with self.autocast():
             hidden = self.contexts(pack, layout)  # (S, H)
@@ -211,7 +234,7 @@ class Policy(PackedModel):
             chunk=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
         )
-        logp, entropy = (at_targets(values, pack, layout) for values in found)
+        logp, entropy = (self._at_targets(values, pack, layout) for values in found)
         return PolicyOutput(logp, entropy, routing)
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
@@ -241,11 +264,6 @@ class Base:
             return output
 
 
-def at_targets(values: Tensor, pack: Pack, layout: Layout) -> Tensor:
-    """(T,) with these values (S,) at the pack's targets and 0 elsewhere."""
-    return values.new_zeros(pack.tokens).index_copy(0, layout.targets, values)
-
-
 def check_trainable(folder: str | Path, *, untested: bool = False, options: LoraOptions | None = None) -> None:
     """Raises ValueError, as `load` would and for a family that is not tested, without reading any weights."""
     families.check_family(families.read_config(Path(folder)), untested=untested)
@@ -266,17 +284,19 @@ def _empty(folder: str | Path) -> Any:
 def shard_policy(
     policy: M, options: ModelOptions = ModelOptions(), *, mesh: DeviceMesh | None = None, device: str = "cpu"
 ) -> M:
-    """Shard a policy or a critic in place over a one-dimensional mesh; without one only move it to the device.
+    """Shard a policy or a critic in place over a mesh; without one only move it to the device.
 
-    What is trained, its gradients and their reduction stay float32; forward and backward run in `options.dtype`.
+    Of a mesh of two dimensions the first one has copies. What is trained and its gradients stay float32, forward and
+    backward run in `options.dtype`, and ranks add up their gradients in `options.reduce_dtype`.
     """
+    policy.mesh = mesh
     if options.activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh is None:
         policy.autocast_dtype = None if options.dtype == torch.float32 else options.dtype
         return allocate(policy, device)
 
-    precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=options.reduce_dtype)
     for layer in policy.decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     # FSDP's default keeps the root's parameters gathered after a forward: a later one without gradients would
@@ -307,8 +327,7 @@ class Critic(PackedModel):
 
     def forward(self, pack: Pack) -> Tensor:
         """See `rl.models.protocol`."""
-        layout = pack.laid_out().layout
-        assert layout is not None
+        layout = self.layout_of(pack)
         with self.autocast():
             values = self.head(self.contexts(pack, layout))[:, 0].float()  # (S,)
-        return at_targets(values, pack, layout)
+        return self._at_targets(values, pack, layout)

@@ -26,6 +26,7 @@ from rl.config.schema import LearnerConfig
 from rl.models.packed_attention import Kernel
 from rl.models.packing import Pack
 from rl.models.routers import Routing
+from rl.models.team import Team
 from rl.weights.channel import Placement as Placement
 
 
@@ -34,11 +35,13 @@ class ModelOptions:
     """How a model computes; the same weights give the same numbers with any of them, up to rounding."""
 
     dtype: torch.dtype = torch.float32  # of forward and backward; weights and gradients are float32
+    reduce_dtype: torch.dtype = torch.float32  # in which ranks add up their gradients
     activation_checkpointing: bool = False
     logprob_chunk: int = LearnerConfig().logprob_chunk
     attention: Kernel = LearnerConfig().attention
     lora: LoraOptions | None = None  # then adapters are trained; all else stands still, in `dtype`
     router_replay: bool = False  # whether its routers choose the experts that a pack names
+    team: Team | None = None  # ranks that compute each pack together
 
 
 class PolicyOutput(NamedTuple):

@@ -130,14 +130,21 @@ class ModelShape:
         experts = (2 * self.chosen + 1) * self.hidden * number if self.chosen else 0
         return norms + attention + 4 * self.active * number + experts
 
-    def head_bytes(self, tokens: int, chunk: int, number: int, *, moves: bool = True) -> int:
+    def exchanged_bytes(self, ranks: int, number: int) -> int:
+        """What attention sends and gets of each token of a rank, where so many ranks compute a pack together."""
+        return 2 * (self.heads + 2 * max(self.kv_heads, ranks)) * self.head_dim * number
+
+    def head_bytes(self, tokens: int, chunk: int, number: int, *, moves: bool = True, reduced: int = _MASTER) -> int:
         """What log-probabilities of `tokens` and their backward take at their peak, `chunk` tokens at a time.
 
-        The head's gradient twice in float32, and as it is handed on, if the head `moves`. A chunk's probabilities,
-        their gradient, and that as an operand; the last norm's share of each token.
+        The head's gradient in float32, as ranks add it up (`reduced` bytes a number), and as it is handed on, if the
+        head `moves`. A chunk's probabilities, their gradient, and that as an operand; the last norm's share of each
+        token.
         """
         logits = min(chunk, tokens) * self.vocabulary * (2 * _MASTER + number)
-        return self.matrix * (2 * _MASTER + number) * moves + logits + tokens * self.hidden * (_MASTER + 3 * number)
+        return (
+            self.matrix * (_MASTER + reduced + number) * moves + logits + tokens * self.hidden * (_MASTER + 3 * number)
+        )
 
     def flops(self, lengths: Iterable[int], loss_tokens: int) -> float:
         """Of a training step, without recomputation: 6 for each parameter that a token passes, the head on trained

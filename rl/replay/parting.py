@@ -64,7 +64,7 @@ def _batches(step: int, a: Recorded, b: Recorded) -> Iterator[Parting]:
     yield from _rows(step, left, right)
     yield from _columns(step, left, right)
 
-    orders = [str([run.part(step, rank, run.config.learner.ranks).members for rank in run.ranks]) for run in (a, b)]
+    orders = [str([run.part(step, i, len(run.ranks)).members for i in range(len(run.ranks))]) for run in (a, b)]
     if orders[0] != orders[1]:
         yield Parting(step, "order", "samples of the ranks", *orders)
 

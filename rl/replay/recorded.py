@@ -23,7 +23,17 @@ from rl.wire.run import RunFile
 
 COMPUTES = frozenset(
     f"learner.{name}"
-    for name in ("ranks", "threads", "max_tokens_per_pack", "logprob_chunk", "attention", "activation_checkpointing")
+    for name in (
+        "ranks",
+        "context_parallel",
+        "copies",
+        "reduce_dtype",
+        "threads",
+        "max_tokens_per_pack",
+        "logprob_chunk",
+        "attention",
+        "activation_checkpointing",
+    )
 ) | {"model.dtype"}
 """Fields that change how a step is computed, and nothing of what it is."""
 _LEARNS = {"lr", "warmup_steps", "schedule", "min_lr_fraction", "betas", "eps", "weight_decay", "max_grad_norm"}
@@ -59,7 +69,8 @@ class Recorded:
 
     @property
     def ranks(self) -> range:
-        return range(self.config.learner.ranks)
+        """Those that had different samples: of ranks that computed together the first."""
+        return range(0, self.config.learner.ranks, self.config.learner.context_parallel)
 
     def sets(self, step: int, config: LearnerConfig) -> dict[str, Any]:
         """What `fresco set` had set when batch `step` was trained, but for what this configuration changes itself."""
@@ -99,8 +110,8 @@ class Recorded:
 
     def part(self, step: int, rank: int, ranks: int) -> BatchPart:
         """What one of so many ranks trains. Raises FileNotFoundError, Damaged."""
-        if ranks == self.config.learner.ranks:
-            return read_batch_part(self.folder, step, rank)
+        if ranks == len(self.ranks):
+            return read_batch_part(self.folder, step, self.ranks[rank])
         return dealt([read_batch_part(self.folder, step, each) for each in self.ranks], rank, ranks)
 
     def changed(self, overrides: Sequence[str]) -> Config:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from rl.config.schema import Config
 from rl.learner import checkpoint
@@ -30,6 +29,7 @@ from rl.learner.guards import ExactCheck
 from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.models.team import make_mesh, make_team
 from rl.observe.alarms import Alarms
 from rl.replay.lab import FirstStep, cosine, first_step
 from rl.replay.ranks import on_ranks
@@ -94,21 +94,25 @@ class Replay:
         self._recorded = recorded
         self._rank = rank
         self._ranks = ranks
+        self._together = config.learner.context_parallel if ranks % config.learner.context_parallel == 0 else 1
         self.watch = watch
 
         config = config.model_copy(deep=True)  # what was set in the run is set in it again
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.seed)
 
+        copies = config.learner.copies if ranks % config.learner.copies == 0 else 1
         alone = ranks == 1 and config.model.dtype == "float32"
         self.trainer = Trainer(
             config,
             run.model_folder,
             last_step=max(run.start_step, config.steps),
-            mesh=None if alone else init_device_mesh(device, (ranks,)),
+            mesh=None if alone else make_mesh(device, ranks, copies),
+            team=make_team(device, self._together),
             device=device,
             observe=watch,
         )
+
         watch.at(self.trainer)
         self._began = config.learner.model_copy()
         self.exact: ExactCheck | None = None
@@ -118,7 +122,8 @@ class Replay:
         config = self.trainer.config
         never = config.alarms.model_copy(update={"exact": math.inf})
         alarms = Alarms(never, lambda name, detail: None)
-        self.exact = ExactCheck(self.trainer.policy, config.model_copy(update={"alarms": never}), alarms)
+        never_told = config.model_copy(update={"alarms": never})
+        self.exact = ExactCheck(self.trainer.policy, never_told, alarms, self.trainer.counted)
 
     def load(self, saved: Path | None) -> None:
         """Raises CheckpointError."""
@@ -130,7 +135,7 @@ class Replay:
         return folder / f"step-{step}"
 
     def part(self, step: int) -> BatchPart:
-        return self._recorded.part(step, self._rank, self._ranks)
+        return self._recorded.part(step, self._rank // self._together, self._ranks // self._together)
 
     def step(self, part: BatchPart, *, deep: bool) -> dict[str, float]:
         """What `rl.learner.process.train` does with a batch. Returns its metrics."""

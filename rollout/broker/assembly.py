@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from zlib import crc32
 
+import msgspec
 import numpy as np
 
 from rl.wire.columns import carried
@@ -48,8 +49,11 @@ def balance(tokens: list[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchPart]:
-    """One batch part per rank, rows of the whole batch in each, ordered by sample id."""
+def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int, together: int = 1) -> list[BatchPart]:
+    """One batch part per rank, rows of the whole batch in each, ordered by sample id.
+
+    together: neighbours that get the same samples, because they compute them together.
+    """
     samples = sorted(batch.samples, key=lambda sample: sample.sample_id)
     trajectories: list[Trajectory] = [sample.outcome.payload for sample in samples]
     rows = [_row(sample) for sample in samples]
@@ -57,7 +61,7 @@ def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchP
     loss_tokens = sum(row.loss_tokens for row in rows)
 
     batch_parts = []
-    for rank, members in enumerate(balance([row.tokens for row in rows], ranks)):
+    for rank, members in enumerate(balance([row.tokens for row in rows], ranks // together)):
         sequences = [(member, each) for member in members for each in trajectories[member].sequences]
         batch_parts.append(
             BatchPart(
@@ -75,7 +79,7 @@ def make_batch_parts(batch: EmitBatch, timeline: int, ranks: int) -> list[BatchP
                 over=batch.over,
             )
         )
-    return batch_parts
+    return [msgspec.structs.replace(batch_parts[rank // together], rank=rank) for rank in range(ranks)]
 
 
 def no_batch(step: int, last_step: int, timeline: int, rank: int) -> BatchPart:

@@ -340,7 +340,8 @@ class Broker:
                     self._send_again(step)
                 case actions.EmitBatch():
                     self.guards.batch(action, self.core.stats)
-                    batch_parts = make_batch_parts(action, self.core.timeline, len(self.batches))
+                    together = self.config.learner.context_parallel
+                    batch_parts = make_batch_parts(action, self.core.timeline, len(self.batches), together)
 
                     for socket, batch_part in zip(self.batches, batch_parts, strict=True):
                         write_batch_part(self.process.run.folder, batch_part)

@@ -335,6 +335,12 @@ THIRTY_B_A3B = FOUR_B | {
     "tie_word_embeddings": False,
 }
 EIGHT_B = FOUR_B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+LLAMA_8B = EIGHT_B | {
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+}
 
 
 def machine(host: int, gpu: int) -> Machine:
@@ -393,6 +399,7 @@ def test_a_tied_head_takes_room_where_engines_have_one_of_their_own() -> None:
         ("swe", EIGHT_B),
         ("math_32b_lora", THIRTY_TWO_B),
         ("math_30b_a3b", THIRTY_B_A3B),
+        ("swe_32k", LLAMA_8B),
     ],
 )
 def test_the_recipes_for_eight_gpus_fit(recipe: str, told: dict[str, int]) -> None:
@@ -412,6 +419,46 @@ def test_what_is_trained_whole_does_not_fit_where_adapters_do() -> None:
     config = load_config(EXPERIMENTS / "math_32b_lora_8gpu.yaml", ["model.lora=null"])
     with pytest.raises(ConfigError, match=r"learner.ranks: 4 × learner's GPU: 1\d\d\.. GiB each"):
         check_memory(estimate(config, "cuda", ModelShape.of(THIRTY_TWO_B)), machine(host=1024, gpu=80))
+
+
+def on_learner(model: dict[str, int], *overrides: str) -> dict[str, int]:
+    """What a learner's GPU of the recipe for long samples holds."""
+    needs = estimate(load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", overrides), "cuda", ModelShape.of(model))
+    (need,) = [need for need in needs if need.what == "learner's GPU"]
+    return need.parts
+
+
+def test_ranks_that_compute_together_share_a_samples_activations_and_nothing_else() -> None:
+    together = on_learner(LLAMA_8B)
+    alone = on_learner(LLAMA_8B, "learner.context_parallel=1")
+    assert together["activations"] * 4 == alone["activations"]
+    assert together["working space"] < alone["working space"] / 1.5
+    same = ("weights", "gradients", "optimizer", "gathered", "CUDA")
+    assert [together[name] for name in same] == [alone[name] for name in same]
+
+
+def test_what_is_too_long_for_a_rank_is_refused_with_the_number_and_fits_several() -> None:
+    long = ["generator.max_model_len=131072"]
+    model = ModelShape.of(LLAMA_8B)
+    check_memory(estimate(load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", long), "cuda", model), machine(1024, 80))
+    alone = load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", [*long, "learner.context_parallel=1"])
+    with pytest.raises(ConfigError, match=r"^learner.context_parallel: 4 × learner's GPU: 107.\d GiB each.*80.0 GiB"):
+        check_memory(estimate(alone, "cuda", model), machine(1024, 80))
+
+
+def test_of_two_copies_each_is_divided_among_half_of_the_ranks() -> None:
+    one, two = on_learner(FOUR_B), on_learner(FOUR_B, "learner.copies=2")
+    assert all(two[name] == 2 * one[name] for name in ("weights", "gradients", "optimizer"))
+    assert on_learner(FOUR_B, "learner.reduce_dtype=bfloat16")["working space"] <= one["working space"]
+
+
+def test_a_checkpoint_in_the_background_needs_a_copy_on_the_host() -> None:
+    def held(how: str) -> int:
+        config = load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", [f"learner.checkpoints={how}"])
+        needs = estimate(config, "cuda", ModelShape.of(LLAMA_8B))
+        return next(need.each for need in needs if need.what == "learner rank")
+
+    assert held("background") - held("blocking") == pytest.approx(3 * 4 * 8.03e9 / 4, rel=0.01)
 
 
 def test_an_engine_has_no_more_of_its_gpu_than_it_may_take() -> None:

@@ -121,6 +121,13 @@ def test_what_each_gpu_holds_fits_on_one_screen(tmp_path: Path, capsys: pytest.C
         (QWEN3, ["generator.kv_cache_bytes=90000000000"], "generator.tensor_parallel: 5 × engine's GPU"),
         (QWEN3, ["--host-memory", "16G"], r"needs about .* and --gpus 8x80 has 16.0 GiB"),
         (OF_EXPERTS, [], "gpt_oss: its attention has sinks"),
+        (QWEN3, ["learner.context_parallel=2"], "context_parallel=2 does not divide ranks=3"),
+        (QWEN3, ["learner.context_parallel=3"], "learner.context_parallel=3: .* 3 ranks cannot share its 32 heads"),
+        (
+            QWEN3 | {"rope_scaling": {"rope_type": "longrope"}, "num_attention_heads": 33, "num_key_value_heads": 3},
+            ["learner.context_parallel=3"],
+            "learner.context_parallel=3: .* positions are of the kind longrope",
+        ),
     ],
 )
 def test_what_cannot_run_there_is_refused(

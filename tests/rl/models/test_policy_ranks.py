@@ -45,11 +45,13 @@ def rank_main(rank: int, folder: str) -> None:
         torch.save(results, f"{folder}/rank{rank}.pt")
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", "experts", "buffers"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     if request.param == "dense":
         return save_tiny(folder)
+    if request.param == "buffers":  # which are not sharded, so one rank alone tells them
+        return save_family("glm4_moe", folder, tie_word_embeddings=True)
     return save_family("qwen3_moe", folder, tie_word_embeddings=True, num_experts=5)  # three and two
 
 

@@ -6,6 +6,8 @@ import json
 import time
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from rl.store.batch_files import write_batch_part
 from rl.wire.messages import BatchPart, BatchRequest, Metrics
 from rl.wire.run import RunFile
@@ -35,7 +37,9 @@ def train(harness: Harness, first: int, last: int) -> None:
 
 
 def send(harness: Harness, step: int, timeline: int = 0) -> None:
-    parts = batch(step, harness.ranks, timeline)
+    together = harness.run.config.learner.context_parallel
+    different = batch(step, harness.ranks // together, timeline)
+    parts = [replace(different[rank // together], rank=rank) for rank in range(harness.ranks)]
     for part in parts:
         write_batch_part(harness.run.folder, part)
     harness.send_batch(parts)

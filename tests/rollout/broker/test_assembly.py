@@ -77,3 +77,13 @@ def test_messages_come_out_in_order_and_once(count: int, seed: int) -> None:
 def test_an_absurd_number_is_refused() -> None:
     with pytest.raises(ValueError, match="message 101 while 0 is awaited"):
         Reorder[None](limit=100).push(101, None)
+
+
+def test_ranks_that_compute_together_get_the_same_samples() -> None:
+    samples = [BatchSample(i, 0, 0, 3, outcome_of(GOOD)) for i in range(3)]
+    batch = EmitBatch(5, samples, {})
+    parts = make_batch_parts(batch, timeline=0, ranks=4, together=2)
+    apart = make_batch_parts(batch, timeline=0, ranks=2)
+    assert [part.rank for part in parts] == [0, 1, 2, 3]
+    assert [part.members for part in parts] == [each.members for each in apart for _ in range(2)]
+    assert sum(part.members != [] for part in apart) == 2

@@ -20,7 +20,7 @@ SETTINGS = (
 )
 CHANNELS = {
     "shm": ("weights.transport=shm",),
-    "zmq": ("weights.transport=zmq",),
+    "zmq, adapters alone": ("weights.transport=zmq", "model.lora={rank: 4, alpha: 8, serve: adapter}"),
 }
 
 

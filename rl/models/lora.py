@@ -2,7 +2,7 @@
 
 A layer that gets one keeps the names of its weight and its bias. Loading, sharding and the names of an export are so
 those of the model itself. What leaves the learner is the sum of both, computed in float32: engines, channels and the
-proof of arrival know nothing of adapters.
+proof of arrival know nothing of adapters. Engines that do (`model.lora.serve=adapter`) get the adapters as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from rl.config.lora import LoraOptions
 from rl.config.schema import nearest
 from rl.models.loading import local_part
-from rl.models.protocol import whole
+from rl.models.protocol import Exported, Placement, whole
 
 ADAPTER = ("lora_A", "lora_B")
 """The last parts of the names of an adapter's two matrices."""
@@ -112,6 +112,14 @@ def begin(model: nn.Module, options: LoraOptions) -> None:
         rows, first = local_part(layer.lora_A)
         rows.copy_(drawn[first : first + len(rows)])
         local_part(layer.lora_B)[0].zero_()
+
+
+def rows(model: nn.Module) -> Iterator[Exported]:
+    """This rank's rows of all adapters, as they are: `LAYER.lora_A` and `LAYER.lora_B`."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            own, first = local_part(parameter)
+            yield Exported(name, own, Placement(tuple(parameter.shape), first))
 
 
 @torch.no_grad()

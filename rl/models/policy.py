@@ -114,6 +114,9 @@ class PackedModel(nn.Module):
                 tensor = layers[name].merged(local)
             yield from in_files(self._family, name, tensor, Placement(tuple(parameter.shape), first))
 
+    def adapters(self) -> Iterator[Exported]:
+        return lora.rows(self.model)
+
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         layers = self._adapted()
         parameters = dict(self._exported(untie=True))

@@ -297,6 +297,15 @@ def test_what_the_model_has_not_is_refused_before_weights_are_read(
         ({"targets": "q_proj"}, r"model.lora.targets.*'q_proj'"),
         ({"targets": []}, r"model.lora.targets=\[\]: name the layers"),
         ({"alpha": -1}, r"model.lora.alpha=-1"),
+        (
+            {"serve": "adapter", "rank": 513},
+            r"model.lora.rank=513: engines have adapters of rank 512 at most; lower it, or",
+        ),
+        (
+            {"serve": "adapter", "targets": ["lm_head"]},
+            r"model.lora.targets: lm_head gets no .*model.lora.serve=merged",
+        ),
+        ({"serve": "adapters"}, r"model.lora.serve='adapters'"),
     ],
 )
 def test_bad_options_are_one_line(given: dict[str, Any], told: str) -> None:

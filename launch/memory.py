@@ -295,9 +295,11 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     head_moves = lora is None or "lm_head" in (lora.named or ())
     head = model.head_bytes(tokens, learner.logprob_chunk, number, moves=head_moves)
 
-    kept, working = model.layers * layer, head
+    # Weights of experts and what adapters add, as one: for the backward, which has their gradient besides.
+    summed = model.experts * number if lora and "experts" in (lora.named or ()) else 0
+    kept, working = model.layers * (layer + summed), max(head, summed)
     if learner.activation_checkpointing:
-        kept, working = model.layers * tokens * model.hidden * number, max(head, layer * 3 // 2)
+        kept, working = model.layers * tokens * model.hidden * number, max(head, layer * 3 // 2 + 2 * summed)
 
     sharded = moving * _MASTER // learner.ranks
     two_layers = min(2, model.layers) * model.layer

@@ -13,6 +13,7 @@ from rl.config.tree import ConfigError
 
 _HIGHEST_SERVED = 512  # rank of an adapter that vLLM can have
 _SERVED_MERGED = {
+    "experts": "get no adapters from engines",
     "lm_head": "gets no adapter from an engine that tells of prompts, as the probe asks",
 }
 """Targets that engines cannot have as adapters, and why."""
@@ -27,7 +28,8 @@ class LoraOptions(Section):
     alpha: float = Field(32.0, gt=0)
     """What an adapter adds is multiplied by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Linear layers that get one, by the last part of their names, as `q_proj`; `all-linear`: all but the head."""
+    """Linear layers that get one, by the last part of their names, as `q_proj`; `experts`: those of a mixture;
+    `all-linear`: all but head and experts."""
     seed: Seed = 0
     """Seed of the first weights: half of an adapter is random, the other half zero."""
     serve: Annotated[Literal["merged", "adapter"], Where("vLLM")] = "merged"

@@ -31,7 +31,7 @@ from rl.learner.update import (
     with_logp,
     with_values,
 )
-from rl.models.lora import adapter, peft_config
+from rl.models.adapter_files import adapter, peft_config
 from rl.models.packing import make_packs, pad_packs, split_minibatches
 from rl.models.policy import Base, Critic, Policy
 from rl.models.protocol import FrozenPolicy, Model, ModelOptions, whole

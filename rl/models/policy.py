@@ -107,18 +107,18 @@ class PackedModel(nn.Module):
         return ((name, each) for name, each in self.named_parameters() if each.requires_grad)
 
     def export(self, *, untie: bool = True) -> Iterator[Exported]:
-        layers = self._adapted()
+        sums = lora.sums(self.model)
         for name, parameter in self._exported(untie):
             tensor, first = local_part(parameter)
-            if name in layers:
-                tensor = layers[name].merged(local)
+            if name in sums:
+                tensor = sums[name](local)
             yield from in_files(self._family, name, tensor, Placement(tuple(parameter.shape), first))
 
     def adapters(self) -> Iterator[Exported]:
         return lora.rows(self.model)
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        layers = self._adapted()
+        sums = lora.sums(self.model)
         parameters = dict(self._exported(untie=True))
         owners: dict[str, str] = {}
         for owner, each in parameters.items():
@@ -126,7 +126,7 @@ class PackedModel(nn.Module):
             owners |= dict.fromkeys((part.name for part in parts), owner)
 
         for owner, wanted in groupby(names, owners.__getitem__):  # the experts of a layer are gathered together
-            full = layers[owner].merged(whole) if owner in layers else whole(parameters[owner].detach())
+            full = sums[owner](whole) if owner in sums else whole(parameters[owner].detach())
             parts = in_files(self._family, owner, full, Placement(tuple(full.shape)))
             found = {part.name: part.tensor for part in parts}
             yield from ((name, found[name]) for name in wanted)
@@ -135,10 +135,6 @@ class PackedModel(nn.Module):
     def _family(self) -> str:
         family: str = self.model.config.model_type
         return family
-
-    def _adapted(self) -> dict[str, lora.LoraLinear]:
-        """The layers whose adapters count at the moment, by the name of their weight."""
-        return {f"{name}.weight": layer for name, layer in lora.adapted(self.model).items() if layer.active}
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         """Parameters by the names of the model's own files."""

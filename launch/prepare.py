@@ -320,7 +320,7 @@ def _check_trainable(config: Config, folder: Path, field: str, options: LoraOpti
     from rl.models.policy import check_trainable
 
     try:
-        check_trainable(folder, untested=config.model.untested, options=options)
+        check_trainable(folder, untested=config.model.untested, options=options, path=config.model.path)
         shape = ModelShape.of(read_config(folder))
     except ValueError as error:
         raise ConfigError(f"{field} cannot be trained: {error}") from None

@@ -60,6 +60,21 @@ def test_engine_and_learner_agree_over_updates_and_a_resume(serve: str, tmp_path
     goes_on(tmp_path, saved, served)
     if serve == "merged":
         is_refused_on_another_base(tmp_path, start)
+    else:
+        others_go_on(tmp_path, start)
+
+
+def others_go_on(tmp_path: Path, start: Path) -> None:
+    """From the adapters that a run has left another one begins, and is held to what it began as."""
+    theirs = tmp_path / "theirs"
+    (tmp_path / "simulated" / "adapter").rename(theirs)
+    lora = f"model.lora={{rank: 4, alpha: 8, serve: adapter, start: {theirs}}}"
+    run(tmp_path, f"model.path={start}", lora, "name=another", "steps=2")
+    rows = steps_of(tmp_path / "another")
+    assert all(row["exact/tokens"] > 50 and row["exact/max"] < 1e-4 for row in rows)
+    assert rows[0]["loss/kl_reference"] < 1e-9 < rows[-1]["loss/kl_reference"]
+    told = f"model.lora.start='{theirs}' has r=4 and lora_alpha=8, not model.lora.rank=8 and alpha=8; set them so"
+    assert told in run(tmp_path, f"model.path={start}", lora.replace("rank: 4", "rank: 8"), "name=third", code=2)
 
 
 def goes_on(tmp_path: Path, saved: Path, served: str) -> None:

@@ -61,7 +61,9 @@ def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float 
 
 def saved_policy(config: Config, folder: Path, saved: Path) -> Policy:
     """The policy of the checkpoint `saved`, whose run began with the model in `folder`: in float32, on the CPU."""
-    policy = Policy.load(folder, options=ModelOptions(lora=lora_options(config.model)))
+    options = lora_options(config.model)
+    lora = options and options.model_copy(update={"start": None})  # the checkpoint has what became of it
+    policy = Policy.load(folder, options=ModelOptions(lora=lora))
     checkpoint.load_policy(saved, policy)
     return policy
 
@@ -159,7 +161,7 @@ class Trainer:
 
         self.reference: FrozenPolicy | None = None
         if self.algorithm.reference == "start" and self.lora is not None:
-            self.reference = Base(self.policy)
+            self.reference = Base(self.policy, keep=self.lora.start is not None)
         elif self.algorithm.reference is not None:
             reference = self._load(Policy, self.algorithm.reference).requires_grad_(False)
             self._check_vocabulary("algo.kl.reference", reference)

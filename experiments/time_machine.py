@@ -1,9 +1,13 @@
 """Is a recorded run replayed bit for bit, and what does it cost?
 
     python -m experiments.time_machine math_cpu alfworld_small agent_tools_cpu --steps 50 [--kills 3] [key=value ...]
+    python -m experiments.time_machine math_cpu --undo [key=value ...]
 
 Each recipe is run with `tracking.replay=full`, and its learner is killed as often as asked. Then the run is replayed,
 and all its steps are tried under five losses. A table says what came out, in CPU seconds of all processes.
+
+With `--undo` a synchronous, seeded run is taken back from step 9 to step 5 while it goes on. Another run resumes that
+step's checkpoint. The table says how long the undo took, and whether both trained the same from there on.
 """
 
 from __future__ import annotations
@@ -14,25 +18,29 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 
+from rl.store.batch_files import read_batch_parts
+from rl.wire.messages import BatchPart
+
 LOSSES = "topr,cispo,gspo,dapo,reinforce"
+UNDO_AT = 9
+UNDO_TO = 5
+UNDO_STEPS = 12
+SYNCHRONOUS = ("rollout.alpha=0", "sampling.seeded=true", "learner.checkpoint_every=5", "learner.keep_checkpoints=100")
 
 
 def played(recipe: str, folder: Path, steps: int, kills: int, overrides: list[str]) -> None:
     """One run, whose learner dies `kills` times, evenly spread."""
     name = f"{recipe}_{kills}" if kills else recipe
-    words = [f"runs={folder}", f"name={name}", f"steps={steps}", "tracking.replay=full", "tracking.wandb=disabled"]
-    words += ["tracking.live=false", "learner.checkpoint_every=10", "learner.keep_checkpoints=100"]
-    command = [sys.executable, "-m", "launch.cli", "run", recipe, *words, *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    versions = folder / name / "versions.jsonl"
+    words = ["learner.checkpoint_every=10", "learner.keep_checkpoints=100", *overrides]
+    process = started(recipe, folder, name, steps, words)
     for place in range(kills):
-        at = steps * (place + 1) // (kills + 1)
-        while process.poll() is None and not (versions.exists() and f'"n":{at},' in versions.read_text()):
-            time.sleep(0.05)
+        wait_for(process, folder / name, steps * (place + 1) // (kills + 1))
 
         for each in psutil.Process(process.pid).children(recursive=True):
             if "rl.learner.process" in each.cmdline() and str(place) == each.cmdline()[-1]:
@@ -40,6 +48,51 @@ def played(recipe: str, folder: Path, steps: int, kills: int, overrides: list[st
                 break
     if process.wait():
         raise SystemExit(f"{recipe} failed: {folder / name / 'summary.json'}")
+
+
+def started(recipe: str, folder: Path, name: str, steps: int, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
+    words = [f"runs={folder}", f"name={name}", f"steps={steps}", "tracking.replay=full", "tracking.wandb=disabled"]
+    command = [sys.executable, "-m", "launch.cli", "run", recipe, *words, "tracking.live=false", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def wait_for(process: subprocess.Popen[bytes], folder: Path, version: int) -> None:
+    """Until the run has published this version, or has ended."""
+    versions = folder / "versions.jsonl"
+    while process.poll() is None and not (versions.exists() and f'"n":{version},' in versions.read_text()):
+        time.sleep(0.05)
+
+
+def taken_back(recipe: str, folder: Path, overrides: list[str]) -> str:
+    """A row of the table: the undo's own words, and what a run that resumed the same step trained otherwise."""
+    undone, resumed = folder / f"{recipe}_undone", folder / f"{recipe}_resumed"
+    process = started(recipe, folder, undone.name, UNDO_STEPS, [*SYNCHRONOUS, *overrides])
+    wait_for(process, undone, UNDO_AT)
+    _, said = cpu_s("undo", str(undone), "--to", str(UNDO_TO))
+    if process.wait():
+        raise SystemExit(f"{recipe} failed: {undone / 'summary.json'}")
+
+    checkpoint = f"resume={undone / 'checkpoints' / f'step-{UNDO_TO}'}"
+    if started(recipe, folder, resumed.name, UNDO_STEPS, [*SYNCHRONOUS, *overrides, checkpoint]).wait():
+        raise SystemExit(f"{recipe} failed: {resumed / 'summary.json'}")
+    return f"| {recipe} | {said[-1]} | {_difference(_trained(undone), _trained(resumed))} |"
+
+
+def _trained(folder: Path) -> list[BatchPart]:
+    return [part for part in read_batch_parts(folder) if part.step >= UNDO_TO]
+
+
+def _difference(undone: list[BatchPart], resumed: list[BatchPart]) -> str:
+    """What is not the same in the batches that followed."""
+    if [(part.step, part.rank) for part in undone] != [(part.step, part.rank) for part in resumed]:
+        return "other steps"
+    for one, other in zip(undone, resumed, strict=True):
+        same_tokens = np.array_equal(one.token_ids, other.token_ids)
+        rewards = [[row.reward for row in part.rows] for part in (one, other)]
+        if not same_tokens or rewards[0] != rewards[1]:
+            return f"another batch at step {one.step + 1}"
+    apart = max(float(abs(a.logp_behavior - b.logp_behavior).max()) for a, b in zip(undone, resumed, strict=True))
+    return f"the same tokens and rewards in steps {UNDO_TO + 1} to {UNDO_STEPS}; log-probabilities {apart:.1e} apart"
 
 
 def cpu_s(*command: str) -> tuple[float, list[str]]:
@@ -60,9 +113,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/time_machine"))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--kills", type=int, default=0)
-    arguments = parser.parse_args()
+    parser.add_argument("--undo", action="store_true", help="take a live run back, and compare it with a resumed one")
+    arguments = parser.parse_intermixed_args()
     recipes = [word for word in arguments.recipes if "=" not in word]
     overrides = [word for word in arguments.recipes if "=" in word]
+
+    if arguments.undo:
+        for recipe in recipes:
+            print(taken_back(recipe, arguments.runs, overrides), flush=True)
+        return
 
     print("| run | CPU s of the run | of the replay | of five losses | bytes a token | what the replay says |")
     print("|---|---|---|---|---|---|")

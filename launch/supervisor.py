@@ -111,8 +111,8 @@ class Supervisor:
             error = failure
         except KeyboardInterrupt:
             interrupted = True
-        except OSError as failure:  # a full disk, for instance
-            error = RunFailed(f"the supervisor cannot write: {failure}")
+        except OSError as failure:  # a full disk, for instance; what was open already has no name in it
+            error = RunFailed(f"the supervisor cannot write to {self._run.folder}: {failure}")
         except SystemExit:  # rich's answer to a broken pipe
             error = RunFailed("standard output was closed")
         except Exception as failure:  # a fault of ours ends a run with its books, as any other cause

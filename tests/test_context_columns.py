@@ -273,6 +273,7 @@ def sequences_of(part: BatchPart) -> Iterator[TokenSequence]:
         end += length
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("on_update", ["recompute", "abort"])
 def test_generators_and_the_proxy_die_and_every_entry_is_right(tmp_path: Path, on_update: str) -> None:
     """Real processes: three turns, an update at each step, two generators of which one dies, and the proxy.

@@ -42,6 +42,7 @@ def check_scored(tmp_path: Path, steps: int) -> None:
         assert not part.columns["teacher_logp"][part.loss_mask == 0].any()
 
 
+@pytest.mark.docs
 def test_a_teacher_that_dies_or_hangs_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
     process = start(tmp_path, *TAUGHT, "steps=40", "timeouts.hang_s=5")
     wait_for_step(tmp_path, 5)
@@ -61,6 +62,7 @@ def test_a_teacher_that_dies_or_hangs_is_replaced_and_nothing_is_lost(tmp_path: 
     assert max(row.get("teacher.0/tokens", 0) for row in rows) > 0
 
 
+@pytest.mark.docs
 def test_a_teacher_that_dies_once_too_often_ends_the_run_by_name(tmp_path: Path) -> None:
     process = start(tmp_path, *TAUGHT, "steps=1000", "env.max_restarts=0")
     wait_for_step(tmp_path, 3)

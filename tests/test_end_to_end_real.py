@@ -26,6 +26,8 @@ from rl.store.batch_files import read_batch_parts
 from rl.wire.messages import BatchPart
 from tests.test_end_to_end_simulated import SAMPLE_STATES, TOKEN_STATES, wait_for_step
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 STEPS = 6  # responses are long and seats are few: the learner waits for the engine, and requests span its updates
 TEMPERATURE = 0.8

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 ENDS = ["trained", "stale", "filtered", "settled", "redundant", "failed"]
 SAMPLE_STATES = ["queued", "running", "waiting", "batched", *ENDS]

@@ -12,6 +12,8 @@ import pytest
 
 from tests.test_end_to_end_simulated import finish, start, wait_for_step
 
+pytestmark = pytest.mark.slow
+
 HANG_S = 5
 
 

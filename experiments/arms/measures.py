@@ -140,14 +140,23 @@ def share(values: Sequence[float]) -> str:
 
 
 def _to_goal(study: Study, these: Sequence[Record], _all: Sequence[Record]) -> str:
-    """The median over the seeds, of which one that never has the score takes for ever."""
-    needed = [seconds_to(record, study.goal, study.window) for record in these]
+    """Seconds since the command: the median over the seeds, of which one that never has the score takes for ever."""
+    return _median([seconds_to(record, study.goal, study.window) for record in these])
+
+
+def _trained_to_goal(study: Study, these: Sequence[Record], _all: Sequence[Record]) -> str:
+    """The same since the first score, which is that of the start model where the score is an evaluation."""
+    found = [(record.seconds[0], seconds_to(record, study.goal, study.window)) for record in these]
+    return _median([None if needed is None else needed - first for first, needed in found])
+
+
+def _median(needed: Sequence[float | None]) -> str:
     reached = [each for each in needed if each is not None]
-    if 2 * len(reached) <= len(these):  # the median is no number of seconds
-        return f"– ({len(reached)} of {len(these)})" if reached else "–"
+    if 2 * len(reached) <= len(needed):  # the median is no number of seconds
+        return f"– ({len(reached)} of {len(needed)})" if reached else "–"
 
     median = statistics.median([math.inf if each is None else each for each in needed])
-    return f"{median:.0f}" + (f" ({len(reached)} of {len(these)})" if len(reached) < len(these) else "")
+    return f"{median:.0f}" + (f" ({len(reached)} of {len(needed)})" if len(reached) < len(needed) else "")
 
 
 def _others(_study: Study, these: Sequence[Record], _all: Sequence[Record]) -> str:
@@ -179,6 +188,7 @@ COLUMNS: dict[str, Column] = {
     "score": lambda study, these, _all: str(estimate([final_score(record, study.window) for record in these])),
     "accuracy": lambda study, these, _all: str(estimate([final_accuracy(record, study.window) for record in these])),
     "seconds to goal": _to_goal,
+    "training to goal": _trained_to_goal,
     "sooner": _sooner,
 }
 

@@ -48,7 +48,7 @@ def _conditions(study: Study, records: Sequence[Record]) -> list[str]:
 def _arms(study: Study, trained: Sequence[Record]) -> str:
     """One line for each arm that has runs. What is no mean is told seed by seed."""
     titles = [_TITLES.get(name, name) for name in study.read]
-    titles = [f"seconds to {study.goal:.0%}" if name == "seconds to goal" else name for name in titles]
+    titles = [name.replace("to goal", f"to {study.goal:.0%}") for name in titles]
     titles = [f"sooner than {study.baseline}" if name == "sooner" else name for name in titles]
     lines = [_line(["arm", "seeds", *titles]), _line(["---"] * (len(titles) + 2))]
 

@@ -37,6 +37,21 @@ def all_reduce(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
     return values
 
 
+def gathered(own: bytes) -> list[bytes]:
+    """What each rank gives, by rank. All ranks call it together; torch's own exchange of objects would be pickle."""
+    if not dist.is_initialized():
+        return [own]
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = len(own)
+    dist.all_reduce(sizes)
+
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
 def kept_rows(batch_part: BatchPart, algorithm: Algorithm) -> Tensor:
     """(N,) bool: the samples that count in the loss."""
     truncated = torch.tensor([row.truncated for row in batch_part.rows])

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.learner import checkpoint
 from rl.learner.changes import reachable, read_changes, set_at, settle, take_wish
-from rl.learner.credit import all_reduce
+from rl.learner.credit import all_reduce, gathered
 from rl.learner.guards import ExactCheck, StepGuards
 from rl.learner.model_card import texts_beside
 from rl.learner.publish import Publisher, weight_entries
@@ -174,9 +174,8 @@ class Learner:
         if options is None:
             return None
         assert self.run.model_folder is not None
-        base = [digest_of({*weight_files(self.run.model_folder).values()}) if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(base)
-        return options.identity() | {"base": base[0]}
+        own = digest_of({*weight_files(self.run.model_folder).values()}) if dist.get_rank() == 0 else ""
+        return options.identity() | {"base": gathered(own.encode())[0].decode()}
 
     def note_version(self, client: Client, n: int) -> None:
         """For a replay: what the weights of version `n` are."""

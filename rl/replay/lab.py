@@ -11,14 +11,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rl.learner.credit import all_reduce
+from rl.learner.credit import all_reduce, gathered
 from rl.replay.watch import Watch
 from rl.wire.messages import BatchPart, SampleRow
 
+Pulls = tuple[list[float], list[int]]
+"""Of a sample's loss tokens, and their ages."""
 _MOST_REWARDS = 6  # values of a reward that are told one by one
 
 
@@ -38,9 +40,8 @@ class FirstStep:
 def first_step(watch: Watch, part: BatchPart) -> FirstStep:
     """All ranks call it together, and rank 0 learns of every sample."""
     own = {member: (table["pull"].tolist(), table["age"].long().tolist()) for member, table in watch.tokens.items()}
-    gathered: list[dict[int, tuple[list[float], list[int]]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    every = {member: found for each in gathered for member, found in each.items()}
+    told = [msgspec.msgpack.decode(each, type=dict[int, Pulls]) for each in gathered(msgspec.msgpack.encode(own))]
+    every = {member: found for each in told for member, found in each.items()}
 
     total = sum(abs(pull) for pulls, _ in every.values() for pull in pulls) or 1.0
     by_age: defaultdict[str, float] = defaultdict(float)

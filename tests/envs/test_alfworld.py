@@ -34,6 +34,8 @@ from envs.alfworld.translation import kept_translation, read_game
 from envs.workers.process import RequestLost
 from rollout.episodes.environment import ChatMessage
 
+pytestmark = pytest.mark.slow
+
 RECIPE = GameRecipe(train=6, valid_unseen=6, max_receptacles=7, clutter=(4, 8), seed=3)
 
 

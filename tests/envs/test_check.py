@@ -29,6 +29,8 @@ from tests.envs.repositories import FILES, TASK, write_files
 from tests.envs.seeded_faults import FAULTS
 from tests.envs.test_openenv import counting
 
+pytestmark = pytest.mark.slow
+
 Served = TypeVar("Served")
 TINY = Scope(tasks=2, openings=8, episodes=20)
 TINIEST = Scope(tasks=1, openings=3, episodes=5)
@@ -46,6 +48,7 @@ def test_a_sound_environment_holds_every_check() -> None:
     assert {row.agent: row.success for row in page.earned}["the solution"] == 1.0
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_found_by_its_check(fault: str) -> None:
     scope = SHORT if FAULTS[fault] == "flat" else TINY  # growth shows over many episodes

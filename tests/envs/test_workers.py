@@ -18,6 +18,8 @@ from envs.workers.pool import START_TRIES, Pool, Worker
 from envs.workers.process import RequestLost, WorkerHung, WorkerKind, WorkerNotStarted
 from envs.workers.wire import FrameReader, WorkerRequest, frame
 
+pytestmark = pytest.mark.slow
+
 Words = Pool[str, list[str]]
 
 

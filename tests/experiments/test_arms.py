@@ -113,6 +113,12 @@ def test_seconds_to_a_goal_are_the_median_of_all_seeds_also_of_those_that_never_
     assert told(never) == "–"
 
 
+def test_training_to_a_goal_leaves_out_what_came_before_the_first_score() -> None:
+    late = a_run("1", 0, step_s=1.0)
+    since_the_first = column(study_of(goal=0.5), "training to goal", [late], [late])
+    assert float(since_the_first) == 43 - late.seconds[0]
+
+
 def test_intervals_are_students() -> None:
     of_three = estimate([1.0, 2.0, 3.0])
     assert of_three == Estimate(2.0, of_three.half_width, 3)

@@ -133,6 +133,7 @@ def test_a_short_schedule_on_a_live_run(seed: int) -> None:
     assert played.violations == [] and len(played.faults) == 9
 
 
+@pytest.mark.docs
 def test_a_worker_below_an_environment_server_dies(tmp_path: Path) -> None:
     rows = [{"prompt": f"{1 + number // 100} {1 + number % 100}", "long": 200} for number in range(200)]
     source = tmp_path / "rows.jsonl"
@@ -145,6 +146,7 @@ def test_a_worker_below_an_environment_server_dies(tmp_path: Path) -> None:
     assert played.violations == [] and len(played.faults) == 2
 
 
+@pytest.mark.docs
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: mounting a small file system needs root")
 def test_a_full_disk_ends_a_run_with_one_line_and_leaves_nothing() -> None:
     changes = ["steps=1000", "learner.options.step_s=0.1"]  # the disk ends it long before
@@ -152,6 +154,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_leaves_nothing() -> None:
     assert played.violations == [] and played.full_disk and len(played.steps) < 1000
 
 
+@pytest.mark.docs
 def test_what_is_lost_with_connections_is_asked_for_again() -> None:
     """Responses of some length, so that there is always something on its way."""
     changes = ["steps=30", "learner.options.step_s=0.3", "generator.options.decode_base_s=0.003", "seed=1"]

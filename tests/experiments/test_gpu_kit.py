@@ -27,6 +27,7 @@ def told(out: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.docs
 def test_the_fast_parts_on_a_cpu(tmp_path: Path) -> None:
     parts = ["learner", "memory", "one_gpu"]
     assert kit.main([*parts, "--device", "cpu", "--minutes", "8", "--out", str(tmp_path)]) == 0

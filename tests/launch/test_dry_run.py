@@ -63,6 +63,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_has_a_dry_run_without_torch(small: Path, recipe: str) -> None:
     command = [str(small), "-m", "launch.cli", "run", f"experiments/{recipe}", "--dry-run"]

@@ -80,6 +80,7 @@ def test_for_a_recipe(recipe: str, watched: dict[str, str]) -> None:
     assert "dry run: the configuration is valid; nothing was started" in told
 
 
+@pytest.mark.docs
 def test_for_a_model_of_the_users_own(watched: dict[str, str], tmp_path: Path) -> None:
     """With demonstrations that were asked for: they are told, and neither played nor imitated."""
     model = ensure_tiny_model(TinyRecipe(sft_steps=0), tmp_path / "mine")

@@ -102,6 +102,7 @@ def test_an_own_file_goes_before_a_recipe_that_ships(tmp_path: Path, monkeypatch
     assert find_recipe("math_cpu.yaml") == Path("math_cpu.yaml")
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("on_path", [False, True], ids=["in the working folder", "on PYTHONPATH"])
 def test_a_users_packages_are_found_after_ours(fresco: Fresco, installed: Path, tmp_path: Path, on_path: bool) -> None:
     own = tmp_path / "own" if on_path else tmp_path

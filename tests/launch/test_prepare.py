@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -38,8 +39,17 @@ def inherited() -> Iterator[None]:
     signal.signal(signal.SIGHUP, hang_up)
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("end", "sharing"),
+    [
+        (signal.SIGINT, True),
+        *(
+            pytest.param(end, sharing, marks=pytest.mark.docs)
+            for end, sharing in itertools.product((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), (True, False))
+            if (end, sharing) != (signal.SIGINT, True)
+        ),
+    ],
+)
 def test_an_interrupted_warm_start_is_one_line_and_leaves_nothing(
     tmp_path: Path, end: signal.Signals, sharing: bool, inherited: None
 ) -> None:

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from rl.store.checkpoint_folder import latest, read_journal
 from tests.launch.simulated_run import ROOT, simulated_run
 from tests.test_end_to_end_simulated import SAMPLE_STATES
 
 
+@pytest.mark.docs
 def test_other_data_are_refused_or_begin_with_their_first_row(tmp_path: Path) -> None:
     first = simulated_run(tmp_path / "first")
     checkpoint = latest(first / "checkpoints")

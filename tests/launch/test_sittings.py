@@ -48,6 +48,7 @@ def stop_at(step: int, process: subprocess.Popen[str], run: Path, with_signal: s
     return output
 
 
+@pytest.mark.docs
 def test_the_same_command_goes_on_to_the_same_end_with_one_history(tmp_path: Path) -> None:
     """Stopped by Ctrl-C, then killed behind its newest checkpoint, then to its end."""
     run = tmp_path / "simulated"

@@ -14,6 +14,8 @@ from rollout.episodes.environment import Step
 from tests.museum.lab import Game, Lab
 from tests.museum.reward_faults import forked
 
+pytestmark = pytest.mark.slow
+
 CLEAN = {
     "synchronous": [],
     "asynchronous": ["rollout.alpha=1"],

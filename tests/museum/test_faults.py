@@ -11,6 +11,8 @@ from tests.museum import slow_faults as slow_faults
 from tests.museum.faults import FAULTS
 from tests.museum.lab import Lab
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_alarm_is_raised_within_three_steps(model_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

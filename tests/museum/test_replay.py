@@ -80,6 +80,7 @@ def test_a_run_without_a_fault_comes_out_as_it_was(make_lab: Make) -> None:
     assert first_otherwise(lab.kept) is None
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", ["lr-zero", "frozen-layers", "inexact-late", "old-kv"])
 def test_an_alarm_points_to_the_first_step_that_a_replay_computes_otherwise(
     make_lab: Make, monkeypatch: pytest.MonkeyPatch, name: str

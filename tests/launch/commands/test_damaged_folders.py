@@ -46,6 +46,7 @@ def files(run: Path) -> Iterator[Path]:
     yield from kinds.values()
 
 
+@pytest.mark.docs
 def test_a_damaged_file_is_never_a_traceback(played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     shutil.copytree(played, run)

@@ -28,6 +28,7 @@ def cli(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.docs
 def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
     cli("run", str(RECIPE), f"runs={tmp_path}", "steps=3", "eval.tasks=8")
     checkpoint = tmp_path / "simulated" / "checkpoints" / "step-3"
@@ -52,6 +53,7 @@ def test_a_checkpoint_is_evaluated_by_a_run_of_no_steps(tmp_path: Path) -> None:
     assert {(row["version"], row["task_index"]) for row in kept} == {(n, task) for n in (0, 3) for task in range(8)}
 
 
+@pytest.mark.docs
 def test_checkpoints_are_compared_by_several_samples_of_each_task(tmp_path: Path) -> None:
     sampled = ["eval.samples=3", "eval.temperature=1"]
     cli("run", str(RECIPE), f"runs={tmp_path}", "steps=2", "eval.tasks=4", "learner.checkpoint_every=1", *sampled)

@@ -106,7 +106,7 @@ def versions(folder: Path) -> list[tuple[int, int, int]]:
     return [(line["timeline"], line["n"], line["checksum"]) for line in lines]
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.docs), True])
 def test_a_learner_goes_back_and_goes_on_as_if_it_had_been_resumed(run: RunFile, dies: bool) -> None:
     """Both ranks: the old version has its old bytes under a new timeline, and the same batches lead to the same ones,
     up to where nothing is set any more."""

@@ -67,6 +67,7 @@ def checksums(run: RunFile) -> list[tuple[int, int, int]]:
     return [(line["timeline"], line["n"], line["checksum"]) for line in lines]
 
 
+@pytest.mark.docs
 def test_deaths_change_no_byte(run: RunFile, tmp_path: Path) -> None:
     """In mid-step before any checkpoint, in mid-step after one, and right after a publication, all in one run."""
     other = save_run(*OVERRIDES, model_folder=run.model_folder)

@@ -12,7 +12,7 @@ from tests.copies import begin
 from tests.launch.test_supervisor import QUIET, FakeSpec
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("tcp", marks=pytest.mark.docs)])
 def test_ranks_meet_and_meet_again_after_a_death(make_run: MakeRun, transport: str) -> None:
     run = make_run(*QUIET, f"network.transport={transport}", "learner.ranks=2", "device=cpu")
     run = run.model_copy(update={"socket_folder": run.folder / "ipc"})

@@ -199,6 +199,7 @@ print(kib("VmHWM") - before)
 """
 
 
+@pytest.mark.docs
 def test_a_rank_of_four_never_holds_the_whole_model(tmp_path: Path) -> None:
     """Highest resident memory over the start's, as a share of the model in float32; files count while they are open."""
     save_family("qwen3", tmp_path / "small")

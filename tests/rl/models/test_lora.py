@@ -29,6 +29,8 @@ from tests.rl.learner.ranks import process_group, results_of_ranks
 from tests.rl.learner.tiny_policies import algorithm_of, everywhere, make_batch_parts, packs_of, save_tiny
 from tests.rl.models.tiny_families import VOCABULARY, save_family
 
+pytestmark = pytest.mark.slow
+
 RANK = 4
 EVERY = LoraOptions(rank=RANK, alpha=8, targets=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "lm_head"])
 MIXED = LoraOptions(rank=RANK, alpha=8, targets=["q_proj", "experts"])

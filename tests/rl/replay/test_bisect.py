@@ -141,6 +141,7 @@ def test_ten_differences_are_seeded() -> None:
     assert len(SPOILT) == 10
 
 
+@pytest.mark.docs
 def test_a_replay_names_what_was_computed_otherwise(
     runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_pull_of_a_token_is_its_ratio_times_its_advantage(run_folder: Path) 
         assert all(math.copysign(1, pull) == math.copysign(1, over) for pull in pulls if over)
 
 
+@pytest.mark.docs
 def test_two_ranks_see_the_same_pulls_as_one(deadly_folder: Path) -> None:
     recorded = Recorded(deadly_folder)
     config = recorded.changed(["algo.loss=topr"])

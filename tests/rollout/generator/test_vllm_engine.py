@@ -17,6 +17,8 @@ from rl.wire.messages import Version
 from rollout.generator.engines.base import Sampled
 from tests.rollout.generator.vllm_rig import KV_BYTES, MAX_MODEL_LEN, MAX_NUM_SEQS, PROBE, SHAPE, TOLERANCE, Rig
 
+pytestmark = pytest.mark.slow
+
 
 def prompts(count: int) -> list[list[int]]:
     return [[1 + (7 * i + j) % 255 for j in range(5 + 3 * i % 40)] for i in range(count)]
@@ -297,6 +299,7 @@ def test_vllm_s_internals_are_as_we_use_them(rig: Rig) -> None:
     assert rig.call(run()) == ([(f"0.{rig.n}", 0)], "abort")
 
 
+@pytest.mark.docs
 @pytest.mark.slow
 def test_the_engine_process_dies_with_a_killed_generator(tied_rig: Rig) -> None:
     rig = tied_rig  # whose engine has a process of its own

@@ -106,6 +106,7 @@ def experts(request: pytest.FixtureRequest, make_run: MakeRun, tmp_path: Path) -
     made.outside.close()
 
 
+@pytest.mark.docs
 @pytest.mark.slow
 def test_experts_are_loaded_again_and_a_dead_engine_ends_the_generator(experts: Experts) -> None:
     proof = LoadProof(TOLERANCE[experts.dtype], probe=True)

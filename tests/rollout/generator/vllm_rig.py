@@ -103,7 +103,11 @@ class Rig:
         self._thread.start()
 
     def start(self) -> None:
+        from vllm.envs import disable_envs_cache
+
         from rollout.generator.engines import vllm, vllm_settings
+
+        disable_envs_cache()  # an earlier engine's folder of sockets is gone
 
         vllm_settings._WORKER_EXTENSION = "tests.rollout.generator.file_weights.TellsHowItLoads"
         self._set_num_threads = torch.set_num_threads

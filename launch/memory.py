@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from launch.machine import MIB, Machine, size_text
 from launch.plan import learner_computes, shares_gpus
-from rl.config.lora import lora_options
+from rl.config.lora import lora_options, served_adapter
 from rl.config.schema import Config, ConfigError
 from rl.learner.simulated import simulated_options
 from rl.models.shape import ModelShape
@@ -194,14 +194,17 @@ def _samples(config: Config, model: ModelShape | None) -> Need:
 
 def _served(config: Config, model: ModelShape, device: str) -> int:
     """The bytes of one version: on GPUs a tied head stays tied (`RunFile.untied`)."""
+    if (lora := served_adapter(config.model)) is not None:
+        return model.adapters(lora.rank, lora.named) * _bytes(config.generator.dtype)
     return (model.served if device == "cpu" else model.trained) * _bytes(config.generator.dtype)
 
 
 def _engine(config: Config, model: ModelShape, device: str) -> dict[str, int]:
     """The bytes of one device of an engine without its cache, by purpose."""
     generator = config.generator
+    own = model.trained * _bytes(generator.dtype) if served_adapter(config.model) else 0  # beside which adapters stand
     return {
-        "weights": _served(config, model, device) // generator.tensor_parallel,
+        "weights": (own + _served(config, model, device)) // generator.tensor_parallel,
         "token table": 4 * generator.max_num_seqs * generator.max_model_len,
     }
 
@@ -286,8 +289,7 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     together = learner.context_parallel
     number = _bytes(config.model.dtype)
     lora = lora_options(config.model)
-    targets = None if lora is None or isinstance(lora.targets, str) else lora.targets
-    moving = model.adapters(lora.rank, targets) if lora else model.trained
+    moving = model.adapters(lora.rank, lora.named) if lora else model.trained
     moving += model.trained * config.algo.critic.enabled
     still = model.trained * number if lora else 0
     if config.algo.kl.coef and not (lora and config.algo.kl.reference == "start"):
@@ -297,13 +299,15 @@ def _learner(config: Config, model: ModelShape) -> dict[str, int]:
     tokens = min(max(learner.max_tokens_per_pack, config.generator.max_model_len), max(in_batch, 1))
     tokens = -(-tokens // together)
     layer = tokens * model.saved_bytes(number)
-    head_moves = lora is None or "lm_head" in (targets or ())
+    head_moves = lora is None or "lm_head" in (lora.named or ())
     reduced = _bytes(learner.reduce_dtype)
     head = model.head_bytes(tokens, learner.logprob_chunk, number, moves=head_moves, reduced=reduced)
 
-    kept, working = model.layers * layer, head
+    # Weights of experts and what adapters add, as one: for the backward, which has their gradient besides.
+    summed = model.experts * number if lora and "experts" in (lora.named or ()) else 0
+    kept, working = model.layers * (layer + summed), max(head, summed)
     if learner.activation_checkpointing:
-        kept, working = model.layers * tokens * model.hidden * number, max(head, layer * 3 // 2)
+        kept, working = model.layers * tokens * model.hidden * number, max(head, layer * 3 // 2 + 2 * summed)
     if together > 1:
         working += tokens * model.exchanged_bytes(together, number)
 

@@ -27,10 +27,10 @@ from envs.registry import demonstrator
 from launch.launcher.local import Begin, Command, Files, begin_process
 from launch.memory import check_longest
 from rl.config.algo import AlgoConfig, is_endpoint
-from rl.config.lora import LoraOptions, lora_options
+from rl.config.lora import LoraOptions, lora_options, served_adapter
 from rl.config.schema import Config, ConfigError, nearest
 from rl.learner.simulated import simulated_options
-from rl.models.families import check_family, check_team, read_config
+from rl.models.families import SERVED_MERGED, check_family, check_team, read_config
 from rl.models.shape import ModelShape
 from rl.store.checkpoint_folder import read_meta
 from rl.store.digests import DIGESTS, damage, digest_of
@@ -203,11 +203,16 @@ def _check_weights(config: Config, folder: Path) -> None:
         raise ConfigError(f"model.path={config.model.path!r}: {error}") from None
 
 
-def _weight_bytes(folder: Path, dtype: str) -> int:
+def _weight_bytes(config: Config, folder: Path) -> int:
     """The bytes of one version, as engines get it."""
     from rl.models.loading import exported_elements
 
-    return exported_elements(_weight_files(folder)) * (4 if dtype == "float32" else 2)
+    files = _weight_files(folder)
+    if (lora := served_adapter(config.model)) is not None:
+        elements = ModelShape.of(read_config(folder)).adapters(lora.rank, lora.named)
+    else:
+        elements = exported_elements(files)
+    return elements * (4 if config.generator.dtype == "float32" else 2)
 
 
 def validate(config: Config) -> None:
@@ -261,6 +266,10 @@ def _check_team(config: Config, told: Mapping[str, Any], field: str) -> None:
             check_team(told, together)
     except ValueError as error:
         raise ConfigError(f"learner.context_parallel={together}: {field}: {error}") from None
+
+    family = str(told["model_type"])
+    if served_adapter(config.model) is not None and (reason := SERVED_MERGED.get(family)):
+        raise ConfigError(f"model.lora.serve=adapter: {family}: {reason}; set model.lora.serve=merged")
 
 
 def check_model_is_trainable(config: Config, folder: Path) -> None:
@@ -324,7 +333,7 @@ def _check_trainable(config: Config, folder: Path, field: str, options: LoraOpti
     from rl.models.policy import check_trainable
 
     try:
-        check_trainable(folder, untested=config.model.untested, options=options)
+        check_trainable(folder, untested=config.model.untested, options=options, path=config.model.path)
         shape = ModelShape.of(read_config(folder))
     except ValueError as error:
         raise ConfigError(f"{field} cannot be trained: {error}") from None
@@ -346,7 +355,7 @@ def _folders(config: Config, *, make: bool) -> dict[str, object]:
         raise ConfigError(f"{field}: {wrong}; a teacher must share the vocabulary of its student")
     if make:
         _check_base(config, folder)
-    told = {"folder": str(folder), "weight_bytes": _weight_bytes(folder, config.generator.dtype)}
+    told = {"folder": str(folder), "weight_bytes": _weight_bytes(config, folder)}
     return told | {"teacher": str(teacher) if teacher else None}
 
 

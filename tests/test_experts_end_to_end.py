@@ -67,3 +67,25 @@ def test_engine_and_learner_agree_over_updates_and_choose_the_same_experts(tmp_p
     known = part.policy_version[:length] <= 0
     last = len(found) if known.all() else int(np.argmin(known))  # of what the first version sampled
     assert (np.sort(found, -1) == np.sort(expected, -1))[:last].mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("model.lora={rank: 4, alpha: 8, targets: [q_proj, o_proj, experts]}",),
+    ],
+    ids=["adapters"],
+)
+def test_they_agree_as_well_with(settings: tuple[str, ...], tmp_path: Path) -> None:
+    start = model(tmp_path / "model")
+    settings += ("algo.entropy_coef=0.1", "alarms.exact=1e-4", "steps=3", "sampling.max_tokens=96", "eval.tasks=0")
+    with system(tmp_path, f"model.path={start}", *settings) as process:
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output[-5000:]
+    nothing_is_left(tmp_path)
+
+    rows = steps_of(tmp_path / "simulated")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["exact/tokens"] > 50 and row["exact/unknown"] == 0 and row["exact/max"] < 1e-4 for row in rows)
+    assert rows[0]["router/differ"] < 0.01
+    assert all(row["router/gap"] <= 2 * row["router/gap_without_replay"] + 1e-5 for row in rows)

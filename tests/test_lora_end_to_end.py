@@ -38,9 +38,11 @@ def run(tmp_path: Path, *overrides: str, code: int = 0) -> str:
 
 
 @pytest.mark.docs
-def test_engine_and_learner_agree_over_updates_and_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("serve", ["merged", "adapter"])
+def test_engine_and_learner_agree_over_updates_and_a_resume(serve: str, tmp_path: Path) -> None:
     folder = tmp_path / "simulated"
-    run(tmp_path)
+    served = f"model.lora={{rank: 4, alpha: 8, serve: {serve}}}"
+    run(tmp_path, served)
     rows = steps_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["exact/tokens"] > 50 and row["exact/unknown"] == 0 and row["exact/max"] < 1e-4 for row in rows)
@@ -55,13 +57,29 @@ def test_engine_and_learner_agree_over_updates_and_a_resume(tmp_path: Path) -> N
     meta = read_meta(saved)
     assert meta.lora is not None and meta.lora_options == {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
 
-    goes_on(tmp_path, saved)
-    is_refused_on_another_base(tmp_path, start)
+    goes_on(tmp_path, saved, served)
+    if serve == "merged":
+        is_refused_on_another_base(tmp_path, start)
+    else:
+        others_go_on(tmp_path, start)
 
 
-def goes_on(tmp_path: Path, saved: Path) -> None:
+def others_go_on(tmp_path: Path, start: Path) -> None:
+    """From the adapters that a run has left another one begins, and is held to what it began as."""
+    theirs = tmp_path / "theirs"
+    (tmp_path / "simulated" / "adapter").rename(theirs)
+    lora = f"model.lora={{rank: 4, alpha: 8, serve: adapter, start: {theirs}}}"
+    run(tmp_path, f"model.path={start}", lora, "name=another", "steps=2")
+    rows = steps_of(tmp_path / "another")
+    assert all(row["exact/tokens"] > 50 and row["exact/max"] < 1e-4 for row in rows)
+    assert rows[0]["loss/kl_reference"] < 1e-9 < rows[-1]["loss/kl_reference"]
+    told = f"model.lora.start='{theirs}' has r=4 and lora_alpha=8, not model.lora.rank=8 and alpha=8; set them so"
+    assert told in run(tmp_path, f"model.path={start}", lora.replace("rank: 4", "rank: 8"), "name=third", code=2)
+
+
+def goes_on(tmp_path: Path, saved: Path, served: str) -> None:
     """Tokens of the versions before are not compared, as always; the first version is that of the checkpoint."""
-    run(tmp_path, f"resume={saved}")
+    run(tmp_path, f"resume={saved}", served)
     rows = steps_of(tmp_path / "simulated")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["exact/max"] < 1e-4 for row in rows) and rows[-1]["exact/tokens"] > 50

@@ -20,7 +20,8 @@ from experiments.bench import rollout as bench
 from experiments.bench._measuring import temporary_run
 from experiments.gpu.models import save_model
 from experiments.gpu.part import Result, need_vllm
-from rl.learner.publish import probe_logp, weight_entries
+from rl.config.lora import lora_options
+from rl.learner.publish import probe_logp, served, weight_entries
 from rl.models.policy import Policy
 from rl.models.protocol import ModelOptions
 from rl.weights import make_sender
@@ -47,10 +48,21 @@ def weights(result: Result, device: str) -> None:
         for channel in ("shm", "zmq", "nccl") if apart else ("shm", "zmq"):
             if device == "cuda":
                 torch.cuda.set_device(int(channel == "nccl"))
-            settings = [*_settings(device, 256), f"weights.transport={channel}"]
-            with temporary_run(settings, device=device, model_folder=model) as run:
-                os.environ.update(engine_environment(run.config, device))
-                asyncio.run(_updates(result, run, channel))
+            _with_engine(result, model, device, channel, f"weights.transport={channel}")
+
+
+def adapters(result: Result, device: str) -> None:
+    """As `weights`, of an engine that is sent adapters alone, through shared memory."""
+    need_vllm()
+    with tempfile.TemporaryDirectory(prefix="fresco-gpu-") as folder:
+        model = save_model(_SIZE[device], Path(folder), device, tied=False)
+        _with_engine(result, model, device, "adapter", "model.lora={rank: 16, serve: adapter}")
+
+
+def _with_engine(result: Result, model: Path, device: str, name: str, setting: str) -> None:
+    with temporary_run([*_settings(device, 256), setting], device=device, model_folder=model) as run:
+        os.environ.update(engine_environment(run.config, device))
+        asyncio.run(_updates(result, run, name))
 
 
 def rollout(result: Result, device: str) -> None:
@@ -85,16 +97,17 @@ def _settings(device: str, sequences: int) -> list[str]:
     ]
 
 
-async def _updates(result: Result, run: RunFile, channel: str) -> None:
+async def _updates(result: Result, run: RunFile, name: str) -> None:
     from rollout.generator.engines.vllm import VllmEngine
 
     engine = VllmEngine(ProcessContext(run, 0, 0))
     begin = time.perf_counter()
     await engine.start()
-    result.note(f"{channel} engine_start_s", time.perf_counter() - begin)
+    result.note(f"{name} engine_start_s", time.perf_counter() - begin)
 
     assert run.model_folder is not None
-    policy = Policy.load(run.model_folder, None, run.device, ModelOptions(dtype=getattr(torch, run.config.model.dtype)))
+    options = ModelOptions(dtype=getattr(torch, run.config.model.dtype), lora=lora_options(run.config.model))
+    policy = Policy.load(run.model_folder, None, run.device, options)
     entries = weight_entries(policy, run)
     result.note("bytes", bytes_of(entries))
     result.note("bare_copies_s", _bare_copies(bytes_of(entries), run.device))
@@ -104,9 +117,9 @@ async def _updates(result: Result, run: RunFile, channel: str) -> None:
     clients: list[asyncio.Task[None]] = []
     try:
         for n in range(_UPDATES):
-            result.note(f"{channel} update {n}", {"running": len(clients)} | await _update(n, engine, policy, sender))
+            result.note(f"{name} update {n}", {"running": len(clients)} | await _update(n, engine, policy, sender))
             with torch.no_grad():
-                for parameter in policy.parameters():
+                for _, parameter in policy.trainable():
                     parameter.add_(torch.randn_like(parameter) * _NOISE)
 
             if n == _UPDATES // 2 - 1:
@@ -126,7 +139,7 @@ async def _update(n: int, engine: Any, policy: Policy, sender: Sender) -> dict[s
     version, probe = Version(0, n), list(range(1, 65))
     stages = {}
     begin = time.perf_counter()
-    sender.offer(n, policy.export(untie=sender.run.untied))
+    sender.offer(n, served(policy, sender.run))
     stages["offer"] = time.perf_counter() - begin
 
     begin = time.perf_counter()

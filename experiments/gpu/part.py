@@ -14,6 +14,7 @@ PARTS = {
     "learner": ("experiments.gpu.learner:learner", 240),
     "memory": ("experiments.gpu.learner:memory", 120),
     "weights": ("experiments.gpu.engine:weights", 240),
+    "adapters": ("experiments.gpu.engine:adapters", 120),
     "rollout": ("experiments.gpu.engine:rollout", 240),
     "end_to_end": ("experiments.gpu.runs:end_to_end", 240),
     "one_gpu": ("experiments.gpu.runs:one_gpu", 240),

@@ -8,15 +8,17 @@ version is tried with a fixed text, in the words of the model's own tokenizer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
+from rl.config.lora import served_adapter
 from rl.config.schema import Config
 from rl.learner.run_client import Client
 from rl.models.packing import sequence_pack
-from rl.models.protocol import PolicyModel
+from rl.models.protocol import Exported, PolicyModel
 from rl.weights.channel import Entry
 from rl.weights.updater import EXACT_PROBE_TOKENS, LONG_PROBES, PROBE_TOKENS
 from rl.wire.messages import BatchPart
@@ -34,7 +36,12 @@ def total(april: int) -> int:
 def weight_entries(policy: PolicyModel, run: RunFile) -> list[Entry]:
     """All tensors that engines get, in their dtype."""
     dtype = run.config.generator.dtype
-    return [(name, placement.shape, dtype) for name, _, placement in policy.export(untie=run.untied)]
+    return [(name, placement.shape, dtype) for name, _, placement in served(policy, run)]
+
+
+def served(policy: PolicyModel, run: RunFile) -> Iterator[Exported]:
+    """This rank's rows of what engines get: the weights, or the adapters that they add to their own."""
+    return policy.export(untie=run.untied) if served_adapter(run.config.model) is None else policy.adapters()
 
 
 def probe_length(config: Config, announced: int) -> int:
@@ -100,5 +107,5 @@ class Publisher:
 
         ids = self._probe_text[: probe_length(config, self._announced)]
         with self._client.span("publish"):
-            pieces = self._policy.export(untie=self._client.run.untied)
+            pieces = served(self._policy, self._client.run)
             self._announced += self._client.publish(n, pieces, ids, probe_logp(self._policy, ids))

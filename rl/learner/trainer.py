@@ -31,7 +31,7 @@ from rl.learner.update import (
     with_logp,
     with_values,
 )
-from rl.models.lora import adapter, peft_config
+from rl.models.adapter_files import adapter, peft_config
 from rl.models.packing import make_packs, pad_packs, split_minibatches
 from rl.models.policy import Base, Critic, Policy
 from rl.models.protocol import FrozenPolicy, Model, ModelOptions, whole
@@ -62,7 +62,9 @@ def learning_rate(config: LearnerConfig, step: int, last_step: int, over: float 
 
 def saved_policy(config: Config, folder: Path, saved: Path) -> Policy:
     """The policy of the checkpoint `saved`, whose run began with the model in `folder`: in float32, on the CPU."""
-    policy = Policy.load(folder, options=ModelOptions(lora=lora_options(config.model)))
+    options = lora_options(config.model)
+    lora = options and options.model_copy(update={"start": None})  # the checkpoint has what became of it
+    policy = Policy.load(folder, options=ModelOptions(lora=lora))
     checkpoint.load_policy(saved, policy)
     return policy
 
@@ -165,7 +167,7 @@ class Trainer:
 
         self.reference: FrozenPolicy | None = None
         if self.algorithm.reference == "start" and self.lora is not None:
-            self.reference = Base(self.policy)
+            self.reference = Base(self.policy, keep=self.lora.start is not None)
         elif self.algorithm.reference is not None:
             reference = self._load(Policy, self.algorithm.reference).requires_grad_(False)
             self._check_vocabulary("algo.kl.reference", reference)

@@ -82,6 +82,11 @@ FAMILIES = {
     ),
 }
 """The families by `model_type`."""
+SERVED_MERGED = {
+    name: "with adapters vLLM takes other kernels for experts" for name, each in FAMILIES.items() if each.routing
+}
+SERVED_MERGED["glm4"] = "vLLM takes its gate_up_proj for two layers"
+"""Families whose engines cannot be sent adapters alone, and why not."""
 
 _STATEFUL = (
     "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 mamba mamba2 minimax nemotron_h qwen3_5_text qwen3_next "

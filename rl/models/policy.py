@@ -28,6 +28,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from rl.config.lora import LoraOptions
 from rl.config.schema import LearnerConfig
 from rl.models import families, lora
+from rl.models.adapter_files import check_start, read_adapters
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout
 from rl.models.loading import allocate, empty_model, is_told, local_part, read_weights, saved_buffers
@@ -87,7 +88,9 @@ class PackedModel(nn.Module):
             made.reads = (ROUTED_EXPERTS,)
         shard_policy(made, options, mesh=mesh, device=device)
         read_weights(made.model, folder, lora.is_adapter)
-        if options.lora is not None:
+        if options.lora is not None and options.lora.start is not None:
+            read_adapters(made.model, Path(options.lora.start))
+        elif options.lora is not None:
             lora.begin(made.model, options.lora)
         return made
 
@@ -114,17 +117,20 @@ class PackedModel(nn.Module):
         return ((name, each) for name, each in self.named_parameters() if each.requires_grad)
 
     def export(self, *, untie: bool = True) -> Iterator[Exported]:
-        layers = self._adapted()
+        sums = lora.sums(self.model)
         for name, parameter in self._exported(untie):
             tensor, first = local_part(parameter)
-            if name in layers:
-                tensor = layers[name].merged(local)
+            if name in sums:
+                tensor = sums[name](local)
             if not is_told(parameter, self.mesh):
                 tensor, first = tensor[:0], parameter.shape[0]
             yield from in_files(self._family, name, tensor, Placement(tuple(parameter.shape), first))
 
+    def adapters(self) -> Iterator[Exported]:
+        return lora.rows(self.model, self.mesh)
+
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        layers = self._adapted()
+        sums = lora.sums(self.model)
         parameters = dict(self._exported(untie=True))
         owners: dict[str, str] = {}
         for owner, each in parameters.items():
@@ -132,7 +138,7 @@ class PackedModel(nn.Module):
             owners |= dict.fromkeys((part.name for part in parts), owner)
 
         for owner, wanted in groupby(names, owners.__getitem__):  # the experts of a layer are gathered together
-            full = layers[owner].merged(whole) if owner in layers else whole(parameters[owner].detach())
+            full = sums[owner](whole) if owner in sums else whole(parameters[owner].detach())
             parts = in_files(self._family, owner, full, Placement(tuple(full.shape)))
             found = {part.name: part.tensor for part in parts}
             yield from ((name, found[name]) for name in wanted)
@@ -141,10 +147,6 @@ class PackedModel(nn.Module):
     def _family(self) -> str:
         family: str = self.model.config.model_type
         return family
-
-    def _adapted(self) -> dict[str, lora.LoraLinear]:
-        """The layers whose adapters count at the moment, by the name of their weight."""
-        return {f"{name}.weight": layer for name, layer in lora.adapted(self.model).items() if layer.active}
 
     def _exported(self, untie: bool) -> Iterator[tuple[str, Tensor]]:
         """Parameters by the names of the model's own files."""
@@ -244,33 +246,65 @@ class Policy(PackedModel):
 
 
 class Base:
-    """A policy without its adapters: the model that it began as, at the cost of a forward and of no memory."""
+    """The model that a policy with adapters began as, at the cost of a forward: it without them or, where it began with
+    those of `model.lora.start`, with these."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, keep: bool = False) -> None:
+        """keep: its adapters as they are now; else none."""
         self._policy = policy
+        self._begun = [local(each).clone() for _, each in policy.trainable()] if keep else []
 
     @property
     def device(self) -> torch.device:
         return self._policy.device
 
     def export(self, *, untie: bool = True) -> Iterator[Exported]:
-        with lora.switched_off(self._policy.model):
+        with self._as_it_began():
             return iter(list(self._policy.export(untie=untie)))
 
     def __call__(self, pack: Pack, *, temperature: float = 1.0, entropy_gradient: bool = False) -> PolicyOutput:
         """See `rl.models.protocol`; without a gradient."""
-        with torch.no_grad(), lora.switched_off(self._policy.model):
+        with torch.no_grad(), self._as_it_began():
             output: PolicyOutput = self._policy(pack, temperature=temperature, entropy_gradient=entropy_gradient)
             return output
 
+    @contextlib.contextmanager
+    def _as_it_began(self) -> Iterator[None]:
+        """Not between a forward and its backward."""
+        if not self._begun:
+            with lora.switched_off(self._policy.model):
+                yield
+            return
 
-def check_trainable(folder: str | Path, *, untested: bool = False, options: LoraOptions | None = None) -> None:
-    """Raises ValueError, as `load` would and for a family that is not tested, without reading any weights."""
+        rows = [local(each) for _, each in self._policy.trainable()]
+        present = [each.clone() for each in rows]
+        try:
+            _put(rows, self._begun)
+            yield
+        finally:
+            _put(rows, present)
+
+
+@torch.no_grad()
+def _put(rows: list[Tensor], values: list[Tensor]) -> None:
+    for each, value in zip(rows, values, strict=True):
+        each.copy_(value)
+
+
+def check_trainable(
+    folder: str | Path, *, untested: bool = False, options: LoraOptions | None = None, path: str = ""
+) -> None:
+    """Raises ValueError, as `load` would and for a family that is not tested, without reading any weights.
+
+    path: what the user calls the model of `options`.
+    """
     families.check_family(families.read_config(Path(folder)), untested=untested)
     model = Policy(_empty(folder)).model
     families.check_layers(model)
     if options is not None:
         lora.targets(model, options)
+    if options is not None and options.start is not None:
+        check_start(model, options, Path(folder), path)
 
 
 def _empty(folder: str | Path) -> Any:

@@ -118,6 +118,9 @@ class FrozenPolicy(Protocol):
 class PolicyModel(Model, FrozenPolicy, Protocol):
     """What is trained and published."""
 
+    def adapters(self) -> Iterator[Exported]:
+        """What is trained beside weights that stand still, for engines that add it by themselves."""
+
 
 class CriticModel(Model, Protocol):
     """What estimates returns."""

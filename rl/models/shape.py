@@ -30,6 +30,10 @@ class ModelShape:
     vocabulary: int
     chosen: int = 0
     """Experts of a token; 0 in a dense model."""
+    experts: int = 0
+    """Parameters of all experts of a layer, shared ones left out."""
+    count: int = 0
+    """Experts of a layer, shared ones left out."""
     tied: bool = False
     """Whether the head is the embedding."""
     max_length: int | None = None
@@ -49,7 +53,7 @@ class ModelShape:
 
         hidden, heads = number("hidden_size"), number("num_attention_heads")
         width = active = number("intermediate_size", 4 * hidden)
-        chosen = 0
+        chosen = each = 0
         if experts := next((told[name] for name in EXPERT_COUNTS if told.get(name)), 0):
             chosen = number("num_experts_per_tok")
             each = number("moe_intermediate_size", width)
@@ -72,6 +76,8 @@ class ModelShape:
             max_length=told.get("max_position_embeddings"),
             chosen=chosen,
             active=active,
+            experts=3 * hidden * each * experts,
+            count=experts,
         )
 
     @property
@@ -104,8 +110,10 @@ class ModelShape:
         sides |= {"qkv_proj": queries + 2 * keys, "gate_up_proj": 2 * self.width}
 
         head = rank * (self.hidden + self.vocabulary) if targets and "lm_head" in targets else 0
-        named = every if targets is None else set(targets) - {"lm_head"}
+        named = every if targets is None else set(targets) - {"lm_head", "experts"}
         of_layer = sum(self.hidden + sides.get(name, 2 * self.width) for name in named)
+        if targets and "experts" in targets:
+            of_layer += 2 * self.count * self.hidden + self.experts // self.hidden
         return rank * of_layer * self.layers + head
 
     def kv_bytes(self, number: int) -> int:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from rl.config.damage import RESUME, Damaged, reading
 from rl.config.failures import ENDS_RUN
+from rl.config.lora import served_adapter
 from rl.config.schema import Config, ConfigError, validate
 from rl.wire.addresses import Addresses
 from rl.wire.columns import register_configured, shape_by_model
@@ -102,9 +103,9 @@ class RunFile(BaseModel):
         """Whether an engine gives the head of a tied model weights of its own, which are sent beside the embedding.
 
         Where vLLM's linear layers on a CPU are packed they keep a copy of the head, which an update of the embedding
-        does not reach (7 nats wrong). On GPUs nothing is packed.
+        does not reach (7 nats wrong). On GPUs nothing is packed, and beside an adapter the embedding stands still.
         """
-        return self.device == "cpu"
+        return self.device == "cpu" and served_adapter(self.config.model) is None
 
     @property
     def addresses(self) -> Addresses:

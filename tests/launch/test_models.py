@@ -28,6 +28,15 @@ from rl.store.digests import digest_of
 from tests.rl.models.tiny_families import save_family
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+THIRTY_TWO_B = {
+    "hidden_size": 5120,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 64,
+    "vocab_size": 151936,
+    "intermediate_size": 25600,
+}
 LEAKS = "lfm2: its layers carry a state along a pack"
 
 
@@ -199,17 +208,8 @@ def test_weights_of_others_are_read_before_anything_is_made_of_them(
 
 def test_a_rank_needs_no_memory_of_its_host_for_the_model_that_it_loads() -> None:
     """Of 32 billion parameters on four GPUs; each rank read 123 GiB before."""
-    told = {
-        "hidden_size": 5120,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_hidden_layers": 64,
-        "vocab_size": 151936,
-        "intermediate_size": 25600,
-    }
     config = load_config(EXPERIMENTS / "math_8gpu.yaml", ["learner.ranks=4"])
-    (rank,) = [need for need in estimate(config, "cuda", ModelShape.of(told)) if need.what == "learner rank"]
+    (rank,) = [need for need in estimate(config, "cuda", ModelShape.of(THIRTY_TWO_B)) if need.what == "learner rank"]
     assert rank.count == 4 and rank.each < 1 << 30
 
 
@@ -285,9 +285,7 @@ def test_adapters_that_a_model_cannot_have_are_refused_before_it_is_read(given: 
 
 def test_adapters_take_of_a_rank_what_they_are_and_the_base_its_own_dtype() -> None:
     """Qwen3-32B on eight ranks: 8 GiB of weights each and next to nothing of the optimizer; its reference is free."""
-    told = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
-    told |= {"head_dim": 128, "intermediate_size": 25600, "vocab_size": 151936}
-    shape = ModelShape.of(told)
+    shape = ModelShape.of(THIRTY_TWO_B)
     assert shape.trained == pytest.approx(32.8e9, rel=0.01)
 
     def parts(*overrides: str) -> dict[str, int]:
@@ -306,3 +304,31 @@ def test_adapters_take_of_a_rank_what_they_are_and_the_base_its_own_dtype() -> N
     assert parts("model.lora={}", "algo.kl.coef=0.1")["weights"] == lora["weights"]
     critic = ["algo.advantage=gae", "algo.critic.enabled=true"]
     assert parts("model.lora={}", *critic)["optimizer"] == lora["optimizer"] + whole["optimizer"]
+
+
+def test_a_version_of_adapters_alone_is_as_large_as_they_are() -> None:
+    """Of Qwen3-32B an engine holds all, and a slot of weights a two-hundredth."""
+    shape = ModelShape.of(THIRTY_TWO_B)
+
+    def parts(serve: str) -> tuple[int, int]:
+        settings = [
+            f"model.lora={{rank: 16, serve: {serve}}}",
+            "generator.tensor_parallel=2",
+            "generator.dtype=bfloat16",
+        ]
+        needs = estimate(load_config(EXPERIMENTS / "math_cpu.yaml", settings), "cuda", shape)
+        found = {need.what: need.parts["weights"] for need in needs if "weights" in need.parts}
+        return found["engine's GPU"], found["weight slot"]
+
+    assert parts("merged") == (shape.trained, 2 * shape.trained)
+    assert parts("adapter") == (shape.trained + shape.adapters(16), 2 * shape.adapters(16))
+    assert 200 < shape.trained / shape.adapters(16) < 300
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4"])
+def test_engines_that_cannot_have_adapters_are_refused_by_name(family: str) -> None:
+    """Whatever the targets."""
+    config = load_config(EXPERIMENTS / "math_cpu.yaml", ["model.lora={serve: adapter, targets: [q_proj]}"])
+    prepare.check_family_of(config, {"model_type": "qwen3"})
+    with pytest.raises(ConfigError, match=f"^model.lora.serve=adapter: {family}: .*; set model.lora.serve=merged$"):
+        prepare.check_family_of(config, {"model_type": family})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rl.learner.credit import Minibatch
 from rl.learner.guards import StepGuards
+from rl.models import lora
 from rl.models.head import token_logprobs
 from rl.models.layout import Layout, lay_out
 from rl.models.packing import Pack
@@ -92,15 +94,20 @@ def weights_of_another(lab: Lab, patch: pytest.MonkeyPatch) -> None:
 
 @fault("adapters-left-out", "weights-differ", "model.lora={rank: 4}", at=1)
 def adapters_left_out(lab: Lab, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lab.trainer.policy, "_adapted", dict)
+    patch.setattr(lora, "sums", lambda model: {})
 
 
 @fault("adapters-too-strong", "weights-differ", "model.lora={rank: 4}", at=1)
 def adapters_too_strong(lab: Lab, patch: pytest.MonkeyPatch) -> None:
     """The export multiplies by alpha alone."""
-    for layer in lab.trainer.policy._adapted().values():
-        merged = layer.merged
-        patch.setattr(layer, "merged", lambda part, merged=merged, layer=layer: 4 * merged(part) - 3 * layer.weight)
+    sums, weights = lora.sums, dict(lab.trainer.policy.model.named_parameters())
+
+    def stronger(name: str, merged: Callable[..., Tensor], part: Callable[[Tensor], Tensor]) -> Tensor:
+        return 4 * merged(part) - 3 * part(weights[name])
+
+    patch.setattr(
+        lora, "sums", lambda model: {name: partial(stronger, name, each) for name, each in sums(model).items()}
+    )
 
 
 @fault("stale-head", "weights-differ")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rl.weights.channel import Channel, Entry, Wait, WeightsCorrupt, WeightsError
 from rl.weights.host.ends import HostReceiver, HostSender, wait_for
-from rl.weights.host.layout import Segments, combined_checksum, digests
+from rl.weights.host.layout import Segments, combined_checksum, digests, part_of
 from rl.weights.host.page_lock import PageLock
 from rl.weights.host.shm_file import SlotsFile, remove_slots, slots_path
 from rl.weights.host.slots import Lease
@@ -138,12 +138,15 @@ class ShmReceiver(HostReceiver):
         return found
 
     def _verify(self) -> int:
+        """The ranks of one engine read the same bytes, and each verifies its part: all have to, before any loads."""
         slots = self._opened()
         assert self._lease is not None
         view = slots.view(self._lease.slot)
+        ranks = self.run.config.generator.tensor_parallel
+        own = part_of(self._segments, int(self.name.rpartition("-")[2]), ranks) if ranks > 1 else self._segments
         damage = ""
         for (offset, length, found), expected in zip(
-            digests(view, self._segments[:, :2].tolist()), self._segments[:, 2].tolist(), strict=True
+            digests(view, own[:, :2].tolist()), own[:, 2].tolist(), strict=True
         ):
             self.progress += length
             if found != expected and not damage:

@@ -40,6 +40,7 @@ from rollout.generator.engines.base import EngineInfo, Sampled
 from rollout.generator.engines.cpu.unpacked import heed_environment
 from rollout.generator.engines.cpu.vllm_thread import OwnThread
 from rollout.generator.engines.routing import first_position, set_routing
+from rollout.generator.engines.vllm_adapter import adapter_of
 from rollout.generator.engines.vllm_core import Core, Stream
 from rollout.generator.engines.vllm_internals import text_reader
 from rollout.generator.engines.vllm_process import OwnProcess
@@ -337,7 +338,10 @@ class VllmEngine:
 
 def make_core(run: RunFile, arguments: AsyncEngineArgs) -> Core:
     """The core in the form that `generator.options.own_process` asks for; not started."""
-    return OwnProcess(arguments) if in_own_process(run) else OwnThread(arguments, run.config.generator.threads)
+    adapter = adapter_of(arguments)
+    if in_own_process(run):
+        return OwnProcess(arguments, adapter)
+    return OwnThread(arguments, run.config.generator.threads, adapter)
 
 
 def _take(running: _Running, live_spans: list[tuple[str, int]], completion: CompletionOutput) -> None:

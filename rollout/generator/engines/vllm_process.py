@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import TokensInput
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -52,8 +53,10 @@ class Stream:
 class OwnProcess:
     """A core that is built, called and awaited in one asyncio loop."""
 
-    def __init__(self, arguments: AsyncEngineArgs) -> None:
+    def __init__(self, arguments: AsyncEngineArgs, adapter: LoRARequest | None) -> None:
+        """adapter: what every request asks for."""
         self._arguments = arguments
+        self._adapter = adapter
         self.died: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self._deaths: set[asyncio.Task[None]] = set()
 
@@ -83,7 +86,8 @@ class OwnProcess:
         return engine_processes(self._llm)
 
     async def begin(self, name: str, prompt: TokensInput, parameters: SamplingParams, priority: int) -> Stream:
-        return Stream(self._llm, await self._llm.add_request(name, prompt, parameters, priority=priority))
+        added = await self._llm.add_request(name, prompt, parameters, lora_request=self._adapter, priority=priority)
+        return Stream(self._llm, added)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         if mode == "keep" and clear_cache:

@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.config.failures import EngineDied
+from rl.config.lora import served_adapter
 from rl.wire.columns import COLUMNS, ROUTED_EXPERTS
 from rl.wire.messages import Generate
 from rl.wire.run import ProcessContext, RunFile
@@ -18,6 +19,7 @@ from rollout.generator.engines import engine_options
 from rollout.generator.engines.base import EngineInfo
 from rollout.generator.engines.environment import device_memory
 from rollout.generator.engines.routing import first_position
+from rollout.generator.engines.vllm_adapter import adapter_arguments
 
 _WORKER_EXTENSION = "rollout.generator.engines.vllm_worker.LoadsWeights"
 _REPORT_EVERY = 32  # tokens between two outputs of one request: each costs a task switch
@@ -64,10 +66,11 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
     model = str(context.run.model_folder or context.run.config.model.path)
     share, cache = device_memory(context.run)
     untied = context.run.untied and bool(AutoConfig.from_pretrained(model).tie_word_embeddings)
+    adapter = served_adapter(context.run.config.model)
     arguments = AsyncEngineArgs(
         model=model,
         skip_tokenizer_init=True,
-        load_format="dummy",
+        load_format="dummy" if adapter is None else "auto",
         dtype=config.dtype,
         generation_config="vllm",  # the model folder's sampling defaults do not apply
         hf_overrides={"tie_word_embeddings": False} if untied else {},
@@ -90,6 +93,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         enable_return_routed_experts=ROUTED_EXPERTS in COLUMNS and not on_cpu,
         disable_log_stats=True,
         enable_log_requests=False,
+        **({} if adapter is None else adapter_arguments(adapter, model)),
     )
     return arguments, untied
 

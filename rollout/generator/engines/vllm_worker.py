@@ -32,11 +32,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl.config.lora import served_adapter
 from rl.weights import make_receiver
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
 from rollout.generator.engines.cpu import unpacked
 from rollout.generator.engines.owner import die_with_owner
+from rollout.generator.engines.vllm_adapter import load_adapter
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -56,6 +58,7 @@ class LoadsWeights:
         self._weights_receiver = make_receiver(run, f"generator-{index}-{self.rank}", incarnation, device)
         self._weights_deadline_s = run.config.weights.deadline_s
         self._weights_untied = untied
+        self._weights_adapter = served_adapter(run.config.model)
         self._weights_progress = np.memmap(progress, np.uint64, "r+")
         self._weights_loaded_bytes = 0
 
@@ -86,7 +89,10 @@ class LoadsWeights:
         begin = time.monotonic()
         pairs = with_head(self._weights_tensors) if self._weights_untied else self._weights_tensors
         try:
-            load_all(self.model_runner, self._weights_counted(pairs))
+            if self._weights_adapter is None:
+                load_all(self.model_runner, self._weights_counted(pairs))
+            else:
+                load_adapter(self.model_runner, self._weights_counted(pairs), self._weights_adapter)
         finally:
             del pairs
             intact = self.weights_drop()

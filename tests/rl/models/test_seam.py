@@ -92,6 +92,9 @@ class Bigram(nn.Module):
     def export(self, *, untie: bool = True) -> Iterator[Exported]:
         yield Exported("table", self.table.detach(), Placement((VOCAB, VOCAB), 0))
 
+    def adapters(self) -> Iterator[Exported]:
+        return iter(())
+
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.table.detach()) for name in names)
 

@@ -89,6 +89,8 @@ def test_a_config_that_does_not_say(changes: dict[str, Any], told: str) -> None:
         ("phi3", ["qkv_proj", "down_proj", "gate_up_proj"]),
         ("gemma3_text", None),
         ("qwen3_moe", None),
+        ("qwen3_moe", ["q_proj", "experts"]),
+        ("mixtral", ["experts"]),
     ],
 )
 def test_adapters_are_as_many_as_is_said(family: str, targets: list[str] | None, tmp_path: Path) -> None:

@@ -65,16 +65,23 @@ SETTINGS = [
 
 class Rig:
     def __init__(
-        self, tied: bool, device: str = "cpu", dtype: str = "float32", own_process: bool = True, threads: int = 1
+        self,
+        tied: bool,
+        device: str = "cpu",
+        dtype: str = "float32",
+        own_process: bool = True,
+        threads: int = 1,
+        settings: Sequence[str] = (),
     ) -> None:
         self.tied = tied
         self.own_process = own_process
         self.folder = Path(tempfile.mkdtemp(prefix="fresco-vllm-"))
-        settings = [*SETTINGS, f"generator.dtype={dtype}", f"generator.options.own_process={str(own_process).lower()}"]
-        settings.append(f"generator.threads={threads}")
-        config = load_config(None, settings)
+        own = f"generator.options.own_process={str(own_process).lower()}"
+        config = load_config(
+            None, [*SETTINGS, f"generator.dtype={dtype}", own, f"generator.threads={threads}", *settings]
+        )
         os.environ.update(engine_environment(config, device))
-        self.model(0).save_pretrained(self.folder / "model")
+        self.save_base(self.folder / "model")
         self.run = RunFile(
             config=config,
             run_id="0badf00d",
@@ -142,6 +149,10 @@ class Rig:
         return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
     # ------------------------------------------------------------ weights
+
+    def save_base(self, folder: Path) -> None:
+        """What the engine begins with."""
+        self.model(0).save_pretrained(folder)
 
     def model(self, n: int) -> Any:
         return _model(n, self.tied)

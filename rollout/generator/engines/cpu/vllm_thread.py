@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import TokensInput
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
@@ -73,9 +74,10 @@ class Mailbox:
 class OwnThread:
     """A core that is built, called and awaited in one asyncio loop."""
 
-    def __init__(self, arguments: AsyncEngineArgs, threads: int) -> None:
-        """threads: of OpenMP, for a step."""
+    def __init__(self, arguments: AsyncEngineArgs, threads: int, adapter: LoRARequest | None) -> None:
+        """threads: of OpenMP, for a step. adapter: what every request asks for."""
         self._arguments = arguments
+        self._adapter = adapter
         self._threads = threads
         self._loop = asyncio.get_running_loop()
         self.died: asyncio.Future[EngineDied] = self._loop.create_future()
@@ -102,7 +104,9 @@ class OwnThread:
         if self.died.done():
             raise EngineDeadError from self.died.result()
         inputs = self._engine.input_processor
-        request = inputs.process_inputs(name, prompt, parameters, supported_tasks=self._tasks, priority=priority)
+        request = inputs.process_inputs(
+            name, prompt, parameters, supported_tasks=self._tasks, lora_request=self._adapter, priority=priority
+        )
         inputs.assign_request_id(request)
         mailbox = Mailbox(self, request.request_id)
         self.streams.add(mailbox)

@@ -336,6 +336,42 @@ def test_a_corrupted_byte_is_found_and_named(opened: Open, transport: str) -> No
     assert read(reader, 1)[0] == 1
 
 
+def test_ranks_of_one_engine_share_the_work_of_a_proof(make_run: MakeRun) -> None:
+    """They read the same memory: each hashes its part, and a damaged byte is found by exactly one of them."""
+    run = make_run("weights.transport=shm", "generator.tensor_parallel=3")
+    writer = sender_of(run)
+    writer.open()
+    readers = [receiver_of(run, f"generator-0-{rank}") for rank in range(3)]
+    for n, damaged in enumerate([None, "embed", "norm", "layer.0", "layer.7", "layer.13", "layer.19"]):
+        publish(writer, n)
+        slots = writer._slots
+        assert slots is not None
+        slot = slots.table.newest()
+        assert slot is not None
+        for spec in MANIFEST.tensors:
+            if spec.name == damaged:
+                slots.view(slot)[spec.offset + 3] ^= 0x10
+
+        hashed = 0
+        answers: list[int | None] = []
+        for reader in readers:
+            reader.take(Version(0, n), 10)
+            before = reader.progress
+            try:
+                answers.append(reader.receipt())
+            except WeightsCorrupt as error:
+                assert f"tensor '{damaged}'" in str(error)
+                answers.append(None)
+            hashed += reader.progress - before
+            reader.release()
+        assert hashed == sum(spec.nbytes for spec in MANIFEST.tensors)
+        assert answers.count(None) == (damaged is not None)
+        assert set(answers) - {None} == {writer.checksum(Version(0, n), 1)}
+    for reader in readers:
+        reader.close()
+    writer.close()
+
+
 @pytest.mark.parametrize("transport", ["shm", "zmq", "tcp"])
 def test_unwritten_rows_are_an_error(opened: Open, transport: str) -> None:
     _, writer, _ = opened(transport)

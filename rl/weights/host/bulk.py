@@ -80,7 +80,8 @@ class BulkServer:
         self._grants: dict[str, _Grant] = {}  # by reader, as `name.incarnation`
         self._stopping = False
 
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        context: zmq.SyncContext = zmq.Context.instance()
+        self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = 4096  # requests are short
         self._socket.router_mandatory = True
@@ -134,7 +135,7 @@ class BulkServer:
 
         grant.answered = number
         data = source[offset : offset + length]
-        answer = [frames[0], _NUMBER.pack(number), data, mac(grant.key, _SENT, number, data)]
+        answer: list[bytes | memoryview] = [frames[0], _NUMBER.pack(number), data, mac(grant.key, _SENT, number, data)]
         with contextlib.suppress(zmq.Again, zmq.ZMQError):  # it has gone; it asks anew when it is back
             self._socket.send_multipart(answer, zmq.DONTWAIT, copy=False)
 
@@ -153,7 +154,8 @@ class BulkReader:
         self._into = into
         self._coming: dict[int, Wanted] = {}
         self._number = 0
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        context: zmq.SyncContext = zmq.Context.instance()
+        self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.maxmsgsize = 2 * CHUNK_BYTES
         self.socket.setsockopt(zmq.IDENTITY, parcel.identity)

@@ -59,7 +59,7 @@ def encode(old: Bytes, new: Bytes, ranges: Iterable[Range], most: float = 1.0) -
     return b"".join(parts), total
 
 
-def apply(patch: bytes | memoryview, data: Bytes, ranges: Iterable[Range]) -> None:
+def apply(patch: bytes | bytearray | memoryview, data: Bytes, ranges: Iterable[Range]) -> None:
     """Make the old bytes the new ones. Raises PatchError, and then some of them may have changed."""
     patch = memoryview(patch)
     at = 0
@@ -103,7 +103,7 @@ def _encode_block(old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
     wide = differences[is_wide]
     small[is_wide] = _WIDE
 
-    plain = b"".join([near, small, far, wide])
+    plain = b"".join(part.tobytes() for part in (near, small, far, wide))
     packed = _zstd().compress(plain, asbytes=True)
     if min(len(plain), len(packed)) >= len(new):
         return _HEAD.pack(_RAW, len(new), 0, 0, 0) + new.tobytes(), len(places)

@@ -32,8 +32,9 @@ def patched(old: np.ndarray, new: np.ndarray, ranges: list[Range]) -> tuple[np.n
 def test_any_bits_become_any_others(data: st.DataObject, width: int, count: int, share: float) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     kind = UNSIGNED[width]
-    values = [random.integers(0, 1 << 8 * width, count, dtype=kind), random.choice(np.array(ODD[width], kind), count)]
-    old = np.where(random.random(count) < 0.5, *values)
+    any_bits = random.integers(0, 1 << 8 * width, count, dtype=kind)
+    odd_bits = random.choice(np.array(ODD[width], kind), count)
+    old = np.where(random.random(count) < 0.5, any_bits, odd_bits)
     steps = np.where(random.random(count) < 0.7, random.choice([1, -1], count), random.integers(-40000, 40000, count))
     other = np.where(random.random(count) < 0.8, old + steps.astype(kind), random.permutation(old)).astype(kind)
     new = np.where(random.random(count) < share, other, old)

@@ -61,8 +61,10 @@ class Cluster:
         return int(stats.get("sparse", 0)), int(stats.get("dense", 0))
 
     def close(self) -> None:
-        for end in (*self.receivers, *reversed(self.senders)):
-            end.close()
+        for receiver in self.receivers:
+            receiver.close()
+        for sender in reversed(self.senders):
+            sender.close()
         remove_slots(self.run.run_id)
 
 
@@ -192,7 +194,7 @@ class Relay:
     """Between readers and a bulk server, real sockets on both sides. `spoil` makes of an answer those that arrive."""
 
     def __init__(self, endpoint: str, spoil: Callable[[list[bytes]], list[list[bytes]]]) -> None:
-        self._context = zmq.Context.instance()
+        self._context: zmq.SyncContext = zmq.Context.instance()
         self._front = self._context.socket(zmq.ROUTER)
         self._front.bind("tcp://127.0.0.1:*")
         self.endpoint = self._front.get_string(zmq.LAST_ENDPOINT)

@@ -207,7 +207,7 @@ class Lab:
     def __init__(self, folder: Path, *overrides: str, steps: int = 3, first_step: int = 0) -> None:
         self.config: Config = load_config(None, [*SETTINGS, f"steps={first_step + steps}", *overrides])
         self.folder = folder
-        self.run = SimpleNamespace(model_folder=folder, untied=True)
+        self.run = SimpleNamespace(config=self.config, model_folder=folder, untied=True)
         self.overrides = overrides
         self.steps = steps
         self.last_step = first_step + steps

@@ -67,7 +67,7 @@ class Link:
 
     def __init__(self, *overrides: str) -> None:
         self.config = load_config(None, [*overrides])
-        self.run = SimpleNamespace(model_folder=None, untied=True)
+        self.run = SimpleNamespace(config=self.config, model_folder=None, untied=True)
         self.said: dict[int, tuple[list[int], list[float]]] = {}
         self.newest = 0  # that the generators have from before
 

@@ -33,7 +33,7 @@ class LoraOptions(Section):
     seed: Seed = 0
     """Seed of the first weights: half of an adapter is random, the other half zero."""
     start: str | None = Field(None, min_length=1)
-    """Folder of adapters to go on with, as `fresco export --adapter` and peft write it; null: new ones."""
+    """Folder of adapters to go on with, as `fresco export` and peft write it; null: new ones."""
     serve: Annotated[Literal["merged", "adapter"], Where("vLLM")] = "merged"
     """What engines get: `merged` weights, or the `adapter` alone, which is a small part of the bytes and slower to
     sample with."""

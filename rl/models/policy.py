@@ -86,6 +86,7 @@ class PackedModel(nn.Module):
         made.team = options.team
         if options.router_replay and len(made.routers):
             made.reads = (ROUTED_EXPERTS,)
+
         shard_policy(made, options, mesh=mesh, device=device)
         read_weights(made.model, folder, lora.is_adapter)
         if options.lora is not None and options.lora.start is not None:

@@ -63,7 +63,8 @@ class Team:
         heads = each.shape[1]
         if heads < self.size:
             each = each.repeat_interleave(self.size // heads, 1)
-        return each.unflatten(1, (self.size, -1))
+        parted: Tensor = each.unflatten(1, (self.size, -1))
+        return parted
 
     def _exchanged(self, sent: Tensor) -> Tensor:
         """(size, ...): rank r gets place r of everybody, ordered by whom it is from."""

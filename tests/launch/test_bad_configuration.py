@@ -423,7 +423,7 @@ def test_what_is_trained_whole_does_not_fit_where_adapters_do() -> None:
 
 def on_learner(model: dict[str, int], *overrides: str) -> dict[str, int]:
     """What a learner's GPU of the recipe for long samples holds."""
-    needs = estimate(load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", overrides), "cuda", ModelShape.of(model))
+    needs = estimate(load_config(EXPERIMENTS / "swe_32k_8gpu.yaml", list(overrides)), "cuda", ModelShape.of(model))
     (need,) = [need for need in needs if need.what == "learner's GPU"]
     return need.parts
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,8 +22,9 @@ from tests.rl.learner.ranks import process_group
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-def test_a_death_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.rl.learner.test_checkpoint_killed", str(tmp_path)]
+@pytest.mark.parametrize("how", ["blocking", "background"])
+def test_a_death_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-m", "tests.rl.learner.test_checkpoint_killed", str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     deaths = [json.loads(line) for line in done.stdout.splitlines()]
@@ -42,7 +44,7 @@ def test_a_death_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path)
 # ------------------------------------------------------------ what dies
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, how: str) -> None:
     """One line for each death: where it was, and the newest checkpoint afterwards. The last rank survives."""
     torch.set_num_threads(1)
     model = nn.Linear(4, 3)
@@ -60,7 +62,7 @@ def main(folder: Path) -> None:
         shutil.copytree(first, kept)
 
         place = folder / "at"
-        code = _save_in_a_copy(kept, model, adamw, step=2, dies_at=number, place=place)
+        code = _save_in_a_copy(kept, model, adamw, step=2, dies_at=number, place=place, how=how)
         newest = latest(kept)
         assert newest is not None
         step = verify(newest).step
@@ -70,7 +72,13 @@ def main(folder: Path) -> None:
 
 
 def _save_in_a_copy(
-    kept: Path, model: nn.Module, adamw: torch.optim.Optimizer, step: int, dies_at: int = -1, place: Path | None = None
+    kept: Path,
+    model: nn.Module,
+    adamw: torch.optim.Optimizer,
+    step: int,
+    dies_at: int = -1,
+    place: Path | None = None,
+    how: str = "blocking",
 ) -> int:
     """The exit code of a process that saves, and dies before its file operation number `dies_at`."""
     pid = os.fork()
@@ -82,7 +90,13 @@ def _save_in_a_copy(
     with process_group(store):
         if place is not None:
             _die_at(kept, dies_at, os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-        checkpoint.save(kept, {"policy": (model, adamw)}, Meta(step, 0, 1), f"journal {step}".encode(), keep=1)
+        saved = {"policy": (model, adamw)}, Meta(step, 0, 1), f"journal {step}".encode()
+        if how == "blocking":
+            checkpoint.save(kept, *saved, keep=1)
+        else:
+            background = checkpoint.Background(kept, deadline_s=60)
+            background.save(*saved, keep=1)
+            background.wait()
     os._exit(0)
 
 
@@ -108,4 +122,4 @@ def _die_at(kept: Path, number: int, place: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -13,7 +13,10 @@ from launch.cli import main
 from rl.config.schema import ConfigError
 from rl.replay.recorded import Recorded, dealt
 from rl.replay.replay import RECORDED, Request, Row, replayed
-from tests.rl.replay.recording import STEPS, batch
+from rl.store.checkpoint_folder import steps_of
+from tests.rl.learner.learner_harness import Harness
+from tests.rl.replay import recording
+from tests.rl.replay.recording import STEPS, batch, restart, train, without_sockets
 
 
 def rows_of(folder: Path, first: int = 0, last: int = STEPS, *overrides: str, **options: object) -> list[Row]:
@@ -51,6 +54,26 @@ def test_one_bit_in_a_batch_is_no_identical_run(
     assert main(["replay", str(folder)]) == 1
     said = capsys.readouterr()
     assert f"NOT the run's numbers, first at version 4: {name}" in said.err and "identical: " not in said.out
+
+
+def test_ranks_that_compute_together_and_save_in_the_background(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They die while a checkpoint may be on its way, go on, and come out to the last bit; so does one rank, nearly."""
+    sharing = ("learner.ranks=2", "learner.context_parallel=2", "algo.kl.coef=0.1")
+    run = recording.begin(tmp_path, *sharing, "learner.checkpoint_every=1", "learner.checkpoints=background")
+    with Harness(run) as harness:
+        train(harness, 0, 4)
+        begun = restart(harness)
+        assert 2 <= begun <= 4
+        train(harness, begun, STEPS)
+        harness.finish()
+    without_sockets(run.folder)
+    assert max(steps_of(run.folder / "checkpoints")) == STEPS
+
+    assert all(row.identical and row.tensors == [] for row in rows_of(run.folder))
+    assert main(["replay", str(run.folder), "learner.ranks=1", "learner.context_parallel=1"]) == 0
+    assert "within 0.001 of the run: the largest difference is" in capsys.readouterr().out
 
 
 def test_another_number_of_ranks_stays_within_its_bound(

@@ -154,6 +154,7 @@ class BulkReader:
         self._into = into
         self._coming: dict[int, Wanted] = {}
         self._number = 0
+
         context: zmq.SyncContext = zmq.Context.instance()
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -23,9 +24,10 @@ def _watch(generator_pid: int) -> None:
     A pidfd and not PR_SET_PDEATHSIG: tensor-parallel workers are grandchildren of the generator.
     """
     parent = os.getppid()
-    poll = select.poll()
-    poll.register(os.pidfd_open(generator_pid), select.POLLIN)
-    poll.poll()
+    with contextlib.suppress(ProcessLookupError):  # it ended while this process began
+        poll = select.poll()
+        poll.register(os.pidfd_open(generator_pid), select.POLLIN)
+        poll.poll()
 
     if parent not in (1, generator_pid) and os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)

@@ -9,11 +9,15 @@ import sys
 
 from rollout.generator.engines.owner import OWNER_VARIABLE
 
-BELOW = "import time; from rollout.generator.engines.owner import die_with_owner; die_with_owner(); time.sleep(60)"
+WORKER = "import time; from rollout.generator.engines.owner import die_with_owner; die_with_owner(); time.sleep(60)"
+
+
+ENGINE = f"import subprocess, sys; print(subprocess.run([sys.executable, '-c', {WORKER!r}]).returncode)"
 
 
 def test_a_generator_that_died_before_its_engine_could_watch_it() -> None:
+    """The worker of a tensor-parallel engine ends the engine's process, which is its parent, and itself."""
     generator = subprocess.Popen(["true"])
     generator.wait()
-    below = subprocess.Popen([sys.executable, "-c", BELOW], env=os.environ | {OWNER_VARIABLE: str(generator.pid)})
-    assert below.wait(60) == -signal.SIGKILL
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE], env=os.environ | {OWNER_VARIABLE: str(generator.pid)})
+    assert engine.wait(60) == -signal.SIGKILL

@@ -152,10 +152,10 @@ class Replay:
         return values | {"train/loss": values.get("loss/objective", 0.0)}
 
     def row(self, variant: str, n: int, values: dict[str, float], begin: float) -> Row:
-        digests = tensor_digests(self.trainer.policy.trainable())
-        told = self._recorded.digests.get(n)
-        found = Row(variant, n, values, digests=digests)
+        found = Row(variant, n, values)
         if variant == RECORDED:
+            digests = found.digests = tensor_digests(self.trainer.policy.trainable())
+            told = self._recorded.digests.get(n)
             found.differing = self._recorded.differing(n, values)
             others = {name for name, digest in digests.items() if told is not None and told.get(name) != digest}
             found.tensors = None if told is None else [name for name in digests if name in others]

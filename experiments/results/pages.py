@@ -107,7 +107,8 @@ def of_study(study: Study, records: list[Record]) -> Mapping[str, Any]:
     found |= {"machine": sorted({r.machine for r in records}), "date": max(r.date for r in records)}
     ahead = {arm: sooner(trained, arm, study) for arm in by_arm if study.goal and arm != study.baseline}
     goals = {arm: COLUMNS["seconds to goal"](study, these, trained) for arm, these in by_arm.items() if study.goal}
-    return wrapped(found | {"goal": goals, "sooner": ahead})  # type: ignore[no-any-return]
+    trains = {arm: COLUMNS["training to goal"](study, these, trained) for arm, these in by_arm.items() if study.goal}
+    return wrapped(found | {"goal": goals, "training": trains, "sooner": ahead})  # type: ignore[no-any-return]
 
 
 def _points(records: list[Record], seed: int, arm: str, how: str) -> dict[str, float]:

@@ -376,7 +376,7 @@ def test_nccl_is_refused_where_it_cannot_work(settings: list[str], gpus: int, to
 
 @pytest.mark.parametrize(
     ("settings", "channel"),
-    [([], "shm"), (["network.transport=tcp"], "zmq"), (["network.transport=tcp", "weights.transport=shm"], "shm")],
+    [([], "shm"), (["network.transport=tcp"], "tcp"), (["network.transport=tcp", "weights.transport=shm"], "shm")],
 )
 def test_the_channel_follows_the_network_unless_it_is_named(settings: list[str], channel: str) -> None:
     assert load_config(None, settings).channel == channel

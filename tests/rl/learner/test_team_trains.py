@@ -18,6 +18,7 @@ from rl.learner.guards import ExactCheck
 from rl.learner.tensor_digests import tensor_digests
 from rl.learner.trainer import Trainer
 from rl.learner.update import UpdateStats
+from rl.models.packing import Pack
 from rl.models.team import make_mesh, make_team
 from rl.observe.alarms import Alarms
 from rl.store.checkpoint_folder import Meta
@@ -79,19 +80,23 @@ def gradient(trainer: Trainer, rank: int = 0, ranks: int = 1) -> dict[str, Tenso
 
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    results = {}
+    results: dict[Any, dict[str, Any]] = {}
     with process_group(folder, rank, RANKS):
         for sharing, case in [*EQUAL, (HALF, "batch")]:
             team = make_team("cpu", sharing.together)
             assert team is None or team.index == rank % sharing.together
             seen: list[int] = []
+
+            def note(pack: Pack, *_: object, seen: list[int] = seen) -> None:
+                seen.extend(pack.members)
+
             trainer = Trainer(
                 configured(case, sharing),
                 Path(folder),
                 last_step=STEPS,
                 mesh=make_mesh("cpu", RANKS, sharing.copies),
                 team=team,
-                observe=lambda pack, inputs, result, seen=seen: seen.extend(pack.members),
+                observe=note,
             )
             whose = rank // sharing.together, RANKS // sharing.together
             first = gradient(trainer, *whose)
@@ -101,7 +106,7 @@ def rank_main(rank: int, folder: str) -> None:
                 continue
 
             metrics = trained(trainer, *whose)
-            found = {"metrics": metrics, "weights": weights(trainer), "seen": seen, "gradient": first}
+            found: dict[str, Any] = {"metrics": metrics, "weights": weights(trainer), "seen": seen, "gradient": first}
             if sharing == COPIES:
                 checkpoint.save(Path(folder) / case, trainer.trained(), Meta(STEPS, 0, RANKS), b"", keep=1)
                 found["digests"] = tensor_digests(trainer.policy.trainable())

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import AutoTokenizer
 
 from rl.config.lora import served_adapter
 from rl.config.schema import Config
+from rl.learner.credit import gathered
 from rl.learner.run_client import Client
 from rl.models.packing import sequence_pack
 from rl.models.protocol import Exported, PolicyModel
@@ -105,7 +107,9 @@ class Publisher:
             self._probe_text = batch.columns["token_ids"][: probe_length(config, 0)].tolist()
             self._text_is_of_run = True
 
-        ids = self._probe_text[: probe_length(config, self._announced)]
+        own = self._probe_text[: probe_length(config, self._announced)]
+        # Rank 0 alone knows what it announced, and ranks that compute a pack together must have the same one.
+        ids = msgspec.msgpack.decode(gathered(msgspec.msgpack.encode(own))[0], type=list[int])
         with self._client.span("publish"):
             pieces = served(self._policy, self._client.run)
             self._announced += self._client.publish(n, pieces, ids, probe_logp(self._policy, ids))

@@ -128,7 +128,7 @@ class Harness:
                     return message
             if kind is not Fatal:
                 fatal = [message for message in self.inbox if isinstance(message, Fatal)]
-                assert not fatal, f"{fatal[0].message}\n{fatal[0].detail}"
+                assert not fatal, f"{fatal[0].message}\n{fatal[0].detail}\n{self.logs()}"
             assert time.monotonic() < deadline, f"no {kind.__name__} within {deadline_s} s\n{self.logs()}"
             self.pump()
 

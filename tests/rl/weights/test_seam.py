@@ -34,7 +34,11 @@ def test_nobody_outside_speaks_of_slots_manifests_and_page_locks() -> None:
 
 def test_nobody_outside_imports_from_there_but_who_makes_room_and_cleans_up() -> None:
     inside = {each.name: found for each in OUTSIDE if (found := {i for i in imports(each) if i.startswith(HOST)})}
-    assert {name for name in inside if not name.startswith("experiments")} == {"launch.preflight", "launch.supervisor"}
+    assert {name for name in inside if not name.startswith("experiments")} == {
+        "launch.agent",
+        "launch.preflight",
+        "launch.supervisor",
+    }
     assert set().union(*inside.values()) == {HOST}
 
 

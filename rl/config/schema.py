@@ -197,8 +197,8 @@ class LearnerConfig(Section):
 class WeightsConfig(Section):
     where = "learner, generators"
     transport: str = "auto"
-    """`shm`: shared memory; `tcp`: between machines; `zmq`: needs no shared memory; `nccl`: between GPUs (unrun);
-    `auto`: as the network, tcp or shm; or your own, `module:NAME`."""
+    """`shm`: shared memory; `tcp`: between machines; `zmq`: without shared memory; `nccl`: between GPUs (unrun);
+    `auto`: tcp or shm, as the network; or `module:NAME`."""
     delta: Annotated[Literal["auto", "always", "off"], Where("transport=tcp")] = "auto"
     """`auto`: send another machine what changed, where that is at most a fifth; `always`: whatever a machine has a base
     for; `off`: whole."""

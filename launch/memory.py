@@ -167,6 +167,11 @@ def check_context(config: Config, device: str, model: ModelShape) -> None:
         raise ConfigError(
             f"generator.tensor_parallel={split} does not divide the {model.kv_heads} key-value heads of the model"
         )
+    if getattr(engine_options(config.generator), "expert_parallel", False) and not 1 < split <= model.count:
+        raise ConfigError(
+            f"generator.options.expert_parallel=true: a layer's {model.count} experts over generator.tensor_parallel="
+            f"{split} ranks; it needs 2 ranks or more, with an expert each at least"
+        )
 
     longest = config.generator.max_model_len
     cache = kv_cache_bytes(config.generator, device)

@@ -30,6 +30,8 @@ class VllmOptions(Section):
     """Share of a GPU's memory for the engine."""
     enforce_eager: Annotated[bool, Where("GPUs")] = True
     """No CUDA graphs."""
+    expert_parallel: Annotated[bool, Where("tensor_parallel above 1")] = False
+    """Each rank holds whole experts of a mixture, in the place of a part of each."""
     own_process: bool | None = None
     """vLLM's core in a process beside the generator's; null: on GPUs, and with tensor_parallel above 1."""
 

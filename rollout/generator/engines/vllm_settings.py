@@ -82,6 +82,7 @@ def engine_arguments(context: ProcessContext) -> tuple[AsyncEngineArgs, bool]:
         enable_prefix_caching=True,
         scheduling_policy="priority",
         tensor_parallel_size=config.tensor_parallel,
+        enable_expert_parallel=options.expert_parallel,
         gpu_memory_utilization=share,
         kv_cache_memory_bytes=cache,
         block_size=options.kv_block or (_CPU_BLOCK if on_cpu else None),

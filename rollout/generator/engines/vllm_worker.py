@@ -36,7 +36,7 @@ from rl.config.lora import served_adapter
 from rl.weights import make_receiver
 from rl.wire.messages import Version
 from rl.wire.run import RunFile
-from rollout.generator.engines.cpu import unpacked
+from rollout.generator.engines.cpu import experts, unpacked
 from rollout.generator.engines.owner import die_with_owner
 from rollout.generator.engines.vllm_adapter import load_adapter
 
@@ -184,4 +184,5 @@ def with_head(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 
 unpacked.heed_environment()
+experts.heed_expert_map()
 die_with_owner()

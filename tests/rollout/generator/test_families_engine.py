@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,20 @@ class FamilyRig(Rig):
     """
 
     def __init__(
-        self, family: str, folder: Path, dtype: str = "float32", own_process: bool = False, **shape: Any
+        self,
+        family: str,
+        folder: Path,
+        dtype: str = "float32",
+        own_process: bool = False,
+        settings: Sequence[str] = (),
+        **shape: Any,
     ) -> None:
         """shape: changes of the family's."""
         self.dtype = dtype
         self.folders = [save_family(family, folder / str(n), seed=n, dtype=dtype, **shape) for n in range(VERSIONS)]
         self.policies = [Policy.load(each) for each in self.folders]
         self.expected = [np.array(probe_logp(policy, PROBE)) for policy in self.policies]
-        super().__init__(tied=False, own_process=own_process, dtype=dtype)
+        super().__init__(tied=False, own_process=own_process, dtype=dtype, settings=settings)
         for n, policy in enumerate(self.policies):
             rows = {name: rows.clone() for name, rows, _ in policy.export()}
             save_file(rows, self.folder / f"written.{n}")
@@ -49,7 +56,18 @@ class FamilyRig(Rig):
     "family", [each if each in MOST_USED else pytest.param(each, marks=pytest.mark.families) for each in FAMILIES]
 )
 def test_engine_and_learner_agree_over_updates(family: str, tmp_path: Path) -> None:
-    rig = FamilyRig(family, tmp_path)
+    agree_over_updates(FamilyRig(family, tmp_path))
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_two_ranks_of_a_mixture(whole_experts: bool, tmp_path: Path) -> None:
+    """Each has a part of every expert, or half of the experts."""
+    settings = ["generator.tensor_parallel=2", f"generator.options.expert_parallel={whole_experts}"]
+    agree_over_updates(FamilyRig("qwen3_moe", tmp_path, own_process=True, settings=settings))
+
+
+def agree_over_updates(rig: FamilyRig) -> None:
     rig.start()
     try:
         for n in range(1, VERSIONS):

@@ -20,6 +20,7 @@ SETTINGS = (
 )
 CHANNELS = {
     "shm": ("weights.transport=shm",),
+    "tcp": ("weights.transport=tcp", "network.transport=tcp"),
     "zmq, adapters alone": ("weights.transport=zmq", "model.lora={rank: 4, alpha: 8, serve: adapter}"),
 }
 

@@ -192,7 +192,7 @@ class Learner:
         """For a replay: what the weights of version `n` are."""
         if self.config.tracking.replay == "off":
             return
-        tensors = tensor_digests(self.policy.trainable())
+        tensors = tensor_digests(self.trainer.weights.trainable())
         if self.digests is not None:
             self.digests.write(VersionDigests(client.timeline, n, tensors))
 

@@ -98,6 +98,7 @@ def states(result: Result, device: str) -> None:
                 config = config_of(size, device, checkpointing=True, overrides=overrides)
                 needs = estimate(config, device, shape_of(size))
                 own = [need for need in needs if need.what in ("learner's GPU", "learner rank")]
+
                 try:
                     check_memory(own, here)
                 except ConfigError as error:
@@ -115,11 +116,13 @@ def _with_states(config: Config, model: Path, mesh: DeviceMesh, size: str, devic
     torch.set_num_threads(len(os.sched_getaffinity(0)) if device == "cuda" else 1)
     trainer = Trainer(config, model, last_step=1000, mesh=mesh, device=device)
     found: dict[str, Any] = {}
+
     for seed in range(3):
         begin = time.perf_counter()
         for minibatch in trainer.minibatches(_batch_part(size, device, seed)):
             trainer.accumulate(minibatch)
         _finished(device)
+
         summed = time.perf_counter()
         trainer.optimizer.step(seed)
         _finished(device)

@@ -17,6 +17,7 @@ SETTINGS = (
     "steps=3",
     "sampling.max_tokens=96",
     "eval.tasks=0",
+    "tracking.wandb=disabled",
 )
 CHANNELS = {
     "shm": ("weights.transport=shm",),

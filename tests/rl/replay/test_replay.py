@@ -89,8 +89,9 @@ def test_states_on_the_host_are_replayed_there_or_on_the_device(tmp_path: Path) 
 
     assert all(row.identical and row.tensors == [] for row in rows_of(run.folder))
     recorded = (run.folder / "run.json").read_text()
-    (run.folder / "run.json").write_text(recorded.replace('"optimizer_states":"host"', '"optimizer_states":"device"'))
-    assert (run.folder / "run.json").read_text() != recorded
+    changed = recorded.replace('"optimizer_states": "host"', '"optimizer_states": "device"')
+    assert changed != recorded
+    (run.folder / "run.json").write_text(changed)
     assert all(row.identical and row.tensors == [] for row in rows_of(run.folder))
 
 
